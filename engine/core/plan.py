@@ -1,0 +1,94 @@
+"""What the scheduler asks of the executor for one step, and what comes back. Plain data: no torch, no I/O.
+
+A `Plan` is all the executor needs; it never looks at a request.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.messages import LogprobOptions, TokenLogprob
+from engine.sampling_params import SamplingParams
+
+PAD_PAGE = 0  # page 0 is scratch: padding writes go there; real pages are 1..num_pages
+
+
+@dataclass(slots=True, frozen=True)
+class SlotOpen:
+    """A row of the request table was given to a request: state the executor keeps per slot.
+
+    `prompt_ids` and `output_ids` (tokens already generated, after a retraction or a hand-over) feed the penalties.
+    """
+
+    slot: int
+    sampling: SamplingParams
+    prompt_ids: list[int]
+    output_ids: list[int]
+    eos_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class PlanItem:
+    """One request's part of a step.
+
+    tokens:      [q_len] token ids at positions start .. start+q_len-1; a negative id -(slot+1) is a placeholder for
+                 the token that slot `slot` sampled last (it may not exist on the host yet).
+    start:       tokens whose KV is already in the pages (cached prefix or earlier chunks)
+    page_start:  `new_pages` go to this index of the slot's page row
+    sample:      draw a token after the last position (False for a chunk that is not the last)
+    output_len:  output tokens before this step: the position of the draw (seeds, min_new_tokens)
+    logprob_from: first position (prompt index) whose own logprob is wanted in this step, or None
+    """
+
+    rid: str
+    slot: int
+    tokens: list[int]
+    start: int
+    page_start: int
+    new_pages: list[int]
+    sample: bool
+    output_len: int
+    logprobs: LogprobOptions | None = None
+    logprob_from: int | None = None
+    logprob_next: int | None = None  # prompt token after this chunk (its logprob comes from this chunk's last logits)
+
+    @property
+    def q_len(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens in the KV cache after this step."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. `extend`: items may have any q_len (prefill); otherwise every q_len is 1 (decode).
+
+    Order the executor owes: `closes`, then `opens`, then page rows of `items`, then forward, then sampling.
+    `seeds`: (slot, token) pairs to write into the FutureMap before anything (prebuilt batches: a first token that was
+    sampled elsewhere).
+    """
+
+    seq: int
+    extend: bool
+    items: list[PlanItem]
+    opens: list[SlotOpen] = field(default_factory=list)
+    closes: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ItemResult:
+    """`token`: sampled id (None when `sample` was False). `input_logprobs`: for positions from `logprob_from`."""
+
+    token: int | None
+    logprob: TokenLogprob | None = None
+    input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    bad: bool = False  # NaN logits
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Parallel to `Plan.items`."""
+
+    seq: int
+    items: list[ItemResult]

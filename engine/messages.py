@@ -1,0 +1,183 @@
+"""What the processes of one worker say to each other: tagged msgspec structs in msgpack, closed unions, nothing else.
+
+    frontend (HTTP + tokenizer)  --ToScheduler-->    scheduler
+    scheduler                    --ToDetokenizer-->  detokenizer  --ToFrontend-->  frontend
+    scheduler                    --ToFrontend-->     frontend       (control replies only)
+
+Transport: ZMQ PUSH/PULL over ipc:// sockets inside a 0700 directory; one struct a message. The receiver binds,
+senders connect. Each batch is sent as one message, so per-token cost is shared.
+"""
+
+import msgspec
+
+from engine.sampling_params import SamplingParams
+
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # SGLang's habit: this host means "fake transfer for this request"
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
+    """Where a disaggregated request meets its other half. `host` and `port` name the bootstrap server."""
+
+    host: str
+    port: int
+    room: int
+
+
+class LogprobOptions(msgspec.Struct, frozen=True, array_like=True):
+    """Which logprobs to return. `start_len`: first prompt position whose logprob is wanted; -1: output only.
+
+    `top_num`: alternatives per position (0: the chosen token only).
+    """
+
+    start_len: int = -1
+    top_num: int = 0
+
+
+# ---- frontend -> scheduler
+
+
+class GenerateRequest(_Message, frozen=True):
+    """One sample. `sampling` is checked and complete (max_new_tokens and seed are set, n is 1)."""
+
+    rid: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    logprobs: LogprobOptions | None = None
+    bootstrap: Bootstrap | None = None
+    skip_cache_insert: bool = False
+
+
+class AbortRequest(_Message, frozen=True):
+    """End request `rid` (exact match), or every request when `all` is set. Unknown rids are ignored."""
+
+    rid: str
+    all: bool = False
+
+
+class FlushCache(_Message, frozen=True):
+    call_id: str
+
+
+class GetState(_Message, frozen=True):
+    """Ask for a `StateReply`. `check`: also run every owner's `check()` and report what it says."""
+
+    call_id: str
+    check: bool = False
+
+
+class Shutdown(_Message, frozen=True):
+    """End the scheduler's loop (the launcher's SIGTERM does the same)."""
+
+
+ToScheduler = GenerateRequest | AbortRequest | FlushCache | GetState | Shutdown
+
+# ---- scheduler -> detokenizer -> frontend
+
+
+class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Why a request ended. `kind`: "stop" | "length" | "abort".
+
+    `matched`: the stop token id or stop string. `status`: HTTP status for an abort that is an error (0: user's abort).
+    """
+
+    kind: str
+    matched: int | str | None = None
+    message: str = ""
+    status: int = 0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Logprob of the token at one position, with the `top` alternatives [(logprob, token_id)], best first.
+
+    `logprob` is None for the first prompt token, which nothing predicts.
+    """
+
+    logprob: float | None
+    token_id: int
+    top: list[tuple[float, int]] = []
+
+
+class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
+    """New tokens of one request. `input_logprobs` comes once, with the first output."""
+
+    rid: str
+    new_ids: list[int]
+    finish: FinishReason | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    logprobs: list[TokenLogprob] = []
+    input_logprobs: list[TokenLogprob] = []
+    retractions: int = 0
+    times: dict[str, float] = {}
+
+
+class RequestOpened(_Message, frozen=True):
+    """Tells the detokenizer about a request before its first token (sent by the scheduler on admission)."""
+
+    rid: str
+    prompt_tail: list[int]
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+
+
+class TokenBatch(_Message, frozen=True):
+    outputs: list[TokenOutput]
+
+
+ToDetokenizer = RequestOpened | TokenBatch
+
+
+class TextOutput(msgspec.Struct, array_like=True, kw_only=True):
+    """`TokenOutput` with its text. `text` is the part that is new and final (a delta, never a broken character;
+
+    nothing that may still become a stop string). `logprob_texts` run parallel to `tokens.logprobs`: the text of the
+    chosen token and of each alternative. `input_logprob_texts` likewise.
+    """
+
+    text: str
+    tokens: TokenOutput
+    logprob_texts: list[tuple[str, list[str]]] = []
+    input_logprob_texts: list[tuple[str, list[str]]] = []
+
+
+class TextBatch(_Message, frozen=True):
+    outputs: list[TextOutput]
+
+
+class FlushReply(_Message, frozen=True):
+    call_id: str
+    ok: bool
+    message: str
+
+
+class StateReply(_Message, frozen=True):
+    """Load and self-check of the scheduler; `queues` by name (bootstrap, waiting, inflight, prealloc, transfer...).
+
+    `counters` only grow (requests, aborted, prompt_tokens, generation_tokens, cached_tokens, transfer_failed...).
+    `problems`: what `check()` found, empty when all owners are consistent.
+    """
+
+    call_id: str
+    role: str
+    running: int
+    queues: dict[str, int]
+    num_pages: int
+    page_size: int
+    pages: dict[str, int]  # free, cached, held, quarantined
+    counters: dict[str, float]
+    gauges: dict[str, float]
+    problems: list[str]
+
+
+class SchedulerReady(_Message, frozen=True):
+    """Sent once when the model is loaded and the loop is about to start."""
+
+    info: dict[str, int | float | str | bool | None]
+
+
+ToFrontend = TextBatch | FlushReply | StateReply | SchedulerReady

@@ -1,0 +1,97 @@
+"""Sampling parameters of one request: a frozen value, checked once at the door.
+
+Knows field names and ranges (SGLang's), not tensors and not HTTP.
+"""
+
+import math
+
+import msgspec
+
+TOP_K_ALL = -1
+MAX_STOP_STRINGS = 32
+MAX_STOP_STRING_CHARS = 1024
+GREEDY_BELOW_TEMPERATURE = 1e-6
+
+
+class InvalidParam(ValueError):
+    """A user's value that cannot be honoured. `field` names it; the message says how to mend it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to draw tokens and when to stop. Defaults are SGLang's.
+
+    `seed` fixes the draw for a given (seed, position, logits), whatever the batch; None: the frontend draws one.
+    `stop` strings are cut from the answer; `stop_token_ids` end it too. `max_new_tokens=None`: up to the context.
+    """
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = TOP_K_ALL
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
+
+    @property
+    def penalized(self) -> bool:
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
+    """Raise `InvalidParam` for the first value outside its range; never changes anything."""
+    if p.max_new_tokens is not None:
+        _require(p.max_new_tokens >= 0, "max_new_tokens", f"must be at least 0, got {p.max_new_tokens}")
+    _require(p.min_new_tokens >= 0, "min_new_tokens", f"must be at least 0, got {p.min_new_tokens}")
+    if p.max_new_tokens is not None:
+        _require(
+            p.min_new_tokens <= p.max_new_tokens,
+            "min_new_tokens",
+            f"must not exceed max_new_tokens ({p.max_new_tokens}), got {p.min_new_tokens}",
+        )
+    _in_range("temperature", p.temperature, 0.0, math.inf)
+    _require(math.isfinite(p.temperature), "temperature", "must be finite")
+    _in_range("top_p", p.top_p, 0.0, 1.0)
+    _require(p.top_p > 0.0, "top_p", "must be greater than 0")
+    _require(p.top_k == TOP_K_ALL or p.top_k >= 1, "top_k", f"must be -1 (off) or at least 1, got {p.top_k}")
+    _in_range("min_p", p.min_p, 0.0, 1.0)
+    _in_range("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
+    _in_range("presence_penalty", p.presence_penalty, -2.0, 2.0)
+    _in_range("repetition_penalty", p.repetition_penalty, 0.0, 2.0)
+    _require(p.repetition_penalty > 0.0, "repetition_penalty", "must be greater than 0")
+    _require(1 <= p.n <= 128, "n", f"must be between 1 and 128, got {p.n}")
+    if p.seed is not None:
+        _require(-(2**63) <= p.seed < 2**63, "seed", "must fit in 64 bits")
+    _require(len(p.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings, got {len(p.stop)}")
+    for s in p.stop:
+        _require(0 < len(s) <= MAX_STOP_STRING_CHARS, "stop", f"strings must have 1 to {MAX_STOP_STRING_CHARS} characters")
+    for t in p.stop_token_ids:
+        _require(0 <= t < vocab_size, "stop_token_ids", f"{t} is not a token id (0 to {vocab_size - 1})")
+    for t, bias in p.logit_bias.items():
+        _require(0 <= t < vocab_size, "logit_bias", f"{t} is not a token id (0 to {vocab_size - 1})")
+        _in_range("logit_bias", bias, -100.0, 100.0)
+
+
+def _in_range(field: str, value: float, low: float, high: float) -> None:
+    _require(low <= value <= high, field, f"must be between {low:g} and {high:g}, got {value:g}")
+
+
+def _require(ok: bool, field: str, message: str) -> None:
+    if not ok:
+        raise InvalidParam(field, message)
