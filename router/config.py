@@ -1,0 +1,103 @@
+"""The router's flags. Frozen; every field is one `--flag` (deploy/flags.py derives them), named as SGLang's router names it.
+
+Knows values only: no sockets, no files. `check_config` is the one place that refuses a value.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+POLICIES = ("least_load", "round_robin", "random")
+
+
+class RouterConfigError(ValueError):
+    """A flag that cannot be honoured: one line that names it and says how to mend it."""
+
+
+def flag(default: Any, help: str, *, choices: tuple[str, ...] | None = None, cli: str | None = None) -> Any:
+    """A field with the text of its flag. `cli="special"`: the command line parses it by hand (several values)."""
+    return field(default=default, metadata={"help": help, "choices": choices, "cli": cli})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """One router in front of prefill and decode workers, or (without --pd-disaggregation) of unified workers."""
+
+    pd_disaggregation: bool = flag(False, "send each request to a prefill and a decode worker (else: --worker-urls)")
+    prefill: tuple[tuple[str, int | None], ...] = flag(
+        (),
+        "URL [BOOTSTRAP_PORT] of a prefill worker; repeatable; without a port it is read from the worker",
+        cli="special",
+    )
+    decode: tuple[str, ...] = flag((), "URL of a decode worker; repeatable", cli="special")
+    worker_urls: tuple[str, ...] = flag((), "URLs of unified workers (without --pd-disaggregation)", cli="special")
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(30080, "port to listen on; 0: a free one")
+    policy: str = flag("least_load", "how workers are chosen", choices=POLICIES)
+    health_check_interval_s: float = flag(1.0, "seconds between health checks of a worker")
+    health_check_timeout_s: float = flag(5.0, "seconds a health check may take")
+    health_failure_threshold: int = flag(2, "failed checks in a row before a worker leaves the pool")
+    health_success_threshold: int = flag(1, "good checks in a row before it comes back")
+    load_poll_interval_s: float = flag(
+        1.0, "seconds between reads of a worker's load; 0: trust the router's own counts"
+    )
+    retry_max: int = flag(3, "other attempts for one request while nothing was sent to the client; 0: none")
+    retry_backoff_s: float = flag(0.05, "pause before the second retry, doubled each time (the first is immediate)")
+    connect_timeout_s: float = flag(5.0, "seconds a connection to a worker may take")
+    request_timeout_s: float = flag(1800.0, "seconds one request may take in all")
+    shutdown_timeout_s: float = flag(3.0, "seconds running requests get to end after SIGTERM or Ctrl-C")
+    max_body_bytes: int = flag(64 << 20, "longest request body")
+    api_key: str | None = flag(None, "clients must send this as 'Authorization: Bearer KEY'")
+    worker_api_key: str | None = flag(
+        None, "key the router sends to workers; default: the client's Authorization header is passed on"
+    )
+    log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
+    ready_file: str | None = flag(None, "write JSON here once the router listens")
+
+
+def check_config(config: RouterConfig) -> None:
+    """Raise `RouterConfigError` for the first flag that cannot be honoured. Workers may also be added at run time."""
+    for flag_name, url in _worker_urls(config):
+        check_worker_url(flag_name, url)
+    if config.pd_disaggregation:
+        _require(not config.worker_urls, "--worker-urls", "is for unified workers; leave out --pd-disaggregation")
+    else:
+        _require(not (config.prefill or config.decode), "--prefill/--decode", "need --pd-disaggregation")
+    for _, port in config.prefill:
+        _require(port is None or 0 < port < 65536, "--prefill", f"bootstrap port must be 1 to 65535, got {port}")
+    _check_numbers(config)
+
+
+def check_worker_url(name: str, url: str) -> None:
+    """Raise `RouterConfigError` unless `url` is http(s)://HOST[:PORT] with nothing behind it."""
+    try:
+        parts = urlsplit(url)
+        ok = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/") and not parts.query
+        _ = parts.port
+    except ValueError:
+        ok = False
+    _require(bool(ok), name, f"{url!r} is not a worker's address; give http://HOST:PORT")
+
+
+def _worker_urls(config: RouterConfig) -> list[tuple[str, str]]:
+    named = [("--prefill", url) for url, _ in config.prefill] + [("--decode", url) for url in config.decode]
+    return named + [("--worker-urls", url) for url in config.worker_urls]
+
+
+def _check_numbers(config: RouterConfig) -> None:
+    _require(config.policy in POLICIES, "--policy", f"must be one of {', '.join(POLICIES)}, got {config.policy!r}")
+    _require(0 <= config.port < 65536, "--port", f"must be 0 to 65535, got {config.port}")
+    for name in ("health_check_interval_s", "health_check_timeout_s", "connect_timeout_s", "request_timeout_s"):
+        value = getattr(config, name)
+        _require(value > 0, f"--{name.replace('_', '-')}", f"must be greater than 0, got {value}")
+    for name in ("health_failure_threshold", "health_success_threshold", "max_body_bytes"):
+        value = getattr(config, name)
+        _require(value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}")
+    for name in ("retry_max", "retry_backoff_s", "load_poll_interval_s", "shutdown_timeout_s"):
+        value = getattr(config, name)
+        _require(value >= 0, f"--{name.replace('_', '-')}", f"must be at least 0, got {value}")
+
+
+def _require(ok: bool, name: str, message: str) -> None:
+    if not ok:
+        raise RouterConfigError(f"{name}: {message}")
