@@ -1,0 +1,153 @@
+"""The sockets between the processes of one worker: typed ZMQ PUSH/PULL over ipc:// in a private directory.
+
+Owns endpoints, framing (one msgspec struct a message) and the bound on every queue. Must not know what a message means.
+The receiver binds, senders connect; several senders may share one receiver.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+M = TypeVar("M")
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED_MESSAGES = 100_000  # in one pipe; a peer this far behind is stuck
+MAX_MESSAGE_BYTES = 1 << 30
+LINGER_MS = 500  # what a closing sender may still deliver
+RECV_BURST = 256  # messages taken before the event loop may look at something else
+
+
+class PeerStalled(RuntimeError):
+    """The receiver of a socket is dead or far behind: its queue is full."""
+
+
+@dataclass(frozen=True)
+class IpcPaths:
+    """Endpoints of one worker. `dir` is 0700, so the file system is the access control."""
+
+    dir: str
+
+    @classmethod
+    def create(cls, parent: str | None = None) -> "IpcPaths":
+        """Make a fresh private directory (short: a unix socket path has at most 107 characters)."""
+        return cls(tempfile.mkdtemp(prefix="tandem-", dir=parent))
+
+    @property
+    def to_scheduler(self) -> str:
+        return f"ipc://{self.dir}/scheduler"
+
+    @property
+    def to_detokenizer(self) -> str:
+        return f"ipc://{self.dir}/detokenizer"
+
+    @property
+    def to_frontend(self) -> str:
+        return f"ipc://{self.dir}/frontend"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+
+class PullSocket(Generic[M]):
+    """Receives the closed union `union`. Whatever does not decode is logged, counted in `rejected` and dropped."""
+
+    def __init__(self, endpoint: str, union: Any, *, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+        self.socket = (context or zmq.Context.instance()).socket(zmq.PULL)
+        self.socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.socket.bind(endpoint)
+        self.rejected = 0
+        self._decode = msgspec.msgpack.Decoder(union).decode
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._handler: Callable[[M], None] | None = None
+
+    @property
+    def fd(self) -> int:
+        """Edge-triggered: after it signals, call `recv_all_nowait` until it returns nothing."""
+        return int(self.socket.getsockopt(zmq.FD))
+
+    def recv_all_nowait(self, limit: int = 1 << 30) -> list[M]:
+        """Everything that has arrived, in order, up to `limit` messages; never waits."""
+        messages: list[M] = []
+        while len(messages) < limit and (frame := self._frame()) is not None:
+            self._append(frame, messages)
+        return messages
+
+    def recv(self, timeout_s: float) -> list[M]:
+        """Wait until something arrives or the time is over, then take all of it."""
+        self.socket.poll(int(timeout_s * 1000))
+        return self.recv_all_nowait()
+
+    def attach(self, loop: asyncio.AbstractEventLoop, handler: Callable[[M], None]) -> None:
+        """Call `handler` in `loop` for each message, in order, from now on."""
+        self._loop, self._handler = loop, handler
+        loop.add_reader(self.fd, self._drain)
+        loop.call_soon(self._drain)  # the descriptor does not signal what arrived before
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self.fd)
+            self._loop = None
+        self.socket.close(0)
+
+    def _frame(self) -> bytes | None:
+        try:
+            return self.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def _append(self, frame: bytes, messages: list[M]) -> None:
+        try:
+            messages.append(self._decode(frame))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+            self.rejected += 1
+            log.error("dropped a message that is not of this worker's protocol: %s", e)
+
+    def _drain(self) -> None:
+        if self._loop is None or self._handler is None:
+            return
+        messages = self.recv_all_nowait(RECV_BURST)
+        for message in messages:
+            self._handle(message)
+        if len(messages) == RECV_BURST:
+            self._loop.call_soon(self._drain)
+
+    def _handle(self, message: M) -> None:
+        assert self._handler is not None
+        try:
+            self._handler(message)
+        except Exception:
+            log.exception("handler failed for %s", type(message).__name__)
+
+
+class PushSocket:
+    """Sends structs to the process that binds `endpoint`; it need not be there yet."""
+
+    def __init__(self, endpoint: str, *, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+        self.socket = (context or zmq.Context.instance()).socket(zmq.PUSH)
+        self.socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+        self.socket.connect(endpoint)
+        self._endpoint = endpoint
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue one message; never waits. Raises `PeerStalled` when the peer's queue is full."""
+        try:
+            self.socket.send(self._encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise PeerStalled(f"{os.path.basename(self._endpoint)} takes no messages") from None
+
+    def close(self) -> None:
+        self.socket.close()
