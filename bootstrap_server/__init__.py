@@ -1,1 +1,1 @@
-"""bootstrap_server."""
+"""Where prefill workers register and decode workers find them: protocol, registry, HTTP app, client."""

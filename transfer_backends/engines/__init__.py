@@ -1,1 +1,1 @@
-"""engines."""
+"""Thin engines that move bytes: nixl, mooncake, fake. Each implements `transfer_backends.contract.Engine`."""

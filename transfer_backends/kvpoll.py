@@ -1,0 +1,98 @@
+"""The state of a transfer: the KVPoll values, the table of legal moves, and the machine that owns all states of a side.
+
+Pure. Knows neither messages nor memory. State names and values are SGLang's (`disaggregation/base/conn.py`), so that
+ranks agree by MIN over one all-reduce.
+
+    Bootstrapping --> WaitingForInput --> Transferring --> Success
+          |                 |                  |
+          +-----------------+------------------+---------> Failed
+"""
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+RoomKey = tuple[int, int]  # (bootstrap_room, attempt)
+
+
+class KVPoll(IntEnum):
+    """`Failed` is the least value, so MIN over ranks is the state of the group."""
+
+    Failed = 0
+    Bootstrapping = 1
+    WaitingForInput = 2
+    Transferring = 3
+    Success = 4
+
+
+FINAL = frozenset({KVPoll.Failed, KVPoll.Success})
+
+TRANSITIONS: dict[KVPoll, frozenset[KVPoll]] = {
+    KVPoll.Bootstrapping: frozenset({KVPoll.WaitingForInput, KVPoll.Failed}),
+    KVPoll.WaitingForInput: frozenset({KVPoll.Transferring, KVPoll.Failed}),
+    KVPoll.Transferring: frozenset({KVPoll.Success, KVPoll.Failed}),
+    KVPoll.Success: frozenset(),
+    KVPoll.Failed: frozenset(),
+}
+
+
+class IllegalTransition(Exception):
+    """Our own code asked for a move that the table does not have. Nothing changed."""
+
+
+class PeerProtocolError(Exception):
+    """A peer's message asked for it. Handled (counted and dropped), nothing changed."""
+
+
+class RoomInUse(ValueError):
+    """The room is live on this side; a room serves one transfer at a time."""
+
+
+class TransferMachine:
+    """Owns the state of every live transfer of one side, keyed (room, attempt)."""
+
+    def __init__(self) -> None:
+        self._states: dict[RoomKey, KVPoll] = {}
+        self.num_moves = 0  # only grows: tells a shell that something it shows to others changed
+
+    def open(self, key: RoomKey) -> None:
+        room, attempt = key
+        if not 0 < room < 2**63 or attempt < 0:
+            raise ValueError(f"bootstrap_room must be between 1 and 2**63-1 and attempt at least 0, got {key}")
+        if key in self._states:
+            raise RoomInUse(f"bootstrap_room {room} (attempt {attempt}) is in use on this worker")
+        self._states[key] = KVPoll.Bootstrapping
+        self.num_moves += 1
+
+    def state(self, key: RoomKey) -> KVPoll:
+        return self._states[key]
+
+    def move(self, key: RoomKey, to: KVPoll) -> None:
+        """Our own move. Raises `IllegalTransition` and changes nothing when the table does not have it."""
+        now = self._states[key]
+        if to not in TRANSITIONS[now]:
+            raise IllegalTransition(f"room {key}: {now.name} -> {to.name}")
+        self._states[key] = to
+        self.num_moves += 1
+
+    def move_by_peer(self, key: RoomKey, to: KVPoll) -> None:
+        """A move that a peer's message asks for: unknown rooms and illegal moves are the peer's fault."""
+        now = self._states.get(key)
+        if now is None:
+            raise PeerProtocolError(f"room {key} is not open")
+        if to not in TRANSITIONS[now]:
+            raise PeerProtocolError(f"room {key}: {now.name} -> {to.name}")
+        self.move(key, to)
+
+    def forget(self, key: RoomKey) -> None:
+        if self._states[key] not in FINAL:
+            raise IllegalTransition(f"room {key}: forgotten in {self._states[key].name}")
+        del self._states[key]
+
+    def __contains__(self, key: RoomKey) -> bool:
+        return key in self._states
+
+    def __iter__(self) -> Iterator[RoomKey]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
