@@ -1,0 +1,52 @@
+# Two commands matter: `make run` (a cluster on this machine) and `make test`. Both set up what they need first.
+#   make run ARGS="--decode 2 --transfer-backend mooncake"      all flags: .venv/bin/tandem up --help
+
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+TESTS ?= tests
+EXTRAS ?= engine,nixl,mooncake-cpu,dev
+TORCH ?= torch==2.13.0
+# What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
+STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
+# Parts that decide without I/O (and the command line): held to mypy --strict.
+TYPED := $(wildcard engine/core engine/*.py disagg/config.py transfer_backends/*.py bootstrap_server router deploy)
+
+export OMP_NUM_THREADS ?= 1
+export TORCH EXTRAS
+
+.PHONY: help setup run test lint format clean
+
+help:
+	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
+	@echo "make test [TESTS=...]  run the tests"
+	@echo "make setup             make $(VENV) with everything in it"
+	@echo "make lint | format     check | mend style, types and import order"
+	@echo "make clean             remove $(VENV) and caches"
+
+setup: $(STAMP)
+
+$(STAMP):
+	bash deploy/system_packages.sh
+	bash deploy/make_venv.sh $(VENV)
+	@rm -f $(VENV)/.ready-* && touch $@
+
+run: $(STAMP)
+	@exec $(BIN)/tandem up $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q $(TESTS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,69 @@
+"""`tandem router`: flags to RouterConfig, then the router. Never imports torch."""
+
+import argparse
+from collections.abc import Sequence
+
+from deploy.flags import Parser, add_flags, config_from
+from router.config import RouterConfig
+
+
+def run(argv: Sequence[str]) -> int:
+    """Route until told to stop."""
+    config = config_of(build_parser().parse_strict(argv))
+    import uvloop
+    from router.server import run_router
+
+    uvloop.run(run_router(config, on_ready=_announce))
+    return 0
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="tandem router",
+        description="Route requests to pairs of prefill and decode workers (or to unified workers).",
+    )
+    add_flags(parser, RouterConfig, title="router")
+    workers = parser.add_argument_group("workers")
+    workers.add_argument(
+        "--prefill",
+        action="append",
+        nargs="+",
+        metavar=("URL", "BOOTSTRAP_PORT"),
+        default=[],
+        help="a prefill worker; repeatable; without BOOTSTRAP_PORT it is read from the worker",
+    )
+    workers.add_argument("--decode", action="append", metavar="URL", default=[], help="a decode worker; repeatable")
+    workers.add_argument(
+        "--worker-urls", nargs="+", metavar="URL", default=[], help="unified workers (without --pd-disaggregation)"
+    )
+    return parser
+
+
+def config_of(args: argparse.Namespace) -> RouterConfig:
+    """The router's config. Giving --prefill or --decode says --pd-disaggregation."""
+    args.pd_disaggregation = args.pd_disaggregation or bool(args.prefill or args.decode)
+    return config_from(
+        args,
+        RouterConfig,
+        prefill=tuple(_prefill(words) for words in args.prefill),
+        decode=tuple(args.decode),
+        worker_urls=tuple(args.worker_urls),
+    )
+
+
+def _prefill(words: list[str]) -> tuple[str, int | None]:
+    if len(words) == 1:
+        return words[0], None
+    if len(words) == 2 and words[1].lower() == "none":
+        return words[0], None
+    if len(words) == 2 and words[1].isdigit():
+        return words[0], int(words[1])
+    raise _usage(f"--prefill: takes URL [BOOTSTRAP_PORT], got {' '.join(words)!r}")
+
+
+def _usage(message: str) -> SystemExit:
+    build_parser().error(message)
+
+
+def _announce(url: str) -> None:
+    print(f"router listens on {url}", flush=True)

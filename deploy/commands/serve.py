@@ -1,0 +1,29 @@
+"""`tandem serve`: flags to configs, then the worker. Knows no more of the worker than `run_worker`."""
+
+from collections.abc import Sequence
+
+from deploy.flags import Parser, add_flags, config_from
+from disagg.config import DisaggConfig
+from engine.config import EngineConfig, ServerConfig
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve until the worker ends; returns its exit status."""
+    args = build_parser().parse_strict(argv)
+    engine = config_from(args, EngineConfig)
+    server = config_from(args, ServerConfig)
+    disagg = config_from(args, DisaggConfig)
+    from disagg.worker import run_worker  # not before the flags are right: it brings the engine along
+
+    return run_worker(engine=engine, server=server, disagg=disagg)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="tandem serve",
+        description="Run one worker: HTTP server, scheduler and model. Alone (null) it is a complete server.",
+    )
+    add_flags(parser, ServerConfig, title="HTTP server")
+    add_flags(parser, EngineConfig, title="model, memory and scheduling")
+    add_flags(parser, DisaggConfig, title="disaggregation")
+    return parser

@@ -1,0 +1,188 @@
+"""Command-line flags derived from frozen config dataclasses, so that the two cannot drift.
+
+Owns the mapping field <-> `--flag-name` in both directions and the one-line error style of every command. It knows no
+particular config: types, defaults, choices and help all come from the dataclass (`metadata["help"]`,
+`metadata["choices"]`; `metadata["cli"] == "special"` leaves a field to the command).
+"""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+Config = TypeVar("Config")
+Parse = Callable[[str], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One flag: how it is written, how its text becomes a value, and what help says about it."""
+
+    name: str
+    option: str
+    parse: Parse
+    is_switch: bool
+    is_list: bool
+    default: Any
+    choices: tuple[str, ...] | None
+    help: str
+
+
+def flags_of(config_class: type, *, skip: Collection[str] = ()) -> Iterator[Flag]:
+    """The flags of a config dataclass, in field order, without `skip` and the special ones."""
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        if field.name not in skip and field.metadata.get("cli") != "special":
+            yield _flag(field, hints[field.name])
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    config_class: type,
+    *,
+    title: str,
+    skip: Collection[str] = (),
+    only_given: bool = False,
+) -> None:
+    """Add one help group with every flag of `config_class`.
+
+    `only_given`: flags that the user did not type leave no trace in the namespace (for `given_argv`).
+    """
+    group = parser.add_argument_group(title)
+    for flag in flags_of(config_class, skip=skip):
+        group.add_argument(flag.option, **_argparse_keywords(flag, only_given=only_given))
+
+
+def config_from(args: argparse.Namespace, config_class: type[Config], **special: Any) -> Config:
+    """Build the config from a parsed namespace; `special` gives the fields that are no plain flags."""
+    values = {flag.name: getattr(args, flag.name) for flag in flags_of(config_class, skip=special)}
+    return config_class(**values, **special)
+
+
+def given_argv(args: argparse.Namespace, config_class: type, *, skip: Collection[str] = ()) -> list[str]:
+    """The argv that hands the flags found in `args` (parsed with `only_given`) on to another process."""
+    argv: list[str] = []
+    for flag in flags_of(config_class, skip=skip):
+        if hasattr(args, flag.name):
+            argv += _written(flag, getattr(args, flag.name))
+    return argv
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line that names the flag, and which never guesses an abbreviation."""
+
+    def __init__(self, **keywords: Any) -> None:
+        keywords.setdefault("formatter_class", _HelpFormatter)
+        keywords.setdefault("usage", "%(prog)s [FLAGS]")
+        super().__init__(allow_abbrev=False, **keywords)
+
+    def error(self, message: str) -> NoReturn:
+        text = message.removeprefix("argument ")
+        print(f"{self.prog}: {text} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+    def parse_strict(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Like `parse_args`, but an unknown flag is answered with the nearest known one."""
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            self.error(_unknown_flag_message(unknown[0], list(self._option_string_actions)))
+        return args
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=38, width=120)
+
+
+def _unknown_flag_message(text: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(text.partition("=")[0], known, n=1)
+    return f"unknown argument {text!r}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _flag(field: "dataclasses.Field[Any]", hint: Any) -> Flag:
+    value_type, is_list = _value_type(hint)
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    return Flag(
+        name=field.name,
+        option="--" + field.name.replace("_", "-"),
+        parse=_PARSERS[value_type],
+        is_switch=value_type is bool,
+        is_list=is_list,
+        default=default,
+        choices=field.metadata.get("choices"),
+        help=str(field.metadata.get("help", "")),
+    )
+
+
+def _value_type(hint: Any) -> tuple[type, bool]:
+    """(the type of one value, whether several may be given); `X | None` counts as X."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def _argparse_keywords(flag: Flag, *, only_given: bool) -> dict[str, Any]:
+    keywords: dict[str, Any] = {
+        "dest": flag.name,
+        "default": argparse.SUPPRESS if only_given else flag.default,
+        "help": _help_text(flag),
+    }
+    if flag.is_switch and not flag.default:
+        return keywords | {"action": "store_true"}
+    if flag.is_switch:
+        return keywords | {"action": argparse.BooleanOptionalAction}
+    if flag.is_list:
+        keywords |= {"nargs": "+"}
+    return keywords | {"type": flag.parse, "choices": flag.choices, "metavar": _metavar(flag)}
+
+
+def _metavar(flag: Flag) -> str:
+    if flag.choices:
+        return "{" + ",".join(flag.choices) + "}"
+    return _METAVARS[flag.parse]
+
+
+def _help_text(flag: Flag) -> str:
+    text = flag.help.replace("%", "%%")
+    if flag.is_switch or flag.default in (None, "", ()) or "default:" in text:
+        return text
+    return f"{text} (default: {flag.default})"
+
+
+def _written(flag: Flag, value: Any) -> list[str]:
+    if flag.is_switch:
+        return [flag.option if value else flag.option.replace("--", "--no-", 1)] if value != flag.default else []
+    if flag.is_list:
+        return [flag.option, *(str(item) for item in value)] if value else []
+    return [] if value is None else [f"{flag.option}={value}"]
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+
+
+def _real(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if value != value:
+        raise argparse.ArgumentTypeError("must be a number, got nan")
+    return value
+
+
+def _no_text(text: str) -> bool:
+    raise AssertionError(f"a switch takes no value, got {text!r}")
+
+
+_PARSERS: Mapping[type, Parse] = {int: _whole, float: _real, str: str, bool: _no_text}
+_METAVARS: Mapping[Parse, str] = {_whole: "N", _real: "X", str: "TEXT", _no_text: ""}

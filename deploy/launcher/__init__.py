@@ -1,0 +1,1 @@
+"""A local cluster: processes, their ports, their health, their end."""

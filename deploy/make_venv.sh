@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Makes the virtual environment $1 with Tandem (editable), its extras and torch in it.
+# TORCH, EXTRAS and PYTHON (the interpreter to use) may be set from outside.
+set -euo pipefail
+
+venv=${1:?usage: make_venv.sh DIR}
+torch=${TORCH:-torch==2.13.0}
+extras=${EXTRAS:-engine,nixl,mooncake-cpu,dev}
+
+good_python() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+pick_python() {
+    local candidate
+    for candidate in ${PYTHON:-} python3.11 python3 python3.12 python3.13; do
+        if good_python "$candidate"; then echo "$candidate"; return; fi
+    done
+    echo "tandem: needs Python 3.11 or newer; install it (Debian: apt-get install python3 python3-venv) or set PYTHON" >&2
+    return 1
+}
+
+reachable() { "$1" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5).close()' "$2" 2>/dev/null; }
+
+if ! good_python "$venv/bin/python"; then
+    python=$(pick_python)
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
+fi
+
+# Without a GPU take torch's CPU wheels (200 MB instead of 3 GB), where their index can be reached; pip's own
+# configured index is always asked too. On a GPU machine the default wheels are the CUDA ones.
+index=()
+cpu_index=https://download.pytorch.org/whl/cpu
+if ! command -v nvidia-smi >/dev/null && reachable "$venv/bin/python" "$cpu_index/torch/"; then
+    index=(--extra-index-url "$cpu_index")
+fi
+
+# torch stands in the same command as what depends on it: one resolution, so nothing pulls in a second torch.
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${index[@]}" "$torch" -e ".[$extras]"
