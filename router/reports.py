@@ -1,0 +1,61 @@
+"""Reads what workers say of themselves: load (several dialects) and where their bootstrap server listens. Pure."""
+
+from typing import Any
+
+from router.workers import LoadReport
+
+_USED = ("num_used_tokens", "num_tokens")
+
+
+def parse_load(answer: object) -> LoadReport | None:
+    """A load report from `/get_load` or `/v1/loads`; None when it has none of the known fields.
+
+    Takes one object, a list of them (one per data-parallel rank; they are summed) or {"loads": [...]}.
+    """
+    if isinstance(answer, dict) and isinstance(answer.get("loads"), list):
+        answer = answer["loads"]
+    rows = [row for row in (answer if isinstance(answer, list) else [answer]) if isinstance(row, dict)]
+    if not any(key in row for row in rows for key in (*_USED, "num_waiting_reqs", "num_running_reqs", "num_reqs")):
+        return None
+    return LoadReport(
+        running_reqs=_total(rows, "num_running_reqs", "num_reqs"),
+        waiting_reqs=_total(rows, "num_waiting_reqs"),
+        used_tokens=_total(rows, *_USED),
+        waiting_tokens=_total(rows, "num_waiting_uncached_tokens"),
+        capacity_tokens=_total(rows, "max_total_num_tokens"),
+    )
+
+
+def _total(rows: list[dict[str, Any]], *names: str) -> int:
+    return sum(next((_count(row[name]) for name in names if name in row), 0) for row in rows)
+
+
+def _count(value: object) -> int:
+    """A worker can send anything; what is no count counts as nothing."""
+    return int(value) if isinstance(value, int | float) and 0 <= value < 2**53 else 0
+
+
+def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
+    """(host, port) of a prefill worker's bootstrap server, from its `/server_info`.
+
+    A worker that registers with a bootstrap server of its own names it (`disaggregation_bootstrap_server`,
+    HOST:PORT); else it runs one inside, on its own host. Port None: unknown, the worker uses its default.
+    """
+    if not isinstance(info, dict):
+        return url_host, None
+    alone = info.get("disaggregation_bootstrap_server")
+    if isinstance(alone, str) and ":" in alone:
+        host, _, text = alone.rpartition(":")
+        if text.isdecimal() and (port := _port(int(text))) is not None:
+            return host.strip("[]"), port
+    return url_host, _port(info.get("disaggregation_bootstrap_port"))
+
+
+def parse_mode(info: object) -> str | None:
+    """The worker's `disaggregation_mode` ("null", "prefill", "decode"), None when it does not say."""
+    mode = info.get("disaggregation_mode") if isinstance(info, dict) else None
+    return mode if isinstance(mode, str) else None
+
+
+def _port(value: object) -> int | None:
+    return value if isinstance(value, int) and 0 < value < 65536 else None

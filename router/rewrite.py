@@ -1,0 +1,184 @@
+"""Request bodies: reads the few fields the router decides by, and writes the bodies of both legs.
+
+Pure. A body is taken apart at its top level only; every value the router does not change keeps its very bytes, known
+field or not. What is wrong with a value is for the workers to say, except where the router could not go on.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+BYTES_PER_TOKEN = 4  # of text; a guess good enough to balance by
+DEFAULT_OUTPUT_TOKENS = 128  # assumed when the request does not bound its answer
+MAX_COUNTED_OUTPUT_TOKENS = 512  # answers are mostly far shorter than the bound that clients send
+MAX_SAMPLES = 4096  # of one request
+
+_BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
+_NULL = b"null"
+_FIRST_INSIDE = re.compile(rb"\[\s*(.)")
+
+
+class Api(StrEnum):
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    GENERATE = "/generate"
+
+
+class BadBody(ValueError):
+    """A body the router cannot route. `field` names what is wrong in it (None: the body as a whole)."""
+
+    def __init__(self, field: str | None, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class _Sampling(msgspec.Struct):
+    n: Any = None
+    max_new_tokens: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedBody:
+    """`fields`: top-level name -> its JSON text. Token counts are estimates, over all samples.
+
+    `num_prompts` prompts give `num_samples` answers. `wants_input_logprobs`: the prefill worker's answer holds
+    something the client asked for.
+    """
+
+    api: Api
+    fields: dict[str, msgspec.Raw]
+    num_prompts: int
+    num_samples: int
+    prompt_tokens: int
+    output_tokens: int
+    wants_input_logprobs: bool
+
+
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_sampling_decoder = msgspec.json.Decoder(_Sampling | list[_Sampling])
+_any_decoder = msgspec.json.Decoder()
+_encode = msgspec.json.Encoder().encode
+
+
+def parse_body(api: Api, body: bytes) -> ParsedBody:
+    """Read a request body. `BadBody` if it is not a JSON object or asks for more than `MAX_SAMPLES` samples."""
+    try:
+        fields = _fields_decoder.decode(body)
+        prompts, prompt_tokens = _prompts(api, fields)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
+        raise BadBody(None, f"the body is not a JSON object: {err}") from None
+    if prompts > MAX_SAMPLES:
+        raise BadBody(None, f"one request may hold at most {MAX_SAMPLES} prompts, this one holds {prompts}")
+    samplings = _samplings(fields) if api is Api.GENERATE else [_openai_sampling(fields)]
+    per_prompt = samplings if len(samplings) == prompts else samplings[:1] * prompts
+    samples = sum(_count(s.n) for s in per_prompt)
+    if samples > MAX_SAMPLES:
+        raise BadBody("n", f"one request may ask for at most {MAX_SAMPLES} samples, this one asks for {samples}")
+    return ParsedBody(
+        api=api,
+        fields=fields,
+        num_prompts=prompts,
+        num_samples=samples,
+        prompt_tokens=prompt_tokens,
+        output_tokens=sum(_count(s.n) * _output_tokens(s.max_new_tokens) for s in per_prompt),
+        wants_input_logprobs=_wants_input_logprobs(api, fields),
+    )
+
+
+def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequence[int]) -> tuple[bytes, bytes]:
+    """(prefill body, decode body) with the meeting place in them: scalars for one sample, else a list entry per sample.
+
+    Rooms run prompt-major: sample j of prompt i has rooms[i * n + j]. Bootstrap fields of the client are overwritten.
+    Prefill's answer is not forwarded, so it is never streamed: its errors then come with a real status.
+    """
+    assert len(rooms) == parsed.num_samples, (len(rooms), parsed.num_samples)
+    fields: dict[str, object] = {k: v for k, v in parsed.fields.items() if k not in _BOOTSTRAP_FIELDS}
+    many = len(rooms) > 1
+    fields["bootstrap_host"] = [host] * len(rooms) if many else host
+    fields["bootstrap_port"] = [port] * len(rooms) if many else port
+    fields["bootstrap_room"] = list(rooms) if many else rooms[0]
+    decode = _encode(fields)
+    if "stream" not in fields:
+        return decode, decode
+    fields["stream"] = False
+    fields.pop("stream_options", None)
+    return _encode(fields), decode
+
+
+def _prompts(api: Api, fields: dict[str, msgspec.Raw]) -> tuple[int, int]:
+    """(number of prompts, tokens in all of them)."""
+    if api is Api.CHAT:
+        return 1, len(_raw(fields, "messages")) // BYTES_PER_TOKEN + 1
+    if api is Api.COMPLETIONS:
+        return _prompt_shape(_raw(fields, "prompt"))
+    return _prompt_shape(_raw(fields, "text") or _raw(fields, "input_ids"))
+
+
+def _prompt_shape(raw: bytes) -> tuple[int, int]:
+    """Text, token ids, or a list of either; told by the first byte inside, so that long prompts are not decoded."""
+    if not raw.startswith(b"["):
+        return 1, len(raw) // BYTES_PER_TOKEN + 1
+    match = _FIRST_INSIDE.match(raw)
+    first = match[1] if match else b""
+    if first not in (b'"', b"["):
+        return 1, raw.count(b",") + 1
+    tokens = raw.count(b",") + 1 if first == b"[" else len(raw) // BYTES_PER_TOKEN + 1
+    return max(1, len(_list_decoder.decode(raw))), tokens
+
+
+def _openai_sampling(fields: dict[str, msgspec.Raw]) -> _Sampling:
+    bound = _raw(fields, "max_completion_tokens") or _raw(fields, "max_tokens")
+    return _Sampling(n=_small(_raw(fields, "n")), max_new_tokens=_small(bound))
+
+
+def _samplings(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
+    raw = _raw(fields, "sampling_params")
+    try:
+        decoded = _sampling_decoder.decode(raw) if raw else _Sampling()
+    except msgspec.DecodeError:
+        return [_Sampling()]
+    return (decoded or [_Sampling()]) if isinstance(decoded, list) else [decoded]
+
+
+def _wants_input_logprobs(api: Api, fields: dict[str, msgspec.Raw]) -> bool:
+    if api is Api.CHAT:
+        return False
+    if api is Api.COMPLETIONS:
+        return _raw(fields, "echo") == b"true" and _raw(fields, "logprobs") not in (b"", b"false")
+    start = _raw(fields, "logprob_start_len")
+    return b"true" in _raw(fields, "return_logprob") and _any_not_negative(start)
+
+
+def _any_not_negative(raw: bytes) -> bool:
+    try:
+        value = _any_decoder.decode(raw) if raw else None
+    except msgspec.DecodeError:
+        return False
+    return any(isinstance(v, int) and v >= 0 for v in (value if isinstance(value, list) else [value]))
+
+
+def _raw(fields: dict[str, msgspec.Raw], name: str) -> bytes:
+    """The JSON text of a field; empty when it is absent or null."""
+    value = fields.get(name)
+    text = b"" if value is None else bytes(value)
+    return b"" if text == _NULL else text
+
+
+def _small(raw: bytes) -> object:
+    """A number's value; None for anything that is not one (the worker will say so)."""
+    return _any_decoder.decode(raw) if raw and raw[:1] in b"-0123456789" else None
+
+
+def _count(n: object) -> int:
+    return n if isinstance(n, int) and not isinstance(n, bool) and n >= 1 else 1
+
+
+def _output_tokens(bound: object) -> int:
+    if isinstance(bound, int | float) and bound >= 0:
+        return int(min(bound, MAX_COUNTED_OUTPUT_TOKENS))
+    return DEFAULT_OUTPUT_TOKENS

@@ -1,0 +1,39 @@
+"""Rooms: the numbers under which the two halves of a request meet. Owns the set of live ones.
+
+Pure: randomness is given. A room is never 0 (SGLang's prefill never completes room 0), never guessed by a client, and
+never equal to a live one: two live requests in one room would mix their KV.
+"""
+
+from collections.abc import Callable, Iterable
+
+ROOM_BITS = 63
+
+
+class RoomMinter:
+    """Mints rooms from `draw(bits)`, which returns a random integer in [0, 2**bits)."""
+
+    def __init__(self, draw: Callable[[int], int]) -> None:
+        self._draw = draw
+        self._live: set[int] = set()
+
+    def mint(self, count: int) -> tuple[int, ...]:
+        """`count` fresh rooms; they live until released."""
+        assert count >= 1, count
+        return tuple(self._mint_one() for _ in range(count))
+
+    def _mint_one(self) -> int:
+        room = 0
+        while room == 0 or room in self._live:
+            room = self._draw(ROOM_BITS)
+        self._live.add(room)
+        return room
+
+    def release(self, rooms: Iterable[int]) -> None:
+        self._live.difference_update(rooms)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def check(self) -> None:
+        assert all(0 < room < 1 << ROOM_BITS for room in self._live)

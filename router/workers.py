@@ -1,0 +1,209 @@
+"""The worker table: who is there, who is alive, and how much work each one holds.
+
+Owns workers, their health and the leases on them. Pure: it is told check results, load reports and the time; it opens
+no socket and reads no clock. One lease is one leg of one request; it charges tokens to a worker until released.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+
+
+class Health(StrEnum):
+    STARTING = "starting"  # never answered a check yet
+    UP = "up"
+    DOWN = "down"
+
+
+class Check(StrEnum):
+    """What was learnt about a worker. `REFUSED`: nothing listens there, so no second opinion is needed."""
+
+    OK = "ok"
+    FAILED = "failed"
+    REFUSED = "refused"
+
+
+# (state, event) -> (next state, which threshold must be reached first). Every cell is here.
+TRANSITIONS: dict[tuple[Health, Check], tuple[Health, str]] = {
+    (Health.STARTING, Check.OK): (Health.UP, "success"),
+    (Health.STARTING, Check.FAILED): (Health.STARTING, "none"),
+    (Health.STARTING, Check.REFUSED): (Health.STARTING, "none"),
+    (Health.UP, Check.OK): (Health.UP, "none"),
+    (Health.UP, Check.FAILED): (Health.DOWN, "failure"),
+    (Health.UP, Check.REFUSED): (Health.DOWN, "none"),
+    (Health.DOWN, Check.OK): (Health.UP, "success"),
+    (Health.DOWN, Check.FAILED): (Health.DOWN, "none"),
+    (Health.DOWN, Check.REFUSED): (Health.DOWN, "none"),
+}
+
+
+class WorkerTableError(ValueError):
+    """A change of the table that cannot be made: a URL that is already there, or not there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """Equal results in a row before the state changes."""
+
+    failure: int = 2
+    success: int = 1
+    none: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a worker says of itself, in requests and tokens, summed over its ranks."""
+
+    running_reqs: int = 0
+    waiting_reqs: int = 0
+    used_tokens: int = 0
+    waiting_tokens: int = 0
+    capacity_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Worker:
+    """One worker. Only `WorkerTable` changes it; `bootstrap_*` is what decode needs to find a prefill worker."""
+
+    worker_id: int
+    url: str
+    role: Role
+    given_bootstrap_port: int | None
+    bootstrap_host: str
+    bootstrap_port: int | None
+    changed_s: float
+    health: Health = Health.STARTING
+    streak: int = 0  # equal check results in a row
+    last_check: Check | None = None
+    last_error: str = "not checked yet"
+    inflight_requests: int = 0
+    inflight_tokens: int = 0
+    assigned_total: int = 0
+    report: LoadReport | None = None
+    foreign_tokens: int = 0
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens this router has in flight there, plus those the worker reports that came from elsewhere."""
+        return self.inflight_tokens + self.foreign_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lease:
+    """`tokens` of work charged to `worker` until released."""
+
+    worker: Worker
+    tokens: int
+
+
+@dataclass(slots=True)
+class WorkerTable:
+    """All workers of one router, in the order they were added."""
+
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    _workers: list[Worker] = field(default_factory=list)
+    _leases: dict[int, Lease] = field(default_factory=dict)
+    _next_id: int = 0
+
+    def add(self, url: str, *, role: Role, bootstrap_port: int | None = None, now_s: float = 0.0) -> Worker:
+        """Add a worker; it gets no request before its first good check. `WorkerTableError` if the URL is known."""
+        url = url.rstrip("/")
+        if any(w.url == url for w in self._workers):
+            raise WorkerTableError(f"url: {url} is already in the table")
+        worker = Worker(
+            worker_id=self._next_id,
+            url=url,
+            role=role,
+            given_bootstrap_port=bootstrap_port,
+            bootstrap_host=urlsplit(url).hostname or "",
+            bootstrap_port=bootstrap_port,
+            changed_s=now_s,
+        )
+        self._next_id += 1
+        self._workers.append(worker)
+        return worker
+
+    def remove(self, url: str) -> Worker:
+        """Take a worker out. Its running requests go on; their leases are still released. `WorkerTableError` if unknown."""
+        url = url.rstrip("/")
+        for worker in self._workers:
+            if worker.url == url:
+                self._workers.remove(worker)
+                return worker
+        raise WorkerTableError(f"url: {url} is not in the table")
+
+    def workers(self, role: Role | None = None) -> list[Worker]:
+        return [w for w in self._workers if role is None or w.role is role]
+
+    def alive(self, role: Role) -> list[Worker]:
+        return [w for w in self._workers if w.role is role and w.health is Health.UP]
+
+    def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
+        """Tell the result of a check, or of a request that could not connect. True if the worker's state changed."""
+        same = (worker.last_check is Check.OK) == (result is Check.OK) and worker.last_check is not None
+        worker.streak = worker.streak + 1 if same else 1
+        worker.last_check = result
+        worker.last_error = error
+        target, threshold = TRANSITIONS[worker.health, result]
+        if target is worker.health or worker.streak < getattr(self.thresholds, threshold):
+            return False
+        worker.health, worker.changed_s = target, now_s
+        if target is Health.DOWN:
+            worker.report, worker.foreign_tokens = None, 0
+        return True
+
+    def on_report(self, worker: Worker, report: LoadReport | None) -> None:
+        """Tell what a worker reports (None: it does not say). Only what this router did not send itself is added."""
+        worker.report = report
+        reported = 0 if report is None else _reported_tokens(worker.role, report)
+        worker.foreign_tokens = max(0, reported - worker.inflight_tokens)
+
+    def on_bootstrap(self, worker: Worker, *, host: str, port: int | None) -> None:
+        """Tell where a prefill worker's bootstrap server listens."""
+        worker.bootstrap_host, worker.bootstrap_port = host, port
+
+    def charge(self, worker: Worker, tokens: int) -> Lease:
+        assert tokens >= 0, tokens
+        lease = Lease(worker, tokens)
+        self._leases[id(lease)] = lease
+        worker.inflight_requests += 1
+        worker.inflight_tokens += tokens
+        worker.assigned_total += 1
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """Give a lease back; a second time does nothing (the legs of a request end in any order)."""
+        if self._leases.pop(id(lease), None) is not None:
+            lease.worker.inflight_requests -= 1
+            lease.worker.inflight_tokens -= lease.tokens
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def check(self) -> None:
+        """Assert that in-flight counts are the sums of live leases and that URLs and ids are unique."""
+        assert len({w.url for w in self._workers}) == len(self._workers)
+        ids = [w.worker_id for w in self._workers]
+        assert ids == sorted(set(ids))
+        for worker in [*self._workers, *(lease.worker for lease in self._leases.values())]:
+            held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
+            assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))
+            assert worker.inflight_tokens == sum(held), (worker.url, worker.inflight_tokens, sum(held))
+
+
+def missing_roles(table: WorkerTable, roles: Iterable[Role]) -> list[Role]:
+    """The roles of which no worker is alive."""
+    return [role for role in roles if not table.alive(role)]
+
+
+def _reported_tokens(role: Role, report: LoadReport) -> int:
+    """Prefill: what still waits to be computed (its cache is no load). Else: what sits in the KV cache, and waits."""
+    return report.waiting_tokens if role is Role.PREFILL else report.used_tokens + report.waiting_tokens
