@@ -1,0 +1,156 @@
+"""Token ids to text, a few at a time: pure per-request state, no sockets.
+
+Three layers: `IncrementalText` (ids -> final characters), `StopScanner` (how much of the end may still become a stop
+string), `RequestText` (both, and what a finish trims). It never decides that a request ends: the scheduler does.
+
+    window:  [ context ... | new ids ...          ]      decoded as one, so spacing and split characters come out right
+    text:    [ already given out | final | broken ]      `broken`: the beginning of a character, kept back
+"""
+
+from engine.frontend.tokenizer import BROKEN, Tokenizer
+from engine.messages import FinishReason
+
+WINDOW = 24  # decode this many tokens at most before the window is cut ...
+CONTEXT = 6  # ... down to these, which only give the rest its context
+WINDOW_MAX = 256  # cut here even where no clean place was found
+
+
+class IncrementalText:
+    """Characters of a growing list of ids; each character is given out once, when it is complete.
+
+    `prompt_tail`: the last ids of the prompt. They decide about the space before the first word. What stands before the
+    last special token in them (a role marker) is another text and does not count.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, prompt_tail: list[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._window = _after_last(tokenizer.special_ids, prompt_tail)
+        self._given = len(self._final_text())
+
+    def push(self, ids: list[int]) -> str:
+        """Add ids; return the characters that are complete now and were not given out before."""
+        if not ids:
+            return ""
+        self._window += ids
+        text = self._final_text()
+        new = text[self._given :]
+        self._given = max(self._given, len(text))
+        if len(self._window) > WINDOW:
+            self._cut()
+        return new
+
+    def _final_text(self) -> str:
+        text = self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special)
+        if not text.endswith(BROKEN) or not self._unfinished():
+            return text
+        return text[:-1] if self._tokenizer.byte_level else text.rstrip(BROKEN)
+
+    def _unfinished(self) -> bool:
+        return self._tokenizer.ends_inside_character(self._window, skip_special_tokens=self._skip_special)
+
+    def _cut(self) -> None:
+        """Forget old tokens. The cut must leave visible context and must not go through a character."""
+        if self._unfinished() and len(self._window) <= WINDOW_MAX:
+            return
+        first = len(self._window) - CONTEXT
+        while first > 0 and not self._clean(first):
+            first -= 1
+        if first > 0 or len(self._window) > WINDOW_MAX:
+            self._window = self._window[first or -CONTEXT :]
+            self._given = len(self._final_text())
+
+    def _clean(self, first: int) -> bool:
+        text = self._tokenizer.decode(self._window[first:], skip_special_tokens=self._skip_special)
+        return bool(text) and not text.startswith(BROKEN)
+
+
+class StopScanner:
+    """Follows stop strings through a text, one Knuth-Morris-Pratt automaton each: constant work per character.
+
+    `held`: length of the longest end of the text that is a beginning of a stop string (or all of one).
+    """
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._patterns = [(s, _failure_table(s)) for s in stop if s]
+        self._states = [0] * len(self._patterns)
+
+    @property
+    def held(self) -> int:
+        return max(self._states, default=0)
+
+    def push(self, text: str) -> None:
+        for i, (pattern, failure) in enumerate(self._patterns):
+            self._states[i] = _advance(pattern, failure, state=self._states[i], text=text)
+
+
+class RequestText:
+    """The text of one request as its client may see it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, prompt_tail: list[int], stop: tuple[str, ...], skip_special_tokens: bool
+    ) -> None:
+        self._text = IncrementalText(tokenizer, prompt_tail=prompt_tail, skip_special_tokens=skip_special_tokens)
+        self._scanner = StopScanner(stop)
+        self._held = ""
+
+    def push(self, ids: list[int], finish: FinishReason | None = None) -> str:
+        """Text that is final now. With `finish` all of it: without the stop string or stop token that ended it, and
+
+        without a last character of which only some bytes were generated.
+        """
+        before = len(self._held)
+        new = self._text.push(_without_stop_token(ids, finish))
+        text = self._held + new
+        if finish is not None:
+            self._held = ""
+            return _trimmed(text, finish, before)
+        self._scanner.push(new)
+        end = len(text) - min(self._scanner.held, len(text))
+        self._held = text[end:]
+        return text[:end]
+
+
+def tail_text(tokenizer: Tokenizer, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    """Text of the last output ids for the scheduler's stop check; a last incomplete character is left out."""
+    return IncrementalText(tokenizer, prompt_tail=[], skip_special_tokens=skip_special_tokens).push(ids)
+
+
+def _without_stop_token(ids: list[int], finish: FinishReason | None) -> list[int]:
+    if finish is not None and finish.kind == "stop" and ids and finish.matched == ids[-1]:
+        return ids[:-1]
+    return ids
+
+
+def _trimmed(text: str, finish: FinishReason, before: int) -> str:
+    stop = finish.matched
+    if finish.kind != "stop" or not isinstance(stop, str) or not stop:
+        return text
+    at = text.find(stop, max(0, before - len(stop) + 1))  # one that ends in the new text, if there is one
+    at = at if at >= 0 else text.find(stop)
+    return text[:at] if at >= 0 else text
+
+
+def _after_last(special: frozenset[int], ids: list[int]) -> list[int]:
+    last = max((i for i, t in enumerate(ids) if t in special), default=-1)
+    return ids[last + 1 :]
+
+
+def _failure_table(pattern: str) -> list[int]:
+    """table[k]: length of the longest proper border of pattern[:k] (Knuth, Morris, Pratt 1977)."""
+    table = [0] * (len(pattern) + 1)
+    k = 0
+    for i in range(1, len(pattern)):
+        while k and pattern[i] != pattern[k]:
+            k = table[k]
+        k += pattern[i] == pattern[k]
+        table[i + 1] = k
+    return table
+
+
+def _advance(pattern: str, failure: list[int], *, state: int, text: str) -> int:
+    for c in text:
+        while state and (state == len(pattern) or pattern[state] != c):
+            state = failure[state]
+        state += pattern[state] == c
+    return state

@@ -1,0 +1,141 @@
+"""Text to token ids and back, from a checkpoint's tokenizer.json and tokenizer_config.json.
+
+Owns special-token habits (BOS, which ids are special) and the exact bytes of a token. Must not know requests, chat
+templates or sockets. Thread-safe: `tokenizers` releases the GIL, and nothing here changes after loading but a cache.
+"""
+
+import codecs
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.config import ConfigError
+
+BROKEN = "�"  # what a decoder puts where bytes are not UTF-8
+
+
+class Tokenizer:
+    """One checkpoint's tokenizer. `config` is tokenizer_config.json (a plain dict, {} when the file is absent)."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, config: dict[str, Any] | None = None, byte_level: bool | None = None
+    ) -> None:
+        self.backend = backend
+        self.config = config or {}
+        self.byte_level = _is_byte_level(backend) if byte_level is None else byte_level
+        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        backend.no_truncation()
+        backend.no_padding()
+        self.token_text = lru_cache(maxsize=1 << 18)(self._token_text)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """bos_token, eos_token, pad_token, unk_token: what a chat template may name."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: _content(self.config[name]) for name in names if self.config.get(name)}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises ValueError for text that is not valid Unicode (a lone surrogate)."""
+        add_bos = self.config.get("add_bos_token")
+        try:
+            ids: list[int] = self.backend.encode(
+                text, add_special_tokens=add_special_tokens and add_bos is not False
+            ).ids
+        except (TypeError, UnicodeEncodeError):
+            raise ValueError("text is not valid Unicode") from None
+        bos = self._bos_id() if add_special_tokens and add_bos is True else None
+        return [bos, *ids] if bos is not None and ids[:1] != [bos] else ids
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; ids outside the vocabulary (a padded model) have no text."""
+        return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes that the token stands for in running text; part of a character stays a part."""
+        token = self.backend.id_to_token(token_id) or ""
+        if token_id not in self.special_ids:
+            if self.byte_level and all(c in _BYTE_OF_CHAR for c in token):
+                return bytes(_BYTE_OF_CHAR[c] for c in token)
+            if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                return bytes.fromhex(token[3:5])
+        return self.token_text(token_id).encode()
+
+    def ends_inside_character(self, ids: list[int], *, skip_special_tokens: bool = True) -> bool:
+        """Whether the bytes of `ids` end with the beginning of a character."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for i in ids:
+            if not (skip_special_tokens and i in self.special_ids):
+                decoder.decode(self.token_bytes(i))
+        return bool(decoder.getstate()[0])
+
+    def _token_text(self, token_id: int) -> str:
+        """Text of one token as it stands in running text (with its leading space), special tokens by name."""
+        if token_id in self.special_ids:
+            return str(self.backend.id_to_token(token_id))
+        alone = self.decode([token_id], skip_special_tokens=False)
+        if self.byte_level:
+            return alone
+        # Word-level and SentencePiece decoders drop the space before the first token: look at a second one.
+        return self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]
+
+    def _bos_id(self) -> int | None:
+        bos = self.special_tokens.get("bos_token")
+        return None if bos is None else self.backend.token_to_id(bos)
+
+
+def load_tokenizer(model_path: str | Path) -> Tokenizer:
+    """Load tokenizer.json (required) and tokenizer_config.json. Raises ConfigError, one line."""
+    path = Path(model_path)
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"--model-path {path}: no tokenizer.json there (convert an older tokenizer with transformers' save_pretrained)"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as e:  # tokenizers raises bare Exception for a broken file
+        raise ConfigError(f"{file}: not a tokenizer that can be read ({_one_line(e)})") from None
+    return Tokenizer(backend, config=read_json(path / "tokenizer_config.json"))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file of the checkpoint; {} when it is absent. Raises ConfigError, one line."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{file}: not JSON ({_one_line(e)})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: expected a JSON object")
+    return value
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    return any(d.get("type") == "ByteLevel" for d in [decoder, *decoder.get("decoders", [])])
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token.get("content", ""))
+
+
+def _one_line(e: BaseException) -> str:
+    return str(e).splitlines()[0][:200] if str(e) else type(e).__name__
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`, openai/gpt-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()

@@ -1,0 +1,245 @@
+"""Incremental text: no broken character, nothing of a stop string, and all deltas together are the full decode."""
+
+import itertools
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from engine.detokenizer.batch import Detokenizer
+from engine.detokenizer.incremental import IncrementalText, RequestText, StopScanner, tail_text
+from engine.frontend.tokenizer import BROKEN, Tokenizer
+from engine.messages import FinishReason, RequestOpened, TokenBatch, TokenLogprob, TokenOutput
+
+CORPUS = [
+    "hello world, the quick brown fox",
+    "多字节 字符 你好世界",
+    "🎉🎊👩‍👩‍👧‍👦 naïve café",
+    "żółć ĞğİıŞş",
+    "a  b   c\n\n\td",
+]
+
+
+@cache
+def byte_level() -> Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|end|>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS * 3, trainer)
+    return Tokenizer(backend)
+
+
+@cache
+def sentence_piece() -> Tokenizer:
+    pieces = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁hello", "▁world", "a", "b", "▁a"]
+    backend = tokenizers.Tokenizer(
+        models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    return Tokenizer(backend)
+
+
+@cache
+def word_level() -> Tokenizer:
+    backend = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "k1": 1, "v1": 2, "v2": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([AddedToken("<|assistant|>", special=True)])
+    return Tokenizer(backend)
+
+
+def tid(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.backend.token_to_id(token)
+    assert token_id is not None
+    return token_id
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> list[str]:
+    text = IncrementalText(tokenizer, prompt_tail=[], skip_special_tokens=True)
+    edges = [0, *sorted(c % (len(ids) + 1) for c in cuts), len(ids)]
+    return [text.push(ids[a:b]) for a, b in itertools.pairwise(edges)]
+
+
+TEXTS = st.text(alphabet=st.sampled_from("ab 你好🎉👩‍👧é\n<|end|>ż "), max_size=60) | st.text(max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 500), max_size=30))
+def test_deltas_of_valid_text_are_the_text_and_never_broken(text: str, cuts: list[int]) -> None:
+    t = byte_level()
+    ids = t.encode(text)
+    deltas = stream(t, ids, cuts) if cuts else stream(t, ids, list(range(len(ids))))
+    assert "".join(deltas) == t.decode(ids)
+    assert BROKEN in text or not any(BROKEN in d for d in deltas)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.lists(st.integers(0, 329), max_size=120), cuts=st.lists(st.integers(0, 500), max_size=120))
+def test_deltas_of_any_ids_are_the_full_decode_without_an_unfinished_end(data: list[int], cuts: list[int]) -> None:
+    t = byte_level()
+    full = t.decode(data)
+    want = full[:-1] if t.ends_inside_character(data) else full
+    assert "".join(stream(t, data, cuts)) == want
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(alphabet="ab你🎉 é", max_size=60))
+def test_byte_fallback_tokens_are_whole_characters_too(text: str) -> None:
+    t = sentence_piece()
+    plain = {" ": tid(t, "▁"), "a": tid(t, "a"), "b": tid(t, "b")}
+    ids = [i for c in text for i in ([plain[c]] if c in plain else [tid(t, f"<0x{b:02X}>") for b in c.encode()])]
+    deltas = stream(t, ids, list(range(len(ids))))
+    assert "".join(deltas) == t.decode(ids)
+    assert not any(BROKEN in d for d in deltas)
+
+
+def test_endless_broken_bytes_are_given_out_at_once_and_the_window_stays_small() -> None:
+    t = byte_level()
+    bad = tid(t, "ÿ")  # byte 0xff
+    text = IncrementalText(t, prompt_tail=[], skip_special_tokens=True)
+    assert all(text.push([bad]) == BROKEN for _ in range(1000))
+    assert len(text._window) <= 300
+
+
+def test_space_before_the_first_word_comes_from_the_prompt() -> None:
+    t, hello, s = (
+        sentence_piece(),
+        tid(sentence_piece(), "▁hello"),
+        tid(sentence_piece(), "<s>"),
+    )
+
+    def push(tail: list[int]) -> str:
+        return IncrementalText(t, prompt_tail=tail, skip_special_tokens=True).push([hello, hello])
+
+    assert push([hello]) == " hello hello"
+    assert push([]) == push([hello, s]) == "hello hello"
+    w = word_level()
+    assert (
+        IncrementalText(w, prompt_tail=[1, tid(w, "<|assistant|>")], skip_special_tokens=True).push([2, 3]) == "v1 v2"
+    )
+
+
+def test_special_tokens_in_the_middle_do_not_eat_spaces() -> None:
+    t = sentence_piece()
+    hello, s = tid(t, "▁hello"), tid(t, "<s>")
+    ids = [hello, *([s] * 100), hello]
+    assert "".join(stream(t, ids, list(range(len(ids))))) == "hello hello"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.text(alphabet="abc", max_size=40),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=6), max_size=3),
+)
+def test_scanner_holds_the_longest_possible_beginning(text: str, stops: list[str]) -> None:
+    scanner = StopScanner(tuple(stops))
+    for c in text:
+        scanner.push(c)
+    want = max((k for s in stops for k in range(len(s) + 1) if text.endswith(s[:k])), default=0)
+    assert scanner.held == want
+
+
+def request(stop: tuple[str, ...] = (), tokenizer: Tokenizer | None = None, skip: bool = True) -> RequestText:
+    return RequestText(tokenizer or byte_level(), prompt_tail=[], stop=stop, skip_special_tokens=skip)
+
+
+def letters(text: str) -> list[int]:
+    return [tid(byte_level(), c) for c in text]
+
+
+def test_what_may_become_a_stop_string_is_held_and_then_trimmed_or_given() -> None:
+    r = request(("xyz", "zw"))
+    assert [r.push(letters(c)) for c in "axyaz"] == ["a", "", "", "xya", ""]
+    assert r.push(letters("w"), FinishReason(kind="stop", matched="zw")) == ""
+    r = request(("xyz",))
+    assert [r.push(letters(c)) for c in "axy"] == ["a", "", ""]
+    assert r.push([], FinishReason(kind="length")) == "xy"
+
+
+def test_trim_takes_the_stop_string_that_ended_the_request_not_one_that_was_let_through() -> None:
+    r = request(("xx",))
+    out = (
+        r.push(letters("axx")) + r.push(letters("b")) + r.push(letters("xxq"), FinishReason(kind="stop", matched="xx"))
+    )
+    assert out == "axxb"
+
+
+def test_a_stop_token_is_not_part_of_the_text() -> None:
+    end = tid(byte_level(), "<|end|>")
+    assert request(skip=False).push([*letters("a"), end], FinishReason(kind="stop", matched=end)) == "a"
+    assert request(skip=False).push([*letters("a"), end], FinishReason(kind="length")) == "a<|end|>"
+    b = letters("b")
+    assert request().push([*letters("a"), *b], FinishReason(kind="stop", matched=b[0])) == "a"
+
+
+def test_an_unfinished_character_is_dropped_at_the_end() -> None:
+    ids = [tid(byte_level(), c) for c in "aðŁ"]  # a, then two of four bytes of an emoji
+    assert request().push(ids, FinishReason(kind="length")) == "a"
+
+
+def test_tail_text_for_the_stop_check() -> None:
+    assert tail_text(byte_level(), letters("abc")) == "abc"
+    assert tail_text(byte_level(), [tid(byte_level(), c) for c in "aðŁ"]) == "a"
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_piece, word_level])
+def test_token_texts_and_bytes(make: Callable[[], Tokenizer]) -> None:
+    t = make()
+    for i in range(t.vocab_size):
+        assert isinstance(t.token_text(i), str) and isinstance(t.token_bytes(i), bytes)
+    assert t.token_text(10**6) == "" and t.token_bytes(10**6) == b""
+
+
+def test_bytes_of_split_characters_join_to_the_text() -> None:
+    t = byte_level()
+    ids = t.encode("naïve 🎉 你")
+    assert b"".join(t.token_bytes(i) for i in ids).decode() == "naïve 🎉 你"
+    s = sentence_piece()
+    assert s.token_bytes(tid(s, "<0xE4>")) == b"\xe4"
+    assert s.token_text(tid(s, "▁hello")) == " hello"
+
+
+def test_batch_state_lives_from_opening_to_finish() -> None:
+    d = Detokenizer(byte_level())
+    assert d.handle(RequestOpened(rid="r", prompt_tail=[], stop=("zz",), skip_special_tokens=True)) is None
+    a, z = letters("az")
+    out = d.handle(
+        TokenBatch(
+            outputs=[
+                TokenOutput(
+                    rid="r",
+                    new_ids=[a, z],
+                    logprobs=[TokenLogprob(logprob=-1.0, token_id=a, top=[(-1.0, a), (-2.0, z)])],
+                )
+            ]
+        )
+    )
+    assert out is not None and out.outputs[0].text == "a" and out.outputs[0].logprob_texts == [("a", ["a", "z"])]
+    out = d.handle(TokenBatch(outputs=[TokenOutput(rid="r", new_ids=[], finish=FinishReason(kind="abort"))]))
+    assert out is not None and out.outputs[0].text == "z" and d.num_live == 0
+
+
+def test_an_impossible_id_or_an_unknown_request_harms_nobody_else() -> None:
+    d = Detokenizer(byte_level())
+    (a,) = letters("a")
+    out = d.handle(
+        TokenBatch(
+            outputs=[
+                TokenOutput(rid="x", new_ids=[-5]),
+                TokenOutput(rid="y", new_ids=[a, 10**6], finish=FinishReason(kind="length")),
+            ]
+        )
+    )
+    assert out is not None and [o.text for o in out.outputs] == ["", "a"]
