@@ -1,0 +1,48 @@
+"""Attention behind one interface: what a step tells a backend, and what a backend owes. Knows no kernel."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """One step of B requests with T new tokens in all, request after request. Tensors are on the pool's device.
+
+    extend:        requests may have any q_len; False: every q_len is 1 (decode) and T == B
+    q_lens:        [B] new tokens of each request, at least 1
+    kv_lens:       [B] tokens of each request in the cache after this step (new ones included)
+    page_table:    [B, max_pages] int32; row i: page ids of request i in order, padded with 0
+    positions:     [T] int64 position of each new token in its request
+    token_pages:   [T] int64, token_offsets: [T] int64: where each new token's KV goes
+    """
+
+    extend: bool
+    q_lens: Sequence[int]
+    kv_lens: Sequence[int]
+    page_table: torch.Tensor
+    positions: torch.Tensor
+    token_pages: torch.Tensor
+    token_offsets: torch.Tensor
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(first, end) row of each request in the [T, ...] tensors."""
+        ends = list(accumulate(self.q_lens))
+        return [(end - n, end) for end, n in zip(ends, self.q_lens, strict=True)]
+
+
+class AttentionBackend(Protocol):
+    """Order owed by the caller: `begin` once a step, then `attend` once for each layer, on one thread or stream."""
+
+    def begin(self, step: StepBatch) -> None:
+        """Take in a step: whatever all layers share is computed here, once."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write k, v of the new tokens to the pool, then attend causally over each request's kv_len tokens.
+
+        q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim]. Returns [T, num_heads * head_dim] in q's dtype.
+        Query head h reads kv head h // (num_heads // num_kv_heads).
+        """

@@ -1,0 +1,112 @@
+"""Attention in plain torch: right for any dtype and device, and the reference for the kernels. Not the fast path."""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.attention.base import StepBatch
+from engine.executor.kv_pool import KVPool
+
+QUERY_TILE = 1024  # rows per call with a mask: bounds the mask, and skips most of the masked upper triangle
+
+
+class TorchBackend:
+    """Per request: gather its pages, then SDPA. `scale` multiplies q.k (default head_dim ** -0.5)."""
+
+    def __init__(self, pool: KVPool, *, scale: float | None = None) -> None:
+        self._pool = pool
+        self._scale = scale
+        self._step: StepBatch | None = None
+        self._requests: list[_Request] = []
+
+    def begin(self, step: StepBatch) -> None:
+        self._step = step
+        self._requests = [_Request(step, i, span, self._pool.page_size) for i, span in enumerate(step.spans())]
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        assert self._step is not None, "begin() comes first"
+        self._pool.write(layer, self._step.token_pages, self._step.token_offsets, k, v)
+        return self.attend_written(layer, q, k, v)
+
+    def attend_written(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """`attend` for a caller that has written k and v to the pool already."""
+        out = torch.empty_like(q)
+        for request in self._requests:
+            rows = slice(request.first, request.end)
+            keys, values = self._keys_values(layer, request, k, v)
+            out[rows] = self._attend_request(request, q[rows], keys, values)
+        return out.flatten(1)
+
+    def _keys_values(
+        self, layer: int, request: "_Request", k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[kv_len, kv_heads, head_dim] each. Without a prefix the new tokens are all there is: no gather."""
+        cache_k, cache_v = self._pool.k(layer), self._pool.v(layer)
+        if request.prefix_len == 0:
+            rows = slice(request.first, request.end)
+            # through the cache's dtype: what a later chunk reads back must be what this one saw
+            return k[rows].to(cache_k.dtype).to(k.dtype), v[rows].to(cache_v.dtype).to(v.dtype)
+        return request.gather(cache_k).to(k.dtype), request.gather(cache_v).to(v.dtype)
+
+    def _attend_request(
+        self, request: "_Request", q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """[q_len, heads, head_dim]."""
+        keys, values = _batched(keys), _batched(values)
+        if request.q_len == 1:
+            return self._sdpa(q, keys, values)
+        if request.prefix_len == 0:
+            return self._sdpa(q, keys, values, is_causal=True)
+        return torch.cat(
+            [
+                self._sdpa(q[a:b], keys[:, :, : mask.shape[1]], values[:, :, : mask.shape[1]], mask=mask)
+                for a, b, mask in request.tiles()
+            ]
+        )
+
+    def _sdpa(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        out = scaled_dot_product_attention(
+            _batched(q), keys, values, attn_mask=mask, is_causal=is_causal, scale=self._scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+class _Request:
+    """One request's share of a step; its masks and page ids are shared by all layers."""
+
+    def __init__(self, step: StepBatch, index: int, span: tuple[int, int], page_size: int) -> None:
+        self.first, self.end = span
+        self.q_len = self.end - self.first
+        self.kv_len = step.kv_lens[index]
+        self.prefix_len = self.kv_len - self.q_len
+        assert self.prefix_len >= 0, (self.q_len, self.kv_len)
+        num_pages = -(-self.kv_len // page_size)
+        self._pages = step.page_table[index, :num_pages]
+        self._tiles: list[tuple[int, int, torch.Tensor]] | None = None
+
+    def gather(self, cache: torch.Tensor) -> torch.Tensor:
+        return cache.index_select(0, self._pages).flatten(0, 1)[: self.kv_len]
+
+    def tiles(self) -> list[tuple[int, int, torch.Tensor]]:
+        """(first, end, mask [end - first, keys seen by the last row]) for each tile of query rows."""
+        if self._tiles is None:
+            self._tiles = [self._tile(a, min(a + QUERY_TILE, self.q_len)) for a in range(0, self.q_len, QUERY_TILE)]
+        return self._tiles
+
+    def _tile(self, first: int, end: int) -> tuple[int, int, torch.Tensor]:
+        device = self._pages.device
+        rows = torch.arange(self.prefix_len + first, self.prefix_len + end, device=device)
+        keys = torch.arange(self.prefix_len + end, device=device)
+        return first, end, keys[None, :] <= rows[:, None]
+
+
+def _batched(x: torch.Tensor) -> torch.Tensor:
+    """[T, heads, head_dim] -> [1, heads, T, head_dim], a view."""
+    return x.transpose(0, 1).unsqueeze(0)

@@ -1,0 +1,124 @@
+"""Random paged batches and a float64 reference that reads nothing of the code under test."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention.base import AttentionBackend, StepBatch
+from engine.executor.kv_pool import KVPool
+from engine.models.cache_spec import FullAttentionSpec
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+
+
+@dataclass
+class Heads:
+    q: int
+    kv: int
+    dim: int
+
+
+@dataclass
+class Sequence:
+    """One request: all its q, k, v [kv_len, heads, dim] and the pages it owns."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    pages: list[int]
+
+
+def make_pool(heads: Heads, *, num_pages: int, page_size: int, dtype: str = "float32", layers: int = 2) -> KVPool:
+    spec = FullAttentionSpec(num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype)
+    return KVPool([spec] * layers, num_pages=num_pages, page_size=page_size, device="cpu")
+
+
+def make_sequences(heads: Heads, lengths: list[int], *, page_size: int, dtype: str, seed: int = 0) -> list[Sequence]:
+    """Requests whose pages are scattered over the pool in random order, with a hole (guard page) after each."""
+    rng = np.random.default_rng(seed)
+    counts = [-(-n // page_size) for n in lengths]
+    ids = (1 + rng.permutation(sum(counts))).tolist()
+    sequences = []
+    for n, count in zip(lengths, counts, strict=True):
+        pages, ids = ids[:count], ids[count:]
+        q, k, v = (
+            torch.from_numpy(rng.standard_normal((n, h, heads.dim), dtype=np.float32)).to(getattr(torch, dtype))
+            for h in (heads.q, heads.kv, heads.kv)
+        )
+        sequences.append(Sequence(q=q, k=k, v=v, pages=pages))
+    return sequences
+
+
+def pages_needed(lengths: list[int], page_size: int) -> int:
+    return sum(-(-n // page_size) for n in lengths)
+
+
+def make_step(
+    sequences: list[Sequence], starts: list[int], ends: list[int], *, page_size: int, extend: bool
+) -> StepBatch:
+    """The step that computes tokens starts[i]..ends[i]-1 of each request."""
+    width = max(len(s.pages) for s in sequences)
+    table = torch.zeros((len(sequences), width), dtype=torch.int32)
+    positions, pages = [], []
+    for i, (s, start, end) in enumerate(zip(sequences, starts, ends, strict=True)):
+        table[i, : len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
+        positions += range(start, end)
+        pages += [s.pages[p // page_size] for p in range(start, end)]
+    positions_t = torch.tensor(positions)
+    return StepBatch(
+        extend=extend,
+        q_lens=[e - s for s, e in zip(starts, ends, strict=True)],
+        kv_lens=list(ends),
+        page_table=table,
+        positions=positions_t,
+        token_pages=torch.tensor(pages),
+        token_offsets=positions_t % page_size,
+    )
+
+
+def run_step(
+    backend: AttentionBackend,
+    sequences: list[Sequence],
+    starts: list[int],
+    ends: list[int],
+    *,
+    page_size: int,
+    extend: bool = True,
+    layer: int = 1,
+) -> list[torch.Tensor]:
+    """Per request: [end - start, heads * dim]."""
+    backend.begin(make_step(sequences, starts, ends, page_size=page_size, extend=extend))
+    rows = [
+        torch.cat([getattr(s, name)[a:b] for s, a, b in zip(sequences, starts, ends, strict=True)]) for name in "qkv"
+    ]
+    out = backend.attend(layer, *rows)
+    return list(out.split([b - a for a, b in zip(starts, ends, strict=True)]))
+
+
+def fill(pool: KVPool, sequences: list[Sequence], ends: list[int], *, layer: int = 1) -> None:
+    """Put tokens 0..end-1 of each request into the pool, as earlier steps would have."""
+    for s, end in zip(sequences, ends, strict=True):
+        at = torch.arange(end)
+        pages = torch.tensor(s.pages)[at // pool.page_size] if end else at
+        pool.write(layer, pages, at % pool.page_size, s.k[:end], s.v[:end])
+
+
+def reference(s: Sequence, start: int, end: int) -> np.ndarray:
+    """Float64 causal attention of rows start..end-1: [end - start, heads * dim]."""
+    q, k, v = (x.double().numpy() for x in (s.q[start:end], s.k[:end], s.v[:end]))
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scores = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    hidden = np.arange(end)[None, :] > np.arange(start, end)[:, None]
+    scores = np.where(hidden[None], -np.inf, scores)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, v).reshape(end - start, -1)
+
+
+def worst_error(outs: list[torch.Tensor], sequences: list[Sequence], starts: list[int], ends: list[int]) -> float:
+    return max(
+        float(np.abs(out.double().numpy() - reference(s, a, b)).max())
+        for out, s, a, b in zip(outs, sequences, starts, ends, strict=True)
+    )

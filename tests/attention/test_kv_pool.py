@@ -1,0 +1,60 @@
+import torch
+
+from engine.executor.kv_pool import KVPool
+from engine.models.cache_spec import FullAttentionSpec
+
+
+def bf16(kv_heads: int = 2, head_dim: int = 16) -> FullAttentionSpec:
+    return FullAttentionSpec(num_kv_heads=kv_heads, head_dim=head_dim, dtype="bfloat16")
+
+
+def fp32(kv_heads: int = 1, head_dim: int = 8) -> FullAttentionSpec:
+    return FullAttentionSpec(num_kv_heads=kv_heads, head_dim=head_dim, dtype="float32")
+
+
+def test_page_is_one_run_layer_after_layer_k_then_v():
+    pool = KVPool([bf16()] * 3, num_pages=5, page_size=4, device="cpu")
+    half = 4 * 2 * 16 * 2
+    assert pool.page_bytes == 3 * 2 * half and pool.nbytes == 6 * pool.page_bytes
+    for layer in range(3):
+        assert pool.k(layer).shape == pool.v(layer).shape == (6, 4, 2, 16)
+        assert pool.k(layer)[2].data_ptr() == pool.base_ptr + 2 * pool.page_bytes + layer * 2 * half
+        assert pool.v(layer)[2].data_ptr() == pool.k(layer)[2].data_ptr() + half
+        assert pool.k(layer)[3].is_contiguous()
+
+
+def test_write_lands_at_page_and_offset_and_nowhere_else():
+    pool = KVPool([bf16(), bf16()], num_pages=3, page_size=4, device="cpu")
+    k = torch.randn(2, 2, 16)
+    v = torch.randn(2, 2, 16)
+    pool.write(1, torch.tensor([3, 1]), torch.tensor([0, 2]), k, v)
+    assert torch.equal(pool.k(1)[3, 0], k[0].bfloat16()) and torch.equal(pool.v(1)[1, 2], v[1].bfloat16())
+    written = (pool.buffer.view(torch.bfloat16) != 0).sum()
+    assert written == (k.bfloat16() != 0).sum() + (v.bfloat16() != 0).sum()
+    assert not pool.k(0).any()
+
+
+def test_page_bytes_are_padded_and_mixed_dtypes_stay_aligned():
+    specs = [bf16(kv_heads=1, head_dim=3), fp32(), bf16()]
+    pool = KVPool(specs, num_pages=2, page_size=1, device="cpu")
+    assert pool.page_bytes % 64 == 0 and pool.page_bytes == KVPool.page_bytes_of(specs, 1)
+    at = torch.tensor([1]), torch.tensor([0])
+    for layer, spec in enumerate(specs):
+        x = torch.full((1, spec.num_kv_heads, spec.head_dim), float(layer + 1))
+        pool.write(layer, *at, x, -x)
+    for layer in range(3):
+        assert (pool.k(layer)[1] == layer + 1).all() and (pool.v(layer)[1] == -layer - 1).all()
+        assert pool.k(layer).data_ptr() % pool.k(layer).itemsize == 0
+
+
+def test_new_memory_is_zero_and_untouched_memory_is_not_resident():
+    before = _resident_bytes()
+    pool = KVPool([fp32(8, 128)] * 4, num_pages=20000, page_size=16, device="cpu")
+    assert pool.nbytes > 9 << 30
+    assert not pool.k(3)[777].any()
+    assert _resident_bytes() - before < 64 << 20
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * 4096

@@ -1,0 +1,77 @@
+from itertools import pairwise
+
+import pytest
+import torch
+
+from engine.attention.registry import make_attention_backend
+from engine.attention.torch_backend import TorchBackend
+from engine.config import ConfigError
+from tests.attention.attention_cases import (
+    TOLERANCE,
+    Heads,
+    fill,
+    make_pool,
+    make_sequences,
+    pages_needed,
+    run_step,
+    worst_error,
+)
+
+HEADS = Heads(q=4, kv=2, dim=16)
+
+
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("prefixes", [[0, 0, 0], [16, 33, 100], [0, 5, 70]])
+def test_extend_equals_reference(name, dtype, page_size, prefixes):
+    lengths = [40, 34, 133]
+    sequences = make_sequences(HEADS, lengths, page_size=page_size, dtype=dtype)
+    pool = make_pool(HEADS, num_pages=pages_needed(lengths, page_size), page_size=page_size, dtype=dtype)
+    fill(pool, sequences, prefixes)
+    backend = make_attention_backend(name, pool, num_heads=HEADS.q)
+    outs = run_step(backend, sequences, prefixes, lengths, page_size=page_size)
+    assert worst_error(outs, sequences, prefixes, lengths) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cuts", [[0, 96, 192, 300], [0, 1, 2, 17, 300], [0, 299, 300]])
+def test_chunks_equal_the_whole(dtype, cuts):
+    sequences = make_sequences(HEADS, [300], page_size=16, dtype=dtype)
+    whole_pool, pool = (make_pool(HEADS, num_pages=19, page_size=16, dtype=dtype) for _ in range(2))
+    whole = run_step(TorchBackend(whole_pool), sequences, [0], [300], page_size=16)[0]
+    backend = TorchBackend(pool)
+    parts = [run_step(backend, sequences, [a], [b], page_size=16)[0] for a, b in pairwise(cuts)]
+    # bf16: one unit in the last place of the output at most
+    torch.testing.assert_close(
+        torch.cat(parts), whole, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=2e-6 if dtype == "float32" else 4e-3
+    )
+    assert torch.equal(pool.buffer, whole_pool.buffer)
+
+
+def test_long_extend_crosses_query_tiles(monkeypatch):
+    monkeypatch.setattr("engine.attention.torch_backend.QUERY_TILE", 32)
+    sequences = make_sequences(HEADS, [150], page_size=16, dtype="float32")
+    pool = make_pool(HEADS, num_pages=10, page_size=16)
+    fill(pool, sequences, [37])
+    outs = run_step(TorchBackend(pool), sequences, [37], [150], page_size=16)
+    assert worst_error(outs, sequences, [37], [150]) < 2e-5
+
+
+def test_a_bf16_cache_under_an_fp32_model_is_seen_alike_by_every_chunk():
+    sequences = make_sequences(HEADS, [64], page_size=16, dtype="float32")
+    whole, cut = (make_pool(HEADS, num_pages=4, page_size=16, dtype="bfloat16") for _ in range(2))
+    out = run_step(TorchBackend(whole), sequences, [0], [64], page_size=16)[0]
+    backend = TorchBackend(cut)
+    parts = [run_step(backend, sequences, [a], [a + 32], page_size=16)[0] for a in (0, 32)]
+    torch.testing.assert_close(torch.cat(parts), out, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_heads", "words"),
+    [("cuda", 4, "--attention-backend"), ("triton", 4, "needs a GPU"), ("torch", 3, "not a multiple")],
+)
+def test_a_backend_that_cannot_work_says_why(name, num_heads, words):
+    pool = make_pool(HEADS, num_pages=1, page_size=16)
+    with pytest.raises(ConfigError, match=words):
+        make_attention_backend(name, pool, num_heads=num_heads)
