@@ -22,6 +22,5 @@ class DisaggConfig:
     disaggregation_heartbeat_interval: float = flag(1.0, "seconds between heartbeats of connected peers")
     disaggregation_heartbeat_max_failures: int = flag(3, "missed heartbeats before a peer is declared dead")
     disaggregation_drain_timeout: float = flag(30.0, "seconds to wait for a peer's abort acknowledgement before its session is fenced")
-    num_reserved_decode_tokens: int = flag(512, "tokens decode keeps free for growth of each request")
     fake_transfer_delay_ms: float = flag(0.0, "fake backend: time a transfer takes")
     fake_transfer_failure_rate: float = flag(0.0, "fake backend: share of transfers that fail")

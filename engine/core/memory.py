@@ -1,0 +1,124 @@
+"""The KV memory of requests: admission, growth, sharing, giving back.
+
+It is the one place where a request's `pages`, `shared_pages`, `dup_pages` and `lock` change (drawn in request.py).
+A request is admitted when its pages fit beside what the running ones are still expected to grow by; where that
+expectation proves too low the scheduler retracts.
+"""
+
+from collections.abc import Iterable
+
+from engine.core.limits import GROWTH_CLIP_TOKENS
+from engine.core.page_allocator import PageAllocator
+from engine.core.radix_cache import RadixCache
+from engine.core.request import Request
+
+
+class Memory:
+    def __init__(self, *, allocator: PageAllocator, cache: RadixCache) -> None:
+        self.allocator = allocator
+        self.cache = cache
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had now: free ones and cached ones that nobody reads."""
+        return self.allocator.num_free + self.cache.num_evictable
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        return self.allocator.pages_for(num_tokens) <= self.allocator.num_pages
+
+    def admit(self, request: Request, growing: Iterable[Request]) -> bool:
+        """Match the cached prefix, lock it, take pages for the rest of the known tokens; or change nothing."""
+        known = request.tokens(0, request.num_tokens)
+        match = self.cache.match(known[: _match_limit(request)])
+        self.cache.lock(match.node)
+        total = self.allocator.pages_for(len(known))
+        need = total - len(match.pages)
+        if need + self._growth(growing) + self._growth_of(request, have=total) > self.available:
+            self.cache.unlock(match.node)
+            return False
+        request.lock = match.node
+        request.pages = match.pages + self._take(need)
+        request.shared_pages = len(match.pages)
+        request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
+        return True
+
+    def reserve(self, request: Request, growing: Iterable[Request]) -> bool:
+        """Pages for the whole prompt, whose KV comes from elsewhere; or change nothing."""
+        need = self.allocator.pages_for(len(request.input_ids))
+        if need + self._growth(growing) + self._growth_of(request, have=need) > self.available:
+            return False
+        request.pages = self._take(need)
+        return True
+
+    def needs_page(self, request: Request) -> bool:
+        """Whether the next token starts a page that the request does not have."""
+        return request.launched_len == len(request.pages) * self.allocator.page_size
+
+    def grow(self, request: Request) -> bool:
+        if self.available < 1:
+            return False
+        request.pages += self._take(1)
+        return True
+
+    def share(self, request: Request) -> None:
+        """Let others find the whole pages that are computed; the request keeps reading its own row."""
+        whole = min(request.computed_len, request.num_tokens) // self.allocator.page_size
+        if whole <= request.shared_pages or not self.cache.enabled:
+            return
+        tokens = request.tokens(0, whole * self.allocator.page_size)
+        inserted = self.cache.insert(tokens, request.pages[:whole])
+        request.dup_pages += request.pages[request.shared_pages : inserted.existing]
+        request.shared_pages = whole
+        self.cache.lock(inserted.node)
+        if request.lock is not None:
+            self.cache.unlock(request.lock)
+        request.lock = inserted.node
+
+    def give_back(self, request: Request) -> None:
+        """Everything the request has; what is computed stays findable. No step may be in flight."""
+        assert request.inflight == 0, f"{request.rid}: pages given back while a step may write them"
+        self.share(request)
+        if request.lock is not None:
+            self.cache.unlock(request.lock)
+        self.allocator.free(request.own_pages())
+        self._forget(request)
+
+    def quarantine(self, request: Request) -> list[int]:
+        """Pages that a transfer peer may still write: neither free nor owned until `allocator.end_quarantine`."""
+        assert request.inflight == 0 and request.shared_pages == 0, f"{request.rid}: only untouched pages"
+        pages = request.pages
+        self.allocator.quarantine(pages)
+        self._forget(request)
+        return pages
+
+    def _forget(self, request: Request) -> None:
+        request.lock, request.pages, request.dup_pages, request.shared_pages = None, [], [], 0
+        request.launched_len = request.computed_len = 0
+
+    def _take(self, n: int) -> list[int]:
+        """`n` pages, evicting cached prefixes where free ones do not reach."""
+        short = n - self.allocator.num_free
+        if short > 0:
+            self.cache.evict(short)
+        return self.allocator.allocate(n)
+
+    def _growth(self, requests: Iterable[Request]) -> int:
+        return sum(self._growth_of(r, have=len(r.pages)) for r in requests)
+
+    def _growth_of(self, request: Request, *, have: int) -> int:
+        """Pages that `request` is expected to ask for beyond the `have` it holds."""
+        left = min(max(request.max_new_tokens - len(request.output_ids), 0), GROWTH_CLIP_TOKENS)
+        return max(0, self.allocator.pages_for(request.num_tokens + left) - have)
+
+    def check(self) -> None:
+        self.allocator.check()
+        self.cache.check()
+
+
+def _match_limit(request: Request) -> int:
+    """At least one token is computed; prompt logprobs need the logits from one before their start."""
+    limit = request.num_tokens - 1
+    if request.wants_input_logprobs:
+        assert request.logprobs is not None
+        limit = min(limit, max(0, request.logprobs.start_len - 1))
+    return limit

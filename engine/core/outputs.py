@@ -1,0 +1,59 @@
+"""From a request's state to what is said about it: token outputs, prompt logprobs once, refusals."""
+
+from dataclasses import dataclass, field
+
+from engine.core.request import Request
+from engine.messages import FinishReason, TokenLogprob, TokenOutput
+
+
+@dataclass(slots=True)
+class StepEffects:
+    """What the outside does after a step: send `outputs`, hand finished chunks over (`progressed`), take the requests
+
+    whose prefill is complete (`prefilled`, each with the output to send once its KV has been handed over).
+    """
+
+    outputs: list[TokenOutput] = field(default_factory=list)
+    progressed: list[Request] = field(default_factory=list)
+    prefilled: list[tuple[Request, TokenOutput]] = field(default_factory=list)
+
+
+def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
+    """Everything new about `request` since the last output; what was taken is not said again."""
+    logprobs, request.output_logprobs = request.output_logprobs, []
+    return TokenOutput(
+        rid=request.rid,
+        new_ids=new_ids,
+        finish=request.finish,
+        prompt_tokens=len(request.input_ids),
+        cached_tokens=request.cached_tokens,
+        completion_tokens=len(request.output_ids),
+        logprobs=logprobs,
+        input_logprobs=_input_logprobs_once(request),
+        retractions=request.retractions,
+    )
+
+
+def refused(request: Request, reason: FinishReason) -> TokenOutput:
+    return TokenOutput(rid=request.rid, new_ids=[], finish=reason, prompt_tokens=len(request.input_ids))
+
+
+def refusal(message: str, *, status: int) -> FinishReason:
+    return FinishReason(kind="abort", message=message, status=status)
+
+
+def input_logprob_part(request: Request, start: int, end: int) -> tuple[int | None, int | None]:
+    """(logprob_from, logprob_next) of the plan item for [start, end): the logits at i speak about position i+1."""
+    prompt = len(request.input_ids)
+    if not request.wants_input_logprobs or start >= prompt:
+        return None, None
+    assert request.logprobs is not None
+    return max(request.logprobs.start_len, start + 1), request.input_ids[end] if end < prompt else None
+
+
+def _input_logprobs_once(request: Request) -> list[TokenLogprob]:
+    if request.input_logprobs_sent or request.logprobs is None or request.logprobs.start_len < 0:
+        return []
+    request.input_logprobs_sent = True
+    first = [TokenLogprob(None, request.input_ids[0])] if request.logprobs.start_len == 0 else []
+    return first + request.input_logprobs

@@ -1,0 +1,101 @@
+"""Who owns each KV page: free, held by a request, cached in the radix tree, or quarantined.
+
+Every page is in exactly one state, and only the moves drawn here are legal; anything else is our bug and asserts.
+
+        allocate            to_cache
+    FREE ------> HELD ------------> CACHED
+     ^  <------   |                    |
+     |    free    | quarantine         | evict
+     |            v                    |
+     +------- QUARANTINED              |
+     |  end_quarantine                 |
+     +---------------------------------+
+
+A quarantined page may still be written by a transfer peer: it is neither free nor owned (DESIGN.md section 4).
+"""
+
+from collections.abc import Sequence
+
+FREE, HELD, CACHED, QUARANTINED = range(4)
+_NAMES = ("free", "held", "cached", "quarantined")
+
+
+class PageAllocator:
+    """Pages 1..num_pages; page 0 is the executor's scratch page and never handed out."""
+
+    def __init__(self, *, num_pages: int, page_size: int) -> None:
+        assert num_pages >= 1 and page_size >= 1
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._state = bytearray(num_pages + 1)
+        self._free = list(range(num_pages, 0, -1))  # popped from the end: low ids first
+        self._sorted = True
+        self._counts = [num_pages, 0, 0, 0]
+
+    @property
+    def num_free(self) -> int:
+        return self._counts[FREE]
+
+    def counts(self) -> dict[str, int]:
+        return dict(zip(_NAMES, self._counts, strict=True))
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, n: int) -> list[int]:
+        """`n` pages, in ascending order where more than one: adjacent pages travel as one piece of a transfer."""
+        assert 0 <= n <= len(self._free), f"asked for {n} pages, {len(self._free)} are free"
+        if n == 0:
+            return []
+        if n > 1 and not self._sorted:
+            self._free.sort(reverse=True)
+            self._sorted = True
+        pages = self._free[-n:]
+        del self._free[-n:]
+        pages.reverse()
+        self._move(pages, FREE, HELD)
+        return pages
+
+    def free(self, pages: Sequence[int]) -> None:
+        self._move(pages, HELD, FREE)
+        self._give_back(pages)
+
+    def to_cache(self, pages: Sequence[int]) -> None:
+        self._move(pages, HELD, CACHED)
+
+    def evict(self, pages: Sequence[int]) -> None:
+        self._move(pages, CACHED, FREE)
+        self._give_back(pages)
+
+    def quarantine(self, pages: Sequence[int]) -> None:
+        self._move(pages, HELD, QUARANTINED)
+
+    def end_quarantine(self, pages: Sequence[int]) -> None:
+        self._move(pages, QUARANTINED, FREE)
+        self._give_back(pages)
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        self._free.extend(reversed(pages))
+        self._sorted = False
+
+    def _move(self, pages: Sequence[int], source: int, target: int) -> None:
+        state = self._state
+        for page in pages:
+            assert page > 0 and state[page] == source, (
+                f"page {page} is {_NAMES[state[page]]}, cannot go from {_NAMES[source]} to {_NAMES[target]}"
+            )
+            state[page] = target
+        self._counts[source] -= len(pages)
+        self._counts[target] += len(pages)
+
+    def state_of(self, page: int) -> str:
+        return _NAMES[self._state[page]]
+
+    def check(self) -> None:
+        """Free list and states agree; every page is counted once."""
+        assert sum(self._counts) == self.num_pages, f"{self.counts()} do not add up to {self.num_pages}"
+        assert len(self._free) == self._counts[FREE] == len(set(self._free))
+        assert all(self._state[p] == FREE for p in self._free)
+        for state in range(4):
+            expected = self._counts[state] + (1 if state == FREE else 0)  # page 0 stays FREE in the array
+            assert self._state.count(state) == expected

@@ -1,0 +1,232 @@
+"""Which token prefixes have their KV in pages: a radix tree whose edges are whole pages.
+
+Owns the nodes, their pages and their locks. A node's lock count is at least each child's, so an unlocked node has only
+unlocked nodes below it and everything unlocked can be evicted leaf by leaf, least recently used first.
+
+The idea is SGLang's RadixAttention (arXiv:2312.07104); page-aligned matching as there with page_size > 1.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.core.page_allocator import PageAllocator
+
+
+class Node:
+    """`key`: the tokens of this edge, a multiple of page_size long; `pages`: one per page_size tokens of the key."""
+
+    __slots__ = ("children", "key", "last_used", "locks", "noted", "pages", "parent", "serial")
+
+    def __init__(self, *, key: tuple[int, ...], pages: list[int], parent: "Node | None", serial: int) -> None:
+        self.key = key
+        self.pages = pages
+        self.parent = parent
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.locks = 0
+        self.last_used = 0
+        self.noted = -1  # the last_used under which the eviction heap has it; -1: not there
+        self.serial = serial
+
+
+@dataclass(slots=True, frozen=True)
+class Match:
+    """The longest cached prefix. `node` is where it ends: lock it before anything else may evict."""
+
+    pages: list[int]
+    node: Node
+
+
+@dataclass(slots=True, frozen=True)
+class Inserted:
+    """`node` covers the inserted prefix; its first `existing` pages were in the tree before (the caller's copies
+
+    of those are duplicates and stay the caller's), the rest now belongs to the tree.
+    """
+
+    existing: int
+    node: Node
+
+
+class RadixCache:
+    """With `enabled=False` nothing is ever found or kept: the same code path, an empty tree."""
+
+    def __init__(self, allocator: PageAllocator, *, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._allocator = allocator
+        self._page_size = allocator.page_size
+        self._serial = 0
+        self._clock = 0
+        self._root = Node(key=(), pages=[], parent=None, serial=0)
+        self._root.locks = 1
+        self._leaves: list[tuple[int, int, Node]] = []  # lazy heap of (last_used, serial, node) that may be evictable
+        self.num_pages = 0
+        self.num_evictable = 0
+
+    @property
+    def root(self) -> Node:
+        return self._root
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """Longest page-aligned prefix of `tokens` in the tree. Splits a node where the match ends inside it."""
+        if not self.enabled:
+            return Match([], self._root)
+        node, pages = self._root, list[int]()
+        self._clock += 1
+        for child, shared in self._walk(tokens):
+            node = self._split(child, shared) if shared < len(child.pages) else child
+            node.last_used = self._clock
+            pages.extend(node.pages)
+        self._note_leaf(node)
+        return Match(pages, node)
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> Inserted:
+        """Make `tokens` findable; `len(tokens) == len(pages) * page_size`, pages held by the caller."""
+        assert len(tokens) == len(pages) * self._page_size
+        if not self.enabled:
+            return Inserted(existing=len(pages), node=self._root)
+        match = self.match(tokens)
+        existing = len(match.pages)
+        if existing == len(pages):
+            return Inserted(existing=existing, node=match.node)
+        self._allocator.to_cache(pages[existing:])
+        key = tuple(tokens[existing * self._page_size :])
+        leaf = self._new_node(key, list(pages[existing:]), match.node)
+        leaf.last_used = self._clock
+        self.num_pages += len(leaf.pages)
+        self.num_evictable += len(leaf.pages)
+        self._note_leaf(leaf)
+        return Inserted(existing=existing, node=leaf)
+
+    def lock(self, node: Node) -> None:
+        """No node on the path to `node` is evicted until as many `unlock`s."""
+        while node.parent is not None:
+            if node.locks == 0:
+                self.num_evictable -= len(node.pages)
+            node.locks += 1
+            node = node.parent
+
+    def unlock(self, node: Node) -> None:
+        while node.parent is not None:
+            assert node.locks > 0, "unlock without lock"
+            node.locks -= 1
+            if node.locks == 0:
+                self.num_evictable += len(node.pages)
+                self._note_leaf(node)
+            node = node.parent
+
+    def evict(self, n: int) -> int:
+        """Free at least `n` pages if that many are evictable; returns how many were freed."""
+        freed = 0
+        while freed < n and self._leaves:
+            entry = heapq.heappop(self._leaves)
+            node = entry[2]
+            if self._current(entry):
+                freed += self._remove(node)
+            elif node.noted == entry[0]:
+                node.noted = -1
+        return freed
+
+    def flush(self) -> None:
+        """Drop everything; only legal while nothing is locked."""
+        assert self.num_evictable == self.num_pages, "flush with locked nodes"
+        self.evict(self.num_pages)
+
+    # ---- inside
+
+    def _walk(self, tokens: Sequence[int]) -> Iterator[tuple[Node, int]]:
+        """(child, pages of its key that agree) along the path, ending at the first partial one."""
+        size, node, at = self._page_size, self._root, 0
+        while child := node.children.get(tuple(tokens[at : at + size])):
+            shared = self._shared_pages(child.key, tokens, at)
+            yield child, shared
+            if shared < len(child.pages):
+                return
+            node, at = child, at + len(child.key)
+
+    def _shared_pages(self, key: tuple[int, ...], tokens: Sequence[int], at: int) -> int:
+        """How many leading pages of `key` equal tokens[at:]; slices compare in C, halving finds the first difference."""
+        part = tuple(tokens[at : at + len(key)])
+        if part == key:
+            return len(key) // self._page_size
+        low, high = 0, len(part) // self._page_size  # pages [0, low) agree; the answer is in [low, high]
+        while low < high:
+            middle = (low + high + 1) // 2
+            cut = slice(low * self._page_size, middle * self._page_size)
+            if part[cut] == key[cut]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        """Cut `node` after `num_pages` pages; returns the new upper part."""
+        assert 0 < num_pages < len(node.pages) and node.parent is not None
+        cut, parent = num_pages * self._page_size, node.parent
+        upper = self._new_node(node.key[:cut], node.pages[:num_pages], parent)
+        upper.locks, upper.last_used = node.locks, node.last_used
+        node.key, node.pages, node.parent = node.key[cut:], node.pages[num_pages:], upper
+        upper.children[node.key[: self._page_size]] = node
+        return upper
+
+    def _new_node(self, key: tuple[int, ...], pages: list[int], parent: Node) -> Node:
+        self._serial += 1
+        node = Node(key=key, pages=pages, parent=parent, serial=self._serial)
+        parent.children[key[: self._page_size]] = node
+        return node
+
+    def _remove(self, node: Node) -> int:
+        assert node.parent is not None
+        del node.parent.children[node.key[: self._page_size]]
+        self._allocator.evict(node.pages)
+        self.num_pages -= len(node.pages)
+        self.num_evictable -= len(node.pages)
+        self._note_leaf(node.parent)
+        parent, node.parent = node.parent, None
+        assert parent is not None
+        return len(node.pages)
+
+    def _evictable_leaf(self, node: Node) -> bool:
+        return node.locks == 0 and not node.children and node.parent is not None
+
+    def _note_leaf(self, node: Node) -> None:
+        """Put `node` into the eviction heap, once per last_used, and keep stale entries below a constant factor."""
+        if not self._evictable_leaf(node) or node.noted == node.last_used:
+            return
+        node.noted = node.last_used
+        heapq.heappush(self._leaves, (node.last_used, node.serial, node))
+        if len(self._leaves) > 64 + 4 * self.num_pages:
+            self._compact()
+
+    def _compact(self) -> None:
+        stale = [entry[2] for entry in self._leaves if not self._current(entry)]
+        self._leaves = [entry for entry in self._leaves if self._current(entry)]
+        heapq.heapify(self._leaves)
+        for node in stale:
+            if not self._evictable_leaf(node):
+                node.noted = -1
+
+    def _current(self, entry: tuple[int, int, Node]) -> bool:
+        return self._evictable_leaf(entry[2]) and entry[2].last_used == entry[0]
+
+    def _nodes(self) -> Iterator[Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check(self) -> None:
+        """Counters, locks, keys and page states agree; every evictable leaf can be found for eviction."""
+        noted = {entry[2].serial for entry in self._leaves if self._current(entry)}
+        pages = evictable = 0
+        for node in self._nodes():
+            assert node.pages and len(node.key) == len(node.pages) * self._page_size
+            assert node.parent is not None and node.parent.children[node.key[: self._page_size]] is node
+            assert node.locks >= max((c.locks for c in node.children.values()), default=0)
+            assert all(self._allocator.state_of(p) == "cached" for p in node.pages)
+            assert not self._evictable_leaf(node) or node.serial in noted
+            pages += len(node.pages)
+            evictable += len(node.pages) if node.locks == 0 else 0
+        assert (pages, evictable) == (self.num_pages, self.num_evictable)
+        assert pages == self._allocator.counts()["cached"]

@@ -1,0 +1,86 @@
+"""One live request and its arithmetic. Plain state: the scheduler alone changes it.
+
+Token positions of a request, page by page (page_size 4, prompt of 6, two tokens generated, one more in flight):
+
+    tokens      p p p p | p p o o | ?              p prompt, o output, ? sampled but not collected yet
+    pages       row[0]    row[1]    row[2]
+    shared_pages 1  -> row[:1] is in the radix tree (locked) or in dup_pages; row[1:] is the request's own
+    computed_len    -> KV of these tokens has been computed and collected: safe to share, send and cache
+    launched_len    -> ... has been computed or is in flight
+"""
+
+from dataclasses import dataclass, field
+
+from engine.core.radix_cache import Node
+from engine.messages import Bootstrap, FinishReason, LogprobOptions, TokenLogprob
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """`prefill_only`: ends after its first token, and keeps its pages until the role releases it (prefill role)."""
+
+    rid: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    eos_ids: frozenset[int]
+    arrived_s: float
+    logprobs: LogprobOptions | None = None
+    bootstrap: Bootstrap | None = None
+    prefill_only: bool = False
+
+    output_ids: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    abort: FinishReason | None = None  # asked to end; takes effect at the next check
+
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    told_pages: int = 0  # of `pages`, how many the executor knows
+    shared_pages: int = 0
+    dup_pages: list[int] = field(default_factory=list)
+    lock: Node | None = None
+    launched_len: int = 0
+    computed_len: int = 0
+    inflight: int = 0  # launched steps that are not collected
+    pending: int = 0  # of those, how many draw a token
+    retractions: int = 0
+    cached_tokens: int = 0
+    admitted: bool = False
+
+    output_logprobs: list[TokenLogprob] = field(default_factory=list)  # not sent yet
+    input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    input_logprobs_sent: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known on the host."""
+        return len(self.input_ids) + len(self.output_ids)
+
+    @property
+    def max_new_tokens(self) -> int:
+        if self.prefill_only:
+            return min(1, self.sampling.max_new_tokens or 0)
+        assert self.sampling.max_new_tokens is not None, "the frontend fills it in"
+        return self.sampling.max_new_tokens
+
+    @property
+    def draws_left(self) -> int:
+        """Tokens that may still be drawn, counting those in flight as drawn."""
+        return self.max_new_tokens - len(self.output_ids) - self.pending
+
+    @property
+    def wants_input_logprobs(self) -> bool:
+        return self.logprobs is not None and self.logprobs.start_len >= 0 and not self.output_ids
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known tokens at positions start..end-1, across the prompt's end."""
+        prompt = len(self.input_ids)
+        if end <= prompt:
+            return self.input_ids[start:end]
+        if start >= prompt:
+            return self.output_ids[start - prompt : end - prompt]
+        return self.input_ids[start:] + self.output_ids[: end - prompt]
+
+    def own_pages(self) -> list[int]:
+        """Pages that belong to this request alone."""
+        return self.dup_pages + self.pages[self.shared_pages :]

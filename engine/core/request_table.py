@@ -1,0 +1,40 @@
+"""Rows of the running requests: slot -> request. The executor keeps per-slot state (page rows, sampling, FutureMap)."""
+
+from engine.core.request import Request
+
+
+class RequestTable:
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots >= 1
+        self.num_slots = num_slots
+        self._rows: list[Request | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def open(self, request: Request) -> int:
+        assert self._free, "no slot is free"
+        assert request.slot is None, f"{request.rid} has slot {request.slot} already"
+        slot = self._free.pop()
+        self._rows[slot] = request
+        request.slot, request.told_pages = slot, 0
+        return slot
+
+    def close(self, request: Request) -> int:
+        slot = request.slot
+        assert slot is not None and self._rows[slot] is request
+        self._rows[slot] = None
+        self._free.append(slot)
+        request.slot = None
+        return slot
+
+    def requests(self) -> list[Request]:
+        return [r for r in self._rows if r is not None]
+
+    def check(self) -> None:
+        assert len(set(self._free)) == len(self._free)
+        for slot, request in enumerate(self._rows):
+            assert (request is None) == (slot in self._free)
+            assert request is None or request.slot == slot

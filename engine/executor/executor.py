@@ -1,0 +1,56 @@
+"""The executor's face to the loop: launch a plan, collect its result. The only door between scheduler and device."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.core.plan import ItemResult, Plan, StepResult
+from engine.executor.model_runner import Logprobs, StepOutput
+from engine.executor.stream import Stream, Ticket
+from engine.messages import TokenLogprob
+
+
+@dataclass(slots=True, frozen=True)
+class Launch:
+    plan: Plan
+    ticket: Ticket[StepOutput]
+
+
+class Runner(Protocol):
+    def run(self, plan: Plan) -> StepOutput: ...
+
+
+class Executor:
+    def __init__(self, *, runner: Runner, stream: Stream) -> None:
+        self._runner = runner
+        self._stream = stream
+
+    def launch(self, plan: Plan) -> Launch:
+        """Enqueue a step; returns at once (an inline stream has run it by then)."""
+        return Launch(plan, self._stream.submit(lambda: self._runner.run(plan)))
+
+    def collect(self, launch: Launch) -> StepResult:
+        """Wait for a step and read its results. An error of the step is raised here."""
+        return _step_result(launch.plan, launch.ticket.wait())
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _step_result(plan: Plan, output: StepOutput) -> StepResult:
+    items = [ItemResult(token=None) for _ in plan.items]
+    for i, token, bad in zip(output.sampled, output.tokens.tolist(), output.bad.tolist(), strict=True):
+        items[i].token, items[i].bad = token, bad
+    for i, logprobs in output.logprobs.items():
+        items[i].logprob = _token_logprobs(logprobs)[0]
+    for i, parts in output.input_logprobs.items():
+        items[i].input_logprobs = [entry for part in parts for entry in _token_logprobs(part)]
+    return StepResult(seq=plan.seq, items=items)
+
+
+def _token_logprobs(logprobs: Logprobs) -> list[TokenLogprob]:
+    ids = logprobs.token_ids.tolist()
+    values, top_ids = logprobs.top_values.tolist(), logprobs.top_ids.tolist()
+    return [
+        TokenLogprob(chosen, token_id, list(zip(values[r], top_ids[r], strict=True)))
+        for r, (chosen, token_id) in enumerate(zip(logprobs.chosen.tolist(), ids, strict=True))
+    ]

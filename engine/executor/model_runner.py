@@ -1,0 +1,155 @@
+"""One step on the device: plan -> tensors -> forward -> logits -> tokens. Runs inside the stream, in plan order.
+
+Nothing here waits for the device: on CUDA everything is enqueued and results are copied to pinned memory behind it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, StepBatch
+from engine.core.plan import Plan, PlanItem
+from engine.executor.future_map import FutureMap
+from engine.executor.page_table import PageTable
+from engine.executor.sampler import Sampler, token_logprobs
+from engine.models.registry import CausalLM
+
+PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [rows, vocab] float32
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Host copies for one item: chosen [n], top values [n, k], top ids [n, k]; `token_ids` [n]."""
+
+    token_ids: Tensor
+    chosen: Tensor
+    top_values: Tensor
+    top_ids: Tensor
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Host copies (on CUDA valid after the step's event). Row r of `tokens` belongs to item `sampled[r]`."""
+
+    sampled: list[int]
+    tokens: Tensor
+    bad: Tensor
+    logprobs: dict[int, Logprobs]  # by item index
+    input_logprobs: dict[int, list[Logprobs]]
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        *,
+        model: CausalLM,
+        backend: AttentionBackend,
+        page_table: PageTable,
+        future_map: FutureMap,
+        sampler: Sampler,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._page_table = page_table
+        self._future_map = future_map
+        self._sampler = sampler
+        self._device = device
+
+    def run(self, plan: Plan) -> StepOutput:
+        for slot in plan.closes:
+            self._sampler.close(slot)
+        for opened in plan.opens:
+            self._sampler.open(opened)
+        self._page_table.update(plan.items)
+        hidden = self._forward(plan)
+        return self._draw(plan.items, hidden)
+
+    def _forward(self, plan: Plan) -> Tensor:
+        """[T, hidden] of all new tokens, item after item."""
+        items = plan.items
+        q_lens = [item.q_len for item in items]
+        flat = torch.tensor([t for item in items for t in item.tokens], device=self._device)
+        positions = torch.tensor([p for i in items for p in range(i.start, i.kv_len)], device=self._device)
+        slots = torch.tensor([item.slot for item in items], device=self._device)
+        token_slots = slots if not plan.extend else torch.tensor(_repeated(items), device=self._device)
+        token_pages, token_offsets = self._page_table.locate(token_slots, positions)
+        kv_lens = [item.kv_len for item in items]
+        step = StepBatch(
+            extend=plan.extend,
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            page_table=self._page_table.rows(slots, max_kv_len=max(kv_lens)),
+            positions=positions,
+            token_pages=token_pages,
+            token_offsets=token_offsets,
+        )
+        self._backend.begin(step)
+        return self._model.forward(self._future_map.resolve(flat), positions, self._backend.attend)
+
+    def _draw(self, items: list[PlanItem], hidden: Tensor) -> StepOutput:
+        starts = _starts(items)
+        sampled = [i for i, item in enumerate(items) if item.sample]
+        input_logprobs = {
+            i: self._input_logprobs(item, hidden[starts[i] : starts[i] + item.q_len])
+            for i, item in enumerate(items)
+            if item.logprob_from is not None
+        }
+        if not sampled:
+            empty = torch.empty(0, dtype=torch.int64)
+            return StepOutput([], empty, empty.bool(), {}, input_logprobs)
+        if len(sampled) == len(hidden):
+            logits = self._model.logits(hidden)
+        else:
+            last_rows = torch.tensor([starts[i] + items[i].q_len - 1 for i in sampled], device=self._device)
+            logits = self._model.logits(hidden[last_rows])
+        tokens = self._sampler.sample(logits, [items[i].slot for i in sampled], [items[i].output_len for i in sampled])
+        self._future_map.store(torch.tensor([items[i].slot for i in sampled], device=self._device), tokens)
+        return StepOutput(
+            sampled=sampled,
+            tokens=self._to_host(tokens),
+            bad=self._to_host(self._sampler.bad_rows(logits)),
+            logprobs={
+                i: self._logprobs(logits[r : r + 1], tokens[r : r + 1], options.top_num)
+                for r, i in enumerate(sampled)
+                if (options := items[i].logprobs) is not None
+            },
+            input_logprobs=input_logprobs,
+        )
+
+    def _input_logprobs(self, item: PlanItem, hidden: Tensor) -> list[Logprobs]:
+        """Logprobs of prompt positions logprob_from.. that this chunk's logits speak about; row i is about i + 1."""
+        assert item.logprob_from is not None and item.logprobs is not None
+        targets = item.tokens[item.logprob_from - item.start :]
+        targets += [] if item.logprob_next is None else [item.logprob_next]
+        first_row = item.logprob_from - 1 - item.start
+        parts = []
+        for at in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            ids = targets[at : at + PROMPT_LOGPROB_ROWS]
+            logits = self._model.logits(hidden[first_row + at : first_row + at + len(ids)])
+            parts.append(self._logprobs(logits, torch.tensor(ids, device=self._device), item.logprobs.top_num))
+        return parts
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, top_num: int) -> Logprobs:
+        chosen, top_values, top_ids = token_logprobs(logits, tokens, top_num)
+        to_host = self._to_host
+        return Logprobs(to_host(tokens), to_host(chosen), to_host(top_values), to_host(top_ids))
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+
+def _starts(items: list[PlanItem]) -> list[int]:
+    starts, at = [], 0
+    for item in items:
+        starts.append(at)
+        at += item.q_len
+    return starts
+
+
+def _repeated(items: list[PlanItem]) -> list[int]:
+    return [item.slot for item in items for _ in range(item.q_len)]

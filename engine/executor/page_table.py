@@ -1,0 +1,38 @@
+"""Device rows slot -> page ids. Written by plans only, in stream order; the scheduler's request table is the truth."""
+
+import torch
+from torch import Tensor
+
+from engine.core.plan import PlanItem
+
+
+class PageTable:
+    """[num_slots, max_pages] int32, rows padded with whatever was there before: readers go by kv_len."""
+
+    def __init__(self, *, num_slots: int, max_pages: int, page_size: int, device: torch.device) -> None:
+        self._rows = torch.zeros((num_slots, max_pages), dtype=torch.int32, device=device)
+        self._page_size = page_size
+        self._device = device
+
+    def update(self, items: list[PlanItem]) -> None:
+        """Append each item's new pages to its row: one scatter for the whole step."""
+        slots: list[int] = []
+        columns: list[int] = []
+        pages: list[int] = []
+        for item in items:
+            n = len(item.new_pages)
+            slots += [item.slot] * n
+            columns += range(item.page_start, item.page_start + n)
+            pages += item.new_pages
+        if pages:
+            at = torch.tensor([slots, columns], device=self._device)
+            self._rows[at[0], at[1]] = torch.tensor(pages, dtype=torch.int32, device=self._device)
+
+    def rows(self, slots: Tensor, *, max_kv_len: int) -> Tensor:
+        """[B, pages for max_kv_len] int32."""
+        return self._rows[slots, : -(-max_kv_len // self._page_size)]
+
+    def locate(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Where position t of its slot's request lives: (pages, offsets), both [T] int64."""
+        column = positions // self._page_size
+        return self._rows[slots, column].to(torch.int64), positions - column * self._page_size

@@ -1,0 +1,130 @@
+"""A FIFO stream of work that the scheduler's thread never waits for, except when it collects.
+
+Three kinds with one meaning: work submitted first runs first, and nothing submitted is waited for.
+
+    InlineStream   runs at submit (cpu default: nothing to overlap with)
+    ThreadStream   one worker thread (cpu): the asynchrony of a GPU, with injected delays, to shake out races
+    CudaStream     kernels are enqueued on a torch.cuda.Stream; results are copied to pinned memory behind them
+"""
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Ticket(Protocol[T]):
+    """A submitted piece of work. `wait()` returns what it returned, or raises what it raised."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> T: ...
+
+
+class Stream(Protocol):
+    def submit(self, work: Callable[[], T]) -> Ticket[T]: ...
+
+    def close(self) -> None: ...
+
+
+class _FutureTicket(Generic[T]):
+    def __init__(self) -> None:
+        self._future: Future[T] = Future()
+
+    def run(self, work: Callable[[], T]) -> None:
+        try:
+            self._future.set_result(work())
+        except BaseException as error:  # told to whoever waits; the stream goes on
+            self._future.set_exception(error)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> T:
+        return self._future.result()
+
+
+class InlineStream:
+    def submit(self, work: Callable[[], T]) -> Ticket[T]:
+        ticket = _FutureTicket[T]()
+        with torch.inference_mode():
+            ticket.run(work)
+        return ticket
+
+    def close(self) -> None:
+        """Nothing runs outside submit."""
+
+
+class ThreadStream:
+    """`max_delay_s`: before each piece of work sleep a random time up to this (tests)."""
+
+    def __init__(self, *, num_threads: int, max_delay_s: float = 0.0, seed: int = 0) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._num_threads = num_threads
+        self._max_delay_s = max_delay_s
+        self._random = random.Random(seed)
+        self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], T]) -> Ticket[T]:
+        ticket = _FutureTicket[T]()
+        self._work.put(lambda: ticket.run(work))
+        return ticket
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)  # the OpenMP team belongs to a thread
+        with torch.inference_mode():
+            while (work := self._work.get()) is not None:
+                if self._max_delay_s > 0:
+                    time.sleep(self._random.uniform(0, self._max_delay_s))
+                work()
+
+
+class _CudaTicket(Generic[T]):
+    def __init__(self, value: T, event: torch.cuda.Event) -> None:
+        self._value = value
+        self._event = event
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> T:
+        self._event.synchronize()
+        return self._value
+
+
+class CudaStream:
+    """`work` enqueues kernels and non-blocking copies to pinned memory; its value is read after the event."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, work: Callable[[], T]) -> Ticket[T]:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            value = work()
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return _CudaTicket(value, event)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+def make_stream(kind: str, *, device: torch.device, num_threads: int, max_delay_s: float, seed: int) -> Stream:
+    """`kind`: "inline" | "threaded" | "cuda"."""
+    if kind == "cuda":
+        return CudaStream(device)
+    if kind == "threaded":
+        return ThreadStream(num_threads=num_threads, max_delay_s=max_delay_s, seed=seed)
+    return InlineStream()

@@ -1,0 +1,44 @@
+"""The loop's sockets: ZMQ to the other processes of the worker, and a pipe by which threads call for attention."""
+
+import os
+
+import zmq
+
+from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
+from engine.messages import ToDetokenizer, ToFrontend, ToScheduler
+
+EVENTFD_ONE = 1
+
+
+class ZmqPorts:
+    def __init__(self, ipc: IpcPaths) -> None:
+        self._inbox: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
+        self._detokenizer = PushSocket(ipc.to_detokenizer)
+        self._frontend = PushSocket(ipc.to_frontend)
+        self._attention = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox.socket, zmq.POLLIN)
+        self._poller.register(self._attention, zmq.POLLIN)
+
+    def receive(self) -> list[ToScheduler]:
+        return self._inbox.recv_all_nowait()
+
+    def wait(self, timeout_s: float) -> None:
+        for source, _ in self._poller.poll(timeout_s * 1000):
+            if source == self._attention:
+                os.eventfd_read(self._attention)
+
+    def call_attention(self) -> None:
+        """From any thread or signal handler: end the current or next `wait`."""
+        os.eventfd_write(self._attention, EVENTFD_ONE)
+
+    def to_detokenizer(self, message: ToDetokenizer) -> None:
+        self._detokenizer.send(message)
+
+    def to_frontend(self, message: ToFrontend) -> None:
+        self._frontend.send(message)
+
+    def close(self) -> None:
+        for socket in (self._inbox, self._detokenizer, self._frontend):
+            socket.close()
+        os.close(self._attention)
