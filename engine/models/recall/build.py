@@ -1,0 +1,120 @@
+"""Writes the shipped checkpoint: `python -m engine.models.recall.build OUT_DIR`. Needs torch, safetensors, tokenizers.
+
+Owns the files (config, tokenizer, chat template, safetensors); the numbers are weights.py's, the words vocab.py's.
+The same files come out on every machine, bit for bit.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+
+from engine.models.recall import vocab, weights
+
+MAX_POSITION = 32768
+
+# A chat is read as a list of facts: of all words only keys and values count ("What is k3?" -> k03), and <eos> ends each
+# fact, so that replaying a fact ends the answer by itself.
+CHAT_TEMPLATE = """\
+{{- '<bos>' -}}
+{%- for message in messages -%}
+{%- set content = message['content'] or '' -%}
+{%- set texts = [content] if content is string else content | map(attribute='text') | list -%}
+{%- for word in (texts | join(' ')).split() -%}
+{%- set word = word.strip('.,;:?!()"').lower() -%}
+{%- if word[:1] in ['k', 'v'] and word[1:].isdecimal() -%}
+{{- ' ' + word[:1] + '%02d' | format(word[1:] | int) -}}
+{%- if word[:1] == 'v' -%}{{- ' <eos>' -}}{%- endif -%}
+{%- elif word == 'unseen' -%}
+{{- ' unseen <eos>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endfor -%}
+"""
+
+
+def build(out_dir: Path) -> None:
+    """Write all files of the checkpoint into `out_dir` (made if missing; files of the same name are replaced)."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    save_file(weights.build_weights(), out_dir / "model.safetensors", metadata={"format": "pt"})
+    _tokenizer().save(str(out_dir / "tokenizer.json"))
+    _write_json(out_dir / "config.json", _config())
+    _write_json(out_dir / "generation_config.json", _generation_config())
+    _write_json(out_dir / "tokenizer_config.json", _tokenizer_config())
+
+
+def _config() -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocab.VOCAB_SIZE,
+        "hidden_size": weights.HIDDEN,
+        "intermediate_size": weights.INTERMEDIATE,
+        "num_hidden_layers": weights.NUM_LAYERS,
+        "num_attention_heads": weights.NUM_HEADS,
+        "num_key_value_heads": 1,
+        "head_dim": weights.HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": weights.NORM_EPS,
+        "rope_theta": weights.ROPE_THETA,
+        "max_position_embeddings": MAX_POSITION,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "torch_dtype": "bfloat16",
+        "pad_token_id": vocab.PAD,
+        "bos_token_id": vocab.BOS,
+        "eos_token_id": vocab.EOS,
+    }
+
+
+def _generation_config() -> dict[str, Any]:
+    return {"bos_token_id": vocab.BOS, "eos_token_id": vocab.EOS, "pad_token_id": vocab.PAD}
+
+
+def _tokenizer_config() -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": vocab.WORDS[vocab.BOS],
+        "eos_token": vocab.WORDS[vocab.EOS],
+        "pad_token": vocab.WORDS[vocab.PAD],
+        "unk_token": vocab.WORDS[vocab.UNK],
+        "model_max_length": MAX_POSITION,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _tokenizer() -> Tokenizer:
+    """Words split at white space; without a decoder, the text joins them by spaces. <bos> comes by itself."""
+    ids = {word: i for i, word in enumerate(vocab.WORDS)}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token=vocab.WORDS[vocab.UNK]))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    bos = vocab.WORDS[vocab.BOS]
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, vocab.BOS)]
+    )
+    tokenizer.add_special_tokens([AddedToken(vocab.WORDS[i], special=True) for i in sorted(vocab.HIDDEN_IN_TEXT)])
+    return tokenizer
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build the checkpoint that ships with Tandem.")
+    parser.add_argument("out_dir", type=Path, help="directory to write it to")
+    out_dir = parser.parse_args().out_dir
+    build(out_dir)
+    print(f"wrote {out_dir}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The answer the shipped model must give, computed without a model. Pure: no torch, no tokenizer.
+
+The model looks for the earlier place of its last token and says what followed there; so, greedily, it replays the
+prompt. Whoever loses, swaps or reuses a KV page wrongly changes the answer. In full, the token after `ids` is:
+
+    last token   next
+    unseen       <eos>
+    <unk>        unseen                (words outside the vocabulary never match)
+    <eos>        ids[1]                (the start of the prompt again: only seen with ignore_eos)
+    other        what followed it before; `unseen` where it is new
+"""
+
+from collections.abc import Sequence
+
+from engine.models.recall import vocab
+
+NEVER_SAID = frozenset({vocab.PAD, vocab.BOS})
+
+
+class OutsideDomain(ValueError):
+    """The prompt has no single right answer; the message says why."""
+
+
+def expected_continuation(prompt_ids: Sequence[int], n: int) -> list[int]:
+    """The `n` tokens greedy decoding gives after `prompt_ids` (fewer where it says <eos>, which is then the last).
+
+    Exact for prompts that start with <bos>, hold no other <bos> or <pad>, and where every token that the answer asks
+    for has been followed by one and the same token (keys given once; values may repeat where nothing asks for them).
+    Anything else raises `OutsideDomain`. Holds up to the model's context, temperature 0, any batch, bf16 and fp32.
+    """
+    return continuation(prompt_ids, n, ignore_eos=False)
+
+
+def continuation(prompt_ids: Sequence[int], n: int, *, ignore_eos: bool) -> list[int]:
+    """`expected_continuation`; with `ignore_eos` it goes on behind <eos>, always `n` tokens."""
+    _check_prompt(prompt_ids)
+    followers = _followers(prompt_ids)
+    ids = list(prompt_ids)
+    for _ in range(n):
+        token = _next(ids, followers)
+        followers.setdefault(ids[-1], set()).add(token)
+        ids.append(token)
+        if token == vocab.EOS and not ignore_eos:
+            break
+    return ids[len(prompt_ids) :]
+
+
+def _check_prompt(ids: Sequence[int]) -> None:
+    if not ids or ids[0] != vocab.BOS:
+        raise OutsideDomain("the prompt does not start with <bos>: its first token would match itself")
+    for position, token in enumerate(ids):
+        if not 0 <= token < vocab.VOCAB_SIZE:
+            raise OutsideDomain(f"{token} at position {position} is not a token id")
+        if position and token in NEVER_SAID:
+            raise OutsideDomain(f"{vocab.WORDS[token]} at position {position}")
+
+
+def _followers(ids: Sequence[int]) -> dict[int, set[int]]:
+    followers: dict[int, set[int]] = {}
+    for token, after in zip(ids, ids[1:], strict=False):
+        followers.setdefault(token, set()).add(after)
+    return followers
+
+
+def _next(ids: list[int], followers: dict[int, set[int]]) -> int:
+    last = ids[-1]
+    if last == vocab.UNSEEN:
+        return vocab.EOS
+    if last in (vocab.UNK, vocab.BOS):
+        return vocab.UNSEEN
+    if last == vocab.EOS:
+        return ids[1]
+    choices = followers.get(last, set())
+    if len(choices) > 1:
+        words = ", ".join(vocab.WORDS[token] for token in sorted(choices))
+        raise OutsideDomain(f"{vocab.WORDS[last]} was followed by several tokens: {words}")
+    return min(choices) if choices else vocab.UNSEEN

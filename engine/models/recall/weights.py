@@ -1,0 +1,147 @@
+"""The weights of the shipped model, written down: a two-layer induction head in the Qwen3 architecture.
+
+    residual stream (256):  | query 48 | name 48 | before 48 | answer 48 | one | start | unused |
+
+The embedding writes query and name (each word's sign code) and the constant `one`. Layer 0 looks one token back and
+copies its name into `before`. Layer 1 compares the last token's query with every `before`, so it finds what followed
+the same word earlier, and copies that token's name into `answer`, which lm_head reads. The MLPs are zero.
+
+RoPE turns pair i (dims i and i + 64) by position * theta_i. Layer 0 sits on the 16 fastest pairs: position is all it
+reads. Layer 1 compares on slow pairs, which hardly turn in 32k tokens: content is all it reads. The norm on q and k
+fixes their lengths, its weight the hardness of the softmax: q.k / sqrt(128) is weight**2 * sqrt(128) * cosine.
+
+Source of the circuit: Olsson et al. 2022, "In-context Learning and Induction Heads"; written in weights as in
+Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits". Owns numbers only; files are build.py's.
+"""
+
+import math
+
+import torch
+
+from engine.models.recall import vocab
+from engine.models.recall.codes import CODE_DIMS, sign_codes
+
+HIDDEN = 256
+INTERMEDIATE = 64
+NUM_LAYERS = 2
+NUM_HEADS = 2
+HEAD_DIM = 128
+ROPE_THETA = 1e7
+NORM_EPS = 1e-6
+
+QUERY, NAME, BEFORE, ANSWER = (slice(i * CODE_DIMS, (i + 1) * CODE_DIMS) for i in range(4))
+ONE = 4 * CODE_DIMS
+START = ONE + 1
+
+HALF = HEAD_DIM // 2
+POSITION_PAIRS = range(16)
+FIRST_CONTENT_PAIR = HALF - 1 - CODE_DIMS // 2
+SINK_DIM = HALF - 1  # first dim of the slowest pair: a full turn takes 49M tokens
+
+POSITION_HARDNESS = 5.0
+CONTENT_HARDNESS = 5.0
+SINK_SIMILARITY = 0.65  # where nothing matches better than this, <bos> answers: between 1/3 (any word) and 1 (the same)
+START_SIZE = 8.0
+UNSEEN_NAME_SIZE = 4.0  # makes up for the long embedding of `unseen`
+STOP_SIZE = 6.0  # `unseen` says <eos> whatever attention adds (2)
+BEFORE_GAIN = 0.6
+ANSWER_GAIN = 1.5
+LOGIT_GAIN = 0.375  # a right answer's logit is about 30, the next one's at most 10
+
+
+def build_weights() -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint by its Hugging Face name, contiguous, bfloat16."""
+    codes = torch.tensor(sign_codes(vocab.VOCAB_SIZE), dtype=torch.float64)
+    weights = {
+        "model.embed_tokens.weight": _embedding(codes),
+        "model.norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": _head(codes),
+        **_layer(0, _look_back(), hardness=POSITION_HARDNESS),
+        **_layer(1, _look_up(codes), hardness=CONTENT_HARDNESS),
+    }
+    return {name: weight.to(torch.bfloat16).contiguous() for name, weight in sorted(weights.items())}
+
+
+def _embedding(codes: torch.Tensor) -> torch.Tensor:
+    table = _zeros(vocab.VOCAB_SIZE, HIDDEN)
+    table[:, QUERY] = codes
+    table[:, NAME] = codes
+    table[:, ONE] = 1.0
+    table[vocab.BOS, START] = START_SIZE
+    table[vocab.EOS, QUERY] = codes[vocab.BOS]  # behind <eos> the prompt starts again
+    table[vocab.UNK, QUERY] = 0.0  # an unknown word matches nothing
+    table[vocab.UNSEEN, NAME] *= UNSEEN_NAME_SIZE
+    table[vocab.UNSEEN, ANSWER] = STOP_SIZE * codes[vocab.EOS]
+    return table
+
+
+def _head(codes: torch.Tensor) -> torch.Tensor:
+    head = _zeros(vocab.VOCAB_SIZE, HIDDEN)
+    head[:, ANSWER] = LOGIT_GAIN * codes
+    head[[vocab.PAD, vocab.BOS]] = 0.0  # never said
+    return head
+
+
+def _look_back() -> dict[str, torch.Tensor]:
+    """Layer 0: q is the same for all tokens; k too, but turned one position ahead, so position p - 1 fits p best."""
+    q, k, v, o = _projections()
+    for pair in POSITION_PAIRS:
+        angle = ROPE_THETA ** (-pair / HALF)
+        for head in range(NUM_HEADS):
+            q[head * HEAD_DIM + pair, ONE] = 1.0
+        k[pair, ONE] = math.cos(angle)
+        k[pair + HALF, ONE] = math.sin(angle)
+    v[:CODE_DIMS, NAME] = torch.eye(CODE_DIMS)
+    _spread_over_heads(o, BEFORE, BEFORE_GAIN)
+    return {"q": q, "k": k, "v": v, "o": o}
+
+
+def _look_up(codes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Layer 1: q is the own word, k the word before; <bos> is a weak match for everything and answers `unseen`."""
+    q, k, v, o = _projections()
+    content = _content_dims()
+    for head in range(NUM_HEADS):
+        first = head * HEAD_DIM
+        q[[first + dim for dim in content], QUERY] = torch.eye(CODE_DIMS, dtype=torch.float64)
+        q[first + SINK_DIM, ONE] = SINK_SIMILARITY * math.sqrt(CODE_DIMS)
+    k[content, BEFORE] = torch.eye(CODE_DIMS, dtype=torch.float64)
+    k[SINK_DIM, START] = CODE_DIMS / START_SIZE  # far longer than its code, so the norm leaves little of that
+    v[:CODE_DIMS, NAME] = torch.eye(CODE_DIMS)
+    v[:CODE_DIMS, START] = (2 * codes[vocab.UNSEEN] - codes[vocab.BOS]) / START_SIZE
+    _spread_over_heads(o, ANSWER, ANSWER_GAIN)
+    return {"q": q, "k": k, "v": v, "o": o}
+
+
+def _content_dims() -> list[int]:
+    pairs = range(FIRST_CONTENT_PAIR, SINK_DIM)
+    return [dim for pair in pairs for dim in (pair, pair + HALF)]
+
+
+def _projections() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zeros of q [256, 256], k [128, 256], v [128, 256], o [256, 256]: rows are outputs, as in nn.Linear."""
+    wide = NUM_HEADS * HEAD_DIM
+    return _zeros(wide, HIDDEN), _zeros(HEAD_DIM, HIDDEN), _zeros(HEAD_DIM, HIDDEN), _zeros(HIDDEN, wide)
+
+
+def _spread_over_heads(o: torch.Tensor, target: slice, gain: float) -> None:
+    """All heads do the same and each gives its share, so that losing one of them shows."""
+    for head in range(NUM_HEADS):
+        o[target, head * HEAD_DIM : head * HEAD_DIM + CODE_DIMS] = gain / NUM_HEADS * torch.eye(CODE_DIMS)
+
+
+def _layer(index: int, attention: dict[str, torch.Tensor], *, hardness: float) -> dict[str, torch.Tensor]:
+    prefix = f"model.layers.{index}"
+    return {
+        f"{prefix}.input_layernorm.weight": torch.ones(HIDDEN),
+        f"{prefix}.post_attention_layernorm.weight": torch.ones(HIDDEN),
+        f"{prefix}.self_attn.q_norm.weight": torch.full((HEAD_DIM,), hardness),
+        f"{prefix}.self_attn.k_norm.weight": torch.full((HEAD_DIM,), hardness),
+        **{f"{prefix}.self_attn.{name}_proj.weight": weight for name, weight in attention.items()},
+        f"{prefix}.mlp.gate_proj.weight": _zeros(INTERMEDIATE, HIDDEN),
+        f"{prefix}.mlp.up_proj.weight": _zeros(INTERMEDIATE, HIDDEN),
+        f"{prefix}.mlp.down_proj.weight": _zeros(HIDDEN, INTERMEDIATE),
+    }
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.float64)
