@@ -1,0 +1,151 @@
+"""`tandem up`: a whole cluster on this machine, from flags to a summary with a line to paste."""
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.flags import Parser, add_flags, config_from, given_argv
+from deploy.launcher import summary
+from deploy.launcher.config import ClusterConfig, check_cluster
+from deploy.launcher.display import make_display
+from deploy.launcher.plan import ProcessSpec, assign_ports, front_url, num_ports, plan_cluster
+from deploy.launcher.ports import free_ports, require_free
+from deploy.launcher.probe import get_json
+from deploy.launcher.process import Child
+from deploy.launcher.supervisor import Supervisor
+from disagg.config import DisaggConfig
+from engine.config import ConfigError, EngineConfig, ServerConfig
+from router.config import RouterConfig
+
+INFO_TIMEOUT_S = 5.0
+
+# The cluster decides these for its members.
+_SERVER_SKIP = ("host", "port", "ready_file")
+_DISAGG_SKIP = (
+    "disaggregation_mode",
+    "disaggregation_transfer_backend",
+    "disaggregation_bootstrap_port",
+    "disaggregation_bootstrap_server",
+    "disaggregation_control_host",
+)
+_ROUTER_SKIP = ("host", "port", "ready_file", "pd_disaggregation")
+_SHARED = ("api_key", "log_level", "max_body_bytes")  # one flag for workers and router
+
+
+def run(argv: Sequence[str]) -> int:
+    """Start the cluster and stay in the foreground until Ctrl-C; returns the exit status."""
+    args = build_parser().parse_strict(argv)
+    config = config_from(args, ClusterConfig)
+    check_cluster(config)
+    check_model(getattr(args, "model_path", ""))
+    if config.port:
+        require_free(config.host, config.port, flag="--port")
+    clear_ready_file(config)
+    log_dir = make_log_dir(config)
+    specs, front = plan(config, args)
+    return asyncio.run(_supervise(config, args, specs=specs, front=front, log_dir=log_dir))
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="tandem up",
+        description="Start a cluster on this machine: a router, prefill and decode workers. Ctrl-C ends all of it.",
+    )
+    add_flags(parser, ClusterConfig, title="cluster")
+    add_flags(parser, EngineConfig, title="every worker's model, memory and scheduling", only_given=True)
+    add_flags(parser, ServerConfig, title="every worker's HTTP side", skip=_SERVER_SKIP, only_given=True)
+    add_flags(parser, DisaggConfig, title="hand-over of KV", skip=_DISAGG_SKIP, only_given=True)
+    add_flags(parser, RouterConfig, title="router", skip=(*_ROUTER_SKIP, *_SHARED), only_given=True)
+    return parser
+
+
+def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessSpec], str]:
+    """(the processes, the URL clients use). Ports are free at the time of the call."""
+    front, *free = [config.port, *free_ports(num_ports(config))] if config.port else free_ports(num_ports(config) + 1)
+    worker_args = [
+        *given_argv(args, EngineConfig),
+        *given_argv(args, ServerConfig, skip=_SERVER_SKIP),
+        *given_argv(args, DisaggConfig, skip=_DISAGG_SKIP),
+    ]
+    router_args = given_argv(args, RouterConfig, skip=_ROUTER_SKIP)
+    if hasattr(args, "api_key") and not hasattr(args, "worker_api_key"):
+        router_args.append(f"--worker-api-key={args.api_key}")
+    ports = assign_ports(config, front=front, free=free)
+    specs = plan_cluster(config, ports=ports, worker_args=worker_args, router_args=router_args)
+    return specs, front_url(config, front)
+
+
+def check_model(model_path: str) -> None:
+    """Say what is wrong with a checkpoint before anything is started ("": the model that ships with Tandem)."""
+    if model_path:
+        from engine.model_config import load_model_config
+
+        load_model_config(model_path)
+
+
+def clear_ready_file(config: ClusterConfig) -> None:
+    """Remove an old run's ready file, so that whoever waits for it waits for this run."""
+    if config.ready_file:
+        path = Path(config.ready_file)
+        if not path.parent.is_dir():
+            raise ConfigError(f"--ready-file: {path.parent} is no directory; create it first")
+        path.unlink(missing_ok=True)
+
+
+def make_log_dir(config: ClusterConfig) -> Path:
+    if config.run_dir is None:
+        return Path(tempfile.mkdtemp(prefix="tandem-"))
+    path = Path(config.run_dir)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+async def _supervise(
+    config: ClusterConfig, args: argparse.Namespace, *, specs: Sequence[ProcessSpec], front: str, log_dir: Path
+) -> int:
+    display = make_display()
+    display.message(f"tandem up: {', '.join(spec.name for spec in specs)} (logs: {log_dir})")
+    supervisor = Supervisor(specs, log_dir=log_dir, display=display, start_timeout_s=config.start_timeout)
+
+    async def on_ready(children: Sequence[Child]) -> None:
+        api_key: str | None = getattr(args, "api_key", None)
+        members = await asyncio.to_thread(_members, children, api_key)
+        text = summary.summary_text(
+            members,
+            front=front,
+            backend=None if config.unified else config.transfer_backend,
+            log_dir=log_dir,
+            model=_model_name(members, args),
+            shipped=not getattr(args, "model_path", ""),
+            auth=api_key is not None,
+        )
+        print(text, flush=True)
+        if config.ready_file:
+            summary.write_ready_file(Path(config.ready_file), summary.ready_json(members, front=front))
+
+    return await supervisor.run(on_ready)
+
+
+def _members(children: Sequence[Child], api_key: str | None) -> list[summary.Member]:
+    return [
+        summary.Member(
+            name=child.spec.name,
+            role=child.spec.role,
+            url=child.spec.url,
+            pid=child.pid,
+            info={} if child.spec.role == "router" else _server_info(child.spec.url, api_key),
+        )
+        for child in children
+    ]
+
+
+def _server_info(url: str, api_key: str | None) -> dict[str, object]:
+    return get_json(f"{url}/get_server_info", timeout_s=INFO_TIMEOUT_S, api_key=api_key)
+
+
+def _model_name(members: Sequence[summary.Member], args: argparse.Namespace) -> str:
+    given = getattr(args, "served_model_name", None)
+    told = [m.info["served_model_name"] for m in members if m.info.get("served_model_name")]
+    return str(given or (told[0] if told else "default"))

@@ -1,0 +1,37 @@
+"""The guard: a tiny process that kills the cluster's process groups when the launcher is gone, however it went.
+
+Run as a script (standard library only, no site-packages, so it starts in milliseconds). The launcher holds the other
+end of its stdin and writes one line per change: `+PGID` (watch) and `-PGID` (ended and reaped). End of input means
+that the launcher has ended, by kill -9 too: what is still watched is killed. PR_SET_PDEATHSIG on the children (see
+process.py) covers the same for the direct children; only the guard reaches their children.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+from typing import IO
+
+
+def watch(lines: IO[str]) -> set[int]:
+    """Read `lines` to their end; returns the process groups that were still watched."""
+    groups: set[int] = set()
+    for line in lines:
+        sign, number = line[:1], line[1:].strip()
+        if sign == "+" and number.isdigit():
+            groups.add(int(number))
+        elif sign == "-" and number.isdigit():
+            groups.discard(int(number))
+    return groups
+
+
+def main() -> None:
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
+    for group in sorted(watch(sys.stdin)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Which processes a local cluster consists of: pure, from flags and free ports to command lines.
+
+Knows how `tandem serve` and `tandem router` are called, not how processes are started.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from deploy.launcher.config import ClusterConfig
+
+LOOPBACK = "127.0.0.1"
+
+# Several engines share one machine: one thread each, and OpenMP's waiting threads must not spin against each other
+# (facts: a spinning team turned 3 ms steps into 756 ms).
+WORKER_ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """One process to start. It is healthy once GET `url` + `health_path` answers 200."""
+
+    name: str
+    role: str  # "router", "prefill", "decode" or "unified"
+    argv: tuple[str, ...]
+    url: str
+    health_path: str = "/health"
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    """Ports that were free when asked. `prefill` pairs: (HTTP, bootstrap server)."""
+
+    front: int
+    prefill: tuple[tuple[int, int], ...]
+    decode: tuple[int, ...]
+
+
+def num_ports(config: ClusterConfig) -> int:
+    """How many free ports a cluster needs besides the front one."""
+    return 0 if config.unified else 2 * config.prefill + config.decode
+
+
+def assign_ports(config: ClusterConfig, *, front: int, free: Sequence[int]) -> Ports:
+    """Deal `num_ports(config)` free ports out to the workers."""
+    http, bootstrap = free[: config.prefill], free[config.prefill : 2 * config.prefill]
+    return Ports(
+        front=front, prefill=tuple(zip(http, bootstrap, strict=True)), decode=tuple(free[2 * config.prefill :])
+    )
+
+
+def plan_cluster(
+    config: ClusterConfig, *, ports: Ports, worker_args: Sequence[str] = (), router_args: Sequence[str] = ()
+) -> list[ProcessSpec]:
+    """The processes in start order: workers, then the router. `*_args` are flags passed on as they are."""
+    if config.unified:
+        return [_unified(config, ports, worker_args)]
+    common = (f"--disaggregation-transfer-backend={config.transfer_backend}", *worker_args)
+    prefill = [
+        _worker(f"prefill-{i}", "prefill", http, [f"--disaggregation-bootstrap-port={bootstrap}", *common])
+        for i, (http, bootstrap) in enumerate(ports.prefill)
+    ]
+    decode = [_worker(f"decode-{i}", "decode", http, common) for i, http in enumerate(ports.decode)]
+    return [*prefill, *decode, _router(config, ports, router_args)]
+
+
+def front_url(config: ClusterConfig, port: int) -> str:
+    """Where a client on this machine finds the cluster."""
+    return _url(LOOPBACK if config.host in ("0.0.0.0", "::", "") else config.host, port)
+
+
+def _worker(name: str, role: str, port: int, args: Sequence[str]) -> ProcessSpec:
+    argv = _tandem("serve", f"--disaggregation-mode={role}", f"--host={LOOPBACK}", f"--port={port}", *args)
+    return ProcessSpec(name=name, role=role, argv=argv, url=_url(LOOPBACK, port), env=WORKER_ENV)
+
+
+def _unified(config: ClusterConfig, ports: Ports, args: Sequence[str]) -> ProcessSpec:
+    argv = _tandem("serve", "--disaggregation-mode=null", f"--host={config.host}", f"--port={ports.front}", *args)
+    url = front_url(config, ports.front)
+    return ProcessSpec(name="unified-0", role="unified", argv=argv, url=url, env=WORKER_ENV)
+
+
+def _router(config: ClusterConfig, ports: Ports, args: Sequence[str]) -> ProcessSpec:
+    argv = [f"--host={config.host}", f"--port={ports.front}", "--pd-disaggregation"]
+    for http, bootstrap in ports.prefill:
+        argv += ["--prefill", _url(LOOPBACK, http), str(bootstrap)]
+    for http in ports.decode:
+        argv += ["--decode", _url(LOOPBACK, http)]
+    return ProcessSpec(
+        name="router",
+        role="router",
+        argv=_tandem("router", *argv, *args),
+        url=front_url(config, ports.front),
+        health_path="/readiness",
+    )
+
+
+def _tandem(*args: str) -> tuple[str, ...]:
+    return (sys.executable, "-P", "-m", "deploy", *args)  # -P: a folder "deploy" in the user's directory is not ours
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,145 @@
+"""One child process of the launcher: start, log file, end. Each leads a process group of its own.
+
+A group of its own keeps a terminal's Ctrl-C away from the children (the launcher ends them in order) and lets one
+kill reach the grandchildren.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Self
+
+from deploy.launcher import guard
+from deploy.launcher.plan import ProcessSpec
+
+PR_SET_PDEATHSIG = 1
+LOG_TAIL_BYTES = 16384
+_ERROR_LINE = re.compile(r"(^\w*(Error|Exception)\b|\berror\b|\bfatal\b)", re.IGNORECASE)
+
+
+class Guard:
+    """The launcher's end of the guard process (deploy/launcher/guard.py)."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(guard.__file__))],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+
+    def watch(self, group: int) -> None:
+        self._tell(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        self._tell(f"-{group}\n")
+
+    def close(self) -> None:
+        """Let the guard end; it kills what is still watched."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # a guard that was killed by hand must not take the cluster down
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+
+class Child:
+    """A started process. `log_path` has its stdout and stderr."""
+
+    def __init__(self, spec: ProcessSpec, process: "subprocess.Popen[bytes]", log_path: Path, watcher: Guard) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self._process = process
+        self._guard = watcher
+        self._reaped = False
+
+    @classmethod
+    def start(cls, spec: ProcessSpec, *, log_dir: Path, watcher: Guard, env: Mapping[str, str]) -> Self:
+        """Start `spec` with the environment `env` (its own additions win)."""
+        log_path = log_dir / f"{spec.name}.log"
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                spec.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                env={"PYTHONUNBUFFERED": "1", **env, **spec.env},
+                preexec_fn=_die_with_parent(),
+            )
+        watcher.watch(process.pid)
+        return cls(spec, process, log_path, watcher)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.exit_status() is None
+
+    def exit_status(self) -> int | None:
+        """None while it runs. When it has ended, what is left of its group is killed, once."""
+        status = self._process.poll()
+        if status is not None and not self._reaped:
+            self._reaped = True
+            self._kill_group()
+            self._guard.forget(self.pid)
+        return status
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM to the leader, which ends its own children)."""
+        if self.alive:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End the whole group at once."""
+        if self.alive:
+            self._kill_group()
+            self._process.wait()
+            self.exit_status()
+
+    def last_line(self) -> str:
+        """What it said last, for a status line; progress bars rewrite their line with carriage returns."""
+        lines = self._tail()
+        return lines[-1] if lines else ""
+
+    def last_error(self) -> str:
+        """The line of its log that most likely says why it ended."""
+        lines = self._tail()
+        errors = [line for line in lines if _ERROR_LINE.search(line)]
+        return errors[-1] if errors else (lines[-1] if lines else "it said nothing")
+
+    def _tail(self) -> list[str]:
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - LOG_TAIL_BYTES))
+            text = log.read().decode("utf-8", "replace")
+        return [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def _die_with_parent() -> Callable[[], None]:
+    """What a child does before exec: ask the kernel for SIGKILL when its parent dies, and check it still lives."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent = os.getpid()
+
+    def prepare() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare

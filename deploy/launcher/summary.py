@@ -1,0 +1,85 @@
+"""What is said once a cluster is healthy: the ready file and the text for people. Pure, from what the workers told."""
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# A key seen before is answered with its value: the shipped model recalls, and only through the KV cache.
+RECALL_PROMPT = "k17 v42 k03 v91 k17"
+OTHER_PROMPT = "The capital of France is"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A running process. `info`: its /get_server_info ({} for the router)."""
+
+    name: str
+    role: str
+    url: str
+    pid: int
+    info: Mapping[str, Any]
+
+
+def ready_json(members: Sequence[Member], *, front: str) -> str:
+    """The text of the ready file: where to send requests, and the workers behind it."""
+    workers = [{"role": m.role, "url": m.url, "pid": m.pid} for m in members if m.role != "router"]
+    return json.dumps({"router": front, "workers": workers})
+
+
+def write_ready_file(path: Path, text: str) -> None:
+    """Write atomically: a reader sees nothing or all of it."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def summary_text(
+    members: Sequence[Member], *, front: str, backend: str | None, log_dir: Path, model: str, shipped: bool, auth: bool
+) -> str:
+    """Who listens where, how much KV there is, and a line to paste."""
+    width = max(len(member.name) for member in members)
+    lines = [f"  {m.name:<{width}}  {m.url:<28}  pid {m.pid:<8} {_capacity(m)}".rstrip() for m in members]
+    how = f"KV crosses by {backend}" if backend else "unified: one worker does it all"
+    return "\n".join(
+        [
+            "",
+            f"Tandem is ready at {front} ({how})",
+            "",
+            *lines,
+            f"  logs: {log_dir}",
+            "",
+            *_try_it(front, model, shipped, auth),
+            "",
+        ]
+    )
+
+
+def kv_capacity_tokens(info: Mapping[str, Any]) -> int | None:
+    """Tokens of KV that a worker holds, by its /get_server_info."""
+    for name in ("max_total_num_tokens", "kv_capacity_tokens", "max_total_tokens"):
+        if isinstance(info.get(name), int):
+            return int(info[name])
+    return None
+
+
+def _capacity(member: Member) -> str:
+    tokens = kv_capacity_tokens(member.info)
+    return f"KV {tokens:,} tokens" if tokens else ""
+
+
+def _try_it(front: str, model: str, shipped: bool, auth: bool) -> list[str]:
+    prompt = RECALL_PROMPT if shipped else OTHER_PROMPT
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 1 if shipped else 16,
+        "temperature": 0,
+    }
+    key = " -H 'Authorization: Bearer KEY'" if auth else ""
+    curl = f"  curl -s {front}/v1/chat/completions{key} -H 'Content-Type: application/json' \\"
+    note = "Try it (the answer is v42: it recalls what followed k17):" if shipped else "Try it:"
+    return [note, "", curl, f"    -d {shlex.quote(json.dumps(body))}", "", "Ctrl-C ends it."]

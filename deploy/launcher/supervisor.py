@@ -1,0 +1,156 @@
+"""Runs a set of processes as one: start, wait until all are healthy, stay, end all together.
+
+Owns the children's lives. Knows nothing of what they are: specs come in, and `on_ready` is told once all are healthy.
+However this process ends, its children end too: orderly (SIGTERM, then SIGKILL) on a signal, by the guard otherwise.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from deploy.launcher.display import Display, Progress
+from deploy.launcher.plan import ProcessSpec
+from deploy.launcher.probe import is_healthy
+from deploy.launcher.process import Child, Guard
+
+POLL_S = 0.05
+WATCH_S = 0.2
+PROBE_TIMEOUT_S = 2.0
+KILL_AFTER_S = 4.0  # of the 5 s in which everything must have ended
+
+OnReady = Callable[[Sequence[Child]], Awaitable[None]]
+
+
+class StartFailed(Exception):
+    """A process ended, or did not become healthy in time; the text says which and why."""
+
+
+class Supervisor:
+    """One run of one cluster."""
+
+    def __init__(
+        self, specs: Sequence[ProcessSpec], *, log_dir: Path, display: Display, start_timeout_s: float
+    ) -> None:
+        self._specs = specs
+        self._log_dir = log_dir
+        self._display = display
+        self._start_timeout_s = start_timeout_s
+        self._guard = Guard()
+        self._children: list[Child] = []
+        self._healthy_s: dict[str, float] = {}
+        self._started_at = 0.0
+        self._stop = asyncio.Event()
+
+    async def run(self, on_ready: OnReady) -> int:
+        """Start everything, stay until a signal or until nothing lives; returns the exit status."""
+        self._catch_signals()
+        try:
+            self._start()
+            await self._until_healthy()
+            if not self._stop.is_set():
+                await on_ready(self._children)
+            return await self._watch()
+        except StartFailed as error:
+            self._display.message(f"tandem up: error: {error}")
+            return 1
+        finally:
+            await self._end_all()
+            self._guard.close()
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(name, self._stop.set)
+
+    def _start(self) -> None:
+        self._started_at = time.monotonic()
+        for spec in self._specs:
+            try:
+                child = Child.start(spec, log_dir=self._log_dir, watcher=self._guard, env=os.environ)
+            except OSError as error:
+                raise StartFailed(f"{spec.name}: cannot start {spec.argv[0]}: {error.strerror or error}") from None
+            self._children.append(child)
+
+    async def _until_healthy(self) -> None:
+        probes = [asyncio.create_task(self._probe(child)) for child in self._children]
+        try:
+            while not self._stop.is_set() and len(self._healthy_s) < len(self._children):
+                self._check_start()
+                self._display.update(self._progress())
+                await self._pause(POLL_S)
+            self._display.update(self._progress())
+        finally:
+            self._display.finish()
+            for probe in probes:
+                probe.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
+
+    def _check_start(self) -> None:
+        for child in self._children:
+            if not child.alive:
+                raise StartFailed(_why_ended(child))
+        if self._elapsed_s() > self._start_timeout_s:
+            late = [child for child in self._children if child.spec.name not in self._healthy_s]
+            names = ", ".join(child.spec.name for child in late)
+            raise StartFailed(
+                f"{names} not healthy after {self._start_timeout_s:g} s (--start-timeout); "
+                f"last said: {late[0].last_line()} (log: {late[0].log_path})"
+            )
+
+    async def _probe(self, child: Child) -> None:
+        url = child.spec.url + child.spec.health_path
+        while not await asyncio.to_thread(is_healthy, url, timeout_s=PROBE_TIMEOUT_S):
+            await asyncio.sleep(POLL_S)
+        self._healthy_s[child.spec.name] = self._elapsed_s()
+
+    def _progress(self) -> list[Progress]:
+        elapsed_s = self._elapsed_s()
+        return [
+            Progress(
+                name=child.spec.name,
+                text=child.last_line(),
+                elapsed_s=elapsed_s,
+                healthy_s=self._healthy_s.get(child.spec.name),
+            )
+            for child in self._children
+        ]
+
+    async def _watch(self) -> int:
+        """Stay until told to stop (0) or until no process is left (1). A death is told; the others go on."""
+        living = list(self._children)
+        while not self._stop.is_set():
+            for child in [child for child in living if not child.alive]:
+                living.remove(child)
+                self._display.message(f"tandem up: {_why_ended(child)}; the others go on")
+            if not living:
+                self._display.message("tandem up: error: no process is left")
+                return 1
+            await self._pause(WATCH_S)
+        return 0
+
+    async def _end_all(self) -> None:
+        """SIGTERM to all, SIGKILL to the groups that are still there after KILL_AFTER_S."""
+        deadline = time.monotonic() + KILL_AFTER_S
+        for child in self._children:
+            child.terminate()
+        while any([child.alive for child in self._children]) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        for child in self._children:
+            child.kill()
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_at
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)
+
+
+def _why_ended(child: Child) -> str:
+    status = child.exit_status()
+    how = f"exit status {status}" if status is None or status >= 0 else f"signal {signal.Signals(-status).name}"
+    return f"{child.spec.name} ended ({how}): {child.last_error()} (log: {child.log_path})"
