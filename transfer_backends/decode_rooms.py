@@ -1,0 +1,436 @@
+"""Decode's side of all transfers: handshakes, what was given to whom, and when given pages are safe again. Pure.
+
+Told of local calls, look-up results, messages, lost links and time; answers by states (`state`, `drained`, ...) and by
+`effects`. Runs the same under threads and in a simulation. Knows no sockets, threads, clocks or engines.
+
+    receiver opened --route, session LIVE--> WaitingForInput --provide, first Status--> Transferring --> Success
+
+Pages given by `provide` are exposed until prefill says Success or Drained, or is proven dead (`decode_sessions`). No timer
+ends that: past `drain_timeout_s` the room counts as stuck, and its pages stay quarantined.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig
+from transfer_backends.decode_sessions import Effects, LinkId, LookUp, Phase, Session, SessionTable
+from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, PeerProtocolError, RoomKey, TransferMachine
+from transfer_backends.liveness import Liveness
+from transfer_backends.wire import (
+    PROTOCOL_VERSION,
+    Abort,
+    Bye,
+    Drained,
+    Layout,
+    Message,
+    Ping,
+    Pong,
+    Refused,
+    Register,
+    Registered,
+    Status,
+    TransferInfo,
+    WireRegion,
+    clip,
+    pack_pages,
+)
+
+LOOKUP_RETRY_S = 0.2
+
+
+@dataclass
+class Room:
+    """`exposed`: prefill may write to the given pages. `told`: prefill knows of the failure, or need not."""
+
+    key: RoomKey
+    bootstrap: str
+    deadline_s: float
+    session: Session | None = None
+    looking: bool = False
+    retry_at_s: float | None = None
+    error: str = "the bootstrap server has not answered"
+    num_pages: int | None = None
+    exposed: bool = False
+    reason: str | None = None
+    progress_at_s: float = 0.0
+    stuck_at_s: float | None = None
+    closed: bool = False
+
+
+class DecodeRooms:
+    def __init__(
+        self, *, incarnation: str, kv_args: KVArgs, caps: Caps, descriptor: bytes, config: TransferConfig
+    ) -> None:
+        layout = Layout(PROTOCOL_VERSION, caps.name, kv_args.signature, kv_args.page_size, kv_args.dtype)
+        kv, aux = _wire(kv_args.kv), _wire(kv_args.aux)
+        self.sessions = SessionTable(
+            incarnation=incarnation,
+            register=lambda dst: Register(incarnation, dst, layout, kv, aux, descriptor),
+            settle_s=caps.settle_s,
+            config=config,
+        )
+        self.machine = TransferMachine()
+        self.num_exposed = 0
+        self._args = kv_args
+        self._config = config
+        self._rooms: dict[RoomKey, Room] = {}
+        self._routes: dict[str, Route] = {}  # of bootstrap servers that know one prefill worker
+        self._shared: set[str] = set()  # bootstrap servers that know several: one look-up a room
+        self._handlers: dict[type, Callable[[Session, Any, float], None]] = {
+            Registered: self._on_registered,
+            Refused: self._on_refused,
+            Status: self._on_status,
+            Drained: self._on_drained,
+            Ping: self._on_ping,
+            Pong: lambda session, message, now_s: None,
+            Bye: self._on_bye,
+        }
+
+    @property
+    def effects(self) -> Effects:
+        return self.sessions.effects
+
+    @property
+    def eager(self) -> bool:
+        """Something may arrive at any moment: the shell polls its engine often."""
+        return self.num_exposed > 0 or self.sessions.connecting
+
+    # ---- the role's calls
+
+    def open(self, room: int, attempt: int, bootstrap: str, now_s: float) -> RoomKey:
+        key = (room, attempt)
+        self.machine.open(key)
+        rec = Room(key, bootstrap, deadline_s=now_s + self._config.handshake_timeout_s)
+        self._rooms[key] = rec
+        self._seek(rec, now_s)
+        return key
+
+    def provide(self, key: RoomKey, dst_pages: Sequence[int], aux_idx: int, now_s: float) -> None:
+        rec = self._rooms[key]
+        if self.machine.state(key) is KVPoll.Failed:
+            return
+        if self.machine.state(key) is not KVPoll.WaitingForInput or rec.num_pages is not None:
+            raise IllegalTransition(f"room {key}: provide in {self.machine.state(key).name}, or twice")
+        pages = np.asarray(dst_pages, dtype=np.int64)
+        if len(pages) and not (pages.min() >= 0 and pages.max() < self._args.kv.num_items):
+            raise ValueError(f"room {key}: a page is outside the pool of {self._args.kv.num_items}")
+        if not 0 <= aux_idx < self._args.aux.num_items:
+            raise ValueError(f"room {key}: aux_idx {aux_idx} is outside 0..{self._args.aux.num_items - 1}")
+        assert rec.session is not None
+        rec.num_pages = len(pages)
+        rec.progress_at_s = now_s
+        self._expose(rec, True)
+        self.sessions.say(rec.session, TransferInfo(*self._to(rec.session), *key, pack_pages(pages), aux_idx))
+
+    def abort(self, key: RoomKey, reason: str, now_s: float) -> None:
+        if self.machine.state(key) not in FINAL:
+            self._fail(self._rooms[key], reason, now_s, tell=True)
+
+    def failure(self, key: RoomKey) -> str | None:
+        return self._rooms[key].reason
+
+    def drained(self, key: RoomKey) -> bool:
+        return self.machine.state(key) in FINAL and not self._rooms[key].exposed
+
+    def close(self, key: RoomKey) -> None:
+        """The room's record may outlive this call until prefill could be told of an abort."""
+        if not self.drained(key):
+            raise RuntimeError(f"room {key}: closed in {self.machine.state(key).name} before its pages were drained")
+        rec = self._rooms[key]
+        rec.closed = True
+        if not rec.looking and rec.retry_at_s is None:
+            self._forget(rec)
+
+    # ---- handshake
+
+    def _seek(self, rec: Room, now_s: float) -> None:
+        """Find the prefill worker: by a known route, a look-up under way for the same server, or a new one."""
+        rec.retry_at_s = None
+        route = self._routes.get(rec.bootstrap)
+        if route is not None:
+            self._attach(rec, route, now_s)
+            return
+        asked = any(other.looking for other in self._seekers(rec.bootstrap, None))
+        rec.looking = True
+        if not asked or rec.bootstrap in self._shared:
+            self.effects.queue.append(LookUp(rec.bootstrap, rec.key[0]))
+
+    def _attach(self, rec: Room, route: Route, now_s: float) -> None:
+        rec.looking = False
+        session = self.sessions.obtain(route, now_s)
+        if session.phase is Phase.LOST or session.pulse.silent:
+            self._drop_routes(session)
+            self._seek_again(rec, f"prefill worker {route.control} does not answer", now_s)
+            return
+        rec.session = session
+        rec.error = f"prefill worker {route.control} has not answered the registration"
+        if self.machine.state(rec.key) is KVPoll.Failed:
+            self._tell_abort(rec, session)
+        elif session.phase is Phase.LIVE:
+            self.machine.move(rec.key, KVPoll.WaitingForInput)
+
+    def on_route(self, bootstrap: str, room: int, route: Route, now_s: float) -> None:
+        if not route.shared:
+            self._shared.discard(bootstrap)
+            self._routes[bootstrap] = route
+            for rec in self._seekers(bootstrap, None):
+                self._attach(rec, route, now_s)
+            return
+        waiting = [] if bootstrap in self._shared else self._seekers(bootstrap, None)
+        self._shared.add(bootstrap)
+        for rec in self._seekers(bootstrap, room):
+            self._attach(rec, route, now_s)
+        for rec in waiting:
+            if rec.looking:
+                self._seek(rec, now_s)
+
+    def on_lookup_failed(self, bootstrap: str, room: int, error: str, *, permanent: bool, now_s: float) -> None:
+        for rec in self._seekers(bootstrap, room if bootstrap in self._shared else None):
+            self._seek_again(rec, error, now_s)
+            if permanent:
+                self._give_up(rec, error, now_s)
+
+    def _seekers(self, bootstrap: str, room: int | None) -> list[Room]:
+        return [
+            rec
+            for rec in list(self._rooms.values())
+            if rec.session is None
+            and rec.bootstrap == bootstrap
+            and (rec.looking or rec.retry_at_s is not None)
+            and room in (None, rec.key[0])
+        ]
+
+    def _give_up(self, rec: Room, reason: str, now_s: float) -> None:
+        rec.looking, rec.retry_at_s = False, None
+        if self.machine.state(rec.key) is not KVPoll.Failed:
+            self._fail(rec, reason, now_s, tell=True)
+        self._forget_if_closed(rec)
+
+    def _on_registered(self, session: Session, message: Registered, now_s: float) -> None:
+        if session.phase is not Phase.CONNECTING:
+            raise PeerProtocolError("registered twice")
+        aborts = self.sessions.on_registered(session, message.mark)
+        for key in aborts:
+            self._say_abort(session, key, "aborted before the handshake")
+        for rec in self._rooms_of(session):
+            if self.machine.state(rec.key) is KVPoll.Bootstrapping:
+                self.machine.move(rec.key, KVPoll.WaitingForInput)
+            elif rec.exposed:
+                self._say_abort(session, rec.key, rec.reason or "")
+
+    def _on_refused(self, session: Session, message: Refused, now_s: float) -> None:
+        """Stale: the life we knew is over, or forgot us; a look-up finds who is there now. Else refused for good."""
+        another_life = message.src != session.incarnation
+        if session.mark is not None or message.stale:
+            self._lose(session, message.reason, now_s)
+            if another_life:  # its address belongs to another process: that is proof
+                self.sessions.on_proof(session.incarnation, Liveness.DEAD, now_s)
+            return
+        self._drop_routes(session)
+        self.sessions.drop(session)
+        for rec in self._rooms_of(session):
+            if self.machine.state(rec.key) not in FINAL:
+                self._fail(rec, f"prefill worker refused: {message.reason}", now_s, tell=False)
+
+    def _seek_again(self, rec: Room, error: str, now_s: float) -> None:
+        rec.session = None
+        rec.looking = False
+        rec.error = error
+        rec.retry_at_s = now_s + LOOKUP_RETRY_S
+
+    def _drop_routes(self, session: Session) -> None:
+        for bootstrap in [b for b, route in self._routes.items() if route.incarnation == session.incarnation]:
+            del self._routes[bootstrap]
+
+    # ---- the control plane's calls
+
+    def on_message(self, link: LinkId, message: Message, now_s: float) -> None:
+        """Raises `PeerProtocolError` (nothing changed) for what the peer may not say now."""
+        session = self.sessions.by_link(link)
+        if session is None:
+            return
+        mine = message.dst == self.sessions.incarnation
+        if not mine or (message.src != session.incarnation and not isinstance(message, Refused)):
+            raise PeerProtocolError(f"{type(message).__name__} from or for another life of a process")
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise PeerProtocolError(f"{type(message).__name__} is not for a decode worker")
+        session.pulse.heard()
+        handler(session, message, now_s)
+
+    def on_link_closed(self, link: LinkId, now_s: float) -> None:
+        session = self.sessions.by_link(link)
+        if session is not None:
+            self._lose(session, "the connection was lost", now_s)
+
+    def _lose(self, session: Session, why: str, now_s: float) -> None:
+        self._drop_routes(session)
+        rooms = self._rooms_of(session)
+        self.sessions.lose(session, now_s)
+        why = f"prefill worker {session.route.control}: {why}"
+        for rec in rooms:
+            state = self.machine.state(rec.key)
+            if state is KVPoll.Bootstrapping:
+                self._seek_again(rec, why, now_s)
+            elif state not in FINAL:
+                self._fail(rec, why, now_s, tell=False)
+        if session.phase is Phase.LOST and not any(rec.exposed for rec in rooms):
+            self.sessions.drop(session)
+
+    def on_proof(self, incarnation: str, proof: Liveness, now_s: float) -> None:
+        self.sessions.on_proof(incarnation, proof, now_s)
+
+    def _on_bye(self, session: Session, message: Bye, now_s: float) -> None:
+        """Said after the last operation of that manager was final."""
+        rooms = self._rooms_of(session)
+        self._lose(session, "it shut down", now_s)
+        for rec in rooms:
+            self._expose(rec, False)
+        if session.phase is not Phase.DEAD:
+            self.sessions.drop(session)
+
+    def _on_ping(self, session: Session, message: Ping, now_s: float) -> None:
+        self.sessions.say(session, Pong(*self._to(session), message.seq))
+
+    def _on_status(self, session: Session, message: Status, now_s: float) -> None:
+        rec = self._addressed(session, (message.room, message.attempt))
+        to, state = KVPoll(message.state), self.machine.state(rec.key)
+        if to is KVPoll.Failed:
+            self._on_peer_failed(rec, message, now_s)
+        elif state in FINAL:
+            if to is KVPoll.Success:
+                self._expose(rec, False)
+            raise PeerProtocolError(f"room {rec.key}: {to.name} after the end")
+        elif rec.num_pages is None or to not in (KVPoll.Transferring, KVPoll.Success):
+            raise PeerProtocolError(f"room {rec.key}: {to.name} in {state.name}")
+        else:
+            self._advance(rec, to, message.num_pages, now_s)
+
+    def _on_peer_failed(self, rec: Room, message: Status, now_s: float) -> None:
+        if self.machine.state(rec.key) in FINAL:
+            raise PeerProtocolError(f"room {rec.key}: Failed after the end")
+        self._fail(rec, message.reason or "prefill failed", now_s, tell=False)
+
+    def _advance(self, rec: Room, to: KVPoll, num_pages: int, now_s: float) -> None:
+        rec.progress_at_s = now_s
+        if self.machine.state(rec.key) is KVPoll.WaitingForInput:
+            self.machine.move_by_peer(rec.key, KVPoll.Transferring)
+        if to is not KVPoll.Success:
+            return
+        self._expose(rec, False)
+        if num_pages != rec.num_pages:
+            reason = f"prefill wrote {num_pages} pages, {rec.num_pages} were given: the two prompts differ"
+            self._fail(rec, reason, now_s, tell=False)
+            return
+        self.machine.move_by_peer(rec.key, KVPoll.Success)
+        self.effects.counters["succeeded"] += 1
+
+    def _on_drained(self, session: Session, message: Drained, now_s: float) -> None:
+        rec = self._addressed(session, (message.room, message.attempt))
+        if self.machine.state(rec.key) not in FINAL:
+            raise PeerProtocolError(f"room {rec.key}: Drained in {self.machine.state(rec.key).name}")
+        self._expose(rec, False)
+
+    def _addressed(self, session: Session, key: RoomKey) -> Room:
+        rec = self._rooms.get(key)
+        if rec is None or rec.session is not session:
+            raise PeerProtocolError(f"room {key} is not open with this prefill worker")
+        return rec
+
+    # ---- time
+
+    def tick(self, now_s: float) -> None:
+        silent, overdue, dead = self.sessions.tick(now_s)
+        for session in overdue:
+            self._lose(session, "it has not answered the registration", now_s)
+        for session in silent:
+            self._on_silent(session, now_s)
+        for session in dead:
+            for rec in self._rooms_of(session):
+                self._expose(rec, False)
+        for rec in list(self._rooms.values()):
+            self._check_deadline(rec, now_s)
+
+    def _on_silent(self, session: Session, now_s: float) -> None:
+        """It may still live and write: fail its rooms, keep the link (its acknowledgements may yet come)."""
+        for rec in self._rooms_of(session):
+            if self.machine.state(rec.key) not in FINAL:
+                self._fail(rec, f"prefill worker {session.route.control} does not answer", now_s, tell=True)
+
+    def _check_deadline(self, rec: Room, now_s: float) -> None:
+        state = self.machine.state(rec.key)
+        if rec.retry_at_s is not None and rec.retry_at_s <= now_s < rec.deadline_s:
+            self._seek(rec, now_s)
+        seeking = state is KVPoll.Bootstrapping or rec.looking or rec.retry_at_s is not None
+        if seeking and now_s >= rec.deadline_s:
+            self._give_up(rec, f"handshake timed out after {self._config.handshake_timeout_s:g} s: {rec.error}", now_s)
+        elif state is KVPoll.WaitingForInput and rec.num_pages is not None:
+            self._limit(rec, self._config.waiting_timeout_s, "prefill sent nothing", now_s)
+        elif state is KVPoll.Transferring:
+            self._limit(rec, self._config.transfer_timeout_s, "the transfer made no progress", now_s)
+        elif rec.exposed and rec.stuck_at_s is not None and now_s >= rec.stuck_at_s:
+            rec.stuck_at_s = None
+            self.effects.counters["stuck_rooms"] += 1
+
+    def _limit(self, rec: Room, timeout_s: float, what: str, now_s: float) -> None:
+        if now_s - rec.progress_at_s >= timeout_s:
+            self._fail(rec, f"{what} for {timeout_s:g} s", now_s, tell=True)
+
+    # ---- inside
+
+    def _fail(self, rec: Room, reason: str, now_s: float, *, tell: bool) -> None:
+        self.machine.move(rec.key, KVPoll.Failed)
+        self.effects.counters["failed"] += 1
+        rec.reason = reason
+        rec.stuck_at_s = now_s + self._config.drain_timeout_s
+        if tell and rec.session is not None:
+            self._tell_abort(rec, rec.session)
+
+    def _tell_abort(self, rec: Room, session: Session) -> None:
+        if session.phase is Phase.LIVE:
+            self._say_abort(session, rec.key, rec.reason or "")
+        elif session.phase is Phase.CONNECTING and not rec.exposed:
+            session.aborts.append(rec.key)
+        self._forget_if_closed(rec)
+
+    def _say_abort(self, session: Session, key: RoomKey, reason: str) -> None:
+        self.sessions.say(session, Abort(*self._to(session), *key, clip(reason)))
+
+    def _to(self, session: Session) -> tuple[str, str]:
+        return self.sessions.incarnation, session.incarnation
+
+    def _expose(self, rec: Room, exposed: bool) -> None:
+        self.num_exposed += int(exposed) - int(rec.exposed)
+        if rec.exposed != exposed:
+            rec.exposed = exposed
+            self.machine.num_moves += 1  # `drained` is a state others wait for, too
+
+    def _rooms_of(self, session: Session) -> list[Room]:
+        return [rec for rec in self._rooms.values() if rec.session is session]
+
+    def _forget_if_closed(self, rec: Room) -> None:
+        if rec.closed and rec.key in self._rooms:
+            self._forget(rec)
+
+    def _forget(self, rec: Room) -> None:
+        self.machine.forget(rec.key)
+        del self._rooms[rec.key]
+
+    def check(self) -> list[str]:
+        """What is inconsistent; empty when all is well."""
+        problems = self.sessions.check()
+        if list(self.machine) != list(self._rooms):
+            problems.append("rooms and states differ")
+        if sum(rec.exposed for rec in self._rooms.values()) != self.num_exposed:
+            problems.append("count of exposed rooms is off")
+        for rec in self._rooms.values():
+            if rec.exposed and self.machine.state(rec.key) is KVPoll.Success:
+                problems.append(f"room {rec.key}: Success with exposed pages")
+        return problems
+
+
+def _wire(region: Region) -> WireRegion:
+    return WireRegion(region.base_ptr, region.num_items, region.item_bytes, region.device)

@@ -1,0 +1,65 @@
+"""From page ids to pieces: merge runs that are contiguous on both sides, split what is longer than an engine likes.
+
+Pure numpy. Merging is what makes transfers fast: engines pay per piece (one system call or one request each).
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer_backends.contract import Pieces, Region
+
+I64 = npt.NDArray[np.int64]
+
+
+def merge_runs(src: I64, dst: I64) -> tuple[I64, I64, I64]:
+    """Item ids i64[n] on both sides -> run starts (src, dst) and run lengths in items, each i64[runs], in order."""
+    if len(src) == 0:
+        return src, dst, src
+    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    lengths = np.diff(np.concatenate((starts, [len(src)])))
+    return src[starts], dst[starts], lengths
+
+
+def split_runs(src: I64, dst: I64, lengths: I64, *, max_items: int) -> tuple[I64, I64, I64]:
+    """Cut runs into pieces of at most `max_items` items (at least 1)."""
+    counts = -(-lengths // max_items)
+    first = np.repeat(np.cumsum(counts) - counts, counts)  # index of the first piece of each piece's run
+    skip = (np.arange(int(counts.sum())) - first) * max_items
+    rest = np.repeat(lengths, counts) - skip
+    return np.repeat(src, counts) + skip, np.repeat(dst, counts) + skip, np.minimum(rest, max_items)
+
+
+def plan_pieces(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_piece_bytes: int) -> Pieces:
+    """Address pieces that copy item src_ids[i] of `src` to item dst_ids[i] of `dst` (equal item sizes)."""
+    size = src.item_bytes
+    runs = merge_runs(src_ids, dst_ids)
+    s, d, n = split_runs(*runs, max_items=max(1, max_piece_bytes // size))
+    base_src, base_dst = np.uint64(src.base_ptr), np.uint64(dst.base_ptr)
+    return Pieces(
+        src=base_src + s.astype(np.uint64) * np.uint64(size),
+        dst=base_dst + d.astype(np.uint64) * np.uint64(size),
+        lengths=n.astype(np.uint64) * np.uint64(size),
+        src_device=src.device,
+        dst_device=dst.device,
+    )
+
+
+def batches(pieces: Pieces, *, max_pieces: int, max_bytes: int) -> Iterator[Pieces]:
+    """Cut into posts of at most `max_pieces` pieces and about `max_bytes` bytes (one piece at least), in order."""
+    total = np.cumsum(pieces.lengths.astype(np.int64))
+    begin = 0
+    while begin < len(pieces):
+        base = int(total[begin - 1]) if begin else 0
+        end = int(np.searchsorted(total, base + max_bytes, side="right"))
+        end = min(max(end, begin + 1), begin + max_pieces, len(pieces))
+        yield Pieces(
+            src=pieces.src[begin:end],
+            dst=pieces.dst[begin:end],
+            lengths=pieces.lengths[begin:end],
+            src_device=pieces.src_device,
+            dst_device=pieces.dst_device,
+        )
+        begin = end

@@ -1,0 +1,539 @@
+"""Prefill's side of all transfers: which room waits for whom, what is posted next, when source pages are free. Pure.
+
+Told of local calls, messages, results of operations and time; answers by states (`state`, `released`, ...) and by
+`effects`: messages to send and commands for the engine. Runs the same under threads and in a simulation. Knows no sockets,
+threads, clocks or engines.
+
+    sender opened --TransferInfo--> WaitingForInput --first send--> Transferring --all operations done--> Success
+
+Rules of an abort (facts/transfer.md section 5): fail first, so that nothing new is posted; tell decode at once; say
+`Drained` when the last operation is final, and after a failed one only when the fence has held.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from transfer_backends.contract import Caps, KVArgs, Pieces, TransferConfig
+from transfer_backends.kvpoll import (
+    FINAL,
+    IllegalTransition,
+    KVPoll,
+    PeerProtocolError,
+    RoomInUse,
+    RoomKey,
+    TransferMachine,
+)
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.merge import I64, batches, plan_pieces
+from transfer_backends.prefill_peers import Effects, Link, Peer, PeerTable, Phase
+from transfer_backends.wire import (
+    PROTOCOL_VERSION,
+    Abort,
+    Bye,
+    Drained,
+    Layout,
+    MalformedFrame,
+    Message,
+    Ping,
+    Pong,
+    Register,
+    Status,
+    TransferInfo,
+    clip,
+    unpack_pages,
+)
+
+PROGRESS_EVERY_S = 1.0
+MAX_ORPHAN_PAGES = 1 << 22  # page ids kept for requests that have not arrived
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Where decode wants the pages."""
+
+    incarnation: str
+    pages: I64
+    aux_idx: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    src: I64
+    dst_start: int
+    aux_idx: int | None
+
+
+@dataclass(eq=False)
+class Post:
+    """One engine operation to start. `num_pages`: KV pages in it (0: the metadata row)."""
+
+    key: RoomKey
+    incarnation: str
+    pieces: Pieces
+    num_pages: int
+
+
+@dataclass
+class Room:
+    """`queued_pages`: handed over by `send`; `done_pages`: written; `num_ops`: operations that are not final.
+
+    `dirty`: an operation failed, and no fence has held since. `undrained`: decode waits for `Drained`.
+    """
+
+    key: RoomKey
+    opened_at_s: float
+    offer: Offer | None = None
+    chunks: deque[Chunk] = field(default_factory=deque)
+    posts: deque[Post] = field(default_factory=deque)
+    queued_pages: int = 0
+    done_pages: int = 0
+    all_queued: bool = False
+    num_ops: int = 0
+    dirty: bool = False
+    undrained: bool = False
+    reason: str | None = None
+    progress_at_s: float = 0.0
+    told_at_s: float = 0.0
+
+    @property
+    def quiet(self) -> bool:
+        return self.num_ops == 0 and not self.dirty
+
+
+@dataclass(frozen=True)
+class Tombstone:
+    """Why a room ended. `by_peer`: decode aborted it before our request arrived."""
+
+    reason: str
+    by_peer: bool
+    expires_at_s: float
+
+
+class PrefillRooms:
+    def __init__(
+        self, *, incarnation: str, mark: ProcessMark, kv_args: KVArgs, caps: Caps, config: TransferConfig
+    ) -> None:
+        layout = Layout(PROTOCOL_VERSION, caps.name, kv_args.signature, kv_args.page_size, kv_args.dtype)
+        items = (kv_args.kv.item_bytes, kv_args.aux.item_bytes)
+        self.peers = PeerTable(incarnation=incarnation, mark=mark, layout=layout, items=items, config=config)
+        self.machine = TransferMachine()
+        self.num_inflight = 0  # pieces posted and not final
+        self._args = kv_args
+        self._caps = caps
+        self._config = config
+        self._rooms: dict[RoomKey, Room] = {}
+        self._ready: deque[RoomKey] = deque()  # rooms with something to post, in turn
+        self._orphans: OrderedDict[RoomKey, tuple[Offer, float]] = OrderedDict()
+        self._num_orphan_pages = 0
+        self._tombstones: OrderedDict[RoomKey, Tombstone] = OrderedDict()
+        self._handlers: dict[type, Callable[[Peer, Any, float], None]] = {
+            TransferInfo: self._on_transfer_info,
+            Abort: self._on_abort,
+            Ping: self._on_ping,
+            Pong: lambda peer, message, now_s: None,
+            Bye: self._on_bye,
+        }
+
+    @property
+    def effects(self) -> Effects:
+        return self.peers.effects
+
+    # ---- the role's calls
+
+    def open(self, room: int, attempt: int, now_s: float) -> RoomKey:
+        key = (room, attempt)
+        self.machine.open(key)
+        rec = Room(key, opened_at_s=now_s)
+        self._rooms[key] = rec
+        orphan = self._orphans.pop(key, None)
+        tombstone = self._tombstones.pop(key, None)
+        if orphan is not None:
+            self._num_orphan_pages -= len(orphan[0].pages)
+            self._accept(rec, orphan[0])
+        elif tombstone is not None and tombstone.by_peer:
+            self._fail(rec, tombstone.reason)
+        return key
+
+    def num_pages(self, key: RoomKey) -> int | None:
+        offer = self._rooms[key].offer
+        return None if offer is None else len(offer.pages)
+
+    def send(
+        self, key: RoomKey, src_pages: Sequence[int], *, dst_start: int, last: bool, aux_idx: int | None, now_s: float
+    ) -> None:
+        """Raises ValueError for our own mistakes; a count that differs from decode's fails the room."""
+        rec = self._rooms[key]
+        state = self.machine.state(key)
+        if state is KVPoll.Failed:
+            return
+        if rec.offer is None or state is KVPoll.Success or rec.all_queued:
+            raise IllegalTransition(f"room {key}: send in {state.name}{' after the last chunk' * rec.all_queued}")
+        src = np.asarray(src_pages, dtype=np.int64)
+        self._check_send(rec, src, dst_start=dst_start, last=last, aux_idx=aux_idx)
+        if state is KVPoll.WaitingForInput:
+            self.machine.move(key, KVPoll.Transferring)
+            self._tell_progress(rec, now_s)
+        total, given = dst_start + len(src), len(rec.offer.pages)
+        if total > given or (last and total != given):
+            word = "at least " * (not last)
+            self._fail(rec, f"decode gave {given} pages, prefill has {word}{total}: the two prompts differ")
+            return
+        rec.chunks.append(Chunk(src, dst_start, aux_idx if last else None))
+        rec.queued_pages = total
+        rec.all_queued = last
+        rec.progress_at_s = now_s
+        self._ready.append(key)
+
+    def _check_send(self, rec: Room, src: I64, *, dst_start: int, last: bool, aux_idx: int | None) -> None:
+        if dst_start != rec.queued_pages:
+            raise ValueError(f"room {rec.key}: dst_start {dst_start} leaves a gap (next is {rec.queued_pages})")
+        if len(src) and not (src.min() >= 0 and src.max() < self._args.kv.num_items):
+            raise ValueError(f"room {rec.key}: a source page is outside the pool of {self._args.kv.num_items}")
+        if last and (aux_idx is None or not 0 <= aux_idx < self._args.aux.num_items):
+            raise ValueError(f"room {rec.key}: aux_idx {aux_idx} is outside 0..{self._args.aux.num_items - 1}")
+
+    def abort(self, key: RoomKey, reason: str) -> None:
+        rec = self._rooms[key]
+        if self.machine.state(key) not in FINAL:
+            self._fail(rec, reason)
+
+    def failure(self, key: RoomKey) -> str | None:
+        return self._rooms[key].reason
+
+    def released(self, key: RoomKey) -> bool:
+        return self.machine.state(key) in FINAL and self._rooms[key].quiet
+
+    def close(self, key: RoomKey, now_s: float) -> None:
+        if not self.released(key):
+            raise RuntimeError(f"room {key}: closed in {self.machine.state(key).name} before its pages were released")
+        self.machine.forget(key)
+        rec = self._rooms.pop(key)
+        self._bury(key, rec.reason or "the transfer has ended", by_peer=False, now_s=now_s)
+
+    # ---- the engine driver's calls
+
+    def next_post(self, now_s: float) -> Post | None:
+        """Something to post now, rooms in turn, within the window; counts as posted."""
+        for _ in range(len(self._ready)):
+            key = self._ready.popleft()
+            rec = self._rooms.get(key)
+            post = None if rec is None else self._head(rec)
+            if rec is None or post is None:
+                continue
+            peer = self.peers.get(post.incarnation)
+            if peer is None or peer.phase is not Phase.LIVE or peer.settle_at_s is not None:
+                self._ready.append(key)
+                continue
+            if self.num_inflight and self.num_inflight + len(post.pieces) > self._caps.max_inflight:
+                self._ready.appendleft(key)
+                return None
+            rec.posts.popleft()
+            self._count_posted(rec, post, peer, now_s)
+            self._ready.append(key)
+            return post
+        return None
+
+    def _head(self, rec: Room) -> Post | None:
+        while not rec.posts and rec.chunks:
+            rec.posts.extend(self._plan(rec, rec.chunks.popleft()))
+        return rec.posts[0] if rec.posts else None
+
+    def _plan(self, rec: Room, chunk: Chunk) -> list[Post]:
+        assert rec.offer is not None
+        peer = self.peers.get(rec.offer.incarnation)
+        assert peer is not None, "a room's peer outlives its queue"
+        caps, args = self._caps, self._args
+        dst = rec.offer.pages[chunk.dst_start : chunk.dst_start + len(chunk.src)]
+        kv = plan_pieces(chunk.src, dst, src=args.kv, dst=peer.kv, max_piece_bytes=caps.max_piece_bytes)
+        posts = [
+            Post(rec.key, peer.incarnation, part, part.size_bytes // args.kv.item_bytes)
+            for part in batches(kv, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)
+        ]
+        if chunk.aux_idx is not None:
+            rows = np.array([chunk.aux_idx], np.int64), np.array([rec.offer.aux_idx], np.int64)
+            aux = plan_pieces(*rows, src=args.aux, dst=peer.aux, max_piece_bytes=args.aux.item_bytes)
+            posts.append(Post(rec.key, peer.incarnation, aux, 0))
+        return posts
+
+    def _count_posted(self, rec: Room, post: Post, peer: Peer, now_s: float) -> None:
+        rec.num_ops += 1
+        self.num_inflight += len(post.pieces)
+        self.peers.on_op_posted(peer)
+        self.effects.counters["posts"] += 1
+        if rec.num_ops == 1:
+            rec.progress_at_s = now_s
+
+    def on_op_final(self, post: Post, *, ok: bool, error: str, now_s: float) -> None:
+        """The operation will never write again (`ok`: its bytes are there)."""
+        rec = self._rooms[post.key]
+        peer = self.peers.get(post.incarnation)
+        assert peer is not None, "a peer outlives its operations"
+        rec.num_ops -= 1
+        self.num_inflight -= len(post.pieces)
+        rec.dirty |= not ok
+        self.peers.on_op_final(peer, ok=ok)
+        if ok:
+            self._on_written(rec, post, now_s)
+        else:
+            self.effects.counters["failed_posts"] += 1
+            if self.machine.state(rec.key) not in FINAL:
+                self._fail(rec, f"writing to the decode worker failed: {error}")
+        self._tell_drained(rec)
+        self.peers.retire(peer)
+
+    def _on_written(self, rec: Room, post: Post, now_s: float) -> None:
+        rec.done_pages += post.num_pages
+        rec.progress_at_s = now_s
+        self.effects.counters["bytes"] += post.pieces.size_bytes
+        if self.machine.state(rec.key) is not KVPoll.Transferring:
+            return
+        idle = rec.num_ops == 0 and not rec.posts and not rec.chunks
+        if idle and rec.all_queued:
+            self.machine.move(rec.key, KVPoll.Success)
+            self.effects.counters["succeeded"] += 1
+            self._tell(rec, KVPoll.Success)
+        elif idle or now_s - rec.told_at_s >= PROGRESS_EVERY_S:
+            self._tell_progress(rec, now_s)
+
+    def on_fenced(self, incarnation: str, *, ok: bool, now_s: float) -> None:
+        if self.peers.on_fenced(incarnation, ok=ok, settle_s=self._caps.settle_s, now_s=now_s):
+            self._settle(incarnation)
+
+    def _settle(self, incarnation: str) -> None:
+        for rec in self._rooms_of(incarnation):
+            if rec.num_ops == 0:
+                rec.dirty = False
+                self._tell_drained(rec)
+        peer = self.peers.get(incarnation)
+        if peer is not None:
+            self.peers.retire(peer)
+
+    # ---- the control plane's calls
+
+    def on_message(self, link: Link, message: Message, now_s: float) -> None:
+        """Raises `PeerProtocolError` (nothing changed) for what the peer may not say now."""
+        if isinstance(message, Register):
+            again = self.peers.register(link, message, now_s)
+            if again is not None:
+                self._fail_rooms_of(again.incarnation, "the decode worker connected anew")
+            return
+        peer = self.peers.by_link(link)
+        if peer is None or message.dst != self.peers.incarnation or message.src != peer.incarnation:
+            if not isinstance(message, Bye):
+                self.peers.refuse(link, message.src, "not registered with this prefill worker", stale=True)
+            return
+        if not peer.registered:
+            raise PeerProtocolError(f"{type(message).__name__} before the registration was answered")
+        peer.pulse.heard()
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise PeerProtocolError(f"{type(message).__name__} is not for a prefill worker")
+        handler(peer, message, now_s)
+
+    def on_link_closed(
+        self, link: Link, now_s: float, *, reason: str = "the decode worker's connection was lost"
+    ) -> None:
+        peer = self.peers.lose(link)
+        if peer is not None:
+            self._fail_rooms_of(peer.incarnation, reason)
+            self._drop_orphans_of(peer.incarnation, reason, now_s)
+            self.peers.retire(peer)
+
+    def _on_bye(self, peer: Peer, message: Bye, now_s: float) -> None:
+        self.on_link_closed(peer.link, now_s, reason="the decode worker shut down")
+
+    def _on_ping(self, peer: Peer, message: Ping, now_s: float) -> None:
+        self.peers.say(peer, Pong(self.peers.incarnation, peer.incarnation, message.seq))
+
+    def _on_transfer_info(self, peer: Peer, message: TransferInfo, now_s: float) -> None:
+        key = (message.room, message.attempt)
+        try:
+            offer = self._read_offer(peer, message)
+        except (MalformedFrame, ValueError) as error:
+            self._reject(peer, key, str(error))
+            raise PeerProtocolError(str(error)) from None
+        rec = self._rooms.get(key)
+        tombstone = self._tombstones.get(key)
+        if rec is None and tombstone is None:
+            self._keep_orphan(peer, key, offer, now_s)
+        elif rec is None:
+            assert tombstone is not None
+            self._reject(peer, key, f"prefill: {tombstone.reason}")
+        elif self.machine.state(key) is KVPoll.Bootstrapping:
+            self._accept(rec, offer)
+        elif rec.offer is None:
+            self._reject(peer, key, f"prefill: {rec.reason}")
+        elif rec.offer.incarnation == peer.incarnation:
+            raise PeerProtocolError(f"room {key}: a second transfer info")
+        else:
+            self._reject(peer, key, f"bootstrap_room {message.room} is in use by another decode worker")
+
+    def _read_offer(self, peer: Peer, message: TransferInfo) -> Offer:
+        pages = unpack_pages(message.pages)
+        if len(pages) and not (pages.min() >= 0 and pages.max() < peer.kv.num_items):
+            raise ValueError(f"room {message.room}: a page is outside decode's pool of {peer.kv.num_items}")
+        if len(np.unique(pages)) != len(pages):
+            raise ValueError(f"room {message.room}: a page is given twice")
+        if message.aux_idx >= peer.aux.num_items:
+            raise ValueError(f"room {message.room}: aux_idx {message.aux_idx} is outside {peer.aux.num_items} rows")
+        return Offer(peer.incarnation, pages, message.aux_idx)
+
+    def _accept(self, rec: Room, offer: Offer) -> None:
+        rec.offer = offer
+        self.machine.move(rec.key, KVPoll.WaitingForInput)
+
+    def _keep_orphan(self, peer: Peer, key: RoomKey, offer: Offer, now_s: float) -> None:
+        if key in self._orphans:
+            if self._orphans[key][0].incarnation == peer.incarnation:
+                raise PeerProtocolError(f"room {key}: a second transfer info")
+            self._reject(peer, key, f"bootstrap_room {key[0]} is in use by another decode worker")
+            return
+        many = len(self._orphans) >= self._config.max_orphans
+        if many or self._num_orphan_pages + len(offer.pages) > MAX_ORPHAN_PAGES:
+            self._reject(peer, key, f"prefill keeps {len(self._orphans)} transfers whose request has not come: no more")
+            return
+        self._orphans[key] = (offer, now_s + self._config.bootstrap_timeout_s)
+        self._num_orphan_pages += len(offer.pages)
+
+    def _drop_orphans_of(self, incarnation: str, reason: str, now_s: float) -> None:
+        for key in [key for key, (offer, _) in self._orphans.items() if offer.incarnation == incarnation]:
+            self._drop_orphan(key)
+            self._bury(key, reason, by_peer=True, now_s=now_s)
+
+    def _drop_orphan(self, key: RoomKey) -> Offer | None:
+        entry = self._orphans.pop(key, None)
+        if entry is None:
+            return None
+        self._num_orphan_pages -= len(entry[0].pages)
+        return entry[0]
+
+    def _on_abort(self, peer: Peer, message: Abort, now_s: float) -> None:
+        key = (message.room, message.attempt)
+        rec = self._rooms.get(key)
+        if rec is None:
+            orphan = self._orphans.get(key)
+            if orphan is None or orphan[0].incarnation == peer.incarnation:
+                self._drop_orphan(key)
+                if key not in self._tombstones:
+                    self._bury(key, f"aborted by decode: {message.reason}", by_peer=True, now_s=now_s)
+            self._say_drained(peer, key)
+            return
+        if rec.offer is not None and rec.offer.incarnation != peer.incarnation:
+            self._say_drained(peer, key)  # nothing of this room goes to that peer
+            raise PeerProtocolError(f"room {key}: aborted by a decode worker it does not belong to")
+        if self.machine.state(key) not in FINAL:
+            self._fail(rec, f"aborted by decode: {message.reason}", tell=False)
+        if rec.quiet:
+            rec.undrained = False
+            self._say_drained(peer, key)
+        else:
+            rec.undrained = True
+
+    # ---- time
+
+    def tick(self, now_s: float) -> None:
+        silent, settled = self.peers.tick(now_s)
+        for peer in silent:
+            self._fail_rooms_of(peer.incarnation, "the decode worker does not answer")
+        for peer in settled:
+            self._settle(peer.incarnation)
+        for rec in list(self._rooms.values()):
+            self._check_deadline(rec, now_s)
+        self._expire(now_s)
+
+    def _check_deadline(self, rec: Room, now_s: float) -> None:
+        state = self.machine.state(rec.key)
+        if state is KVPoll.Bootstrapping and now_s - rec.opened_at_s >= self._config.bootstrap_timeout_s:
+            timeout_s = self._config.bootstrap_timeout_s
+            self._fail(rec, f"no decode worker gave its pages within {timeout_s:g} s (bootstrap timeout)")
+        busy = state is KVPoll.Transferring and (rec.num_ops or rec.posts or rec.chunks)
+        if busy and now_s - rec.progress_at_s >= self._config.transfer_timeout_s:
+            self._fail(rec, f"the transfer made no progress for {self._config.transfer_timeout_s:g} s")
+
+    def _expire(self, now_s: float) -> None:
+        while self._orphans:
+            key, (offer, expires_at_s) = next(iter(self._orphans.items()))
+            if now_s < expires_at_s:
+                break
+            self._drop_orphan(key)
+            self.effects.counters["orphans_expired"] += 1
+            peer = self.peers.get(offer.incarnation)
+            if peer is not None:
+                reason = f"no request for it came to prefill within {self._config.bootstrap_timeout_s:g} s"
+                self._bury(key, reason, by_peer=True, now_s=now_s)
+                self._reject(peer, key, reason)
+        while self._tombstones and next(iter(self._tombstones.values())).expires_at_s <= now_s:
+            self._tombstones.popitem(last=False)
+
+    # ---- inside
+
+    def _fail(self, rec: Room, reason: str, *, tell: bool = True) -> None:
+        self.machine.move(rec.key, KVPoll.Failed)
+        self.effects.counters["failed"] += 1
+        rec.reason = reason
+        rec.chunks.clear()
+        rec.posts.clear()
+        rec.undrained = rec.offer is not None
+        if tell:
+            self._tell(rec, KVPoll.Failed)
+            self._tell_drained(rec)
+
+    def _rooms_of(self, incarnation: str) -> list[Room]:
+        return [rec for rec in self._rooms.values() if rec.offer is not None and rec.offer.incarnation == incarnation]
+
+    def _fail_rooms_of(self, incarnation: str, reason: str) -> None:
+        for rec in self._rooms_of(incarnation):
+            if self.machine.state(rec.key) not in FINAL:
+                self._fail(rec, reason)
+
+    def _bury(self, key: RoomKey, reason: str, *, by_peer: bool, now_s: float) -> None:
+        self._tombstones[key] = Tombstone(reason, by_peer, now_s + self._config.bootstrap_timeout_s)
+        while len(self._tombstones) > self._config.max_tombstones:
+            self._tombstones.popitem(last=False)
+
+    def _tell(self, rec: Room, state: KVPoll) -> None:
+        peer = self.peers.get(rec.offer.incarnation) if rec.offer else None
+        if peer is not None:
+            self._say_status(peer, rec.key, state, rec.done_pages, f"prefill: {rec.reason}" if rec.reason else "")
+
+    def _tell_progress(self, rec: Room, now_s: float) -> None:
+        rec.told_at_s = now_s
+        self._tell(rec, KVPoll.Transferring)
+
+    def _tell_drained(self, rec: Room) -> None:
+        peer = self.peers.get(rec.offer.incarnation) if rec.offer else None
+        if rec.undrained and rec.quiet and peer is not None:
+            rec.undrained = False
+            self._say_drained(peer, rec.key)
+
+    def _reject(self, peer: Peer, key: RoomKey, reason: str) -> None:
+        self._say_status(peer, key, KVPoll.Failed, 0, reason)
+        self._say_drained(peer, key)
+
+    def _say_status(self, peer: Peer, key: RoomKey, state: KVPoll, num_pages: int, reason: str) -> None:
+        me = self.peers.incarnation
+        self.peers.say(peer, Status(me, peer.incarnation, *key, int(state), num_pages, clip(reason)))
+
+    def _say_drained(self, peer: Peer, key: RoomKey) -> None:
+        self.peers.say(peer, Drained(self.peers.incarnation, peer.incarnation, *key))
+
+    def check(self) -> list[str]:
+        """What is inconsistent; empty when all is well."""
+        problems = self.peers.check()
+        if list(self.machine) != list(self._rooms):
+            problems.append("rooms and states differ")
+        if sum(len(offer.pages) for offer, _ in self._orphans.values()) != self._num_orphan_pages:
+            problems.append("count of orphan pages is off")
+        for rec in self._rooms.values():
+            if rec.num_ops < 0 or (self.machine.state(rec.key) is KVPoll.Success and not rec.quiet):
+                problems.append(f"room {rec.key}: {rec.num_ops} operations in {self.machine.state(rec.key).name}")
+        if self.num_inflight < 0 or (self.num_inflight and not any(rec.num_ops for rec in self._rooms.values())):
+            problems.append(f"{self.num_inflight} pieces in flight without a room")
+        return problems
+
+
+__all__ = ["Post", "PrefillRooms", "RoomInUse"]

@@ -1,0 +1,179 @@
+"""Control-plane messages between a decode and a prefill worker, and their frames.
+
+    decode  -> prefill: Register, TransferInfo, Abort, Ping, Pong, Bye
+    prefill -> decode:  Registered, Refused, Status, Drained, Ping, Pong, Bye
+
+One ZMQ frame is one message: msgpack of a tagged struct out of a closed union, with a 32-byte HMAC-SHA256 in front when
+the cluster has a secret. Every message names who sent it and for whom it is by incarnation (a uuid per process start):
+what was meant for an earlier life of a process is noticed by the first message. Knows no sockets and no rooms.
+"""
+
+import hashlib
+import hmac
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from transfer_backends.liveness import ProcessMark
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 8 << 20
+MAX_PAGES = 1 << 20  # of one transfer
+MAC_BYTES = 32
+
+Room = Annotated[int, msgspec.Meta(gt=0, lt=2**63)]
+Attempt = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=2048)]
+Descriptor = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+PageBytes = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_PAGES)]
+
+
+class MalformedFrame(ValueError):
+    """Not a message of ours: counted and dropped."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """`src`, `dst`: incarnations of sender and receiver (`dst` is empty where the sender does not know it yet)."""
+
+    src: Name
+    dst: Name
+
+
+class WireRegion(msgspec.Struct, frozen=True, array_like=True):
+    base_ptr: Count
+    num_items: Count
+    item_bytes: Count
+    device: int | None
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """What both sides must agree on before a byte moves."""
+
+    version: int
+    backend: Name
+    signature: Text
+    page_size: int
+    dtype: Name
+
+
+class Register(_Message, frozen=True):
+    layout: Layout
+    kv: WireRegion
+    aux: WireRegion
+    descriptor: Descriptor
+
+
+class Registered(_Message, frozen=True):
+    """`mark` lets decode prove that this process is dead when its connection goes away."""
+
+    mark: ProcessMark
+
+
+class Refused(_Message, frozen=True):
+    """`stale`: decode's idea of who lives here is out of date; it may look up and register again."""
+
+    reason: Text
+    stale: bool
+
+
+class TransferInfo(_Message, frozen=True):
+    """Where to write: int32 little-endian page ids, in prompt order, and a metadata row."""
+
+    room: Room
+    attempt: Attempt
+    pages: PageBytes
+    aux_idx: Count
+
+
+class Status(_Message, frozen=True):
+    """`state`: a KVPoll value (Transferring: progress, Success, Failed). `num_pages`: pages written so far."""
+
+    room: Room
+    attempt: Attempt
+    state: Annotated[int, msgspec.Meta(ge=0, le=4)]
+    num_pages: Count
+    reason: Text = ""
+
+
+class Abort(_Message, frozen=True):
+    """Stop writing for this room, then say `Drained`."""
+
+    room: Room
+    attempt: Attempt
+    reason: Text
+
+
+class Drained(_Message, frozen=True):
+    """No write for this room is in flight or can start."""
+
+    room: Room
+    attempt: Attempt
+
+
+class Ping(_Message, frozen=True):
+    seq: Count
+
+
+class Pong(_Message, frozen=True):
+    seq: Count
+
+
+class Bye(_Message, frozen=True):
+    """The sender's manager closes in order: nothing of it is in flight any more."""
+
+
+Message = Register | Registered | Refused | TransferInfo | Status | Abort | Drained | Ping | Pong | Bye
+_DECODER = msgspec.msgpack.Decoder(Message)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message, secret: bytes | None) -> bytes:
+    body = _ENCODER.encode(message)
+    return body if secret is None else _mac(secret, body) + body
+
+
+def decode(frame: bytes, secret: bytes | None) -> Message:
+    """Raises `MalformedFrame` for anything that is not a message with a right MAC."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise MalformedFrame(f"frame of {len(frame)} bytes")
+    if secret is not None:
+        mac, frame = frame[:MAC_BYTES], frame[MAC_BYTES:]
+        if not hmac.compare_digest(mac, _mac(secret, frame)):
+            raise MalformedFrame("wrong or missing authentication code (do both workers have the same secret?)")
+    try:
+        message: Message = _DECODER.decode(frame)
+        return message
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise MalformedFrame(str(error)) from None
+
+
+def clip(text: str) -> str:
+    """Fit a reason into `Text`."""
+    return text if len(text) <= 2000 else text[:2000] + "..."
+
+
+def pack_pages(pages: npt.NDArray[np.int64]) -> bytes:
+    return pages.astype("<i4").tobytes()
+
+
+def unpack_pages(data: bytes) -> npt.NDArray[np.int64]:
+    if len(data) % 4:
+        raise MalformedFrame(f"page list of {len(data)} bytes is not a multiple of 4")
+    return np.frombuffer(data, dtype="<i4").astype(np.int64)
+
+
+def layout_conflict(mine: Layout, theirs: Layout, *, me: str, them: str) -> str | None:
+    """One line that names both values of the first field that differs, or None."""
+    for name in ("version", "backend", "signature", "page_size", "dtype"):
+        a, b = getattr(mine, name), getattr(theirs, name)
+        if a != b:
+            return f"{name} differs: {me} has {a!r}, {them} has {b!r}; start both workers with the same model and flags"
+    return None
+
+
+def _mac(secret: bytes, body: bytes) -> bytes:
+    return hmac.new(secret, body, hashlib.sha256).digest()
