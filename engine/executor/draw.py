@@ -1,0 +1,127 @@
+"""Draws one token a row from logits under temperature, top_k, top_p, min_p. Pure tensor functions of their arguments.
+
+Order of the filters: temperature, then top_k, then top_p over what top_k left (renormalised), then min_p relative to
+the best token; as in Hugging Face's generate and vLLM. Of equal logits the lower token id ranks first: without a fixed
+order of ties, a draw would depend on how many rows were sorted together.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.executor.gumbel import gumbel_noise
+
+BLOCK_ELEMENTS = 1 << 18  # rows x vocabulary worked on at once on CPU: what stays in a core's L2 cache
+NUCLEUS_CANDIDATES = 512  # ranked first on CPU; rows whose nucleus is wider are ranked whole
+
+
+@dataclass(frozen=True, slots=True)
+class DrawParams:
+    """Parameters of n rows, each [n, 1] on the device. `top_k` int64 (vocabulary size or more: off); rest float32."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    log_min_p: torch.Tensor
+
+    def rows(self, at: slice | torch.Tensor) -> "DrawParams":
+        return DrawParams(self.temperature[at], self.top_k[at], self.top_p[at], self.log_min_p[at])
+
+
+def draw_any(logits: torch.Tensor, best: torch.Tensor, params: DrawParams, keys: torch.Tensor) -> torch.Tensor:
+    """[n] tokens; top_k and top_p are off. logits [n, V] float32; best [n, 1]: row maxima; keys [n, 1] int64."""
+    size = _rows_per_block(logits)
+    ids = torch.arange(logits.shape[1], device=logits.device)[None]
+    blocks = (slice(i, i + size) for i in range(0, len(logits), size))
+    return torch.cat([_draw_block(logits[b], best[b], params.rows(b), keys[b], ids) for b in blocks])
+
+
+def draw_top_k(
+    logits: torch.Tensor, best: torch.Tensor, params: DrawParams, keys: torch.Tensor, *, most: int
+) -> torch.Tensor:
+    """[n] tokens; every row has a top_k, none above `most`."""
+    ids, scaled = _ranked(logits, best, params, min(most, logits.shape[1]))
+    weights = scaled.double().exp()
+    running = weights.cumsum(-1)
+    total = running.gather(1, params.top_k.clamp(max=ids.shape[1]) - 1)
+    return _pick(ids, scaled, params, keys, above=running - weights, total=total)
+
+
+def draw_nucleus(logits: torch.Tensor, best: torch.Tensor, params: DrawParams, keys: torch.Tensor) -> torch.Tensor:
+    """[n] tokens; top_k is off, top_p is on."""
+    vocab_size = logits.shape[1]
+    scaled = (logits - best).div_(params.temperature)
+    total = scaled.exp_().sum(-1, dtype=torch.float64, keepdim=True)
+    if logits.device.type != "cpu" or vocab_size <= NUCLEUS_CANDIDATES:  # to look at the mass would wait for the GPU
+        return _draw_nucleus_of(logits, best, params, keys, total, most=vocab_size)[0]
+    tokens, mass = _draw_nucleus_of(logits, best, params, keys, total, most=NUCLEUS_CANDIDATES)
+    wide = (mass < params.top_p * total).flatten().nonzero().flatten()
+    for i in range(len(wide)):
+        row = wide[i : i + 1]
+        one = (logits[row], best[row], params.rows(row), keys[row], total[row])
+        tokens[row] = _draw_nucleus_of(*one, most=vocab_size)[0]
+    return tokens
+
+
+def _draw_nucleus_of(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    params: DrawParams,
+    keys: torch.Tensor,
+    total: torch.Tensor,
+    *,
+    most: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n] tokens drawn from the `most` best, and the mass [n, 1] of these: right where the mass covers top_p."""
+    ids, scaled = _ranked(logits, best, params, most)
+    weights = scaled.double().exp()
+    running = weights.cumsum(-1)
+    return _pick(ids, scaled, params, keys, above=running - weights, total=total), running[:, -1:]
+
+
+def _draw_block(
+    logits: torch.Tensor, best: torch.Tensor, params: DrawParams, keys: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    scaled = (logits - best).div_(params.temperature)
+    scaled.masked_fill_(scaled < params.log_min_p, -torch.inf)
+    return scaled.add_(gumbel_noise(keys, ids)).argmax(-1)
+
+
+def _ranked(
+    logits: torch.Tensor, best: torch.Tensor, params: DrawParams, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [n, most], best first, and (logit - best) / temperature of each.
+
+    Sorts integers: the bits of the gap to the best as float64 order like the gap (it is not negative), and leave the
+    low 29 bits of a float32 value free for the token id, which breaks ties. So the first k of a longer ranking are the
+    ranking of k, whatever the sort does with equal keys: there are none.
+    """
+    gap = best - logits
+    order = gap.double().view(torch.int64) + torch.arange(logits.shape[1], device=logits.device)
+    ids = order.topk(most, largest=False, sorted=True).indices
+    return ids, gap.gather(1, ids).neg_().div_(params.temperature)
+
+
+def _pick(
+    ids: torch.Tensor,
+    scaled: torch.Tensor,
+    params: DrawParams,
+    keys: torch.Tensor,
+    *,
+    above: torch.Tensor,
+    total: torch.Tensor,
+) -> torch.Tensor:
+    """[n] tokens. `above` [n, m]: mass of the tokens ranked before each; `total` [n, 1]: mass that top_p is a share of.
+
+    A token is kept while the ones before it do not reach top_p: the best one always is.
+    """
+    rank = torch.arange(ids.shape[1], device=ids.device)
+    keep = (rank < params.top_k) & (above < params.top_p * total) & (scaled >= params.log_min_p)
+    scores = (scaled + gumbel_noise(keys, ids)).masked_fill_(~keep, -torch.inf)
+    return ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+
+
+def _rows_per_block(logits: torch.Tensor) -> int:
+    if logits.device.type != "cpu":
+        return max(1, len(logits))
+    return max(1, BLOCK_ELEMENTS // logits.shape[1])

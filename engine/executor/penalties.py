@@ -1,0 +1,103 @@
+"""Token counts for the penalties, kept on the device so that no step waits for the host. Knows slots, not requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.core.plan import SlotOpen
+from engine.executor.upload import upload
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyRows:
+    """Which logits rows of a batch are penalised and how. All on the device; p rows of a batch of n.
+
+    rows [p] int64: index in the batch; states [p] int64: index in the counts; the rest [p, 1] float32.
+    """
+
+    rows: torch.Tensor
+    states: torch.Tensor
+    repetition: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+
+
+class Penalties:
+    """Counts of generated tokens and a mark for every token seen (prompt too), for slots that ask for a penalty."""
+
+    def __init__(self, *, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._num_slots = num_slots
+        self._vocab_size = vocab_size
+        self._device = device
+        self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._free: list[int] = []
+        self._state_of: dict[int, int] = {}
+
+    def open(self, slot: SlotOpen) -> None:
+        """Start to count for a slot; tokens it generated before (a resumed request) are counted now."""
+        assert slot.slot not in self._state_of, f"slot {slot.slot} is open"
+        state = self._take_state()
+        self._state_of[slot.slot] = state
+        counts = torch.bincount(torch.tensor(slot.output_ids, dtype=torch.int64), minlength=self._vocab_size)
+        seen = counts > 0
+        seen[torch.tensor(slot.prompt_ids, dtype=torch.int64)] = True
+        self._counts[state].copy_(upload(counts.int(), self._device))
+        self._seen[state].copy_(upload(seen, self._device))
+
+    def close(self, slot: int) -> None:
+        """Give the slot's counts back; a slot that has none is fine."""
+        state = self._state_of.pop(slot, None)
+        if state is not None:
+            self._free.append(state)
+
+    def rows(self, batch: Sequence[SlotOpen]) -> PenaltyRows | None:
+        """The penalised rows of a batch; None when there are none."""
+        found = [(i, s) for i, s in enumerate(batch) if s.slot in self._state_of]
+        if not found:
+            return None
+        params = [s.sampling for _, s in found]
+        return PenaltyRows(
+            rows=self._ints([i for i, _ in found]),
+            states=self._ints([self._state_of[s.slot] for _, s in found]),
+            repetition=self._column([p.repetition_penalty for p in params]),
+            frequency=self._column([p.frequency_penalty for p in params]),
+            presence=self._column([p.presence_penalty for p in params]),
+        )
+
+    def apply(self, logits: torch.Tensor, which: PenaltyRows) -> None:
+        """Penalise in place, repetition first (on the sign of the raw logit, as in CTRL, Keskar et al. 2019)."""
+        x = logits.index_select(0, which.rows)
+        counts = self._counts.index_select(0, which.states)
+        repeated = torch.where(x > 0, x / which.repetition, x * which.repetition)
+        x = torch.where(self._seen.index_select(0, which.states), repeated, x)
+        x -= which.frequency * counts
+        x -= which.presence * (counts > 0)
+        logits.index_copy_(0, which.rows, x)
+
+    def count(self, tokens: torch.Tensor, which: PenaltyRows) -> None:
+        """Count the tokens just drawn ([n] of the whole batch), on the device."""
+        at = (which.states, tokens.index_select(0, which.rows))
+        self._counts[at] += 1  # states are distinct: no accumulation needed
+        self._seen[at] = True
+
+    def _take_state(self) -> int:
+        if not self._free:
+            self._grow()
+        return self._free.pop()
+
+    def _grow(self) -> None:
+        """Double, up to one state a slot: most servers never see a penalty, and a row costs 5 bytes a token id."""
+        old = len(self._counts)
+        more = min(max(4, old), self._num_slots - old)
+        assert more > 0, "more penalised slots open than there are slots"
+        self._counts = torch.cat([self._counts, self._counts.new_zeros((more, self._vocab_size))])
+        self._seen = torch.cat([self._seen, self._seen.new_zeros((more, self._vocab_size))])
+        self._free.extend(reversed(range(old, old + more)))
+
+    def _ints(self, values: list[int]) -> torch.Tensor:
+        return upload(torch.tensor(values, dtype=torch.int64), self._device)
+
+    def _column(self, values: list[float]) -> torch.Tensor:
+        return upload(torch.tensor(values, dtype=torch.float32), self._device)[:, None]
