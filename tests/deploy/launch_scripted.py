@@ -1,0 +1,45 @@
+"""Runs the real Supervisor over scripted children. usage: launch_scripted.py LOG_DIR READY_FILE SPECS_JSON
+
+SPECS_JSON: [[name, port, [extra arguments of scripted.py]], ...]
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.launcher.display import make_display
+from deploy.launcher.plan import ProcessSpec
+from deploy.launcher.process import Child
+from deploy.launcher.summary import write_ready_file
+from deploy.launcher.supervisor import Supervisor
+
+SCRIPT = Path(__file__).with_name("scripted.py")
+
+
+async def run(log_dir: Path, ready_file: Path, specs: list[ProcessSpec], timeout_s: float) -> int:
+    supervisor = Supervisor(specs, log_dir=log_dir, display=make_display(), start_timeout_s=timeout_s)
+
+    async def on_ready(children: Sequence[Child]) -> None:
+        write_ready_file(ready_file, json.dumps({child.spec.name: child.pid for child in children}))
+
+    return await supervisor.run(on_ready)
+
+
+def main() -> int:
+    log_dir, ready_file, text, timeout_s = sys.argv[1:]
+    specs = [
+        ProcessSpec(
+            name=name,
+            role="decode",
+            argv=(sys.executable, str(SCRIPT), str(port), *extra),
+            url=f"http://127.0.0.1:{port}",
+        )
+        for name, port, extra in json.loads(text)
+    ]
+    return asyncio.run(run(Path(log_dir), Path(ready_file), specs, float(timeout_s)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

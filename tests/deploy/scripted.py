@@ -1,0 +1,55 @@
+"""A stand-in for a worker or router: run as a script, it behaves as its arguments say.
+
+usage: scripted.py PORT [--die-at-start LINE] [--die-after-s S] [--ignore-sigterm] [--grandchild PIDFILE] [--never-healthy]
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+
+class Handler(BaseHTTPRequestHandler):
+    healthy = True
+
+    def do_GET(self) -> None:
+        if self.path == "/die":
+            os._exit(7)
+        body = b'{"max_total_num_tokens": 4096, "served_model_name": "scripted"}'
+        self.send_response(200 if self.healthy else 503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port", type=int)
+    parser.add_argument("--die-at-start")
+    parser.add_argument("--ignore-sigterm", action="store_true")
+    parser.add_argument("--grandchild")
+    parser.add_argument("--never-healthy", action="store_true")
+    args = parser.parse_args()
+    if args.ignore_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if args.grandchild:
+        sleeper = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"])
+        Path(args.grandchild).write_text(str(sleeper.pid))
+    if args.die_at_start:
+        print("loading 40%", args.die_at_start, "bye", sep="\n", flush=True)
+        sys.exit(3)
+    Handler.healthy = not args.never_healthy
+    server = HTTPServer(("127.0.0.1", args.port), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The `tandem` command as real subprocesses: help, versions, and one clear line for what cannot be done."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.cli import COMMANDS, operating_error
+
+
+def tandem(*args: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "deploy", *args], capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield int(server.getsockname()[1])
+
+
+def test_help_lists_the_commands_at_once() -> None:
+    best_s = 9.0
+    for _ in range(3):
+        before = time.perf_counter()
+        done = tandem("--help")
+        best_s = min(best_s, time.perf_counter() - before)
+    assert done.returncode == 0 and all(f"  {name} " in done.stdout for name in COMMANDS)
+    assert best_s < 1.0  # 0.06 s on a quiet machine
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str) -> None:
+    done = tandem(command, "--help")
+    assert done.returncode == 0 and f"usage: tandem {command}" in done.stdout and "default: " in done.stdout
+
+
+@pytest.mark.parametrize("command", ["router", "bootstrap", "up", "bench"])
+def test_light_commands_never_import_torch(command: str) -> None:
+    code = (
+        "import sys\nfrom deploy.cli import main\n"
+        f"try:\n    main([{command!r}, '--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "said"),
+    [
+        ([], 2, ""),
+        (["nope"], 2, "unknown command 'nope'; one of: up, serve, router"),
+        (["serve", "--page-sise", "1"], 2, "did you mean --page-size?"),
+        (["serve", "--page-size", "x"], 2, "--page-size: must be a whole number, got 'x'"),
+        (["serve", "--model-path", "/no/such/dir"], 1, "--model-path"),
+        (["up", "--model-path", "/no/such/dir"], 1, "--model-path"),
+        (["up", "--prefill", "0"], 1, "--prefill: must be 1 to 64, got 0"),
+        (["up", "--transfer-backend", "pigeon"], 2, "--transfer-backend: invalid choice: 'pigeon'"),
+        (["up", "--port", "0", "--ready-file", "/no/such/dir/ready"], 1, "--ready-file: /no/such/dir is no directory"),
+        (["router", "--prefill", "http://a", "b", "c"], 2, "--prefill: takes URL [BOOTSTRAP_PORT]"),
+        (["router", "--prefill", "nonsense", "--port", "0"], 1, "--prefill"),
+        (["bench", "--url", "ftp://x"], 1, "--url"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(args: list[str], status: int, said: str) -> None:
+    done = tandem(*args)
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") <= 1
+
+
+@pytest.mark.parametrize("command", ["up", "router", "bootstrap"])
+def test_a_taken_port_is_named(command: str, taken_port: int) -> None:
+    done = tandem(command, "--port", str(taken_port))
+    assert done.returncode == 1
+    assert str(taken_port) in done.stderr and "--port" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_version() -> None:
+    assert tandem("--version").stdout.startswith("tandem ")
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    assert operating_error(KeyError("x")) is None
+    assert operating_error(OSError(5, "I/O error")) is None

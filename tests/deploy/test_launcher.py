@@ -1,0 +1,159 @@
+"""The launcher over scripted children, as real processes: start, death, Ctrl-C, kill -9."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.launcher.ports import free_ports
+
+LAUNCH = Path(__file__).with_name("launch_scripted.py")
+Start = Callable[..., "Launch"]
+
+
+class Launch:
+    """A running launcher and where it writes."""
+
+    def __init__(self, tmp_path: Path, specs: list[tuple[str, int, list[str]]], timeout_s: float = 60) -> None:
+        self.ports = [port for _, port, _ in specs]
+        self.ready_file = tmp_path / "ready.json"
+        argv = [sys.executable, str(LAUNCH), str(tmp_path), str(self.ready_file), json.dumps(specs), str(timeout_s)]
+        self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+
+    def pids(self) -> dict[str, int]:
+        until(lambda: self.ready_file.exists() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.said()
+        return dict(json.loads(self.ready_file.read_text()))
+
+    def said(self) -> str:
+        """All of stderr; the launcher must be about to end."""
+        _, err = self.process.communicate(timeout=30)
+        return str(err)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
+            self.process.communicate(timeout=10)
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    launches: list[Launch] = []
+
+    def begin(*extras: list[str], **options: Any) -> Launch:
+        ports = free_ports(len(extras))
+        specs = [(f"worker-{i}", port, extra) for i, (port, extra) in enumerate(zip(ports, extras, strict=True))]
+        launches.append(Launch(tmp_path, specs, **options))
+        return launches[-1]
+
+    yield begin
+    for launch in launches:
+        launch.end()
+
+
+def until(condition: Callable[[], Any], *, within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def test_all_healthy_then_ctrl_c_ends_every_process_with_status_0(start: Start) -> None:
+    launch = start([], [])
+    pids = launch.pids()
+    assert set(pids) == {"worker-0", "worker-1"} and all(map(alive, pids.values()))
+    before = time.monotonic()
+    launch.process.send_signal(signal.SIGINT)
+    said = launch.said()
+    assert time.monotonic() - before < 5.0
+    assert launch.process.returncode == 0
+    assert not any(map(alive, pids.values()))
+    assert "worker-0: healthy after" in said and "Traceback" not in said
+
+
+def test_a_child_deaf_to_sigterm_and_its_grandchild_end_within_5_s(start: Start, tmp_path: Path) -> None:
+    pid_file = tmp_path / "grandchild"
+    launch = start(["--ignore-sigterm", "--grandchild", str(pid_file)])
+    pids = [*launch.pids().values(), int(pid_file.read_text())]
+    before = time.monotonic()
+    launch.process.terminate()
+    launch.said()
+    assert 3.0 < time.monotonic() - before < 5.0
+    assert launch.process.returncode == 0
+    until(lambda: not any(map(alive, pids)))
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path) -> None:
+    pid_file = tmp_path / "grandchild"
+    launch = start(["--ignore-sigterm", "--grandchild", str(pid_file)], [])
+    pids = [*launch.pids().values(), int(pid_file.read_text())]
+    launch.process.kill()
+    until(lambda: not any(map(alive, pids)), within_s=5.0)
+
+
+def test_death_at_start_shows_the_last_error_and_ends_the_rest(start: Start, tmp_path: Path) -> None:
+    launch = start(["--never-healthy"], ["--die-at-start", "ConfigError: --page-size: must be at least 1"])
+    said = launch.said()
+    assert launch.process.returncode == 1
+    assert "worker-1 ended (exit status 3): ConfigError: --page-size: must be at least 1" in said
+    assert "Traceback" not in said
+    assert not launch.ready_file.exists()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{launch.ports[0]}/health", timeout=1)
+
+
+def test_never_healthy_is_an_error_after_the_timeout(start: Start) -> None:
+    launch = start(["--never-healthy"], timeout_s=1.0)
+    said = launch.said()
+    assert launch.process.returncode == 1
+    assert "worker-0 not healthy after 1 s (--start-timeout)" in said
+
+
+def test_a_later_death_is_told_and_the_others_go_on(start: Start, tmp_path: Path) -> None:
+    pid_file = tmp_path / "grandchild"
+    launch = start(["--grandchild", str(pid_file)], [])
+    pids = launch.pids()
+    orphan = int(pid_file.read_text())
+    os.kill(pids["worker-0"], signal.SIGKILL)
+    until(lambda: not alive(orphan), within_s=5.0)  # what the dead one left behind is cleared away
+    assert alive(pids["worker-1"]) and launch.process.poll() is None
+    launch.process.terminate()
+    said = launch.said()
+    assert "worker-0 ended (signal SIGKILL)" in said and "the others go on" in said
+    assert launch.process.returncode == 0
+
+
+def test_the_last_death_ends_the_launcher_with_status_1(start: Start) -> None:
+    launch = start([])
+    os.kill(launch.pids()["worker-0"], signal.SIGKILL)
+    assert "no process is left" in launch.said()
+    assert launch.process.returncode == 1
+
+
+def test_ctrl_c_while_loading_ends_with_status_0(start: Start) -> None:
+    launch = start(["--never-healthy"])
+    assert launch.process.stderr is not None
+    assert "starting" in launch.process.stderr.readline()
+    launch.process.send_signal(signal.SIGINT)
+    launch.said()
+    assert launch.process.returncode == 0

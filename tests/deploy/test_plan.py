@@ -1,0 +1,124 @@
+"""Which processes a cluster has, and what is said about it: literals only."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.launcher import summary
+from deploy.launcher.config import ClusterConfig, check_cluster
+from deploy.launcher.display import PlainDisplay, Progress, render
+from deploy.launcher.guard import watch
+from deploy.launcher.plan import Ports, ProcessSpec, assign_ports, num_ports, plan_cluster
+from deploy.launcher.ports import free_ports, require_free
+from engine.config import ConfigError
+
+PORTS = Ports(front=8000, prefill=((1, 11), (2, 12)), decode=(3,))
+
+
+def by_name(specs: list[ProcessSpec]) -> dict[str, ProcessSpec]:
+    return {spec.name: spec for spec in specs}
+
+
+def test_two_prefill_one_decode_and_a_router_that_knows_them() -> None:
+    config = ClusterConfig(prefill=2, decode=1, transfer_backend="mooncake")
+    specs = by_name(plan_cluster(config, ports=PORTS, worker_args=["--page-size=1"], router_args=["--policy=random"]))
+    assert list(specs) == ["prefill-0", "prefill-1", "decode-0", "router"]
+    prefill, router = specs["prefill-1"].argv, specs["router"].argv
+    assert prefill[prefill.index("serve") :] == (
+        "serve",
+        "--disaggregation-mode=prefill",
+        "--host=127.0.0.1",
+        "--port=2",
+        "--disaggregation-bootstrap-port=12",
+        "--disaggregation-transfer-backend=mooncake",
+        "--page-size=1",
+    )
+    assert " ".join(router).endswith(
+        "--pd-disaggregation --prefill http://127.0.0.1:1 11 --prefill http://127.0.0.1:2 12"
+        " --decode http://127.0.0.1:3 --policy=random"
+    )
+    assert specs["decode-0"].env["OMP_NUM_THREADS"] == "1"
+
+
+def test_unified_is_one_worker_at_the_front_port() -> None:
+    config = ClusterConfig(unified=True, host="0.0.0.0")
+    (spec,) = plan_cluster(config, ports=Ports(front=8000, prefill=(), decode=()))
+    assert num_ports(config) == 0
+    assert spec.url == "http://127.0.0.1:8000" and "--host=0.0.0.0" in spec.argv and spec.role == "unified"
+
+
+def test_ports_are_dealt_out_once_each() -> None:
+    config = ClusterConfig(prefill=2, decode=3)
+    dealt = assign_ports(config, front=9, free=range(100, 100 + num_ports(config)))
+    assert dealt == Ports(front=9, prefill=((100, 102), (101, 103)), decode=(104, 105, 106))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (ClusterConfig(prefill=0), "--prefill: must be 1 to 64, got 0"),
+        (ClusterConfig(decode=65), "--decode: must be 1 to 64, got 65"),
+        (ClusterConfig(port=70000), "--port: must be 0 to 65535, got 70000"),
+        (ClusterConfig(start_timeout=0), "--start-timeout: must be greater than 0, got 0"),
+    ],
+)
+def test_values_that_cannot_be_honoured_are_named(config: ClusterConfig, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_cluster(config)
+
+
+def test_an_address_that_is_not_ours_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--port: cannot listen on 192\.0\.2\.1:80"):
+        require_free("192.0.2.1", 80, flag="--port")
+
+
+def test_free_ports_are_distinct() -> None:
+    assert len(set(free_ports(20))) == 20
+
+
+def test_guard_remembers_what_was_not_forgotten() -> None:
+    assert watch(io.StringIO("+10\n+11\n-10\njunk\n+x\n")) == {11}
+
+
+def test_a_percentage_in_the_log_fills_the_bar() -> None:
+    (line,) = render([Progress(name="decode-0", text="Loading weights:  50%|█████     | 4/8", elapsed_s=1.0)])
+    assert line.startswith("decode-0  [██████████░░░░░░░░░░]   1.0 s  Loading weights")
+    (done,) = render([Progress(name="decode-0", text="", elapsed_s=2.0, healthy_s=1.5)])
+    assert done.endswith("healthy after 1.5 s")
+
+
+def test_plain_display_says_each_thing_once() -> None:
+    out = io.StringIO()
+    display = PlainDisplay(out)
+    for healthy_s in (None, None, 1.0, 1.0):
+        display.update([Progress(name="w", text="", elapsed_s=0.0, healthy_s=healthy_s)])
+    assert out.getvalue() == "w: starting\nw: healthy after 1.0 s\n"
+
+
+MEMBERS = [
+    summary.Member(name="prefill-0", role="prefill", url="http://p", pid=5, info={"max_total_num_tokens": 12345}),
+    summary.Member(name="router", role="router", url="http://r", pid=6, info={}),
+]
+
+
+def test_ready_json_lists_workers_and_not_the_router() -> None:
+    assert json.loads(summary.ready_json(MEMBERS, front="http://r")) == {
+        "router": "http://r",
+        "workers": [{"role": "prefill", "url": "http://p", "pid": 5}],
+    }
+
+
+def test_summary_has_capacity_logs_and_a_curl_line_to_paste() -> None:
+    text = summary.summary_text(
+        MEMBERS, front="http://r", backend="nixl", log_dir=Path("/logs"), model="recall", shipped=True, auth=True
+    )
+    assert "KV 12,345 tokens" in text and "/logs" in text and "nixl" in text
+    assert "curl -s http://r/v1/chat/completions -H 'Authorization: Bearer KEY'" in text
+    assert '"content": "k17 v42 k03 v91 k17"' in text and "v42" in text
+
+
+def test_ready_file_is_written_whole(tmp_path: Path) -> None:
+    summary.write_ready_file(tmp_path / "ready.json", "{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["ready.json"]
