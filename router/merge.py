@@ -52,7 +52,8 @@ class Merger:
     def _merge_item(self, index: int, item: dict[str, Any]) -> None:
         if not 0 <= index < len(self._prefill):
             return
-        first, _ = index not in self._seen, self._seen.add(index)
+        first = index not in self._seen
+        self._seen.add(index)
         if self._api is Api.GENERATE:
             _merge_meta(_dict(self._prefill[index], "meta_info"), _dict(item, "meta_info"), first=first)
         elif first:
@@ -85,6 +86,9 @@ class SseMerger:
         whole = self._splitter.feed(chunk)
         return b"".join(self._event(line) for line in whole.splitlines(keepends=True)) if whole else b""
 
+    def rest(self) -> bytes:
+        return self._splitter.rest()
+
     def _event(self, line: bytes) -> bytes:
         if not line.startswith(b"data:"):
             return line
@@ -108,9 +112,7 @@ def _merge_completion(prefill: dict[str, Any], choice: dict[str, Any], *, num_ou
     answer holds the prompt already.
     """
     known = _dict(prefill, "logprobs")
-    columns = choice.get("logprobs")
-    if not isinstance(columns, dict):
-        columns = choice["logprobs"] = {}
+    columns = _dict(choice, "logprobs")
     own = columns.get("token_logprobs") or []
     num_known = len(known.get("token_logprobs") or [])
     num_prompt = max(0, num_known - num_outputs)
@@ -124,6 +126,7 @@ def _merge_completion(prefill: dict[str, Any], choice: dict[str, Any], *, num_ou
             own_part = [offset + shift for offset in own_part]
         if prompt_part or own_part:
             columns[name] = prompt_part + own_part
+    choice["logprobs"] = columns
 
 
 def _offset_shift(known: dict[str, Any], columns: dict[str, Any], *, at: int) -> int:
@@ -136,8 +139,7 @@ def _items(api: Api, answer: object) -> list[dict[str, Any]]:
     """The answers to each sample: objects of a native answer, choices of an OpenAI one."""
     if api is not Api.GENERATE:
         answer = answer.get("choices") if isinstance(answer, dict) else None
-        choices = [c for c in answer if isinstance(c, dict)] if isinstance(answer, list) else []
-        return choices
+        return [c for c in answer if isinstance(c, dict)] if isinstance(answer, list) else []
     return [item for item in (answer if isinstance(answer, list) else [answer]) if isinstance(item, dict)]
 
 

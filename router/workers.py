@@ -90,6 +90,10 @@ class Worker:
     foreign_tokens: int = 0
 
     @property
+    def url_host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    @property
     def load_tokens(self) -> int:
         """Tokens this router has in flight there, plus those the worker reports that came from elsewhere."""
         return self.inflight_tokens + self.foreign_tokens

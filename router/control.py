@@ -1,0 +1,232 @@
+"""Routes beside generation: health of the router, what is behind it, changes of the pool, calls to every worker."""
+
+import asyncio
+import time
+from dataclasses import asdict
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from router.config import RouterConfig, RouterConfigError, check_worker_url
+from router.dispatch import no_worker_message
+from router.errors import error_response
+from router.health import HealthMonitor, worker_headers
+from router.metrics import RouterMetrics
+from router.workers import Health, Role, Worker, WorkerTable, missing_roles
+
+FAN_OUT_TIMEOUT_S = 30.0
+
+_ROLE_WORDS = {"regular": "unified", "null": "unified"}  # SGLang's router calls a unified worker regular
+
+
+class Control:
+    """Handlers; owns nothing."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        table: WorkerTable,
+        monitor: HealthMonitor,
+        session: aiohttp.ClientSession,
+        metrics: RouterMetrics,
+        roles: tuple[Role, ...],
+    ) -> None:
+        self._config = config
+        self._table = table
+        self._monitor = monitor
+        self._session = session
+        self._metrics = metrics
+        self._roles = roles
+        self._draining = False
+
+    def drain(self) -> None:
+        """From now on the router says that it is not ready, so that no new client comes."""
+        self._draining = True
+
+    def routes(self) -> list[web.RouteDef]:
+        """All routes of this module."""
+        return [
+            web.get("/liveness", self.liveness),
+            web.get("/health", self.readiness),
+            web.get("/readiness", self.readiness),
+            web.get("/health_generate", self.health_generate),
+            web.get("/v1/models", self.proxy),
+            web.get("/v1/models/{model}", self.proxy),
+            web.get("/get_model_info", self.proxy),
+            web.get("/model_info", self.proxy),
+            web.get("/get_server_info", self.server_info),
+            web.get("/server_info", self.server_info),
+            web.get("/workers", self.list_workers),
+            web.post("/workers", self.add_worker),
+            web.delete("/workers", self.remove_worker),
+            web.get("/get_loads", self.get_loads),
+            web.get("/flush_cache", self.flush_cache),
+            web.post("/flush_cache", self.flush_cache),
+            web.post("/abort_request", self.abort_request),
+            web.get("/metrics", self.get_metrics),
+        ]
+
+    async def liveness(self, request: web.Request) -> web.Response:
+        """The process runs."""
+        return _json({"status": "alive"})
+
+    async def readiness(self, request: web.Request) -> web.Response:
+        """200 if a request would find its workers, else 503 naming the role that is missing."""
+        workers = self._table.workers()
+        missing = missing_roles(self._table, self._roles)
+        if self._draining:
+            return error_response(503, "the router is shutting down", code="draining")
+        if missing:
+            return error_response(503, no_worker_message(self._table, missing), code="no_worker")
+        healthy = sum(w.health is Health.UP for w in workers)
+        return _json({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
+
+    async def health_generate(self, request: web.Request) -> web.Response:
+        """A real token through every worker."""
+        return await self._fan_out("GET", "/health_generate")
+
+    async def proxy(self, request: web.Request) -> web.Response:
+        """The answer of a worker that speaks for all: the first one that is up, decode before prefill."""
+        for role in reversed(self._roles):
+            for worker in self._table.alive(role):
+                answer = await self._call(worker, "GET", request.path)
+                if answer.status:
+                    return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
+        missing = missing_roles(self._table, self._roles) or list(self._roles)
+        return error_response(503, no_worker_message(self._table, missing), code="no_worker")
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        """The router's own settings and its workers with their load."""
+        return _json(
+            {
+                "router_manager": True,
+                "pd_disaggregation": self._config.pd_disaggregation,
+                "policy": self._config.policy,
+                "workers": [describe(w) for w in self._table.workers()],
+            }
+        )
+
+    async def list_workers(self, request: web.Request) -> web.Response:
+        workers = [describe(w) for w in self._table.workers()]
+        return _json({"workers": workers, "total": len(workers)})
+
+    async def add_worker(self, request: web.Request) -> web.Response:
+        """{"url", "role": prefill|decode|unified, "bootstrap_port"}: it gets requests after its first good check."""
+        asked = await _read_object(request)
+        role = self._asked_role(asked)
+        port = asked.get("bootstrap_port")
+        if port is not None and not (isinstance(port, int) and 0 < port < 65536):
+            return error_response(400, f"bootstrap_port: must be 1 to 65535, got {port!r}", param="bootstrap_port")
+        if not isinstance(role, Role):
+            return role
+        url = _asked_url(asked)
+        if isinstance(url, web.Response):
+            return url
+        worker = self._table.add(url, role=role, bootstrap_port=port, now_s=time.monotonic())
+        self._monitor.watch(worker)
+        return _json(describe(worker), status=201)
+
+    async def remove_worker(self, request: web.Request) -> web.Response:
+        """{"url"} (or ?url=): no new request goes there; those that run go on."""
+        asked: dict[str, Any] = dict(request.query) or await _read_object(request)
+        url = _asked_url(asked)
+        if isinstance(url, web.Response):
+            return url
+        worker = self._table.remove(url)
+        await self._monitor.unwatch(worker)
+        return _json(describe(worker))
+
+    async def get_loads(self, request: web.Request) -> web.Response:
+        """What `least_load` compares, and what each worker last reported."""
+        return _json({"workers": [describe(w) for w in self._table.workers()]})
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        return await self._fan_out("POST", "/flush_cache")
+
+    async def abort_request(self, request: web.Request) -> web.Response:
+        """Passed to every worker: only they know request ids."""
+        return await self._fan_out("POST", "/abort_request", await request.read())
+
+    async def get_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    def _asked_role(self, asked: dict[str, Any]) -> Role | web.Response:
+        word = asked.get("role", asked.get("worker_type", self._roles[0].value if len(self._roles) == 1 else None))
+        word = _ROLE_WORDS.get(word, word) if isinstance(word, str) else word
+        if word in [role.value for role in self._roles]:
+            return Role(word)
+        return error_response(400, f"role: must be one of {', '.join(self._roles)}, got {word!r}", param="role")
+
+    async def _fan_out(self, method: str, path: str, body: bytes = b"") -> web.Response:
+        """Call every worker that is not down; the worst status of all, with each one's answer."""
+        workers = [w for w in self._table.workers() if w.health is Health.UP]
+        answers = await asyncio.gather(*(self._call(w, method, path, body) for w in workers))
+        status = max((a.status or 502 for a in answers), default=503)
+        results = [
+            {"url": w.url, "role": w.role.value, "status": a.status, "answer": a.body.decode(errors="replace")}
+            for w, a in zip(workers, answers, strict=True)
+        ]
+        return _json({"success": status == 200, "workers": results}, status=status)
+
+    async def _call(self, worker: Worker, method: str, path: str, body: bytes = b"") -> "_Called":
+        headers = {**worker_headers(self._config), **({"Content-Type": "application/json"} if body else {})}
+        timeout = aiohttp.ClientTimeout(total=FAN_OUT_TIMEOUT_S)
+        try:
+            async with self._session.request(
+                method, worker.url + path, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                content_type = {"Content-Type": response.headers.get("Content-Type", "application/json")}
+                return _Called(response.status, await response.read(), content_type)
+        except (aiohttp.ClientError, OSError, TimeoutError) as err:
+            return _Called(0, (str(err) or type(err).__name__).encode(), {})
+
+
+class _Called(msgspec.Struct, frozen=True):
+    """A worker's answer; status 0: none came, and `body` says why."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+
+def describe(worker: Worker) -> dict[str, Any]:
+    """A worker for people and programs."""
+    return {
+        "id": worker.worker_id,
+        "url": worker.url,
+        "role": worker.role.value,
+        "is_healthy": worker.health is Health.UP,
+        "health": worker.health.value,
+        "last_error": worker.last_error,
+        "bootstrap_host": worker.bootstrap_host if worker.role is Role.PREFILL else None,
+        "bootstrap_port": worker.bootstrap_port,
+        "load": worker.load_tokens,
+        "inflight_requests": worker.inflight_requests,
+        "inflight_tokens": worker.inflight_tokens,
+        "assigned_total": worker.assigned_total,
+        "report": None if worker.report is None else asdict(worker.report),
+    }
+
+
+def _asked_url(asked: dict[str, Any]) -> str | web.Response:
+    url = asked.get("url")
+    try:
+        check_worker_url("url", url if isinstance(url, str) else "")
+    except RouterConfigError as err:
+        return error_response(400, str(err), param="url")
+    return str(url)
+
+
+async def _read_object(request: web.Request) -> dict[str, Any]:
+    """The body as a JSON object; 400 else."""
+    try:
+        return msgspec.json.decode(await request.read(), type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as err:
+        raise web.HTTPBadRequest(text=f"the body is not a JSON object: {err}") from None
+
+
+def _json(value: object, *, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,277 @@
+"""Serves one generation request: picks workers, sends the legs, retries, answers. Owns rooms and leases while it runs.
+
+A request may move to other workers only while nothing was sent to the client. Every way out of here releases what was
+taken: rooms, leases, tasks and connections.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from router.config import RouterConfig
+from router.errors import error_kind, error_response
+from router.legs import Answer, Call, LegError, Legs
+from router.merge import Merger, SseMerger
+from router.metrics import RouterMetrics
+from router.policies import Policy, pick
+from router.race import Race
+from router.relay import StreamBroken, end_with_event, relay_stream
+from router.rewrite import Api, ParsedBody, parse_body, write_bodies
+from router.rooms import RoomMinter
+from router.sse import error_event
+from router.workers import Lease, Role, Worker, WorkerTable, missing_roles
+
+log = logging.getLogger(__name__)
+
+MAX_BACKOFF_S = 1.0
+RETRY_AFTER_S = "1"  # told to clients when no worker is there
+
+_PASSED_HEADERS = ("authorization", "traceparent", "tracestate")
+_ANSWER_HEADERS = ("Content-Type", "Retry-After")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a dispatcher works with; each is owned by the server that built it."""
+
+    config: RouterConfig
+    table: WorkerTable
+    rooms: RoomMinter
+    policy: Policy
+    legs: Legs
+    metrics: RouterMetrics
+    on_unreachable: Callable[[LegError], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Exchange:
+    """One client's request while it is served."""
+
+    request: web.Request
+    request_id: str
+    parsed: ParsedBody
+    body: bytes
+    call: Call
+    started_s: float
+    tried: set[int] = field(default_factory=set)
+
+
+class Dispatcher:
+    """Answers POST /v1/chat/completions, /v1/completions and /generate."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        pd = parts.config.pd_disaggregation
+        self._tails: set[asyncio.Task[bytes]] = set()
+        self.roles = (Role.PREFILL, Role.DECODE) if pd else (Role.UNIFIED,)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """The handler. `BadBody` for a body that cannot be routed."""
+        started_s = time.monotonic()
+        body = await request.read()
+        request_id: str = request["request_id"]
+        exchange = _Exchange(
+            request=request,
+            request_id=request_id,
+            parsed=parse_body(Api(request.path), body),
+            body=body,
+            call=Call(request.path, self._headers(request, request_id)),
+            started_s=started_s,
+        )
+        return await self._serve(exchange)
+
+    async def close(self) -> None:
+        """End what prefill legs still run after their clients were served."""
+        for task in self._tails:
+            task.cancel()
+        await asyncio.gather(*self._tails, return_exceptions=True)
+
+    async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
+        """Attempts until one answers, fails for good, or none is left."""
+        config = self._parts.config
+        for attempt in range(config.retry_max + 1):
+            workers = self._pick(exchange.tried)
+            if workers is None:
+                return self._no_worker()
+            try:
+                return await self._attempt(exchange, workers)
+            except LegError as failure:
+                self._note(exchange, failure)
+                if not failure.retryable or attempt == config.retry_max:
+                    return _failure_response(failure)
+                self._parts.metrics.retries.labels(failure.reason).inc()
+            await asyncio.sleep(backoff_s(attempt, base_s=config.retry_backoff_s))
+        raise AssertionError("the last attempt returns")
+
+    async def _attempt(self, exchange: _Exchange, workers: tuple[Worker, ...]) -> web.StreamResponse:
+        if len(workers) == 2:
+            return await self._attempt_pair(exchange, prefill=workers[0], decode=workers[1])
+        return await self._attempt_single(exchange, workers[0])
+
+    async def _attempt_single(self, exchange: _Exchange, worker: Worker) -> web.StreamResponse:
+        lease = self._charge(worker, exchange.parsed)
+        answer = None
+        try:
+            answer = await self._parts.legs.open(worker, exchange.call, exchange.body)
+            return await self._answer(exchange, answer, merger=None, race=None)
+        finally:
+            self._parts.table.release(lease)
+            if answer is not None:
+                answer.response.close() if not answer.response.content.is_eof() else answer.response.release()
+
+    async def _attempt_pair(self, exchange: _Exchange, *, prefill: Worker, decode: Worker) -> web.StreamResponse:
+        parts, parsed = self._parts, exchange.parsed
+        rooms = parts.rooms.mint(parsed.num_samples)
+        prefill_body, decode_body = write_bodies(
+            parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms
+        )
+        prefill_lease, decode_lease = self._charge(prefill, parsed), self._charge(decode, parsed)
+        race = Race(
+            asyncio.create_task(parts.legs.fetch(prefill, exchange.call, prefill_body)),
+            asyncio.create_task(parts.legs.open(decode, exchange.call, decode_body)),
+        )
+        try:
+            answer = await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
+            parts.table.release(prefill_lease)  # its tokens are computed: decode would not have begun
+            merger = Merger(parsed.api, race.prefill.result()) if parsed.wants_input_logprobs else None
+            response = await self._answer(exchange, answer, merger=merger, race=race)
+            race.finish()
+            return response
+        finally:
+            await race.close()
+            parts.table.release(prefill_lease)
+            parts.table.release(decode_lease)
+            self._tails.add(race.prefill)
+            _when_done(race.prefill, self._tails.discard, lambda _: parts.rooms.release(rooms))
+
+    async def _answer(
+        self, exchange: _Exchange, answer: Answer, *, merger: Merger | None, race: Race | None
+    ) -> web.StreamResponse:
+        """Give the client a worker's answer, whole or as a stream."""
+        headers = _answer_headers(answer.response.headers)
+        if not answer.streaming:
+            self._first_byte(exchange)
+            body = merger.merge_answer(answer.first) if merger else answer.first
+            return web.Response(status=answer.response.status, body=body, headers=headers)
+        headers["X-Request-Id"] = exchange.request_id
+        headers["Cache-Control"] = "no-cache"
+        if race is not None:
+            race.watch_prefill()
+        try:
+            out = await relay_stream(
+                exchange.request,
+                answer,
+                headers=headers,
+                merger=SseMerger(merger) if merger else None,
+                on_first_byte=lambda: self._first_byte(exchange),
+            )
+        except StreamBroken as broken:
+            return await self._end_broken(broken, answer.worker, race)
+        if race is not None and race.refused is not None:
+            return await self._end_broken(StreamBroken(out, race.refused), answer.worker, race)
+        await out.write_eof()
+        return out
+
+    async def _end_broken(self, broken: StreamBroken, worker: Worker, race: Race | None) -> web.StreamResponse:
+        """Say in the stream what happened; both legs end."""
+        failure = race.refused if race is not None and race.refused is not None else None
+        failure = failure or LegError(worker, reason="lost", detail=f"the stream broke off: {broken}")
+        log.warning("%s", failure)
+        self._count_error(failure)
+        if failure.reason == "lost":
+            self._parts.on_unreachable(failure)
+        if race is not None:
+            await race.close()
+        return await end_with_event(broken.out, _failure_event(failure))
+
+    def _pick(self, tried: set[int]) -> tuple[Worker, ...] | None:
+        """One worker of each role, least loaded (or as the policy says) among those not tried yet."""
+        parts = self._parts
+        chosen = [pick(parts.policy, parts.table.alive(role), avoid=tried) for role in self.roles]
+        return tuple(w for w in chosen if w is not None) if None not in chosen else None
+
+    def _charge(self, worker: Worker, parsed: ParsedBody) -> Lease:
+        """Prefill holds the prompts; the others also the answers that will grow there."""
+        output = 0 if worker.role is Role.PREFILL else parsed.output_tokens
+        return self._parts.table.charge(worker, parsed.prompt_tokens + output)
+
+    def _note(self, exchange: _Exchange, failure: LegError) -> None:
+        exchange.tried.add(failure.worker.worker_id)
+        self._count_error(failure)
+        if failure.reason in ("refused", "lost"):
+            log.warning("%s", failure)
+            self._parts.on_unreachable(failure)
+
+    def _count_error(self, failure: LegError) -> None:
+        reason = f"http_{failure.status}" if failure.reason == "status" else failure.reason
+        self._parts.metrics.errors.labels(reason, failure.worker.role.value).inc()
+
+    def _no_worker(self) -> web.Response:
+        """503 that names what is missing."""
+        missing = missing_roles(self._parts.table, self.roles)
+        self._parts.metrics.errors.labels("no_worker", ",".join(missing)).inc()
+        return error_response(
+            503, no_worker_message(self._parts.table, missing), code="no_worker", headers={"Retry-After": RETRY_AFTER_S}
+        )
+
+    def _first_byte(self, exchange: _Exchange) -> None:
+        self._parts.metrics.ttfb_s.labels(exchange.call.path).observe(time.monotonic() - exchange.started_s)
+
+    def _headers(self, request: web.Request, request_id: str) -> dict[str, str]:
+        """What workers get of the client's headers."""
+        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        for name in _PASSED_HEADERS:
+            value = request.headers.get(name)
+            if value is not None:
+                headers[name] = value
+        if self._parts.config.worker_api_key is not None:
+            headers["authorization"] = f"Bearer {self._parts.config.worker_api_key}"
+        return headers
+
+
+def no_worker_message(table: WorkerTable, missing: list[Role]) -> str:
+    """Which role is missing, and what is known of its workers."""
+    role = missing[0]
+    known = table.workers(role)
+    why = "; ".join(f"{w.url}: {w.last_error or w.health.value}" for w in known[:4]) or "none was given"
+    return f"no {' and no '.join(missing)} worker is alive ({why})"
+
+
+def backoff_s(attempt: int, *, base_s: float) -> float:
+    """Pause after failed attempt 0, 1, 2...: none, base, 2 * base..., at most `MAX_BACKOFF_S`."""
+    return 0.0 if attempt == 0 else min(MAX_BACKOFF_S, base_s * 2 ** (attempt - 1))
+
+
+def _failure_response(failure: LegError) -> web.Response:
+    """A worker's own error as it is; else what happened to the connection."""
+    if failure.reason == "status":
+        headers = _answer_headers(failure.headers)
+        return web.Response(status=failure.status, body=failure.body, headers=headers)
+    status = 504 if failure.reason == "timeout" else 502
+    return error_response(status, str(failure), code=f"worker_{failure.reason}")
+
+
+def _failure_event(failure: LegError) -> bytes:
+    status = failure.status or 502
+    message = failure.body.decode(errors="replace")[:2000] if failure.body else str(failure)
+    return error_event(message, kind=error_kind(status), code=status)
+
+
+def _answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: headers[name] for name in _ANSWER_HEADERS if name in headers}
+
+
+def _when_done(task: "asyncio.Task[bytes]", *acts: Callable[["asyncio.Task[bytes]"], None]) -> None:
+    """Call `acts` once `task` has ended, and look at its exception, which by then interests no one."""
+
+    def on_done(done: "asyncio.Task[bytes]") -> None:
+        if not done.cancelled():
+            done.exception()
+        for act in acts:
+            act(done)
+
+    on_done(task) if task.done() else task.add_done_callback(on_done)

@@ -1,0 +1,161 @@
+"""Asks workers how they are: health, load, bootstrap address. One task a worker, so that a slow one delays no other.
+
+Owns those tasks; what the answers mean is decided by the worker table.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from router.config import RouterConfig
+from router.legs import LegError
+from router.reports import parse_bootstrap, parse_load, parse_mode
+from router.workers import Check, Health, Role, Worker, WorkerTable
+
+log = logging.getLogger(__name__)
+
+BOOTSTRAP_REFRESH_S = 10.0
+_LOAD_PATHS = ("/get_load", "/v1/loads")
+_INFO_PATHS = ("/server_info", "/get_server_info")
+_EXPECTED_MODE = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.UNIFIED: "null"}
+MAX_ANSWER_BYTES = 4 << 20
+
+
+class HealthMonitor:
+    """Watches every worker of `table` that was given to `watch`."""
+
+    def __init__(self, *, config: RouterConfig, table: WorkerTable, session: aiohttp.ClientSession) -> None:
+        self._config = config
+        self._table = table
+        self._session = session
+        self._watches: dict[int, _Watch] = {}
+
+    def watch(self, worker: Worker) -> None:
+        """Start to check `worker`, now and then every interval."""
+        watch = _Watch(worker)
+        watch.task = asyncio.create_task(self._run(watch), name=f"health {worker.url}")
+        self._watches[worker.worker_id] = watch
+
+    async def unwatch(self, worker: Worker) -> None:
+        watch = self._watches.pop(worker.worker_id, None)
+        if watch is not None and watch.task is not None:
+            watch.task.cancel()
+            await asyncio.gather(watch.task, return_exceptions=True)
+
+    async def first_round(self) -> None:
+        """Until each worker was checked once."""
+        await asyncio.gather(*(watch.checked.wait() for watch in self._watches.values()))
+
+    async def close(self) -> None:
+        for watch in list(self._watches.values()):
+            await self.unwatch(watch.worker)
+
+    def on_unreachable(self, failure: LegError) -> None:
+        """A request could not reach its worker: where nothing listens it leaves the pool now; else it is checked now."""
+        worker = failure.worker
+        if failure.reason == "refused":
+            self._tell(worker, Check.REFUSED, str(failure))
+        watch = self._watches.get(worker.worker_id)
+        if watch is not None:
+            watch.wake.set()
+
+    async def _run(self, watch: "_Watch") -> None:
+        while True:
+            watch.wake.clear()
+            await self._check(watch)
+            watch.checked.set()
+            try:
+                await asyncio.wait_for(watch.wake.wait(), self._config.health_check_interval_s)
+            except TimeoutError:
+                continue
+
+    async def _check(self, watch: "_Watch") -> None:
+        """One round: health, then what else is due. A worker comes up with its bootstrap address known."""
+        worker = watch.worker
+        result, error = await self._ask_health(worker)
+        now_s = time.monotonic()
+        if result is Check.OK and (worker.health is not Health.UP or now_s >= watch.info_due_s):
+            error = await self._read_info(worker) or ""
+            result = Check.FAILED if error else Check.OK
+            watch.info_due_s = now_s + BOOTSTRAP_REFRESH_S
+        self._tell(worker, result, error)
+        if worker.health is Health.UP and self._config.load_poll_interval_s > 0 and now_s >= watch.load_due_s:
+            watch.load_due_s = now_s + self._config.load_poll_interval_s
+            self._table.on_report(worker, parse_load(await self._first_json(worker, _LOAD_PATHS)))
+
+    def _tell(self, worker: Worker, result: Check, error: str) -> None:
+        if self._table.on_check(worker, result, now_s=time.monotonic(), error=error):
+            level = logging.INFO if worker.health is Health.UP else logging.WARNING
+            log.log(level, "%s worker %s is %s %s", worker.role, worker.url, worker.health, error)
+
+    async def _ask_health(self, worker: Worker) -> tuple[Check, str]:
+        try:
+            status, _ = await self._get(worker, "/health")
+        except aiohttp.ClientConnectorError as err:
+            return Check.REFUSED, str(err)
+        except (aiohttp.ClientError, OSError, TimeoutError) as err:
+            return Check.FAILED, f"/health: {str(err) or type(err).__name__}"
+        return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")
+
+    async def _read_info(self, worker: Worker) -> str | None:
+        """Read role and bootstrap address; returns what is wrong. Workers that say nothing of themselves are fine."""
+        info = await self._first_json(worker, _INFO_PATHS)
+        mode, expected = parse_mode(info), _EXPECTED_MODE[worker.role]
+        if mode is not None and mode != expected:
+            return f"runs with --disaggregation-mode {mode}, but was given as a {worker.role} worker"
+        if worker.role is Role.PREFILL and worker.given_bootstrap_port is None:
+            host, port = parse_bootstrap(info, url_host=worker.url_host)
+            self._table.on_bootstrap(worker, host=host, port=port)
+        return None
+
+    async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> Any:
+        """The first of `paths` that answers JSON; None if none does."""
+        for path in paths:
+            try:
+                status, body = await self._get(worker, path)
+                if status == 200:
+                    return msgspec.json.decode(body)
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
+                continue
+        return None
+
+    async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=self._config.health_check_timeout_s)
+        async with self._session.get(
+            worker.url + path, timeout=timeout, headers=worker_headers(self._config), allow_redirects=False
+        ) as response:
+            return response.status, await _read_bounded(response)
+
+
+class _Watch:
+    """What the task of one worker remembers."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.task: asyncio.Task[None] | None = None
+        self.wake = asyncio.Event()
+        self.checked = asyncio.Event()
+        self.load_due_s = 0.0
+        self.info_due_s = 0.0
+
+
+def worker_headers(config: RouterConfig) -> dict[str, str]:
+    """The key for the router's own calls to workers."""
+    key = config.worker_api_key or config.api_key
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
+    """The whole body; a `ClientPayloadError` if it is longer than any honest answer."""
+    parts: list[bytes] = []
+    size = 0
+    async for chunk in response.content.iter_any():
+        size += len(chunk)
+        if size > MAX_ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+        parts.append(chunk)
+    return b"".join(parts)

@@ -1,0 +1,66 @@
+"""The router's Prometheus metrics, in a registry of their own. Owns counters; reads the worker table when scraped."""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from router.workers import Health, Worker, WorkerTable
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class RouterMetrics:
+    """What happened to requests; `exposition()` is the text of /metrics."""
+
+    def __init__(self, table: WorkerTable) -> None:
+        self._registry = CollectorRegistry()
+        registry = self._registry
+        self.requests = Counter(
+            "tandem_router_requests",
+            "Requests answered, by path and HTTP status",
+            ["path", "status"],
+            registry=registry,
+        )
+        self.errors = Counter(
+            "tandem_router_errors", "Failures seen while serving requests", ["reason", "role"], registry=registry
+        )
+        self.retries = Counter("tandem_router_retries", "Attempts after the first one", ["reason"], registry=registry)
+        self.inflight = Gauge("tandem_router_inflight_requests", "Requests being served", registry=registry)
+        self.ttfb_s = Histogram(
+            "tandem_router_ttfb_seconds",
+            "From a request's arrival to the first byte of its answer",
+            ["path"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.duration_s = Histogram(
+            "tandem_router_request_duration_seconds",
+            "From a request's arrival to the end of its answer",
+            ["path"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._registry.register(_WorkerCollector(table))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _WorkerCollector(Collector):
+    def __init__(self, table: WorkerTable) -> None:
+        self._table = table
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        yield self._family("worker_up", "1: the worker gets requests", lambda w: w.health is Health.UP)
+        yield self._family("worker_inflight_requests", "Requests this router has there", lambda w: w.inflight_requests)
+        yield self._family("worker_inflight_tokens", "Tokens this router has there", lambda w: w.inflight_tokens)
+        yield self._family("worker_load_tokens", "Tokens that least_load compares", lambda w: w.load_tokens)
+        yield self._family("worker_assigned", "Requests it was given so far", lambda w: w.assigned_total)
+
+    def _family(self, name: str, text: str, value: Callable[[Worker], float]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"tandem_router_{name}", text, labels=["url", "role"])
+        for worker in self._table.workers():
+            family.add_metric([worker.url, worker.role.value], float(value(worker)))
+        return family

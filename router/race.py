@@ -1,0 +1,75 @@
+"""Both legs of one request as tasks: the first failure ends both, the decode worker's answer wins.
+
+Knows tasks and leg errors; not bodies, workers' load or the client.
+"""
+
+import asyncio
+
+from router.legs import Answer, LegError
+
+TAIL_S = 30.0  # how long prefill may finish its own answer after the client has all of decode's
+
+
+class Race:
+    """A prefill and a decode leg, running. `close()` must be called, whatever happened."""
+
+    def __init__(self, prefill: "asyncio.Task[bytes]", decode: "asyncio.Task[Answer]") -> None:
+        self.prefill = prefill
+        self._decode = decode
+        self._answer: Answer | None = None
+        self._finished = False
+        self.refused: LegError | None = None
+
+    async def answer(self, *, wait_for_prefill: bool) -> Answer:
+        """Decode's answer as soon as it begins (and, if asked, prefill has ended too). `LegError` of the leg that failed."""
+        pending: set[asyncio.Task[bytes] | asyncio.Task[Answer]] = {self.prefill, self._decode}
+        while True:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            failures = [err for task in done if (err := task.exception()) is not None]
+            if failures:
+                raise min(failures, key=_is_retryable)
+            if self._decode.done() and not (wait_for_prefill and pending):
+                self._answer = self._decode.result()
+                return self._answer
+
+    def watch_prefill(self) -> None:
+        """From here on bytes go to the client. If prefill now *refuses* the request, decode's answer is cut (`refused`).
+
+        A prefill connection that merely breaks is no reason: decode may have all it needs, and its own protocol
+        with the prefill worker knows whether it has.
+        """
+        self.prefill.add_done_callback(self._on_prefill_done)
+
+    def _on_prefill_done(self, task: "asyncio.Task[bytes]") -> None:
+        err = None if task.cancelled() else task.exception()
+        if isinstance(err, LegError) and err.reason == "status" and not self._finished and self._answer is not None:
+            self.refused = err
+            self._answer.response.close()
+
+    def finish(self) -> None:
+        """The client has the whole answer: prefill may end its own in peace, for a while."""
+        self._finished = True
+        if not self.prefill.done():
+            self.prefill.get_loop().call_later(TAIL_S, self.prefill.cancel)
+
+    async def close(self) -> None:
+        """After `finish()` nothing is left to do; before it, cancel what still runs, and wait until it has ended."""
+        if self._finished:
+            return
+        self.prefill.cancel()
+        self._decode.cancel()
+        if (
+            self._answer is None
+            and self._decode.done()
+            and not self._decode.cancelled()
+            and not self._decode.exception()
+        ):
+            self._answer = self._decode.result()
+        if self._answer is not None:
+            self._answer.response.close()
+        await asyncio.gather(self.prefill, self._decode, return_exceptions=True)
+
+
+def _is_retryable(err: BaseException) -> bool:
+    """Of two failures at once the final one (a bad request) says more than one another worker might not have."""
+    return isinstance(err, LegError) and err.retryable

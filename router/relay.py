@@ -1,0 +1,64 @@
+"""Passes a worker's event stream to the client, chunk by chunk as it comes. Knows nothing of workers or retries."""
+
+from collections.abc import Callable, Mapping
+
+import aiohttp
+from aiohttp import web
+
+from router.legs import Answer
+from router.merge import SseMerger
+from router.sse import SseSplitter
+
+
+class StreamBroken(Exception):
+    """The worker's stream ended early, after bytes went to the client. `out` takes one more event, then ends."""
+
+    def __init__(self, out: web.StreamResponse, cause: BaseException) -> None:
+        super().__init__(str(cause) or type(cause).__name__)
+        self.out = out
+
+
+class _CoalescedResponse(web.StreamResponse):
+    """Headers leave with the first bytes: one packet, so that no client waits for a delayed ACK in between."""
+
+    _send_headers_immediately = False
+
+
+async def relay_stream(
+    request: web.Request,
+    answer: Answer,
+    *,
+    headers: Mapping[str, str],
+    merger: SseMerger | None,
+    on_first_byte: Callable[[], None],
+) -> web.StreamResponse:
+    """Send `answer` to the client until it ends; the caller ends the response (`write_eof`).
+
+    `StreamBroken` if the worker broke off; the client's own connection errors pass.
+    """
+    out = _CoalescedResponse(status=answer.response.status, headers=headers)
+    await out.prepare(request)
+    splitter = SseSplitter()
+    feed = merger.feed if merger else splitter.feed
+    read = answer.response.content.readany
+    chunk = answer.first
+    on_first_byte()
+    while chunk:
+        events = feed(chunk)
+        if events:
+            await out.write(events)
+        try:
+            chunk = await read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as err:
+            raise StreamBroken(out, err) from None
+    rest = merger.rest() if merger else splitter.rest()
+    if rest:
+        await out.write(rest)
+    return out
+
+
+async def end_with_event(out: web.StreamResponse, event: bytes) -> web.StreamResponse:
+    """The last event of a stream that broke; no [DONE] follows, so that no client takes it for a good end."""
+    await out.write(event)
+    await out.write_eof()
+    return out

@@ -1,0 +1,174 @@
+"""Puts the router together and runs it. The only place that builds its parts, listens, and handles signals."""
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import uvloop
+from aiohttp import web
+
+from router.config import RouterConfig, RouterConfigError, check_config
+from router.control import Control
+from router.dispatch import Dispatcher, Parts
+from router.guard import make_guard
+from router.health import HealthMonitor
+from router.legs import Legs, open_session
+from router.metrics import RouterMetrics
+from router.policies import make_policy
+from router.rewrite import Api
+from router.rooms import RoomMinter
+from router.workers import Role, Thresholds, WorkerTable
+
+log = logging.getLogger(__name__)
+
+
+class RunningRouter:
+    """A router that listens at `url`; its state, for tests and for the launcher."""
+
+    def __init__(self, *, url: str, table: WorkerTable, rooms: RoomMinter) -> None:
+        self.url = url
+        self.table = table
+        self.rooms = rooms
+
+
+async def run_router(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
+    """Run until SIGTERM or SIGINT, or until cancelled. `on_ready(url)` is called once the router listens.
+
+    `RouterConfigError` for a flag that cannot be honoured, a taken port included. It listens even when no worker is
+    alive yet: requests are then answered 503, and /readiness says what is missing.
+    """
+    stop = asyncio.Event()
+    async with start_router(config) as router:
+        with _signals(stop):
+            if config.ready_file is not None:
+                _write_ready_file(Path(config.ready_file), router.url)
+            if on_ready is not None:
+                on_ready(router.url)
+            await stop.wait()
+
+
+def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
+    """`run_router` on an event loop of its own (uvloop)."""
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    uvloop.run(run_router(config, on_ready=on_ready))
+
+
+@asynccontextmanager
+async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
+    """A listening router; leaving the block drains and stops it."""
+    check_config(config)
+    table = _table(config)
+    rooms = RoomMinter(secrets.randbits)
+    metrics = RouterMetrics(table)
+    async with open_session(
+        connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s
+    ) as session:
+        monitor = HealthMonitor(config=config, table=table, session=session)
+        dispatcher = Dispatcher(
+            Parts(
+                config=config,
+                table=table,
+                rooms=rooms,
+                policy=make_policy(config.policy, draw=secrets.randbelow),
+                legs=Legs(session),
+                metrics=metrics,
+                on_unreachable=monitor.on_unreachable,
+            )
+        )
+        control = Control(
+            config=config, table=table, monitor=monitor, session=session, metrics=metrics, roles=dispatcher.roles
+        )
+        runner = web.AppRunner(
+            _app(config, dispatcher=dispatcher, control=control, metrics=metrics),
+            access_log=None,
+            handler_cancellation=True,  # a client that goes away ends both legs at once
+            shutdown_timeout=config.shutdown_timeout_s,
+        )
+        await runner.setup()
+        try:
+            port = await _listen(runner, config)
+            for worker in table.workers():
+                monitor.watch(worker)
+            await monitor.first_round()
+            yield RunningRouter(url=f"http://{_url_host(config.host)}:{port}", table=table, rooms=rooms)
+        finally:
+            control.drain()
+            await runner.cleanup()
+            await dispatcher.close()
+            await monitor.close()
+
+
+def _app(config: RouterConfig, *, dispatcher: Dispatcher, control: Control, metrics: RouterMetrics) -> web.Application:
+    guard = make_guard(api_key=config.api_key, metrics=metrics)
+    app = web.Application(middlewares=[guard], client_max_size=config.max_body_bytes)
+    app.add_routes([web.post(api.value, dispatcher.handle) for api in Api])
+    app.add_routes([web.put(Api.GENERATE.value, dispatcher.handle), *control.routes()])
+    return app
+
+
+def _table(config: RouterConfig) -> WorkerTable:
+    table = WorkerTable(Thresholds(failure=config.health_failure_threshold, success=config.health_success_threshold))
+    now_s = time.monotonic()
+    try:
+        for url, port in config.prefill:
+            table.add(url, role=Role.PREFILL, bootstrap_port=port, now_s=now_s)
+        for url in config.decode:
+            table.add(url, role=Role.DECODE, now_s=now_s)
+        for url in config.worker_urls:
+            table.add(url, role=Role.UNIFIED, now_s=now_s)
+    except ValueError as err:
+        raise RouterConfigError(f"--prefill/--decode/--worker-urls: {err}; name each worker once") from None
+    return table
+
+
+async def _listen(runner: web.AppRunner, config: RouterConfig) -> int:
+    """Bind; the port that was taken (config.port may be 0)."""
+    site = web.TCPSite(runner, config.host, config.port)
+    try:
+        await site.start()
+    except OSError as err:
+        raise RouterConfigError(_listen_message(config, err)) from None
+    return int(runner.addresses[0][1])
+
+
+def _listen_message(config: RouterConfig, err: OSError) -> str:
+    if err.errno == errno.EADDRINUSE:
+        return f"--port: {config.host}:{config.port} is taken; choose another --port (0: a free one)"
+    return f"--host/--port: cannot listen on {config.host}:{config.port}: {err.strerror or err}"
+
+
+def _url_host(host: str) -> str:
+    """How a client on this machine reaches us."""
+    if host in ("", "0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _write_ready_file(path: Path, url: str) -> None:
+    """Written whole or not at all: a reader may poll for it."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps({"router": url}))
+    partial.replace(path)
+
+
+@contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """While inside, SIGTERM and SIGINT set `stop` (where this thread may handle signals)."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.remove_signal_handler(number)
