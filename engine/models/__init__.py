@@ -1,1 +1,1 @@
-"""models."""
+"""Model families, the registry of them, and the reading of checkpoints."""

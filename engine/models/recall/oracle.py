@@ -11,6 +11,7 @@ prompt. Whoever loses, swaps or reuses a KV page wrongly changes the answer. In 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from engine.models.recall import vocab
 
@@ -57,7 +58,7 @@ def _check_prompt(ids: Sequence[int]) -> None:
 
 def _followers(ids: Sequence[int]) -> dict[int, set[int]]:
     followers: dict[int, set[int]] = {}
-    for token, after in zip(ids, ids[1:], strict=False):
+    for token, after in pairwise(ids):
         followers.setdefault(token, set()).add(after)
     return followers
 

@@ -1,0 +1,51 @@
+"""Rotary position embedding. Su et al. 2021, "RoFormer"; the half-split layout of Hugging Face checkpoints.
+
+Pair i of a head is dims (i, i + D/2), turned by position * inverse_frequency[i].
+"""
+
+import math
+
+import torch
+
+from engine.model_config import Llama3Scaling, ModelConfig
+
+
+class Rope:
+    """A table of cos and sin for every position of the context, in the model's dtype.
+
+    Memory: max_position_embeddings * 2 * head_dim elements.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        frequencies = inverse_frequencies(config)
+        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+        angles = torch.outer(positions, frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        # sin carries the sign of the half it is added to, so that apply() is three operations
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+        self._table = table.to(dtype=dtype, device=device).unsqueeze(2)
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, signed sin), each [T, 1, D], for `positions` [T] i64; once a step, for all layers."""
+        rows = self._table.index_select(0, positions)
+        return rows[:, 0], rows[:, 1]
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn every head of `x` [T, H, D] by its token's angles; a new tensor."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+    """[head_dim / 2] fp32: radians per token of each pair."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    return frequencies if config.rope_scaling is None else _llama3(frequencies, config.rope_scaling)
+
+
+def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Source: Llama 3.1's model card and transformers.modeling_rope_utils."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the original context
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)

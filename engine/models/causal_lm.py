@@ -1,0 +1,28 @@
+"""What the executor needs of a model. It runs any family through this and nothing else."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.models.cache_spec import CacheSpec
+
+# (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]. It writes k and v into the KV pool, then attends
+# with scale D ** -0.5. q and k come with their positions turned in; the three may be views of one tensor.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class CausalLM(Protocol):
+    """A decoder-only model. T tokens of any number of requests are one flat batch: only `attend` tells them apart."""
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """What each layer wants remembered, in layer order."""
+        ...
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [T, hidden] after the final norm, for `input_ids` and `positions` [T] i64 on the device."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocab] float32 for `hidden` [n, hidden], rows of what `forward` gave."""
+        ...

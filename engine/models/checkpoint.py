@@ -1,0 +1,144 @@
+"""Reading the tensors of a Hugging Face checkpoint: safetensors, one file or shards, memory-mapped.
+
+Owns which tensors there are and which of them the model took. Must not know what they mean. Never unpickles anything.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from engine.config import ConfigError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Buffers that old exporters wrote beside the weights; they follow from the config.
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
+
+
+class Checkpoint:
+    """The tensors of `model_path`, each taken once, in `dtype` on `device`. Use as a context manager.
+
+    `progress`: a bar over the tensors (never where stderr is not a terminal). Raises `ConfigError` naming tensor and
+    file for what is missing, broken, of another shape, or not a float type.
+    """
+
+    def __init__(self, model_path: str, *, dtype: str, device: str, progress: bool) -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(f"--dtype {dtype}: not supported; supported: {', '.join(DTYPES)}")
+        self.dtype_name = dtype
+        self.dtype = DTYPES[dtype]
+        self.device = torch.device(device)
+        self._folder = Path(model_path)
+        self._files: dict[Path, Any] = {}
+        self._file_of = _tensor_files(self._folder, self._files)
+        self._left = {name for name in self._file_of if not _DERIVED.match(name)}
+        self._bar = tqdm(
+            total=len(self._left), desc="Loading weights", unit="tensor", disable=None if progress else True
+        )
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+        self._files.clear()
+
+    def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Tensor `name`, which must have `shape`: a new contiguous tensor (no view of the file)."""
+        return self.take_rows([name], [shape[0]], shape[1:])
+
+    def take_rows(self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int]) -> torch.Tensor:
+        """[sum(rows), *rest]: the tensors `names`, of shapes [rows[i], *rest], one below the other."""
+        sources = [self._read(name, [count, *rest]) for name, count in zip(names, rows, strict=True)]
+        merged = torch.empty([sum(rows), *rest], dtype=self.dtype, device=self.device)
+        for part, source in zip(torch.split(merged, list(rows)), sources, strict=True):
+            part.copy_(source)
+            self._bar.update()
+        return merged
+
+    def ignore(self, name: str) -> None:
+        """`name` may be in the files and is not needed."""
+        self._left.discard(name)
+
+    def check_all_taken(self) -> None:
+        """Raise `ConfigError` if a tensor is left that the model does not know."""
+        if self._left:
+            name = min(self._left)
+            more = f" (and {len(self._left) - 1} more)" if len(self._left) > 1 else ""
+            raise ConfigError(
+                f"{self._file_of[name]}: tensor {name}{more} is not part of the model that config.json describes; "
+                "check that both belong together"
+            )
+
+    def _read(self, name: str, shape: list[int]) -> torch.Tensor:
+        file = self._file_of.get(name)
+        if file is None:
+            raise ConfigError(f"{self._folder}: tensor {name} is in no *.safetensors file; download the files again")
+        try:
+            tensor: torch.Tensor = self._files[file].get_tensor(name)
+        except (SafetensorError, AttributeError, RuntimeError) as error:
+            raise ConfigError(f"{file}: tensor {name} cannot be read: {error}; download the file again") from None
+        if list(tensor.shape) != shape:
+            raise ConfigError(
+                f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {shape}; "
+                "check that both belong together"
+            )
+        if tensor.dtype not in DTYPES.values():
+            raise ConfigError(
+                f"{file}: tensor {name} is {str(tensor.dtype).removeprefix('torch.')}; "
+                f"supported: {', '.join(DTYPES)} (no quantized checkpoints)"
+            )
+        self._left.discard(name)
+        return tensor
+
+
+def _tensor_files(folder: Path, files: dict[Path, Any]) -> dict[str, Path]:
+    """Tensor name -> file; every file is opened into `files`."""
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.is_file():
+        files[single] = _open(single)
+        return dict.fromkeys(files[single].keys(), single)
+    if not index.is_file():
+        raise ConfigError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors checkpoints can be read")
+    file_of = {name: folder / file for name, file in _weight_map(index).items()}
+    for file in sorted(set(file_of.values())):
+        files[file] = _open(file)
+    for name, file in file_of.items():
+        if name not in files[file].keys():  # noqa: SIM118 (not a mapping)
+            raise ConfigError(
+                f"{file}: tensor {name} is missing, though {INDEX_FILE} lists it; download the file again"
+            )
+    return file_of
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ConfigError(f"{index}: is not a safetensors index with a weight_map; download the file again") from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index}: weight_map must be an object of tensor names; download the file again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ConfigError(f"{index}: weight_map: {name}: {file!r} is not a file name in this directory")
+    return weight_map
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: missing, though {INDEX_FILE} lists it; download the file again") from None
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: is not a readable safetensors file ({error}); download it again") from None

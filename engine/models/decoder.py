@@ -1,0 +1,105 @@
+"""The dense decoder that Llama, Mistral, Qwen2 and Qwen3 share; they differ in biases and in the norm on q and k.
+
+Knows tensors and tensor names. Must not know pages, requests or batches: attention is the caller's `attend`.
+"""
+
+import torch
+
+from engine.layers.gated_mlp import GatedMLP
+from engine.layers.linear import Linear
+from engine.layers.norm import RMSNorm
+from engine.layers.rope import Rope, apply_rope
+from engine.model_config import ModelConfig
+from engine.models.cache_spec import CacheSpec, FullAttentionSpec
+from engine.models.causal_lm import Attend
+from engine.models.checkpoint import Checkpoint
+
+_Turn = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin of this step's positions
+
+
+class DenseDecoder:
+    """Pre-norm attention and gated MLP, `num_layers` times. Implements `CausalLM`."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
+        self._spec = FullAttentionSpec(
+            num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=checkpoint.dtype_name
+        )
+        table = [config.vocab_size, config.hidden_size]
+        self._embedding = checkpoint.take("model.embed_tokens.weight", table)
+        self._layers = [_Layer(config, checkpoint, index=index) for index in range(config.num_layers)]
+        self._norm = RMSNorm(checkpoint.take("model.norm.weight", [config.hidden_size]), eps=config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self._head = Linear(self._embedding if tied else checkpoint.take("lm_head.weight", table))
+        if tied:
+            checkpoint.ignore("lm_head.weight")  # some exporters write the tied copy too
+        self._rope = Rope(config, dtype=checkpoint.dtype, device=checkpoint.device)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return [self._spec] * len(self._layers)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        x = self._embedding.index_select(0, input_ids)
+        turn = self._rope.at(positions)
+        for layer in self._layers:
+            x = layer(x, turn, attend)
+        return self._norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(hidden).float()
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, *, index: int) -> None:
+        prefix = f"model.layers.{index}."
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self._attention_norm = RMSNorm(checkpoint.take(f"{prefix}input_layernorm.weight", [hidden]), eps=eps)
+        self._attention = _Attention(config, checkpoint, index=index)
+        self._mlp_norm = RMSNorm(checkpoint.take(f"{prefix}post_attention_layernorm.weight", [hidden]), eps=eps)
+        self._mlp = _mlp(config, checkpoint, prefix=f"{prefix}mlp.")
+
+    def __call__(self, x: torch.Tensor, turn: _Turn, attend: Attend) -> torch.Tensor:
+        x = x + self._attention(self._attention_norm(x), turn, attend)
+        return x + self._mlp(self._mlp_norm(x))
+
+
+class _Attention:
+    """q, k and v come from one matrix; q and k are normed and turned as one tensor, since every operation counts."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, *, index: int) -> None:
+        prefix = f"model.layers.{index}.self_attn."
+        heads, kv_heads, dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
+        rows = [heads * dim, kv_heads * dim, kv_heads * dim]
+        names = [f"{prefix}{name}_proj" for name in "qkv"]
+        weight = checkpoint.take_rows([f"{name}.weight" for name in names], rows, [hidden])
+        bias = checkpoint.take_rows([f"{name}.bias" for name in names], rows, []) if config.attention_bias else None
+        self._index = index
+        self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
+        self._qkv = Linear(weight, bias)
+        out_bias = checkpoint.take(f"{prefix}o_proj.bias", [hidden]) if config.attention_out_bias else None
+        self._out = Linear(checkpoint.take(f"{prefix}o_proj.weight", [hidden, heads * dim]), out_bias)
+        self._norm = _qk_norm(config, checkpoint, prefix=prefix) if config.qk_norm else None
+
+    def __call__(self, x: torch.Tensor, turn: _Turn, attend: Attend) -> torch.Tensor:
+        heads, kv_heads = self._heads, self._kv_heads
+        qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, self._dim)
+        qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
+        qk = apply_rope(qk if self._norm is None else self._norm(qk), *turn)
+        q, k = torch.split(qk, [heads, kv_heads], dim=1)
+        return self._out(attend(self._index, q, k, v))
+
+
+def _qk_norm(config: ModelConfig, checkpoint: Checkpoint, *, prefix: str) -> RMSNorm:
+    q = checkpoint.take(f"{prefix}q_norm.weight", [config.head_dim])
+    k = checkpoint.take(f"{prefix}k_norm.weight", [config.head_dim])
+    weight = torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))
+    return RMSNorm(weight, eps=config.rms_norm_eps)
+
+
+def _mlp(config: ModelConfig, checkpoint: Checkpoint, *, prefix: str) -> GatedMLP:
+    hidden, size = config.hidden_size, config.intermediate_size
+    names = [f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"]
+    return GatedMLP(
+        gate_up=Linear(checkpoint.take_rows(names, [size, size], [hidden])),
+        down=Linear(checkpoint.take(f"{prefix}down_proj.weight", [hidden, size])),
+        intermediate_size=size,
+    )
