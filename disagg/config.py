@@ -10,17 +10,29 @@ class DisaggConfig:
     """Role of this worker and how KV is handed over."""
 
     disaggregation_mode: str = flag("null", "role of this worker", choices=("null", "prefill", "decode"))
-    disaggregation_transfer_backend: str = flag("nixl", "engine that moves the KV cache", choices=("nixl", "mooncake", "fake"))
+    disaggregation_transfer_backend: str = flag(
+        "nixl", "engine that moves the KV cache", choices=("nixl", "mooncake", "fake")
+    )
     disaggregation_bootstrap_port: int = flag(8998, "port of the bootstrap server (prefill); 0: a free one")
-    disaggregation_bootstrap_server: str | None = flag(None, "HOST:PORT of a bootstrap server on its own (`tandem bootstrap`); default: one inside the prefill worker")
-    disaggregation_control_host: str | None = flag(None, "address the control plane binds and tells its peers; default: --host")
+    disaggregation_bootstrap_server: str | None = flag(
+        None, "HOST:PORT of a bootstrap server on its own (`tandem bootstrap`); default: one inside the prefill worker"
+    )
+    disaggregation_control_host: str | None = flag(
+        None, "address the control plane binds and tells its peers; default: --host"
+    )
     disaggregation_bootstrap_timeout: float = flag(300.0, "seconds prefill waits for decode's page indices")
     disaggregation_prealloc_timeout: float = flag(300.0, "seconds decode waits for memory for a request")
-    disaggregation_waiting_timeout: float = flag(300.0, "seconds decode waits for the first KV after it sent its indices")
+    disaggregation_waiting_timeout: float = flag(
+        300.0, "seconds decode waits for the first KV after it sent its indices"
+    )
     disaggregation_transfer_timeout: float = flag(120.0, "seconds without progress before a running transfer fails")
-    disaggregation_handshake_timeout: float = flag(10.0, "seconds for the bootstrap look-up and the handshake with a peer")
+    disaggregation_handshake_timeout: float = flag(
+        10.0, "seconds for the bootstrap look-up and the handshake with a peer"
+    )
     disaggregation_heartbeat_interval: float = flag(1.0, "seconds between heartbeats of connected peers")
     disaggregation_heartbeat_max_failures: int = flag(3, "missed heartbeats before a peer is declared dead")
-    disaggregation_drain_timeout: float = flag(30.0, "seconds to wait for a peer's abort acknowledgement before its session is fenced")
+    disaggregation_drain_timeout: float = flag(
+        30.0, "seconds to wait for a peer's abort acknowledgement before its session is fenced"
+    )
     fake_transfer_delay_ms: float = flag(0.0, "fake backend: time a transfer takes")
     fake_transfer_failure_rate: float = flag(0.0, "fake backend: share of transfers that fail")

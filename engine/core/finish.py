@@ -1,6 +1,6 @@
 """When a request ends: all checks, in one place, in one order.
 
-    1 already finished   2 marked to end (abort)   3 length   4 stop token or EOS   5 NaN logits   6 stop string
+1 already finished   2 marked to end (abort)   3 length   4 stop token or EOS   5 NaN logits   6 stop string
 """
 
 from collections.abc import Callable, Sequence

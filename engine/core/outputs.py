@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from engine.core.plan import ItemResult
 from engine.core.request import Request
 from engine.messages import FinishReason, TokenLogprob, TokenOutput
 
@@ -10,12 +11,12 @@ from engine.messages import FinishReason, TokenLogprob, TokenOutput
 class StepEffects:
     """What the outside does after a step: send `outputs`, hand finished chunks over (`progressed`), take the requests
 
-    whose prefill is complete (`prefilled`, each with the output to send once its KV has been handed over).
+    whose prefill is complete (`prefilled`, each with what it drew and the output to send once its KV is handed over).
     """
 
     outputs: list[TokenOutput] = field(default_factory=list)
     progressed: list[Request] = field(default_factory=list)
-    prefilled: list[tuple[Request, TokenOutput]] = field(default_factory=list)
+    prefilled: list[tuple[Request, TokenOutput, ItemResult]] = field(default_factory=list)
 
 
 def output_of(request: Request, new_ids: list[int]) -> TokenOutput:

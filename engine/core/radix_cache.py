@@ -138,11 +138,11 @@ class RadixCache:
         """(child, pages of its key that agree) along the path, ending at the first partial one."""
         size, node, at = self._page_size, self._root, 0
         while child := node.children.get(tuple(tokens[at : at + size])):
-            shared = self._shared_pages(child.key, tokens, at)
-            yield child, shared
-            if shared < len(child.pages):
+            shared, whole, end = self._shared_pages(child.key, tokens, at), len(child.pages), at + len(child.key)
+            yield child, shared  # the caller may split `child`
+            if shared < whole:
                 return
-            node, at = child, at + len(child.key)
+            node, at = child, end
 
     def _shared_pages(self, key: tuple[int, ...], tokens: Sequence[int], at: int) -> int:
         """How many leading pages of `key` equal tokens[at:]; slices compare in C, halving finds the first difference."""

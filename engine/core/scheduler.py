@@ -108,6 +108,9 @@ class Scheduler:
         self.counters.aborted += 1
         return output_of(request, [])
 
+    def keeps(self, request: Request) -> bool:
+        return request in self._kept
+
     def release(self, request: Request) -> None:
         """The role is done with a kept request: nobody outside reads or writes its pages any more."""
         self._kept.remove(request)
@@ -267,7 +270,7 @@ class Scheduler:
         output = self._commit_draw(request, result)
         if request.prefill_only:
             self._closes.append(self.table.close(request))  # its pages are still read, its row is not
-            effects.prefilled.append((request, output))
+            effects.prefilled.append((request, output, result))
         else:
             effects.outputs.append(output)
 

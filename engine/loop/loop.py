@@ -28,9 +28,9 @@ from engine.messages import (
     StateReply,
     ToDetokenizer,
     ToFrontend,
-    ToScheduler,
     TokenBatch,
     TokenOutput,
+    ToScheduler,
 )
 
 log = logging.getLogger(__name__)

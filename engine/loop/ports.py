@@ -24,7 +24,7 @@ class ZmqPorts:
         return self._inbox.recv_all_nowait()
 
     def wait(self, timeout_s: float) -> None:
-        for source, _ in self._poller.poll(timeout_s * 1000):
+        for source, _ in self._poller.poll(int(timeout_s * 1000)):
             if source == self._attention:
                 os.eventfd_read(self._attention)
 

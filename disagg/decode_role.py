@@ -1,0 +1,226 @@
+"""The decode role: a request gets pages, its KV lands in them, and it joins the running batch without a forward.
+
+    add -> PREALLOC --handshake done, memory--> TRANSFER --Success--> running (the scheduler's)
+               \\________ Failed, abort, timeout: answered at once _______/
+                                     |
+                          pages a peer may still write: quarantined until the receiver is drained
+
+It is told poll states and the time; sockets and threads are the manager's.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from disagg.metadata import MetadataBuffers, MetadataCorrupt
+from engine.core.outputs import StepEffects, refusal, refused
+from engine.core.request import Request
+from engine.core.scheduler import ABORTED, Scheduler
+from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput
+from transfer_backends.contract import KVReceiver
+from transfer_backends.kvpoll import KVPoll, RoomInUse
+
+log = logging.getLogger(__name__)
+
+
+class Stage(Enum):
+    PREALLOC = "prealloc"
+    TRANSFER = "transfer"
+
+
+class Receivers(Protocol):
+    """The part of the decode manager that the role uses."""
+
+    counters: dict[str, int]
+
+    def receiver(self, room: int, *, bootstrap: str, fake: bool = False) -> KVReceiver: ...
+
+    def check(self) -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """`moves_bytes`: the metadata row will be real (a fake transfer moves none)."""
+
+    request: Request
+    receiver: KVReceiver
+    room: int
+    moves_bytes: bool
+    stage: Stage = Stage.PREALLOC
+    row: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Quarantine:
+    """Memory of an ended request that a peer may still write."""
+
+    receiver: KVReceiver
+    pages: list[int]
+    row: int | None
+
+
+class DecodeRole:
+    name = "decode"
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        manager: Receivers,
+        metadata: MetadataBuffers,
+        moves_bytes: bool,
+        prealloc_timeout_s: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._manager = manager
+        self._metadata = metadata
+        self._moves_bytes = moves_bytes
+        self._prealloc_timeout_s = prealloc_timeout_s
+        self._entries: dict[str, Entry] = {}
+        self._quarantined: list[Quarantine] = []
+        self._counters: Counter[str] = Counter()
+
+    def add(self, request: Request, now_s: float) -> list[TokenOutput]:
+        bootstrap = request.bootstrap
+        if bootstrap is None:
+            return [refused(request, refusal("bootstrap_room: a decode worker needs one", status=400))]
+        if error := self._scheduler.refusal(request):
+            return [refused(request, error)]
+        fake = bootstrap.host == FAKE_BOOTSTRAP_HOST
+        try:
+            receiver = self._manager.receiver(bootstrap.room, bootstrap=f"{bootstrap.host}:{bootstrap.port}", fake=fake)
+        except (RoomInUse, ValueError) as error:
+            return [refused(request, refusal(f"bootstrap_room: {error}", status=409))]
+        if request.logprobs is not None:  # the prompt's are known to prefill alone; the router merges
+            request.logprobs = LogprobOptions(start_len=-1, top_num=request.logprobs.top_num)
+        assert self._scheduler.adopt(request) is None
+        self._entries[request.rid] = Entry(request, receiver, bootstrap.room, self._moves_bytes and not fake)
+        return []
+
+    def abort(self, rid: str, now_s: float) -> list[TokenOutput]:
+        entry = self._entries.get(rid)
+        if entry is None:
+            return self._scheduler.abort(rid)
+        return self._end(entry, ABORTED)
+
+    def poll(self, now_s: float) -> list[TokenOutput]:
+        outputs: list[TokenOutput] = []
+        self._end_quarantines()
+        room_left = True
+        for entry in list(self._entries.values()):
+            state = entry.receiver.poll()
+            if state is KVPoll.Failed:
+                outputs += self._fail(entry)
+            elif entry.stage is Stage.TRANSFER and state is KVPoll.Success:
+                outputs += self._start(entry)
+            elif entry.stage is Stage.PREALLOC:
+                if state is KVPoll.WaitingForInput and room_left:
+                    room_left = self._preallocate(entry)  # first come, first served: nobody overtakes
+                if entry.stage is Stage.PREALLOC:
+                    outputs += self._expire(entry, now_s)
+        return outputs
+
+    def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
+        return effects.outputs
+
+    # ---- moves
+
+    def _preallocate(self, entry: Entry) -> bool:
+        """Pages for the whole prompt and a metadata row, told to prefill; False when there is no room now."""
+        row = self._metadata.allocate()
+        if row is None:
+            return False
+        if not self._scheduler.reserve(entry.request):
+            self._metadata.free(row)
+            return False
+        entry.row, entry.stage = row, Stage.TRANSFER
+        entry.receiver.provide(entry.request.pages, row)
+        return True
+
+    def _expire(self, entry: Entry, now_s: float) -> list[TokenOutput]:
+        if now_s - entry.request.arrived_s <= self._prealloc_timeout_s:
+            return []
+        self._counters["prealloc_timeouts"] += 1
+        waited = f"no KV memory within {self._prealloc_timeout_s:g} s (--disaggregation-prealloc-timeout)"
+        return self._end(entry, FinishReason(kind="abort", message=waited, status=503))
+
+    def _start(self, entry: Entry) -> list[TokenOutput]:
+        """KV and metadata of all ranks have landed."""
+        assert entry.row is not None
+        try:
+            first = self._metadata.read(entry.row, room=entry.room if entry.moves_bytes else None)
+        except MetadataCorrupt as error:
+            self._counters["metadata_corrupt"] += 1
+            return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {error}", status=500))
+        self._metadata.free(entry.row)
+        entry.receiver.close()
+        del self._entries[entry.request.rid]
+        return self._scheduler.start_decoding(entry.request, first.result, cached_tokens=first.cached_tokens)
+
+    def _fail(self, entry: Entry) -> list[TokenOutput]:
+        self._counters["bootstrap_failed" if entry.stage is Stage.PREALLOC else "transfer_failed"] += 1
+        reason = entry.receiver.failure() or "the transfer failed"
+        log.warning("decode %s (room %d) failed: %s", entry.request.rid, entry.room, reason)
+        return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=500))
+
+    def _end(self, entry: Entry, reason: FinishReason) -> list[TokenOutput]:
+        """Answer with `reason` now; memory goes back at once, or through quarantine."""
+        entry.receiver.abort(reason.message)
+        output = self._scheduler.end_kept(entry.request, reason)
+        del self._entries[entry.request.rid]
+        if entry.receiver.drained():
+            self._scheduler.release(entry.request)
+            self._close(entry.receiver, entry.row)
+        else:
+            pages = self._scheduler.release_to_quarantine(entry.request)
+            self._quarantined.append(Quarantine(entry.receiver, pages, entry.row))
+        return [output]
+
+    def _end_quarantines(self) -> None:
+        drained = [q for q in self._quarantined if q.receiver.drained()]
+        if not drained:
+            return
+        self._quarantined = [q for q in self._quarantined if q not in drained]
+        for q in drained:
+            self._scheduler.memory.allocator.end_quarantine(q.pages)
+            self._close(q.receiver, q.row)
+
+    def _close(self, receiver: KVReceiver, row: int | None) -> None:
+        if row is not None:
+            self._metadata.free(row)
+        receiver.close()
+
+    # ---- self-knowledge
+
+    def waits_for_outside(self) -> bool:
+        return bool(self._entries or self._quarantined)
+
+    def queues(self) -> dict[str, int]:
+        count = Counter(entry.stage for entry in self._entries.values())
+        return {
+            "prealloc": count[Stage.PREALLOC],
+            "transfer": count[Stage.TRANSFER],
+            "quarantined": len(self._quarantined),
+        }
+
+    def counters(self) -> dict[str, float]:
+        return {**self._manager.counters, **self._counters}
+
+    def check(self) -> list[str]:
+        owned = sum(e.row is not None for e in self._entries.values()) + sum(
+            q.row is not None for q in self._quarantined
+        )
+        used, wrong = self._metadata.num_used, []
+        if owned != used:
+            wrong.append(f"{used} metadata rows used, {owned} owned")
+        quarantined = sum(len(q.pages) for q in self._quarantined)
+        if quarantined != self._scheduler.memory.allocator.counts()["quarantined"]:
+            wrong.append(f"{quarantined} pages in quarantine by the role, the allocator counts otherwise")
+        return wrong + self._metadata.check() + self._manager.check()
+
+    def close(self) -> None:
+        self._manager.close()

@@ -1,0 +1,105 @@
+"""Metadata (aux) buffers: one fixed row for each transfer, written by the same engine as the KV, after it.
+
+A row carries what decode needs besides KV: the first token, its logprobs, what prefill found cached. `room` comes last
+and vouches for the row: a row that says another room was never written, or written by somebody else.
+
+    first_token  bad  cached_tokens  has_logprob  logprob  top_num  top_values[MAX_TOP]  top_ids[MAX_TOP]  room
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.core.plan import ItemResult
+from engine.messages import TokenLogprob
+from transfer_backends.contract import Region
+
+MAX_TOP = 128
+
+ROW = np.dtype(
+    {
+        "names": [
+            "first_token",
+            "bad",
+            "cached_tokens",
+            "has_logprob",
+            "top_num",
+            "logprob",
+            "top_values",
+            "top_ids",
+            "room",
+        ],
+        "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<f8", ("<f8", MAX_TOP), ("<i8", MAX_TOP), "<u8"],
+        "offsets": [0, 8, 16, 24, 32, 40, 64, 64 + 8 * MAX_TOP, 64 + 16 * MAX_TOP],
+        "itemsize": 64 + 16 * MAX_TOP + 64,
+    }
+)
+
+
+class MetadataCorrupt(Exception):
+    """A landed row is not the row of this room."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What a row says."""
+
+    result: ItemResult
+    cached_tokens: int
+
+
+class MetadataBuffers:
+    """`num_rows` rows in host memory, with the free ones known. Row 0.. are `Region` items."""
+
+    def __init__(self, num_rows: int) -> None:
+        assert num_rows >= 1
+        self._rows = np.zeros(num_rows, dtype=ROW)
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def region(self) -> Region:
+        return Region(base_ptr=int(self._rows.ctypes.data), num_items=len(self._rows), item_bytes=ROW.itemsize)
+
+    @property
+    def num_used(self) -> int:
+        return len(self._rows) - len(self._free)
+
+    def allocate(self) -> int | None:
+        """A zeroed row, or None when all are in use."""
+        if not self._free:
+            return None
+        row = self._free.pop()
+        self._rows[row] = np.zeros((), dtype=ROW)
+        return row
+
+    def free(self, row: int) -> None:
+        assert row not in self._free, f"metadata row {row} freed twice"
+        self._free.append(row)
+
+    def write(self, row: int, *, room: int, first: FirstToken) -> None:
+        entry, result = self._rows[row], first.result
+        entry["first_token"] = -1 if result.token is None else result.token
+        entry["bad"], entry["cached_tokens"] = result.bad, first.cached_tokens
+        entry["has_logprob"] = result.logprob is not None
+        if result.logprob is not None:
+            top = result.logprob.top[:MAX_TOP]
+            entry["logprob"], entry["top_num"] = result.logprob.logprob, len(top)
+            entry["top_values"][: len(top)] = [value for value, _ in top]
+            entry["top_ids"][: len(top)] = [token for _, token in top]
+        entry["room"] = room
+
+    def read(self, row: int, *, room: int | None) -> FirstToken:
+        """`room=None`: do not ask for a voucher (a fake transfer moves no bytes). Raises MetadataCorrupt."""
+        entry = self._rows[row]
+        if room is not None and int(entry["room"]) != room:
+            raise MetadataCorrupt(f"metadata row says room {int(entry['room'])}, expected {room}")
+        token, top_num = int(entry["first_token"]), int(entry["top_num"])
+        top = list(zip(entry["top_values"][:top_num].tolist(), entry["top_ids"][:top_num].tolist(), strict=True))
+        logprob = TokenLogprob(float(entry["logprob"]), token, top) if entry["has_logprob"] else None
+        return FirstToken(
+            ItemResult(token=None if token < 0 else token, logprob=logprob, bad=bool(entry["bad"])),
+            int(entry["cached_tokens"]),
+        )
+
+    def check(self) -> list[str]:
+        return [] if len(set(self._free)) == len(self._free) else ["a metadata row is free twice"]

@@ -1,0 +1,216 @@
+"""The prefill role: a request waits for decode's page indices, is computed, and is handed over chunk by chunk.
+
+    add -> BOOTSTRAP --indices here--> SCHEDULED --last chunk sent--> INFLIGHT --Success--> ENDING -> gone
+               \\__________ Failed, abort, timeout: answered at once ___________/              (memory back)
+
+An entry stays until its sender says that nobody reads its pages any more. It is told poll states and the time; sockets
+and threads are the manager's.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from disagg.metadata import FirstToken, MetadataBuffers
+from engine.core.outputs import StepEffects, output_of, refusal, refused
+from engine.core.plan import ItemResult
+from engine.core.request import Request
+from engine.core.scheduler import ABORTED, Scheduler
+from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
+from transfer_backends.contract import KVSender
+from transfer_backends.kvpoll import KVPoll, RoomInUse
+
+log = logging.getLogger(__name__)
+
+
+class Stage(Enum):
+    BOOTSTRAP = "bootstrap"
+    SCHEDULED = "scheduled"
+    INFLIGHT = "inflight"
+    ENDING = "ending"
+
+
+class Senders(Protocol):
+    """The part of the prefill manager that the role uses."""
+
+    counters: dict[str, int]
+
+    def sender(self, room: int, *, fake: bool = False) -> KVSender: ...
+
+    def check(self) -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """`answer`: the output to send once decode has everything. `sent_pages`: of the request's row."""
+
+    request: Request
+    sender: KVSender
+    room: int
+    stage: Stage = Stage.BOOTSTRAP
+    sent_pages: int = 0
+    row: int | None = None
+    answer: TokenOutput | None = None
+
+
+class PrefillRole:
+    name = "prefill"
+
+    def __init__(self, *, scheduler: Scheduler, manager: Senders, metadata: MetadataBuffers) -> None:
+        self._scheduler = scheduler
+        self._manager = manager
+        self._metadata = metadata
+        self._entries: dict[str, Entry] = {}
+        self._computed: list[tuple[Entry, TokenOutput, ItemResult]] = []  # waiting for a metadata row
+        self._counters: Counter[str] = Counter()
+
+    def add(self, request: Request, now_s: float) -> list[TokenOutput]:
+        if request.bootstrap is None:
+            return [refused(request, refusal("bootstrap_room: a prefill worker needs one", status=400))]
+        if error := self._scheduler.refusal(request):
+            return [refused(request, error)]
+        if request.rid in self._entries:
+            return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
+        try:
+            sender = self._manager.sender(request.bootstrap.room, fake=request.bootstrap.host == FAKE_BOOTSTRAP_HOST)
+        except (RoomInUse, ValueError) as error:
+            return [refused(request, refusal(f"bootstrap_room: {error}", status=409))]
+        self._entries[request.rid] = Entry(request, sender, request.bootstrap.room)
+        return []
+
+    def abort(self, rid: str, now_s: float) -> list[TokenOutput]:
+        entry = self._entries.get(rid)
+        if entry is None or entry.stage is Stage.ENDING:
+            return []
+        entry.sender.abort(ABORTED.message)
+        return self._end(entry, ABORTED)
+
+    def poll(self, now_s: float) -> list[TokenOutput]:
+        outputs: list[TokenOutput] = []
+        for entry in list(self._entries.values()):
+            state = entry.sender.poll()
+            if entry.stage is Stage.ENDING:
+                self._forget_when_released(entry)
+            elif state is KVPoll.Failed:
+                outputs += self._fail(entry)
+            elif entry.stage is Stage.BOOTSTRAP and state is not KVPoll.Bootstrapping:
+                outputs += self._schedule(entry)
+            elif entry.stage is Stage.INFLIGHT and state is KVPoll.Success:
+                outputs += self._succeed(entry)
+        self._hand_over_computed()
+        return outputs
+
+    def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
+        for request in effects.progressed:
+            self._send_whole_pages(self._entries[request.rid])
+        for request, output, first in effects.prefilled:
+            self._computed.append((self._entries[request.rid], output, first))
+        self._hand_over_computed()
+        return effects.outputs
+
+    # ---- moves
+
+    def _schedule(self, entry: Entry) -> list[TokenOutput]:
+        """Decode has told its pages: the request may compute."""
+        need = self._scheduler.memory.allocator.pages_for(len(entry.request.input_ids))
+        if entry.sender.num_pages not in (None, need):
+            entry.sender.abort(f"decode gave {entry.sender.num_pages} pages, the prompt needs {need}")
+            return self._fail(entry)
+        entry.stage = Stage.SCHEDULED
+        outputs = self._scheduler.add(entry.request)
+        if outputs:  # the queue filled up meanwhile
+            entry.sender.abort(outputs[0].finish.message if outputs[0].finish else "refused")
+            entry.stage = Stage.ENDING
+        return outputs
+
+    def _send_whole_pages(self, entry: Entry) -> None:
+        """What is computed and will not change: every whole page. The last, partial page goes with the last chunk."""
+        whole = entry.request.computed_len // self._scheduler.memory.allocator.page_size
+        complete = entry.request.computed_len >= len(entry.request.input_ids)
+        if entry.stage is Stage.SCHEDULED and not complete and whole > entry.sent_pages:
+            entry.sender.send(entry.request.pages[entry.sent_pages : whole], dst_start=entry.sent_pages, last=False)
+            entry.sent_pages = whole
+
+    def _hand_over_computed(self) -> None:
+        """Last chunk and metadata row, in order of completion; without a free row they wait."""
+        while self._computed:
+            entry, output, first = self._computed[0]
+            if entry.stage is Stage.SCHEDULED:
+                entry.row = self._metadata.allocate()
+                if entry.row is None:
+                    return
+                self._send_last(entry, output, first)
+            self._computed.pop(0)
+
+    def _send_last(self, entry: Entry, output: TokenOutput, first: ItemResult) -> None:
+        assert entry.row is not None
+        said = FirstToken(first, cached_tokens=entry.request.cached_tokens)
+        self._metadata.write(entry.row, room=entry.room, first=said)
+        rest = entry.request.pages[entry.sent_pages :]
+        entry.sender.send(rest, dst_start=entry.sent_pages, last=True, aux_idx=entry.row)
+        entry.sent_pages += len(rest)
+        entry.answer, entry.stage = output, Stage.INFLIGHT
+
+    def _succeed(self, entry: Entry) -> list[TokenOutput]:
+        assert entry.answer is not None
+        entry.stage = Stage.ENDING
+        self._forget_when_released(entry)
+        return [entry.answer]
+
+    def _fail(self, entry: Entry) -> list[TokenOutput]:
+        self._counters["bootstrap_failed" if entry.stage is Stage.BOOTSTRAP else "transfer_failed"] += 1
+        reason = entry.sender.failure() or "the transfer failed"
+        log.warning("prefill %s (room %d) failed: %s", entry.request.rid, entry.room, reason)
+        return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=500))
+
+    def _end(self, entry: Entry, reason: FinishReason) -> list[TokenOutput]:
+        """Answer with `reason` now; memory goes when nobody reads it any more."""
+        request, stage = entry.request, entry.stage
+        entry.stage = Stage.ENDING
+        if stage is Stage.BOOTSTRAP:
+            outputs = [refused(request, reason)]
+        elif request.finish is None and (outputs := self._scheduler.abort(request.rid, reason)):
+            pass
+        elif request.finish is None:  # its last chunk is being computed
+            outputs = [self._scheduler.end_kept(request, reason)]
+        else:  # computed: the answer was held back for this
+            request.finish = reason
+            outputs = [output_of(request, [])]
+        self._forget_when_released(entry)
+        return outputs
+
+    def _forget_when_released(self, entry: Entry) -> None:
+        if not entry.sender.released():
+            return
+        if entry.row is not None:
+            self._metadata.free(entry.row)
+        if entry.request.finish is not None and self._scheduler.keeps(entry.request):
+            self._scheduler.release(entry.request)
+        entry.sender.close()
+        del self._entries[entry.request.rid]
+
+    # ---- self-knowledge
+
+    def waits_for_outside(self) -> bool:
+        return bool(self._entries)
+
+    def queues(self) -> dict[str, int]:
+        count = Counter(entry.stage for entry in self._entries.values())
+        return {"bootstrap": count[Stage.BOOTSTRAP], "inflight": count[Stage.INFLIGHT] + count[Stage.ENDING]}
+
+    def counters(self) -> dict[str, float]:
+        return {**self._manager.counters, **self._counters}
+
+    def check(self) -> list[str]:
+        rows = sum(entry.row is not None for entry in self._entries.values())
+        wrong = (
+            [] if rows == self._metadata.num_used else [f"{self._metadata.num_used} metadata rows used, {rows} owned"]
+        )
+        return wrong + self._metadata.check() + self._manager.check()
+
+    def close(self) -> None:
+        self._manager.close()

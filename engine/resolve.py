@@ -1,0 +1,129 @@
+"""From flags to decisions, once: an explicit value that cannot be honoured is an error naming the flag, an unset one is
+
+filled in. Pure: what the machine is comes in as arguments.
+"""
+
+from dataclasses import dataclass, replace
+
+from engine.config import ConfigError, EngineConfig
+from engine.core.limits import Limits
+from engine.model_config import DEFAULT_MODEL_PATH, ModelConfig
+
+MAX_CPU_KV_BYTES = 4 << 30
+MAX_PAGE_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`free_bytes`: memory that the KV cache may draw on, on the device the model runs on."""
+
+    cuda: bool
+    free_bytes: int
+
+
+def with_model_path(config: EngineConfig) -> EngineConfig:
+    return config if config.model_path else replace(config, model_path=DEFAULT_MODEL_PATH)
+
+
+def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineConfig:
+    """Every "auto" and None decided, but for the KV capacity, which needs the page's size in bytes (`num_pages`)."""
+    device = config.device if config.device != "auto" else ("cuda" if cuda else "cpu")
+    if device == "cuda" and not cuda:
+        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    _check_ranges(config)
+    return replace(
+        config,
+        device=device,
+        dtype=_dtype(config.dtype, model.dtype),
+        stream=_stream(config.stream, device),
+        context_length=_context_length(config.context_length, model.max_position_embeddings),
+        chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size),
+    )
+
+
+def depth(config: EngineConfig) -> int:
+    """Overlap depth of a resolved config. An inline stream has run a step when launch returns: nothing to overlap."""
+    return 1 if config.disable_overlap_schedule or config.stream == "inline" else 2
+
+
+def limits(config: EngineConfig) -> Limits:
+    chunked = config.chunked_prefill_size > 0
+    return Limits(
+        page_size=config.page_size,
+        max_running_requests=config.max_running_requests,
+        max_queued_requests=config.max_queued_requests,
+        prefill_tokens_per_step=config.chunked_prefill_size if chunked else config.max_prefill_tokens,
+        chunked=chunked,
+    )
+
+
+def num_pages(config: EngineConfig, *, page_bytes: int, free_bytes: int) -> int:
+    """KV pages of a resolved config: --max-total-tokens, or the memory share, but no more than can be used at once."""
+    assert config.context_length is not None
+    if config.max_total_tokens is not None:
+        return config.max_total_tokens // config.page_size
+    budget = int(free_bytes * config.mem_fraction_static)
+    if config.device == "cpu":
+        budget = min(budget, MAX_CPU_KV_BYTES)
+    usable = config.max_running_requests * -(-config.context_length // config.page_size)
+    pages = min(budget // page_bytes, usable)
+    if pages < 1:
+        raise ConfigError(
+            f"--mem-fraction-static {config.mem_fraction_static}: {budget} bytes hold no KV page of {page_bytes}; "
+            "raise it, or set --max-total-tokens"
+        )
+    return pages
+
+
+def _check_ranges(config: EngineConfig) -> None:
+    _require(1 <= config.page_size <= MAX_PAGE_SIZE, "--page-size", f"must be 1 to {MAX_PAGE_SIZE}", config.page_size)
+    _require(
+        config.max_running_requests >= 1, "--max-running-requests", "must be at least 1", config.max_running_requests
+    )
+    _require(config.max_queued_requests >= 0, "--max-queued-requests", "must be at least 0", config.max_queued_requests)
+    _require(config.max_prefill_tokens >= 1, "--max-prefill-tokens", "must be at least 1", config.max_prefill_tokens)
+    _require(
+        0 < config.mem_fraction_static < 1,
+        "--mem-fraction-static",
+        "must lie between 0 and 1",
+        config.mem_fraction_static,
+    )
+    _require(config.num_threads >= 1, "--num-threads", "must be at least 1", config.num_threads)
+    total = config.max_total_tokens
+    _require(total is None or total >= config.page_size, "--max-total-tokens", "must hold at least one page", total)
+
+
+def _require(ok: bool, flag: str, rule: str, value: object) -> None:
+    if not ok:
+        raise ConfigError(f"{flag}: {rule}, got {value}")
+
+
+def _dtype(asked: str, stored: str) -> str:
+    if asked != "auto":
+        return asked
+    return "float32" if stored == "float32" else "bfloat16"
+
+
+def _stream(asked: str, device: str) -> str:
+    if asked == "auto":
+        return "cuda" if device == "cuda" else "inline"
+    if (asked == "cuda") != (device == "cuda"):
+        raise ConfigError(f"--stream {asked}: the model runs on {device}; leave the flag out")
+    return asked
+
+
+def _context_length(asked: int | None, model_max: int) -> int:
+    if asked is None:
+        return model_max
+    if not 1 <= asked <= model_max:
+        raise ConfigError(f"--context-length: must be 1 to the model's {model_max}, got {asked}")
+    return asked
+
+
+def _chunk(asked: int, page_size: int) -> int:
+    """A multiple of the page, so that a chunk's pages are whole when they are handed over."""
+    if asked == -1:
+        return -1
+    if asked < page_size:
+        raise ConfigError(f"--chunked-prefill-size: must be -1 or at least --page-size ({page_size}), got {asked}")
+    return asked // page_size * page_size

@@ -1,0 +1,114 @@
+"""The radix tree against a dictionary of prefixes, and its rules by literals."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.page_allocator import PageAllocator
+from engine.core.radix_cache import RadixCache
+
+
+def make(num_pages: int = 64, page_size: int = 2) -> tuple[PageAllocator, RadixCache]:
+    allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
+    return allocator, RadixCache(allocator)
+
+
+def put(allocator: PageAllocator, cache: RadixCache, tokens: list[int]) -> list[int]:
+    """Insert fresh pages for `tokens`, give duplicates back; returns the pages offered."""
+    pages = allocator.allocate(len(tokens) // allocator.page_size)
+    inserted = cache.insert(tokens, pages)
+    allocator.free(pages[: inserted.existing])
+    return pages
+
+
+def test_a_match_ends_at_a_whole_page() -> None:
+    allocator, cache = make()
+    pages = put(allocator, cache, [1, 2, 3, 4, 5, 6])
+    assert cache.match([1, 2, 3, 4, 5, 9]).pages == pages[:2]
+    assert cache.match([1, 2, 3]).pages == pages[:1]
+    assert cache.match([9, 2, 3, 4]).pages == []
+    cache.check()
+
+
+def test_a_split_keeps_both_branches() -> None:
+    allocator, cache = make()
+    first = put(allocator, cache, [1, 2, 3, 4])
+    second = put(allocator, cache, [1, 2, 7, 8])
+    assert cache.match([1, 2, 3, 4]).pages == first
+    assert cache.match([1, 2, 7, 8]).pages == [first[0], second[1]]
+    cache.check()
+
+
+def test_a_split_in_the_middle_of_a_match_ends_it() -> None:
+    allocator, cache = make(page_size=1)
+    put(allocator, cache, [1, 1])
+    put(allocator, cache, [1, 1, 0])
+    assert len(cache.match([1, 0]).pages) == 1
+
+
+def test_least_recently_used_goes_first_and_locked_stays() -> None:
+    allocator, cache = make(num_pages=6)
+    put(allocator, cache, [1, 1, 2, 2])
+    put(allocator, cache, [3, 3, 4, 4])
+    put(allocator, cache, [5, 5, 6, 6])
+    cache.match([1, 1, 2, 2])
+    cache.lock(node := cache.match([5, 5, 6, 6]).node)
+    assert cache.evict(2) == 2
+    assert cache.match([3, 3, 4, 4]).pages == [] and len(cache.match([1, 1, 2, 2]).pages) == 2
+    assert cache.evict(100) == 2 and cache.num_evictable == 0
+    cache.unlock(node)
+    assert cache.evict(100) == 2 and allocator.num_free == 6
+    cache.check()
+
+
+def test_a_double_free_asserts_and_changes_nothing() -> None:
+    allocator, _ = make(num_pages=4)
+    (page,) = allocator.allocate(1)
+    allocator.free([page])
+    with pytest.raises(AssertionError, match="is free"):
+        allocator.free([page])
+    allocator.check()
+
+
+def test_pages_of_a_prompt_are_adjacent_where_they_can_be() -> None:
+    allocator, _ = make(num_pages=10)
+    a, b = allocator.allocate(4), allocator.allocate(4)
+    allocator.free(a)
+    assert allocator.allocate(3) == [1, 2, 3] and b == [5, 6, 7, 8]
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=12)
+STEPS = st.lists(st.tuples(st.sampled_from(["insert", "match", "evict", "lock", "unlock"]), TOKENS), max_size=40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=STEPS, page_size=st.sampled_from([1, 2, 3]))
+def test_against_a_dictionary(steps: list[tuple[str, list[int]]], page_size: int) -> None:
+    allocator, cache = make(num_pages=40, page_size=page_size)
+    owner: dict[int, tuple[int, ...]] = {}  # page -> the prefix whose end it holds
+    locked = []
+    for kind, tokens in steps:
+        whole = tokens[: len(tokens) // page_size * page_size]
+        if kind == "insert":
+            if allocator.num_free < len(whole) // page_size:
+                continue
+            for i, page in enumerate(put(allocator, cache, whole)):
+                if allocator.state_of(page) == "cached":
+                    owner[page] = tuple(whole[: (i + 1) * page_size])
+        elif kind == "evict":
+            cache.evict(len(tokens))
+        elif kind == "unlock" and locked:
+            cache.unlock(locked.pop())
+        else:
+            match = cache.match(tokens)
+            for i, page in enumerate(match.pages):
+                assert owner[page] == tuple(tokens[: (i + 1) * page_size])
+            if kind == "lock":
+                cache.lock(match.node)
+                locked.append(match.node)
+        cache.check()
+        allocator.check()
+    for node in locked:
+        cache.unlock(node)
+    cache.flush()
+    assert allocator.num_free == 40
