@@ -406,7 +406,7 @@ class DecodeRooms:
         self.num_exposed += int(exposed) - int(rec.exposed)
         if rec.exposed != exposed:
             rec.exposed = exposed
-            self.machine.num_moves += 1  # `drained` is a state others wait for, too
+            self.machine.touch()
 
     def _rooms_of(self, session: Session) -> list[Room]:
         return [rec for rec in self._rooms.values() if rec.session is session]

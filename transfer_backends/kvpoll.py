@@ -83,6 +83,10 @@ class TransferMachine:
             raise PeerProtocolError(f"room {key}: {now.name} -> {to.name}")
         self.move(key, to)
 
+    def touch(self) -> None:
+        """Something beside the states changed that others wait for (`released`, `drained`)."""
+        self.num_moves += 1
+
     def forget(self, key: RoomKey) -> None:
         if self._states[key] not in FINAL:
             raise IllegalTransition(f"room {key}: forgotten in {self._states[key].name}")

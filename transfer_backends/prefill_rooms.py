@@ -216,6 +216,10 @@ class PrefillRooms:
 
     # ---- the engine driver's calls
 
+    @property
+    def wants_driver(self) -> bool:
+        return bool(self.effects.commands or self._ready)
+
     def next_post(self, now_s: float) -> Post | None:
         """Something to post now, rooms in turn, within the window; counts as posted."""
         for _ in range(len(self._ready)):
@@ -275,6 +279,7 @@ class PrefillRooms:
         rec.num_ops -= 1
         self.num_inflight -= len(post.pieces)
         rec.dirty |= not ok
+        self.machine.touch()
         self.peers.on_op_final(peer, ok=ok)
         if ok:
             self._on_written(rec, post, now_s)
@@ -307,6 +312,7 @@ class PrefillRooms:
         for rec in self._rooms_of(incarnation):
             if rec.num_ops == 0:
                 rec.dirty = False
+                self.machine.touch()
                 self._tell_drained(rec)
         peer = self.peers.get(incarnation)
         if peer is not None:

@@ -23,9 +23,9 @@ MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
 MAC_BYTES = 32
 
-Room = Annotated[int, msgspec.Meta(gt=0, lt=2**63)]
-Attempt = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Attempt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
 Descriptor = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]

@@ -1,0 +1,233 @@
+"""Sockets of the control plane: prefill listens (`ListenPort`), decode connects (`ConnectPort`). ZMQ over TCP.
+
+A port is used by one thread; only `wake` may be called from any. It carries frames and reports links that are gone; it
+knows no messages. Nothing here blocks except `poll`, for at most its timeout.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from transfer_backends.wire import MAX_FRAME_BYTES
+
+HIGH_WATER = 16384  # frames queued for a peer that does not read; one more and its link counts as lost
+LINGER_MS = 500
+CONNECT_TIMEOUT_MS = 5000
+MAX_FRAMES_A_POLL = 256  # so that timers run under a flood
+_GONE = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    link: Any
+    data: bytes
+
+
+@dataclass(frozen=True)
+class LinkClosed:
+    link: Any
+
+
+@dataclass(frozen=True)
+class SomeLinkClosed:
+    """One link is gone, not known which: send to each to find out (`send` is False for it)."""
+
+
+Event = Frame | LinkClosed | SomeLinkClosed
+
+
+class Waker:
+    """Lets another thread end a `poll` early."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # closed: nobody waits any more
+            os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+
+class ListenPort:
+    """A ROUTER that peers connect to. Links are the routing ids that the socket mints."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._context = zmq.Context(1)
+        self._socket = _socket(self._context, zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._socket.bind(f"tcp://{_bracket(host)}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._socket.close(0)
+            self._context.term()
+            raise OSError(f"control plane cannot listen on {host}:{port}: {error}") from None
+        number = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        self.address = f"{_bracket(host)}:{number}"
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._waker = Waker()
+        self.wake = self._waker.wake
+        self._poller = zmq.Poller()
+        for readable in (self._socket, self._monitor, self._waker):
+            self._poller.register(readable, zmq.POLLIN)
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        ready = dict(self._poller.poll(_millis(timeout_s)))
+        if not ready:
+            return []
+        self._waker.clear()
+        events: list[Event] = []
+        for _ in range(MAX_FRAMES_A_POLL):
+            parts = _receive(self._socket)
+            if parts is None:
+                break
+            events.append(Frame(parts[0], parts[1] if len(parts) == 2 else b""))
+        if _drain_monitor(self._monitor):
+            events.append(SomeLinkClosed())
+        return events
+
+    def send(self, link: Any, data: bytes) -> bool:
+        try:
+            self._socket.send_multipart([link, data], zmq.DONTWAIT)
+        except zmq.ZMQError:  # EHOSTUNREACH: gone; EAGAIN: does not read
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(LINGER_MS)
+        self._context.term()
+        self._waker.close()
+
+
+class ConnectPort:
+    """One DEALER a link; the caller numbers the links. A link never reconnects by itself."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context(1)
+        self._links: dict[int, tuple[Any, Any]] = {}
+        self._waker = Waker()
+        self.wake = self._waker.wake
+        self._poller = zmq.Poller()
+        self._poller.register(self._waker, zmq.POLLIN)
+
+    def connect(self, link: int, address: str) -> bool:
+        socket = _socket(self._context, zmq.DEALER)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        monitor = socket.get_monitor_socket(_GONE)
+        try:
+            socket.connect(f"tcp://{address}")
+        except zmq.ZMQError:
+            _close_pair(socket, monitor)
+            return False
+        self._links[link] = (socket, monitor)
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        return True
+
+    def disconnect(self, link: int) -> None:
+        pair = self._links.pop(link, None)
+        if pair is not None:
+            for socket in pair:
+                self._poller.unregister(socket)
+            _close_pair(*pair)
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        ready = dict(self._poller.poll(_millis(timeout_s)))
+        if not ready:
+            return []
+        self._waker.clear()
+        return [event for link, pair in list(self._links.items()) for event in _link_events(link, pair, ready)]
+
+    def send(self, link: int, data: bytes) -> bool:
+        pair = self._links.get(link)
+        if pair is None:
+            return False
+        try:
+            pair[0].send(data, zmq.DONTWAIT)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def close(self) -> None:
+        for link in list(self._links):
+            self.disconnect(link)
+        self._context.term()
+        self._waker.close()
+
+
+def _link_events(link: int, pair: tuple[Any, Any], ready: dict[Any, int]) -> Iterator[Event]:
+    socket, monitor = pair
+    if socket in ready:
+        for _ in range(MAX_FRAMES_A_POLL):
+            parts = _receive(socket)
+            if parts is None:
+                break
+            yield Frame(link, parts[0] if len(parts) == 1 else b"")
+    if monitor in ready and _drain_monitor(monitor):
+        yield LinkClosed(link)
+
+
+def _receive(socket: Any) -> list[bytes] | None:
+    try:
+        parts: list[bytes] = socket.recv_multipart(zmq.DONTWAIT)
+        return parts
+    except zmq.Again:
+        return None
+
+
+def _drain_monitor(monitor: Any) -> bool:
+    found = False
+    while _receive(monitor) is not None:
+        found = True
+    return found
+
+
+def _close_pair(socket: Any, monitor: Any) -> None:
+    socket.disable_monitor()
+    monitor.close(0)
+    socket.close(LINGER_MS)
+
+
+def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> Any:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    return socket
+
+
+def _millis(timeout_s: float) -> int:
+    return max(1, round(timeout_s * 1000))  # 0 would spin
+
+
+def _bracket(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -1,0 +1,172 @@
+"""The one thread that drives an engine on the prefill side: takes work from the core, polls operations to their end.
+
+Never gives up an operation that is pending: only DONE or FAILED ends it, however long that takes. Knows no messages.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from transfer_backends.contract import Engine, OpState
+from transfer_backends.prefill_peers import Command, ConnectPeer, DropPeer, FencePeer
+from transfer_backends.prefill_rooms import Post, PrefillRooms
+
+FIRST_NAP_S = 0.0001
+LONG_NAP_S = 0.002  # while operations are pending and something moves
+STALE_NAP_S = 0.02  # when nothing has moved for a while: a peer hangs
+STALE_AFTER_NAPS = 500
+IDLE_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Running:
+    """An operation under way for `task`."""
+
+    task: Post | ConnectPeer | FencePeer
+    op: Any
+
+
+class EngineDriver:
+    def __init__(
+        self, *, engine: Engine, rooms: PrefillRooms, core: Callable[[], AbstractContextManager[float]]
+    ) -> None:
+        """`core()` locks `rooms` and yields the time."""
+        self._engine = engine
+        self._rooms = rooms
+        self._core = core
+        self._peers: dict[str, Any] = {}
+        self._running: list[Running] = []
+        self._dropping: list[str] = []
+        self._event = threading.Event()
+        self._stop = False
+        self._naps = 0
+        self._thread = threading.Thread(target=self._run, name="prefill-sender", daemon=True)
+        self.num_errors = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._event.set()
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends the thread; True when no operation was left pending."""
+        self._stop = True
+        self._event.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._running and not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stop:
+            self._event.clear()
+            try:
+                moved = self._step()
+            except Exception:  # our bug: the other rooms go on
+                self.num_errors += 1
+                log.exception("sender thread: an error was survived")
+                moved = False
+            self._rest(moved)
+
+    def _rest(self, moved: bool) -> None:
+        if moved:
+            self._naps = 0
+            return
+        if not self._running:
+            self._event.wait(IDLE_S)
+            return
+        self._naps += 1
+        nap_s = min(FIRST_NAP_S * 2 ** min(self._naps, 10), LONG_NAP_S)
+        self._event.wait(STALE_NAP_S if self._naps > STALE_AFTER_NAPS else nap_s)
+
+    def _step(self) -> bool:
+        with self._core() as now_s:
+            commands = list(self._rooms.effects.commands)
+            self._rooms.effects.commands.clear()
+            post = self._rooms.next_post(now_s)
+        for command in commands:
+            self._execute(command)
+        if post is not None:
+            self._start(post, lambda peer: self._engine.post(peer, post.pieces))
+        moved = self._poll()
+        self._drop_quiet()
+        return moved or post is not None or bool(commands)
+
+    def _execute(self, command: Command) -> None:
+        if isinstance(command, ConnectPeer):
+            if command.incarnation in self._dropping:
+                self._dropping.remove(command.incarnation)
+            self._connect(command)
+        elif isinstance(command, FencePeer):
+            self._start(command, self._engine.fence)
+        else:
+            self._dropping.append(command.incarnation)
+
+    def _connect(self, command: ConnectPeer) -> None:
+        try:
+            if command.incarnation not in self._peers:
+                self._peers[command.incarnation] = self._engine.connect(command.incarnation, command.descriptor)
+        except Exception as error:
+            self._finish(command, ok=False, error=f"{type(error).__name__}: {error}")
+            return
+        self._start(command, self._engine.probe)
+
+    def _start(self, task: Post | ConnectPeer | FencePeer, begin: Callable[[Any], Any]) -> None:
+        incarnation = task.incarnation
+        try:
+            self._running.append(Running(task, begin(self._peers[incarnation])))
+        except KeyError:
+            self._finish(task, ok=False, error="the engine is not connected")
+        except Exception as error:
+            self._finish(task, ok=False, error=f"{type(error).__name__}: {error}")
+
+    def _poll(self) -> bool:
+        ended = []
+        for running in self._running:
+            state = self._engine.poll(running.op)
+            if state is not OpState.PENDING:
+                ended.append((running, state is OpState.DONE))
+        if ended:
+            gone = {id(running) for running, _ in ended}
+            self._running = [running for running in self._running if id(running) not in gone]
+        for running, ok in ended:
+            self._finish(running.task, ok=ok, error="the connection to its memory broke")
+        return bool(ended)
+
+    def _finish(self, task: Post | ConnectPeer | FencePeer, *, ok: bool, error: str) -> None:
+        if not ok and not isinstance(task, Post):
+            self._disconnect(task.incarnation)
+        with self._core() as now_s:
+            if isinstance(task, Post):
+                self._rooms.on_op_final(task, ok=ok, error=error, now_s=now_s)
+            elif isinstance(task, FencePeer):
+                self._rooms.on_fenced(task.incarnation, ok=ok, now_s=now_s)
+            elif ok:
+                self._rooms.peers.on_connected(task.incarnation)
+            else:
+                self._rooms.peers.on_connect_failed(task.incarnation, error, now_s)
+
+    def _drop_quiet(self) -> None:
+        """Disconnect dropped peers once none of their operations is pending."""
+        if self._dropping:
+            busy = {running.task.incarnation for running in self._running}
+            for incarnation in [name for name in self._dropping if name not in busy]:
+                self._dropping.remove(incarnation)
+                self._disconnect(incarnation)
+
+    def _disconnect(self, incarnation: str) -> None:
+        peer = self._peers.pop(incarnation, None)
+        if peer is not None:
+            try:
+                self._engine.disconnect(peer)
+            except Exception:
+                self.num_errors += 1
+                log.exception("sender thread: disconnecting a decode worker failed")
+
+
+__all__ = ["DropPeer", "EngineDriver"]
