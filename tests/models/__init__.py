@@ -1,0 +1,1 @@
+"""Models: checkpoints, families, the shipped model."""

@@ -1,0 +1,39 @@
+"""The plainest right attention: one sequence, K and V as growing tensors, SDPA with a causal mask."""
+
+import torch
+from torch.nn import functional
+
+from engine.models.causal_lm import CausalLM
+
+
+class Sequence:
+    """One request's cache and the model behind it."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+        self._kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._length = 0
+
+    def extend(self, ids: list[int]) -> torch.Tensor:
+        """Run `ids` behind what came before; logits [len(ids), vocab]."""
+        positions = torch.arange(self._length, self._length + len(ids))
+        with torch.inference_mode():
+            hidden = self._model.forward(torch.tensor(ids), positions, self._attend)
+            self._length += len(ids)
+            return self._model.logits(hidden)
+
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        """Run the prompt `ids`, then `count` greedy tokens (no stop at <eos>)."""
+        tokens = [int(self.extend(ids)[-1].argmax())]
+        while len(tokens) < count:
+            tokens.append(int(self.extend(tokens[-1:])[-1].argmax()))
+        return tokens
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if layer in self._kv:
+            k, v = (torch.cat(pair) for pair in zip(self._kv[layer], (k, v), strict=True))
+        self._kv[layer] = (k, v)
+        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        batched = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out = functional.scaled_dot_product_attention(*batched, attn_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1).reshape(len(q), -1)

@@ -1,0 +1,113 @@
+"""Logits and greedy tokens of every family equal those of transformers, fp32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.model_config import load_model_config
+from engine.models.causal_lm import CausalLM
+from engine.models.registry import load_model
+from tests.models.reference_attend import Sequence
+from tests.models.tiny_checkpoints import VOCAB_SIZE, make_tiny_checkpoint
+
+TOLERANCE = 1e-4
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,  # so that the 8 pairs fall in all three ranges
+}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-bias": ("llama", {"attention_bias": True}),
+    "llama-llama3-rope": ("llama", {"rope_scaling": LLAMA3}),
+    "llama-rope-parameters": ("llama", {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}),
+    "mistral": ("mistral", {}),
+    "mistral-one-kv-head": ("mistral", {"num_key_value_heads": 1}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-bias": ("qwen3", {"attention_bias": True}),
+    "qwen3-wide-heads": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True, "rope_theta": 1e6}),
+    "qwen3-sharded": ("qwen3", {"shards": 3}),
+}
+
+
+def open_both(path: str, *, dtype: str = "float32") -> tuple[CausalLM, PreTrainedModel]:
+    ours = load_model(path, load_model_config(path), dtype=dtype, device="cpu", progress=False)
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    theirs.generation_config.eos_token_id = None
+    return ours, theirs
+
+
+def random_ids(count: int, *, seed: int = 1) -> list[int]:
+    return torch.randint(16, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def their_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_greedy_tokens_equal_transformers(variant: str, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    ours, theirs = open_both(make_tiny_checkpoint(tmp_path, family, **overrides))
+    prompt = random_ids(40)
+    tokens = Sequence(ours).greedy(prompt, 32)
+    with torch.inference_mode():
+        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, pad_token_id=0)
+    assert tokens == expected[0, len(prompt) :].tolist()
+    assert len(set(tokens)) > 8, "a model that repeats itself proves little"
+    whole = prompt + tokens
+    reference = their_logits(theirs, whole)
+    assert reference.std() > 0.5
+    assert (Sequence(ours).extend(whole) - reference).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_long_prompt_in_chunks_equals_transformers(family: str, tmp_path: Path) -> None:
+    ours, theirs = open_both(make_tiny_checkpoint(tmp_path, family))
+    prompt = random_ids(2000)
+    sequence = Sequence(ours)
+    chunks = [sequence.extend(prompt[start : start + 700]) for start in range(0, 2000, 700)]
+    assert (torch.cat(chunks) - their_logits(theirs, prompt)).abs().max() < TOLERANCE
+
+
+def test_one_flat_batch_of_tokens_gives_what_each_gives_alone(tmp_path: Path) -> None:
+    """Only `attend` may mix tokens: with one that does not, any rows of a batch are independent."""
+    path = make_tiny_checkpoint(tmp_path, "qwen3")
+    model = load_model(path, load_model_config(path), dtype="float32", device="cpu", progress=False)
+    ids, positions = torch.tensor(random_ids(9)), torch.tensor([0, 5, 3, 4095, 7, 1, 0, 2, 100])
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q.view(len(q), 2, 2, -1) * k.unsqueeze(2) + v.unsqueeze(2)).reshape(len(q), -1)
+
+    with torch.inference_mode():
+        together = model.logits(model.forward(ids, positions, attend))
+        alone = [model.logits(model.forward(ids[i : i + 1], positions[i : i + 1], attend)) for i in range(9)]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=0)
+
+
+def test_bf16_is_as_close_to_fp32_as_transformers_bf16_is(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "qwen3", dtype="bfloat16")
+    ours, theirs = open_both(path, dtype="bfloat16")
+    prompt = random_ids(64)
+    exact = their_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), prompt)
+    our_error = (Sequence(ours).extend(prompt) - exact).abs().mean()
+    their_error = (their_logits(theirs, prompt) - exact).abs().mean()
+    assert 0 < our_error < 1.25 * their_error
+
+
+def test_cache_specs_follow_the_config(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "llama", num_hidden_layers=3)
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        specs = load_model(path, load_model_config(path), dtype=dtype, device="cpu", progress=False).cache_specs()
+        assert [spec.bytes_per_token() for spec in specs] == [2 * 2 * 16 * itemsize] * 3

@@ -1,0 +1,136 @@
+"""Tiny random checkpoints of each family, complete enough to start a server from. Needs no transformers.
+
+Weights are drawn wide (std 0.2, facts of the house: the usual 0.02 leaves no margin between the best tokens), norms and
+biases random too, so that a mixed-up tensor shows. The tokenizer is byte-level: ids 16..271 are the bytes.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+SPECIALS = ("<pad>", "<bos>", "<eos>", *(f"<special_{i}>" for i in range(3, 16)))
+VOCAB_SIZE = len(SPECIALS) + 256
+EOS = 2
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+CHAT_TEMPLATE = (
+    "{%- for m in messages -%}{{ '<special_3>' + m['role'] + '\\n' + m['content'] + '<eos>\\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<special_3>assistant\\n' }}{%- endif -%}"
+)
+
+
+def make_tiny_checkpoint(
+    folder: Path, family: str, *, seed: int = 0, shards: int = 1, dtype: str = "float32", **overrides: Any
+) -> str:
+    """Write a checkpoint of `family` ("llama" | "mistral" | "qwen2" | "qwen3") into `folder`; returns its path.
+
+    4 layers, hidden 64, 4 heads and 2 KV heads of 16, vocabulary 272, context 4096, fp32, one file. `overrides` are
+    fields of config.json; `shards` > 1 spreads the tensors over that many files with an index.
+    """
+    config = _config(family, dtype) | overrides
+    assert config["vocab_size"] >= VOCAB_SIZE, "the byte-level tokenizer needs every id up to 271"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
+    _write_tokenizer(folder)
+    write_tensors(folder, make_tensors(config, seed=seed), shards=shards)
+    return str(folder)
+
+
+def make_tensors(config: dict[str, Any], *, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config["torch_dtype"])
+    tensors = {}
+    for name, shape in tensor_shapes(config).items():
+        noise = torch.randn(shape, generator=generator) * 0.2
+        tensors[name] = (noise + 1.0 if "norm" in name else noise).to(dtype)
+    return tensors
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
+    hidden, size, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = [config["vocab_size"], hidden]
+    qwen2 = config["model_type"] == "qwen2"
+    for i in range(config["num_hidden_layers"]):
+        attention = {"q_proj": [q, hidden], "k_proj": [kv, hidden], "v_proj": [kv, hidden], "o_proj": [hidden, q]}
+        mlp = {"gate_proj": [size, hidden], "up_proj": [size, hidden], "down_proj": [hidden, size]}
+        layer = {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
+        layer |= {f"mlp.{name}.weight": shape for name, shape in mlp.items()}
+        layer |= {f"{name}.weight": [hidden] for name in ("input_layernorm", "post_attention_layernorm")}
+        if qwen2 or config.get("attention_bias"):
+            biased = ("q_proj", "k_proj", "v_proj") if qwen2 else tuple(attention)
+            layer |= {f"self_attn.{name}.bias": attention[name][:1] for name in biased}
+        if config["model_type"] == "qwen3":
+            layer |= {f"self_attn.{name}_norm.weight": [dim] for name in "qk"}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], *, shards: int = 1) -> None:
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = sorted(tensors)
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name] for name in names[shard::shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2), encoding="utf-8")
+
+
+def _config(family: str, dtype: str) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+    }
+    return config | ({"sliding_window": None} if family == "mistral" else {})
+
+
+def _write_tokenizer(folder: Path) -> None:
+    alphabet = sorted(ByteLevel.alphabet())
+    ids = {token: i for i, token in enumerate([*SPECIALS, *alphabet])}
+    tokenizer = Tokenizer(BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokens = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "chat_template": CHAT_TEMPLATE}
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
