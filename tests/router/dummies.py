@@ -1,0 +1,183 @@
+"""Workers for router tests: real aiohttp servers on real sockets whose behaviour a test scripts."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from router.config import RouterConfig
+from router.server import RunningRouter, start_router
+
+DEADLINE_S = 10.0
+
+Behaviour = Callable[["DummyWorker", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class Seen:
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+
+async def answer_ok(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Streams three events if asked, else one JSON object that names the worker."""
+    if not body.get("stream"):
+        return web.json_response({"from": worker.name, "choices": []})
+    return await stream(request, [{"from": worker.name, "i": i} for i in range(3)])
+
+
+async def stream(request: web.Request, events: list[dict[str, Any]], *, done: bool = True) -> web.StreamResponse:
+    out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await out.prepare(request)
+    for event in events:
+        await out.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    if done:
+        await out.write(b"data: [DONE]\n\n")
+    await out.write_eof()
+    return out
+
+
+def always(status: int, body: dict[str, Any], **headers: str) -> Behaviour:
+    async def behave(worker: "DummyWorker", request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response(body, status=status, headers=headers)
+
+    return behave
+
+
+async def hang(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Never answers; ends only when its client goes away."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+@dataclass
+class DummyWorker:
+    """`behave` answers generation requests; `seen` and `cancelled` say what came and what was taken back."""
+
+    name: str
+    mode: str
+    behave: Behaviour = answer_ok
+    healthy: bool = True
+    info: dict[str, Any] = field(default_factory=dict)
+    load: dict[str, Any] | None = None
+    seen: list[Seen] = field(default_factory=list)
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    cancelled: int = 0
+    port: int = 0
+    runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True).start()
+        self.port = self.runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            runner, self.runner = self.runner, None
+            await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/health":
+            return web.Response(status=200 if self.healthy else 503)
+        if request.path == "/server_info":
+            return web.json_response({"disaggregation_mode": self.mode, **self.info})
+        if request.path == "/get_load" and self.load is not None:
+            return web.json_response(self.load)
+        if request.path in ("/v1/models", "/flush_cache", "/abort_request", "/get_model_info", "/health_generate"):
+            self.calls.append((request.path, await request.text()))
+            return web.json_response({"data": [{"id": self.name}]})
+        if request.method not in ("POST", "PUT"):
+            return web.Response(status=404)
+        body = await request.json()
+        self.seen.append(Seen(request.path, dict(request.headers), body))
+        try:
+            return await self.behave(self, request, body)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+@dataclass
+class Cluster:
+    router: RunningRouter
+    prefills: list[DummyWorker]
+    decodes: list[DummyWorker]
+    client: aiohttp.ClientSession
+
+    @property
+    def url(self) -> str:
+        return self.router.url
+
+    async def post(self, path: str, body: Any, **kw: Any) -> tuple[int, dict[str, str], bytes]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.client.post(self.url + path, data=data, **kw) as response:
+            return response.status, dict(response.headers), await response.read()
+
+    async def settled(self) -> None:
+        """Wait until nothing is in flight, then check that all was given back."""
+        await until(lambda: self.router.table.num_leases == 0 and self.router.rooms.num_live == 0)
+        self.router.table.check()
+        self.router.rooms.check()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def workers(count: int, *, mode: str) -> AsyncIterator[list[DummyWorker]]:
+    started = [DummyWorker(f"{mode}-{i}", mode) for i in range(count)]
+    async with AsyncExitStack() as stack:
+        for worker in started:
+            await worker.start()
+            stack.push_async_callback(worker.stop)
+        yield started
+
+
+@asynccontextmanager
+async def cluster(
+    *, prefill: int = 1, decode: int = 1, unified: int = 0, info: dict[str, Any] | None = None, **flags: Any
+) -> AsyncIterator[Cluster]:
+    """Dummies and a router in front of them; `unified` makes it a plain router."""
+    settings: dict[str, Any] = {"port": 0, "health_check_interval_s": 0.05, "load_poll_interval_s": 0.05}
+    async with AsyncExitStack() as stack:
+        if unified:
+            prefills: list[DummyWorker] = []
+            decodes = await stack.enter_async_context(workers(unified, mode="null"))
+            settings["worker_urls"] = tuple(w.url for w in decodes)
+        else:
+            prefills = await stack.enter_async_context(workers(prefill, mode="prefill"))
+            decodes = await stack.enter_async_context(workers(decode, mode="decode"))
+            settings |= {
+                "pd_disaggregation": True,
+                "prefill": tuple((w.url, None) for w in prefills),
+                "decode": tuple(w.url for w in decodes),
+            }
+        for worker in (*prefills, *decodes):
+            worker.info.update(info or {})
+        router = await stack.enter_async_context(start_router(RouterConfig(**{**settings, **flags})))
+        timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+        client = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        yield Cluster(router, prefills, decodes, client)
+
+
+def events_of(body: bytes) -> list[Any]:
+    """The events of a stream; [DONE] as it is. Fails on anything that does not parse."""
+    lines = [line for line in body.split(b"\n\n") if line]
+    assert all(line.startswith(b"data: ") for line in lines), lines
+    return ["[DONE]" if line == b"data: [DONE]" else json.loads(line[6:]) for line in lines]

@@ -1,0 +1,260 @@
+"""Bodies in and out: rewriting for both legs, merging of answers, event boundaries."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.merge import Merger, SseMerger
+from router.rewrite import Api, BadBody, parse_body, write_bodies
+from router.sse import SseSplitter, error_event
+
+
+def parsed(api: Api, body: dict[str, Any]) -> Any:
+    return parse_body(api, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "prompts", "samples"),
+    [
+        (Api.CHAT, {"messages": []}, 1, 1),
+        (Api.CHAT, {"messages": [], "n": 3}, 1, 3),
+        (Api.CHAT, {"messages": [], "n": None}, 1, 1),
+        (Api.CHAT, {"messages": [], "n": "3"}, 1, 1),
+        (Api.CHAT, {"messages": [], "n": True}, 1, 1),
+        (Api.COMPLETIONS, {"prompt": "a, b"}, 1, 1),
+        (Api.COMPLETIONS, {"prompt": ["a", "b, c"], "n": 2}, 2, 4),
+        (Api.COMPLETIONS, {"prompt": [1, 2, 3], "n": 2}, 1, 2),
+        (Api.COMPLETIONS, {"prompt": [[1, 2], [3]]}, 2, 2),
+        (Api.COMPLETIONS, {"prompt": []}, 1, 1),
+        (Api.COMPLETIONS, {}, 1, 1),
+        (Api.GENERATE, {"text": "a"}, 1, 1),
+        (Api.GENERATE, {"text": ["a"]}, 1, 1),
+        (Api.GENERATE, {"text": ["a", "b"], "sampling_params": {"n": 2}}, 2, 4),
+        (Api.GENERATE, {"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, 2, 3),
+        (Api.GENERATE, {"text": ["a", "b"], "sampling_params": []}, 2, 2),
+        (Api.GENERATE, {"text": None, "input_ids": [[1], [2], [3]]}, 3, 3),
+        (Api.GENERATE, {"input_ids": [1, 2], "sampling_params": {"n": 2}}, 1, 2),
+        (Api.GENERATE, {"input_ids": [1], "sampling_params": "bad"}, 1, 1),
+    ],
+)
+def test_samples_are_counted(api: Api, body: dict[str, Any], prompts: int, samples: int) -> None:
+    got = parsed(api, body)
+    assert (got.num_prompts, got.num_samples) == (prompts, samples)
+
+
+def test_token_estimates() -> None:
+    ids = parsed(Api.GENERATE, {"input_ids": list(range(50)), "sampling_params": {"max_new_tokens": 7}})
+    assert (ids.prompt_tokens, ids.output_tokens) == (50, 7)
+    text = parsed(Api.COMPLETIONS, {"prompt": "x" * 400, "max_tokens": 100_000, "n": 2})
+    assert 95 <= text.prompt_tokens <= 105 and text.output_tokens == 2 * 512
+    chat = parsed(Api.CHAT, {"messages": [{"role": "user", "content": "x" * 400}], "max_completion_tokens": 3})
+    assert chat.prompt_tokens >= 100 and chat.output_tokens == 3
+    assert parsed(Api.CHAT, {"messages": []}).output_tokens == 128
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[1]", b"null", b'{"n": NaN}', b"\xff", b'{"a":' + b"[" * 100_000, b'{"prompt": "\xff', b"{} {}"],
+)
+def test_bodies_that_cannot_be_routed(body: bytes) -> None:
+    with pytest.raises(BadBody):
+        parse_body(Api.COMPLETIONS, body)
+
+
+@pytest.mark.parametrize("body", [{"n": 10**9}, {"n": 100, "prompt": ["a"] * 50}, {"prompt": ["a"] * 5000}])
+def test_a_request_has_a_bounded_number_of_samples(body: dict[str, Any]) -> None:
+    with pytest.raises(BadBody, match="at most 4096"):
+        parsed(Api.COMPLETIONS, body)
+
+
+def test_what_is_not_ours_keeps_its_very_bytes() -> None:
+    body = b'{"model":"m","messages":[ {"x":1.0e5} ],"new_field":{"deep":[1e400,-0,123456789012345678901]},"u":"\\u00e9\xc3\xa9"}'
+    prefill, decode = write_bodies(parse_body(Api.CHAT, body), host="h", port=1, rooms=(9,))
+    ours = b',"bootstrap_host":"h","bootstrap_port":1,"bootstrap_room":9}'
+    assert prefill == decode == body[:-1] + ours
+
+
+def test_a_clients_bootstrap_fields_are_overwritten() -> None:
+    body = (
+        b'{"bootstrap_room":1,"bootstrap_\\u0070ort":2,"bootstrap_host":"evil","bootstrap_pair_key":"k","prompt":"a"}'
+    )
+    _, decode = write_bodies(parse_body(Api.COMPLETIONS, body), host="h", port=None, rooms=(9,))
+    assert json.loads(decode) == {"prompt": "a", "bootstrap_host": "h", "bootstrap_port": None, "bootstrap_room": 9}
+    assert decode.count(b"bootstrap_room") == 1
+
+
+def test_several_samples_get_lists_and_prefill_is_never_streamed() -> None:
+    body = {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}}
+    prefill, decode = map(json.loads, write_bodies(parsed(Api.COMPLETIONS, body), host="h", port=5, rooms=(1, 2)))
+    added = {"bootstrap_host": ["h", "h"], "bootstrap_port": [5, 5], "bootstrap_room": [1, 2]}
+    assert decode == {**body, **added}
+    assert prefill == {"prompt": ["a", "b"], "stream": False, **added}
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+_names = st.sampled_from(
+    ["prompt", "text", "input_ids", "n", "max_tokens", "sampling_params", "logprobs", "echo", "return_logprob"]
+) | st.text(max_size=6)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(list(Api)), st.dictionaries(_names, _json, max_size=6))
+def test_any_object_is_passed_on_whole_or_refused(api: Api, body: dict[str, Any]) -> None:
+    try:
+        got = parsed(api, body)
+    except BadBody:
+        return
+    rooms = tuple(range(1, got.num_samples + 1))
+    _, decode = write_bodies(got, host="h", port=1, rooms=rooms)
+    out = json.loads(decode)
+    assert {k: out[k] for k in body} == body and out["bootstrap_room"] == (list(rooms) if len(rooms) > 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "expected"),
+    [
+        (Api.GENERATE, {"return_logprob": True}, False),
+        (Api.GENERATE, {"return_logprob": True, "logprob_start_len": -1}, False),
+        (Api.GENERATE, {"return_logprob": True, "logprob_start_len": 0}, True),
+        (Api.GENERATE, {"return_logprob": [False, True], "logprob_start_len": [-1, 3]}, True),
+        (Api.GENERATE, {"return_logprob": False, "logprob_start_len": 0}, False),
+        (Api.COMPLETIONS, {"echo": True, "logprobs": 0}, True),
+        (Api.COMPLETIONS, {"echo": True, "logprobs": None}, False),
+        (Api.COMPLETIONS, {"logprobs": 1}, False),
+        (Api.CHAT, {"logprobs": True, "echo": True}, False),
+    ],
+)
+def test_which_answers_need_merging(api: Api, body: dict[str, Any], expected: bool) -> None:
+    assert parsed(api, body).wants_input_logprobs is expected
+
+
+IN = [[None, 1, "a"], [-0.5, 2, "b"]]
+
+
+def native(text: str, **meta: Any) -> dict[str, Any]:
+    return {"text": text, "meta_info": {"input_token_logprobs": [], **meta}}
+
+
+def merge(api: Api, prefill: Any, decode: Any) -> Any:
+    return json.loads(Merger(api, json.dumps(prefill).encode()).merge_answer(json.dumps(decode).encode()))
+
+
+def test_native_single() -> None:
+    prefill = native("x", input_token_logprobs=IN, output_token_logprobs=[[-9.0, 7, "x"]], cached_tokens=16)
+    decode = native("xy", output_token_logprobs=[[-9.0, 7, "x"], [-8.0, 8, "y"]], cached_tokens=0)
+    assert merge(Api.GENERATE, prefill, decode) == native(
+        "xy", input_token_logprobs=IN, output_token_logprobs=[[-9.0, 7, "x"], [-8.0, 8, "y"]], cached_tokens=16
+    )
+
+
+def test_native_batch_is_merged_item_by_item() -> None:
+    prefill = [native("x", input_token_logprobs=IN), native("y", input_token_logprobs=IN[:1])]
+    merged = merge(Api.GENERATE, prefill, [native("xx"), native("yy")])
+    assert [m["meta_info"]["input_token_logprobs"] for m in merged] == [IN, IN[:1]]
+    assert [m["text"] for m in merged] == ["xx", "yy"]
+
+
+def completion(tokens: list[str], logprobs: list[float | None], offsets: list[int], index: int = 0) -> dict[str, Any]:
+    columns = {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": [None if lp is None else {t: lp} for t, lp in zip(tokens, logprobs, strict=True)],
+        "text_offset": offsets,
+    }
+    return {"index": index, "text": "".join(tokens), "logprobs": columns}
+
+
+def usage(completion_tokens: int, cached: int) -> dict[str, Any]:
+    return {"completion_tokens": completion_tokens, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+@pytest.mark.parametrize("own_offset", [0, 2])
+def test_completion_with_echo_gets_the_prompts_columns(own_offset: int) -> None:
+    prefill = {"choices": [completion(["a", "b", "c"], [None, -1.0, -2.0], [0, 1, 2])], "usage": usage(1, 8)}
+    own = completion(["c", "d"], [-2.0, -3.0], [own_offset, own_offset + 1])
+    merged = merge(Api.COMPLETIONS, prefill, {"choices": [own], "usage": usage(2, 0)})
+    whole = completion(["a", "b", "c", "d"], [None, -1.0, -2.0, -3.0], [0, 1, 2, 3])
+    assert merged["choices"][0]["logprobs"] == whole["logprobs"]
+    assert merged["usage"] == usage(2, 8)
+
+
+def test_completion_that_holds_the_prompt_already_is_left_alone() -> None:
+    whole = completion(["a", "b", "c"], [None, -1.0, -2.0], [0, 1, 2])
+    answer = {"choices": [whole]}
+    assert merge(Api.COMPLETIONS, {"choices": [whole], "usage": usage(1, 0)}, answer) == answer
+
+
+def test_completion_that_generates_nothing_takes_all_columns() -> None:
+    prefill = {"choices": [completion(["a", "b"], [None, -1.0], [0, 1])], "usage": usage(0, 0)}
+    merged = merge(Api.COMPLETIONS, prefill, {"choices": [{"index": 0, "text": "ab", "logprobs": None}]})
+    assert merged["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
+
+
+def test_choices_are_matched_by_index() -> None:
+    prefill = {
+        "choices": [completion(["a", "x"], [None, -1.0], [0, 1]), completion(["b", "y"], [None, -2.0], [0, 1], 1)]
+    }
+    prefill["usage"] = usage(2, 0)  # type: ignore[assignment]
+    decode = {"choices": [completion(["y"], [-2.0], [1], 1), completion(["x"], [-1.0], [1], 0)]}
+    merged = merge(Api.COMPLETIONS, prefill, decode)
+    assert [c["logprobs"]["tokens"] for c in merged["choices"]] == [["b", "y"], ["a", "x"]]
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"oops", b"[]", b"3", b'{"choices": 3}', b'{"meta_info": 3}', b'[{"text":"x"}, 7]']
+)
+def test_answers_of_unknown_shape_pass(garbage: bytes) -> None:
+    good = json.dumps(native("x")).encode()
+    for api in (Api.GENERATE, Api.COMPLETIONS):
+        Merger(api, garbage).merge_answer(good)
+        Merger(api, good).merge_answer(garbage)
+        Merger(api, good).merge_event(garbage)
+
+
+def sse(*events: Any) -> bytes:
+    return b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in events) + b"data: [DONE]\n\n"
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 400), max_size=6))
+def test_streams_are_merged_however_they_are_cut(cuts: list[int]) -> None:
+    stream = sse(
+        {"index": 1, **native("y")}, {"index": 0, **native("x")}, {"index": 0, "text": "xx", "meta_info": {"id": "r"}}
+    )
+    prefill = [native("x", input_token_logprobs=IN), native("y", input_token_logprobs=IN[:1])]
+    merger = SseMerger(Merger(Api.GENERATE, json.dumps(prefill).encode()))
+    out, rest = b"", stream
+    for cut in cuts:
+        out += merger.feed(rest[:cut])
+        rest = rest[cut:]
+    out += merger.feed(rest) + merger.rest()
+    lines = [line[6:] for line in out.split(b"\n\n") if line]
+    assert lines.pop() == b"[DONE]"
+    first, second, third = map(json.loads, lines)
+    assert first["meta_info"]["input_token_logprobs"] == IN[:1]
+    assert second["meta_info"]["input_token_logprobs"] == IN
+    assert "input_token_logprobs" not in third["meta_info"]
+
+
+@given(st.lists(st.integers(1, 9), max_size=20), st.sampled_from([b"\n\n", b"\r\n\r\n"]))
+def test_only_whole_events_pass_and_nothing_is_lost(cuts: list[int], end: bytes) -> None:
+    stream = b"".join(b"data: " + str(i).encode() + end for i in range(8)) + b"data: half"
+    splitter, out, rest = SseSplitter(), b"", stream
+    for cut in [*cuts, len(stream)]:
+        piece = splitter.feed(rest[:cut])
+        assert piece == b"" or piece.endswith(end)
+        out, rest = out + piece, rest[cut:]
+    assert out + splitter.rest() == stream and not out.endswith(b"half")
+
+
+def test_error_event_is_one_parseable_event() -> None:
+    event = error_event('it "broke"\n', kind="server_error", code=502)
+    assert event.endswith(b"\n\n") and event.count(b"\n") == 2
+    assert json.loads(event[6:])["error"]["message"] == 'it "broke"\n'

@@ -1,0 +1,245 @@
+"""The router's pure parts: the worker table, rooms, policies, reports, flags."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.config import RouterConfig, RouterConfigError, check_config
+from router.dispatch import backoff_s, no_worker_message
+from router.policies import LeastLoad, Random, RoundRobin, make_policy, pick
+from router.reports import parse_bootstrap, parse_load, parse_mode
+from router.rooms import RoomMinter
+from router.workers import (
+    TRANSITIONS,
+    Check,
+    Health,
+    LoadReport,
+    Role,
+    Thresholds,
+    WorkerTable,
+    WorkerTableError,
+    missing_roles,
+)
+
+
+def table_of(count: int, *, role: Role = Role.DECODE) -> WorkerTable:
+    """`count` workers of one role, all up."""
+    table = WorkerTable()
+    for i in range(count):
+        table.on_check(table.add(f"http://h{i}:1", role=role), Check.OK, now_s=0.0)
+    return table
+
+
+def test_every_cell_of_the_health_table_is_there() -> None:
+    assert set(TRANSITIONS) == {(health, check) for health in Health for check in Check}
+    assert all(hasattr(Thresholds(), threshold) for _, threshold in TRANSITIONS.values())
+    assert all(state is not Health.STARTING or now is Health.STARTING for (now, _), (state, _) in TRANSITIONS.items())
+
+
+def test_a_worker_leaves_after_two_failures_and_comes_back_after_one_success() -> None:
+    table = table_of(1)
+    worker = table.workers()[0]
+    assert not table.on_check(worker, Check.FAILED, now_s=1.0)
+    assert not table.on_check(worker, Check.OK, now_s=2.0)
+    assert not table.on_check(worker, Check.FAILED, now_s=3.0)
+    assert table.on_check(worker, Check.FAILED, now_s=4.0, error="/health answers 500")
+    assert table.alive(Role.DECODE) == [] and worker.changed_s == 4.0
+    assert no_worker_message(table, [Role.DECODE]) == "no decode worker is alive (http://h0:1: /health answers 500)"
+    assert table.on_check(worker, Check.OK, now_s=5.0)
+    assert table.alive(Role.DECODE) == [worker]
+
+
+def test_a_refused_connection_takes_a_worker_out_at_once() -> None:
+    table = table_of(1)
+    assert table.on_check(table.workers()[0], Check.REFUSED, now_s=1.0)
+    assert missing_roles(table, (Role.PREFILL, Role.DECODE)) == [Role.PREFILL, Role.DECODE]
+
+
+def test_success_threshold_counts_good_checks_in_a_row() -> None:
+    table = WorkerTable(Thresholds(success=2))
+    worker = table.add("http://h:1/", role=Role.UNIFIED)
+    for check, health in (
+        (Check.OK, Health.STARTING),
+        (Check.FAILED, Health.STARTING),
+        (Check.OK, Health.STARTING),
+        (Check.OK, Health.UP),
+    ):
+        table.on_check(worker, check, now_s=0.0)
+        assert worker.health is health
+
+
+def test_urls_are_unique_and_a_removed_worker_still_takes_its_leases_back() -> None:
+    table = table_of(1)
+    with pytest.raises(WorkerTableError, match="already"):
+        table.add("http://h0:1/", role=Role.PREFILL)
+    lease = table.charge(table.workers()[0], 7)
+    removed = table.remove("http://h0:1")
+    again = table.add("http://h0:1", role=Role.DECODE)
+    table.check()
+    table.release(lease)
+    table.release(lease)
+    assert (removed.inflight_tokens, again.inflight_tokens, again.worker_id) == (0, 0, 1)
+    with pytest.raises(WorkerTableError, match="not in the table"):
+        table.remove("http://other:1")
+
+
+def test_reported_load_counts_only_what_others_sent() -> None:
+    table = table_of(1)
+    worker = table.workers()[0]
+    lease = table.charge(worker, 100)
+    table.on_report(worker, LoadReport(used_tokens=80, waiting_tokens=60))
+    assert worker.load_tokens == 140
+    table.release(lease)
+    assert worker.load_tokens == 40
+    table.on_report(worker, None)
+    assert worker.load_tokens == 0
+
+
+def test_cached_tokens_are_no_load_on_prefill() -> None:
+    table = table_of(1, role=Role.PREFILL)
+    table.on_report(table.workers()[0], LoadReport(used_tokens=10_000, waiting_tokens=5))
+    assert table.workers()[0].load_tokens == 5
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1000), st.booleans()), max_size=60))
+def test_leases_always_balance(steps: list[tuple[int, int, bool]]) -> None:
+    table = table_of(3)
+    live = []
+    for which, tokens, release in steps:
+        if release and live:
+            table.release(live.pop(tokens % len(live)))
+        else:
+            live.append(table.charge(table.workers()[which], tokens))
+        table.check()
+    for lease in live:
+        table.release(lease)
+    assert [w.load_tokens for w in table.workers()] == [0, 0, 0] and table.num_leases == 0
+
+
+def test_rooms_are_never_zero_and_never_live_twice() -> None:
+    draws = iter([0, 5, 5, 5, 6, 5])
+    minter = RoomMinter(lambda bits: next(draws))
+    assert minter.mint(2) == (5, 6)
+    minter.release((5,))
+    assert minter.mint(1) == (5,)
+    minter.check()
+    assert minter.num_live == 2
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32), st.lists(st.integers(1, 5), max_size=20))
+def test_rooms_are_unique_even_when_numbers_are_few(seed: int, counts: list[int]) -> None:
+    rng = random.Random(seed)
+    minter = RoomMinter(lambda bits: rng.randrange(200))
+    live = [room for count in counts for room in minter.mint(count)]
+    assert len(set(live)) == len(live) == minter.num_live and 0 not in live
+
+
+def test_least_load_takes_fewest_tokens_and_spreads_ties() -> None:
+    table, policy = table_of(3), LeastLoad()
+    order = []
+    for tokens in (10, 10, 10, 1):
+        worker = policy.choose(table.alive(Role.DECODE))
+        order.append(worker.worker_id)
+        table.charge(worker, tokens)
+    assert order == [0, 1, 2, 0]
+    assert policy.choose(table.alive(Role.DECODE)).worker_id == 1
+    idle = table_of(2)
+    for expected in (0, 1, 0, 1):
+        worker = policy.choose(idle.alive(Role.DECODE))
+        assert worker.worker_id == expected
+        idle.release(idle.charge(worker, 10))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=100))
+def test_least_load_never_strays_further_than_one_request(tokens: list[int]) -> None:
+    table, policy = table_of(4), LeastLoad()
+    for count in tokens:
+        table.charge(policy.choose(table.alive(Role.DECODE)), count)
+    loads = [w.load_tokens for w in table.workers()]
+    assert max(loads) - min(loads) <= max(tokens)
+
+
+def test_round_robin_skips_no_one_when_workers_come_and_go() -> None:
+    table, policy = table_of(3), RoundRobin()
+    seen = [policy.choose(table.alive(Role.DECODE)).worker_id for _ in range(4)]
+    table.remove("http://h1:1")
+    seen += [policy.choose(table.alive(Role.DECODE)).worker_id for _ in range(3)]
+    assert seen == [0, 1, 2, 0, 2, 0, 2]
+
+
+def test_random_uses_the_given_draw_and_failed_workers_are_avoided() -> None:
+    table = table_of(3)
+    workers = table.alive(Role.DECODE)
+    assert Random(lambda n: n - 1).choose(workers).worker_id == 2
+    policy = make_policy("random", draw=lambda n: 0)
+    chosen = [pick(policy, workers, avoid=avoid) for avoid in ((), (0,), (0, 1, 2))]
+    assert [w and w.worker_id for w in chosen] == [0, 1, 0]
+    assert pick(policy, []) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"num_running_reqs": 2, "num_used_tokens": 9}, LoadReport(running_reqs=2, used_tokens=9)),
+        ([{"num_reqs": 1, "num_tokens": 5}, {"num_tokens": 6}], LoadReport(running_reqs=1, used_tokens=11)),
+        (
+            {"loads": [{"num_waiting_reqs": 3, "num_waiting_uncached_tokens": 70, "max_total_num_tokens": 8}]},
+            LoadReport(waiting_reqs=3, waiting_tokens=70, capacity_tokens=8),
+        ),
+        ({"num_used_tokens": -4, "num_waiting_reqs": "x"}, LoadReport()),
+        ({"hello": 1}, None),
+        (None, None),
+        ([1, 2], None),
+    ],
+)
+def test_load_reports(answer: object, expected: LoadReport | None) -> None:
+    assert parse_load(answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [
+        ({"disaggregation_bootstrap_port": 8998}, ("h", 8998)),
+        ({"disaggregation_bootstrap_port": 8998, "disaggregation_bootstrap_server": "10.0.0.9:77"}, ("10.0.0.9", 77)),
+        ({"disaggregation_bootstrap_server": "[::1]:77"}, ("::1", 77)),
+        ({"disaggregation_bootstrap_server": None, "disaggregation_bootstrap_port": 0}, ("h", None)),
+        ({"disaggregation_bootstrap_port": "8998"}, ("h", None)),
+        (None, ("h", None)),
+    ],
+)
+def test_where_the_bootstrap_server_is(info: object, expected: tuple[str, int | None]) -> None:
+    assert parse_bootstrap(info, url_host="h") == expected
+
+
+def test_mode_of_a_worker() -> None:
+    assert (parse_mode({"disaggregation_mode": "decode"}), parse_mode({}), parse_mode([])) == ("decode", None, None)
+
+
+def test_backoff_starts_at_nothing_and_is_bounded() -> None:
+    assert [backoff_s(i, base_s=0.05) for i in (0, 1, 2, 20)] == [0.0, 0.05, 0.1, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"decode": ("http://h:1",)}, "--prefill/--decode"),
+        ({"pd_disaggregation": True, "worker_urls": ("http://h:1",)}, "--worker-urls"),
+        ({"pd_disaggregation": True, "decode": ("h:1",)}, "--decode"),
+        ({"pd_disaggregation": True, "decode": ("http://h:99999",)}, "--decode"),
+        ({"pd_disaggregation": True, "prefill": (("ftp://h:1", None),)}, "--prefill"),
+        ({"pd_disaggregation": True, "prefill": (("http://h:1", 70000),)}, "--prefill"),
+        ({"policy": "best"}, "--policy"),
+        ({"port": -1}, "--port"),
+        ({"retry_max": -1}, "--retry-max"),
+        ({"health_check_interval_s": 0.0}, "--health-check-interval-s"),
+        ({"health_failure_threshold": 0}, "--health-failure-threshold"),
+    ],
+)
+def test_a_flag_that_cannot_be_honoured_is_named(flags: dict[str, object], named: str) -> None:
+    with pytest.raises(RouterConfigError, match=f"^{named}: "):
+        check_config(RouterConfig(**flags))  # type: ignore[arg-type]
