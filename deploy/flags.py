@@ -59,7 +59,7 @@ def add_flags(
 
 def config_from(args: argparse.Namespace, config_class: type[Config], **special: Any) -> Config:
     """Build the config from a parsed namespace; `special` gives the fields that are no plain flags."""
-    values = {flag.name: getattr(args, flag.name) for flag in flags_of(config_class, skip=special)}
+    values = {flag.name: _frozen(getattr(args, flag.name)) for flag in flags_of(config_class, skip=special)}
     return config_class(**values, **special)
 
 
@@ -161,6 +161,10 @@ def _written(flag: Flag, value: Any) -> list[str]:
     if flag.is_list:
         return [flag.option, *(str(item) for item in value)] if value else []
     return [] if value is None else [f"{flag.option}={value}"]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _whole(text: str) -> int:

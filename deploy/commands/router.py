@@ -10,10 +10,9 @@ from router.config import RouterConfig
 def run(argv: Sequence[str]) -> int:
     """Route until told to stop."""
     config = config_of(build_parser().parse_strict(argv))
-    import uvloop
-    from router.server import run_router
+    from router.server import serve  # not before the flags are right
 
-    uvloop.run(run_router(config, on_ready=_announce))
+    serve(config, on_ready=_announce)
     return 0
 
 

@@ -1,0 +1,175 @@
+"""Sends one request and times its answer. Knows the OpenAI wire, nothing of load patterns. Never raises for a bad server.
+
+Clock: `time.perf_counter`. Tokens are counted by the server's `usage`, where it gives none by the events with text.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from deploy.bench.config import BenchConfig
+from deploy.bench.sse import SseParser
+from deploy.bench.stats import Record
+from deploy.bench.workload import Request
+from engine.config import ConfigError
+
+DONE = b"[DONE]"
+DETAIL_CHARS = 300
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    delta: Delta | None = None
+    message: Delta | None = None
+
+
+class Event(msgspec.Struct):
+    """A streamed chunk or a whole answer: the fields that are measured; the rest is skipped unread."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+_DECODER = msgspec.json.Decoder(Event)
+
+
+class StreamFailed(Exception):
+    """The answer began and did not end well. `kind` is for counting."""
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+class Target:
+    """One server under test. `session` is shared by all its requests (no limit on connections)."""
+
+    def __init__(self, url: str, *, session: aiohttp.ClientSession, config: BenchConfig, model: str) -> None:
+        path = "/v1/chat/completions" if config.api == "chat" else "/v1/completions"
+        self.url = url.rstrip("/")
+        self._endpoint = self.url + path
+        self._session = session
+        self._config = config
+        self._model = model
+
+    async def send(self, request: Request, *, started_at: float) -> Record:
+        """Send `request` and read its answer to the end. `started_at`: the run's start on `time.perf_counter`."""
+        sent_at = time.perf_counter()
+        record = Record(idx=request.idx, sent_s=sent_at - started_at)
+        if request.at_s is not None:
+            record.late_s = max(0.0, record.sent_s - request.at_s)
+        try:
+            async with asyncio.timeout(self._config.request_timeout):
+                await self._exchange(request, record, sent_at)
+        except StreamFailed as error:
+            record.error, record.detail = error.kind, str(error)[:DETAIL_CHARS]
+        except TimeoutError:
+            record.error = "timeout"
+        except aiohttp.ClientConnectorError as error:
+            record.error, record.detail = "connect", str(error)
+        except (aiohttp.ClientError, OSError) as error:
+            record.error, record.detail = "disconnect", f"{type(error).__name__}: {error}"[:DETAIL_CHARS]
+        record.e2e_s = time.perf_counter() - sent_at
+        return record
+
+    async def _exchange(self, request: Request, record: Record, sent_at: float) -> None:
+        async with self._session.post(self._endpoint, json=self.body(request)) as reply:
+            if reply.status != 200:
+                raise StreamFailed(f"http {reply.status}", (await reply.text(errors="replace")))
+            if self._config.stream:
+                await _read_stream(reply, record, sent_at)
+            else:
+                _note(record, _decode(await reply.read()))
+
+    def body(self, request: Request) -> dict[str, Any]:
+        """The JSON body of `request`."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": request.output_len,
+            "temperature": self._config.temperature,
+            "ignore_eos": self._config.ignore_eos,
+        }
+        if self._config.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self._config.api == "chat":
+            return body | {"messages": [{"role": "user", "content": request.prompt}]}
+        return body | {"prompt": request.prompt}
+
+
+async def first_model(session: aiohttp.ClientSession, url: str) -> str:
+    """The first name in /v1/models; raises `ConfigError` when the server does not answer."""
+    try:
+        async with session.get(url.rstrip("/") + "/v1/models", timeout=aiohttp.ClientTimeout(total=30)) as reply:
+            body = await reply.json(content_type=None)
+            return str(body["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
+        why = str(error) or type(error).__name__
+        raise ConfigError(
+            f"--url {url}: no answer from /v1/models ({why}); is the server up? Else give --model"
+        ) from None
+
+
+async def _read_stream(reply: aiohttp.ClientResponse, record: Record, sent_at: float) -> None:
+    parser, last_at = SseParser(), None
+    async for chunk in reply.content.iter_any():
+        now = time.perf_counter()
+        for data in parser.feed(chunk):
+            if data == DONE:
+                if record.ttft_s is None:
+                    raise StreamFailed("empty answer", "the stream brought no text")
+                return
+            if not _note(record, _decode(data)):
+                continue
+            if last_at is None:
+                record.ttft_s = now - sent_at
+            else:
+                record.itl_s.append(now - last_at)
+            last_at = now
+    raise StreamFailed("cut short", "the stream ended without [DONE]")
+
+
+def _decode(data: bytes) -> Event:
+    try:
+        event = _DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise StreamFailed("bad reply", f"{error}: {data[:100]!r}") from None
+    if bytes(event.error) not in (b"", b"null"):
+        raise StreamFailed("stream error", bytes(event.error).decode("utf-8", "replace"))
+    return event
+
+
+def _note(record: Record, event: Event) -> bool:
+    """Count an event; returns whether it brought text."""
+    has_text = any(_text(choice) for choice in event.choices)
+    if event.usage is not None:
+        record.prompt_tokens = event.usage.prompt_tokens
+        record.output_tokens = event.usage.completion_tokens or 0
+        details = event.usage.prompt_tokens_details
+        record.cached_tokens = (details.cached_tokens or 0) if details else 0
+    elif has_text:
+        record.output_tokens += 1
+    return has_text
+
+
+def _text(choice: Choice) -> str:
+    part = choice.delta or choice.message
+    return choice.text or (part and (part.content or part.reasoning_content)) or ""

@@ -1,0 +1,66 @@
+"""Where a measurement was made: hardware, versions, commit, command. Without it a number means nothing."""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+DISTRIBUTIONS = ("tandem-serve", "torch", "nixl-cu12", "mooncake-transfer-engine-non-cuda", "aiohttp", "triton")
+COMMAND_TIMEOUT_S = 10.0
+
+
+def describe() -> dict[str, object]:
+    """A JSON-ready description of this machine, this code and this command."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "commit": commit(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": _memory_gib(),
+        "gpu": _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version for name in DISTRIBUTIONS if (version := _version(name))},
+    }
+
+
+def commit() -> str | None:
+    """The commit of this source tree ("+changes" when it differs), None outside a checkout."""
+    root = str(Path(__file__).resolve().parents[2])
+    found = _said("git", "-C", root, "rev-parse", "--short=12", "HEAD")
+    if not found:
+        return None
+    return found + ("+changes" if _said("git", "-C", root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _said(*argv: str) -> str:
+    if shutil.which(argv[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _memory_gib() -> float:
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,94 @@
+"""Puts requests on targets in time: closed loop, open loop, and two targets in turns."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from deploy.bench.stats import Record
+from deploy.bench.workload import Request
+
+Send = Callable[..., Awaitable[Record]]  # (request, *, started_at) -> Record
+OnDone = Callable[[Record], None]
+
+
+@dataclass
+class Measured:
+    """Records of one target and the seconds in which it was under load."""
+
+    records: list[Record] = field(default_factory=list)
+    duration_s: float = 0.0
+
+
+async def run_load(send: Send, requests: Sequence[Request], *, concurrency: int, on_done: OnDone) -> Measured:
+    """Send all `requests`: at their times when they have one, else `concurrency` at once."""
+    started_at = time.perf_counter()
+    if requests and requests[0].at_s is not None:
+        records = await _open_loop(send, requests, started_at=started_at, on_done=on_done)
+    else:
+        records = await _closed_loop(send, requests, concurrency=concurrency, started_at=started_at, on_done=on_done)
+    return Measured(records, time.perf_counter() - started_at)
+
+
+async def run_in_turns(
+    sends: Sequence[Send], requests: Sequence[Request], *, rounds: int, concurrency: int, on_done: OnDone
+) -> list[Measured]:
+    """Each round puts the same share of the requests on every target, one target at a time.
+
+    Turns cancel what drifts during a run (heat, neighbours); the order within a round alternates.
+    """
+    totals = [Measured() for _ in sends]
+    for number, share in enumerate(shares(requests, rounds)):
+        order = list(range(len(sends)))
+        for target in order if number % 2 == 0 else reversed(order):
+            part = await run_load(sends[target], share, concurrency=concurrency, on_done=on_done)
+            totals[target].records += part.records
+            totals[target].duration_s += part.duration_s
+    return totals
+
+
+def shares(requests: Sequence[Request], rounds: int) -> list[list[Request]]:
+    """Cut into at most `rounds` consecutive parts of nearly equal size; times restart at 0 in each part."""
+    bounds = [len(requests) * i // rounds for i in range(rounds + 1)]
+    return [_restarted(requests[a:b]) for a, b in itertools.pairwise(bounds) if a < b]
+
+
+def _restarted(requests: Sequence[Request]) -> list[Request]:
+    first = requests[0].at_s
+    return [r if r.at_s is None or first is None else replace(r, at_s=r.at_s - first) for r in requests]
+
+
+async def _closed_loop(
+    send: Send, requests: Sequence[Request], *, concurrency: int, started_at: float, on_done: OnDone
+) -> list[Record]:
+    records: list[Record] = []
+    waiting = iter(requests)
+
+    async def client() -> None:
+        for request in waiting:
+            record = await send(request, started_at=started_at)
+            records.append(record)
+            on_done(record)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(concurrency, len(requests))):
+            group.create_task(client())
+    return records
+
+
+async def _open_loop(send: Send, requests: Sequence[Request], *, started_at: float, on_done: OnDone) -> list[Record]:
+    records: list[Record] = []
+
+    async def one(request: Request) -> None:
+        record = await send(request, started_at=started_at)
+        records.append(record)
+        on_done(record)
+
+    async with asyncio.TaskGroup() as group:
+        for request in requests:
+            delay_s = started_at + (request.at_s or 0.0) - time.perf_counter()
+            if delay_s > 0:
+                await asyncio.sleep(delay_s)
+            group.create_task(one(request))
+    return records

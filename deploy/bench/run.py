@@ -1,0 +1,118 @@
+"""One run of the bench from config to result: composes client, load, statistics and progress bar."""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+
+import aiohttp
+import msgspec
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from deploy.bench import environment
+from deploy.bench.client import Target, first_model
+from deploy.bench.config import BenchConfig
+from deploy.bench.load import Measured, run_in_turns, run_load
+from deploy.bench.report import ratio_table, summary_table
+from deploy.bench.stats import Record, Summary, ratios, summarize
+from deploy.bench.trace import read_trace
+from deploy.bench.workload import Request, make_requests
+
+
+async def measure(config: BenchConfig, stack: AsyncExitStack) -> list[Measured]:
+    """Warm up, then put the load on one target or on two in turns; one `Measured` for each."""
+    requests = make_requests(config, read_trace(config.trace) if config.trace else ())
+    session = await stack.enter_async_context(open_session(config))
+    targets = [await _target(url, session, config) for url in _urls(config)]
+    for target in targets:
+        await run_load(target.send, _warmup(requests, config.warmup), concurrency=1, on_done=_ignore)
+    with tqdm(total=len(requests) * len(targets), unit="req", disable=config.disable_progress or None) as bar:
+        return await run_in_turns(
+            [target.send for target in targets],
+            requests,
+            rounds=config.rounds if len(targets) > 1 else 1,
+            concurrency=config.concurrency,
+            on_done=_Progress(bar),
+        )
+
+
+def open_session(config: BenchConfig) -> aiohttp.ClientSession:
+    """A session with no limit of its own on connections or time, which never uses a proxy."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, connect=30),
+        headers={"Authorization": f"Bearer {config.api_key}"} if config.api_key else None,
+        trust_env=False,
+        read_bufsize=1 << 20,
+    )
+
+
+def print_report(config: BenchConfig, measured: Sequence[Measured]) -> list[Summary]:
+    """Print the tables; returns the summaries, one a target."""
+    summaries = [summarize(one.records, duration_s=one.duration_s) for one in measured]
+    for url, one, summary in zip(_urls(config), measured, summaries, strict=True):
+        print(f"\n{url}\n\n{summary_table(summary)}")
+        for line in _error_examples(one.records):
+            print(line)
+    if config.compare:
+        print("\n" + ratio_table(ratios(*summaries), first=config.url, second=config.compare))
+    return summaries
+
+
+def result_json(config: BenchConfig, measured: Sequence[Measured], summaries: Sequence[Summary]) -> bytes:
+    """The whole result, with every request's record. The API key stays out of it."""
+    targets = [
+        {"url": url, "summary": summary, "records": one.records}
+        for url, summary, one in zip(_urls(config), summaries, measured, strict=True)
+    ]
+    result = {
+        "environment": environment.describe()
+        | ({"command": "tandem bench (with an API key)"} if config.api_key else {}),
+        "config": asdict(config) | {"api_key": None},
+        "targets": targets,
+        "ratios": ratios(*summaries) if len(summaries) == 2 else None,
+    }
+    return msgspec.json.format(msgspec.json.encode(result), indent=1)
+
+
+class _Progress:
+    def __init__(self, bar: tqdm) -> None:
+        self._bar = bar
+        self._errors = 0
+
+    def __call__(self, record: Record) -> None:
+        if record.error:
+            self._errors += 1
+            self._bar.set_postfix(errors=self._errors, refresh=False)
+        self._bar.update()
+
+
+async def _target(url: str, session: aiohttp.ClientSession, config: BenchConfig) -> Target:
+    model = config.model or await first_model(session, url)
+    return Target(url, session=session, config=config, model=model)
+
+
+def _urls(config: BenchConfig) -> list[str]:
+    return [config.url, config.compare] if config.compare else [config.url]
+
+
+def _warmup(requests: Sequence[Request], count: int) -> list[Request]:
+    """Short requests with prompts of their own: nothing measured may be in a cache because of them."""
+    return [_reversed(request) for request in requests[:count]]
+
+
+def _reversed(request: Request) -> Request:
+    words = request.prompt
+    prompt = " ".join(reversed(words.split())) if isinstance(words, str) else tuple(reversed(words))
+    return Request(idx=-1, prompt=prompt, prompt_len=request.prompt_len, output_len=min(request.output_len, 4))
+
+
+def _ignore(record: Record) -> None:
+    pass
+
+
+def _error_examples(records: Sequence[Record]) -> list[str]:
+    first: dict[str, Record] = {}
+    for record in records:
+        if record.error:
+            first.setdefault(record.error, record)
+    return [f"{kind}, e.g. request {record.idx}: {record.detail}" for kind, record in sorted(first.items())]

@@ -1,0 +1,13 @@
+"""Server-sent events, as far as OpenAI-style servers use them: bytes in, the text after `data:` out. Pure."""
+
+
+class SseParser:
+    """Feed it what arrives, in any cuts; an event's data comes out once its line is complete."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The data of each `data:` line that `chunk` completes."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]

@@ -1,0 +1,130 @@
+"""Statistics of a load test: pure, from per-request records to a summary.
+
+TTFT: request sent to first text. ITL: gaps between the events that bring text (a server may put several tokens in
+one). TPOT: (E2E - TTFT) / (output tokens - 1), requests with one token left out. E2E: request sent to last byte.
+Percentiles interpolate linearly between the two nearest ranks (as numpy does by default).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+PERCENTS = (50, 90, 99)
+LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """What happened to one request. Times in seconds; `sent_s` counts from the start of the run.
+
+    `late_s`: how much later than planned it was sent (open loop). `error`: its kind, None for an answer in full.
+    """
+
+    idx: int
+    sent_s: float
+    late_s: float = 0.0
+    ttft_s: float | None = None
+    itl_s: list[float] = []
+    e2e_s: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = None
+    detail: str = ""
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """Mean and percentiles of one quantity, in seconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one target. Rates are per second of `duration_s`, over the requests that were answered in full."""
+
+    requests: int
+    completed: int
+    errors: dict[str, int]
+    duration_s: float
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    max_late_s: float
+    ttft_s: Distribution | None
+    itl_s: Distribution | None
+    tpot_s: Distribution | None
+    e2e_s: Distribution | None
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of `values` lie; `values` need not be sorted, and must not be empty."""
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def distribution(values: Sequence[float]) -> Distribution | None:
+    """None for no values."""
+    if not values:
+        return None
+    p50, p90, p99 = (percentile(values, percent) for percent in PERCENTS)
+    return Distribution(len(values), sum(values) / len(values), p50, p90, p99, max(values))
+
+
+def summarize(records: Sequence[Record], *, duration_s: float) -> Summary:
+    """Sum up the records of one target that was busy for `duration_s` seconds."""
+    good = [record for record in records if record.error is None]
+    prompt_tokens = sum(record.prompt_tokens for record in good)
+    output_tokens = sum(record.output_tokens for record in good)
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    return Summary(
+        requests=len(records),
+        completed=len(good),
+        errors=dict(sorted(Counter(record.error for record in records if record.error is not None).items())),
+        duration_s=duration_s,
+        requests_per_s=len(good) * per_s,
+        input_tokens_per_s=prompt_tokens * per_s,
+        output_tokens_per_s=output_tokens * per_s,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        cached_tokens=sum(record.cached_tokens for record in good),
+        max_late_s=max((record.late_s for record in records), default=0.0),
+        ttft_s=distribution([record.ttft_s for record in good if record.ttft_s is not None]),
+        itl_s=distribution([gap for record in good for gap in record.itl_s]),
+        tpot_s=distribution([tpot for record in good if (tpot := tpot_s(record)) is not None]),
+        e2e_s=distribution([record.e2e_s for record in good]),
+    )
+
+
+def tpot_s(record: Record) -> float | None:
+    """Seconds per output token after the first; None where there is no such token."""
+    if record.ttft_s is None or record.output_tokens < 2:
+        return None
+    return (record.e2e_s - record.ttft_s) / (record.output_tokens - 1)
+
+
+def ratios(first: Summary, second: Summary) -> dict[str, float]:
+    """second / first: of the medians of each latency, and of the rates."""
+    found = {}
+    for name in ("requests_per_s", "output_tokens_per_s"):
+        found[name] = _ratio(getattr(first, name), getattr(second, name))
+    for name in LATENCIES:
+        one, two = getattr(first, name), getattr(second, name)
+        if one is not None and two is not None:
+            found[f"{name}_p50"] = _ratio(one.p50, two.p50)
+    return found
+
+
+def _ratio(one: Any, two: Any) -> float:
+    return float(two / one) if one else float("nan")

@@ -1,0 +1,48 @@
+"""Reads a request trace in the form of the Mooncake paper (FAST'25): JSON lines, gzipped or not.
+
+One object a line: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (ids of prefix-chained
+blocks of 512 tokens: equal ids at equal places mean a shared prefix).
+"""
+
+import gzip
+from pathlib import Path
+
+import msgspec
+
+from engine.config import ConfigError
+
+GZIP_MAGIC = b"\x1f\x8b"
+
+
+class TraceEntry(msgspec.Struct, frozen=True):
+    """One line of a trace."""
+
+    timestamp_ms: float = msgspec.field(name="timestamp")
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: str) -> list[TraceEntry]:
+    """All entries of the file at `path`; raises `ConfigError` naming the file and the line."""
+    try:
+        data = Path(path).read_bytes()
+        text = gzip.decompress(data) if data.startswith(GZIP_MAGIC) else data
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"--trace {path}: cannot be read: {error}") from None
+    return parse_trace(text, name=path)
+
+
+def parse_trace(text: bytes, *, name: str) -> list[TraceEntry]:
+    """Entries of a trace's text; empty lines are skipped."""
+    entries = []
+    decoder = msgspec.json.Decoder(TraceEntry)
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            try:
+                entries.append(decoder.decode(line))
+            except msgspec.MsgspecError as error:
+                raise ConfigError(f"--trace {name}, line {number}: {error}") from None
+    if not entries:
+        raise ConfigError(f"--trace {name}: holds no request")
+    return entries

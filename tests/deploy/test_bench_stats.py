@@ -1,0 +1,169 @@
+"""Statistics, workloads, traces and SSE of the bench: literals only."""
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.bench.config import BenchConfig, check_bench
+from deploy.bench.load import shares
+from deploy.bench.report import summary_table, table
+from deploy.bench.sse import SseParser
+from deploy.bench.stats import Record, percentile, ratios, summarize
+from deploy.bench.trace import TraceEntry, parse_trace, read_trace
+from deploy.bench.workload import block_tokens, make_requests
+from engine.config import ConfigError
+
+
+def test_percentiles_interpolate() -> None:
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert [percentile(values, p) for p in (0, 50, 90, 100)] == [1.0, 2.5, pytest.approx(3.7), 4.0]
+    assert percentile([7.0], 99) == 7.0
+
+
+def record(idx: int, ttft_s: float, gaps: list[float], *, error: str | None = None) -> Record:
+    return Record(
+        idx=idx,
+        sent_s=0.0,
+        ttft_s=ttft_s,
+        itl_s=gaps,
+        e2e_s=ttft_s + sum(gaps),
+        prompt_tokens=10,
+        output_tokens=1 + len(gaps),
+        error=error,
+    )
+
+
+def test_summary_counts_good_answers_only() -> None:
+    records = [record(0, 0.1, [0.02, 0.04]), record(1, 0.3, []), record(2, 9.0, [9.0], error="http 503")]
+    summary = summarize(records, duration_s=2.0)
+    assert (summary.requests, summary.completed, summary.errors) == (3, 2, {"http 503": 1})
+    assert (summary.requests_per_s, summary.input_tokens_per_s, summary.output_tokens_per_s) == (1.0, 10.0, 2.0)
+    assert summary.ttft_s is not None and summary.ttft_s.p50 == pytest.approx(0.2) and summary.ttft_s.max == 0.3
+    assert summary.itl_s is not None and summary.itl_s.count == 2
+    assert summary.tpot_s is not None and summary.tpot_s.mean == pytest.approx(0.03) and summary.tpot_s.count == 1
+
+
+def test_no_good_answer_is_a_summary_too() -> None:
+    summary = summarize([record(0, 1.0, [], error="connect")], duration_s=0.0)
+    assert summary.ttft_s is None and summary.requests_per_s == 0.0
+    assert "connect: 1" in summary_table(summary)
+
+
+def test_ratios_are_second_over_first() -> None:
+    slow, fast = summarize([record(0, 0.4, [0.2])], duration_s=2.0), summarize([record(0, 0.1, [0.1])], duration_s=1.0)
+    found = ratios(slow, fast)
+    assert found["ttft_s_p50"] == pytest.approx(0.25) and found["itl_s_p50"] == pytest.approx(0.5)
+    assert found["requests_per_s"] == pytest.approx(2.0)
+
+
+def test_table_is_aligned() -> None:
+    assert table(["", "p50"], [["TTFT ms", "1.0"]]).splitlines() == [
+        "|         | p50 |",
+        "| ------- | --: |",
+        "| TTFT ms | 1.0 |",
+    ]
+
+
+@given(st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b and b"\r" not in b), max_size=8), st.data())
+def test_sse_survives_every_cut(payloads: list[bytes], data: st.DataObject) -> None:
+    text = b"".join(b"data: " + payload + b"\r\n\r\n: comment\n" for payload in payloads)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    parser = SseParser()
+    parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    assert [got for part in parts for got in parser.feed(part)] == [payload.strip() for payload in payloads]
+
+
+def test_the_same_flags_give_the_same_load_of_exact_lengths() -> None:
+    config = BenchConfig(num_requests=20, input_len=40, output_len=8, prompt="ids", random_range_ratio=0.5, seed=3)
+    requests = make_requests(config)
+    assert requests == make_requests(config) and requests != make_requests(BenchConfig(num_requests=20, input_len=40))
+    assert all(len(r.prompt) == r.prompt_len and 20 <= r.prompt_len <= 40 and 4 <= r.output_len <= 8 for r in requests)
+    assert all(16 <= token <= 500 for r in requests for token in r.prompt if isinstance(token, int))
+    assert all(r.at_s is None for r in requests)
+
+
+def test_words_alternate_keys_and_values() -> None:
+    (request,) = make_requests(BenchConfig(num_requests=1, input_len=4))
+    assert isinstance(request.prompt, str)
+    assert [word[0] for word in request.prompt.split()] == ["k", "v", "k", "v"]
+
+
+def test_groups_share_their_prefix() -> None:
+    config = BenchConfig(num_requests=4, input_len=20, shared_prefix_len=10, shared_prefix_groups=2, prompt="ids")
+    prefixes = [request.prompt[:10] for request in make_requests(config)]
+    assert prefixes[0] == prefixes[2] != prefixes[1] == prefixes[3]
+    assert len({request.prompt for request in make_requests(config)}) == 4
+
+
+def test_poisson_has_the_asked_rate() -> None:
+    times = [r.at_s for r in make_requests(BenchConfig(num_requests=2000, input_len=1, request_rate=50.0))]
+    assert times[0] == 0.0 and times == sorted(times)  # type: ignore[type-var]
+    assert times[-1] == pytest.approx(2000 / 50, rel=0.1)
+
+
+TRACE = b"""{"timestamp": 1000, "input_length": 1000, "output_length": 100, "hash_ids": [1, 2]}
+
+{"timestamp": 4000, "input_length": 1100, "output_length": 50, "hash_ids": [1, 3, 4], "unknown": 1}
+"""
+
+
+def test_a_trace_is_scaled_and_equal_blocks_share_a_prefix() -> None:
+    config = BenchConfig(trace="t", time_scale=0.1, length_scale=0.125, prompt="ids")
+    first, second = make_requests(config, parse_trace(TRACE, name="t"))
+    assert (first.at_s, second.at_s) == (0.0, pytest.approx(0.3))
+    assert (first.prompt_len, second.prompt_len) == (125, 138)
+    assert (first.output_len, second.output_len) == (12, 6)
+    assert first.prompt[:64] == second.prompt[:64] and first.prompt[64:] != second.prompt[64:125]
+
+
+@given(st.integers(1, 3000), st.floats(0.01, 2.0))
+def test_a_traced_prompt_has_its_exact_scaled_length(length: int, scale: float) -> None:
+    entry = TraceEntry(timestamp_ms=0, input_length=length, output_length=1, hash_ids=tuple(range(-(-length // 512))))
+    config = BenchConfig(length_scale=scale)
+    assert len(block_tokens(config, entry)) == max(1, round(length * scale))
+
+
+def test_traces_may_be_gzipped_and_bad_lines_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress(TRACE))
+    assert read_trace(str(path)) == parse_trace(TRACE, name="t")
+    with pytest.raises(ConfigError, match=r"line 2: .*input_length"):
+        parse_trace(TRACE.splitlines()[0] + b"\n" + json.dumps({"timestamp": 1}).encode(), name="t")
+    with pytest.raises(ConfigError, match="holds no request"):
+        parse_trace(b"\n", name="t")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(str(tmp_path / "none"))
+    path.write_bytes(b"\x1f\x8bjunk")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(str(path))
+
+
+def test_rounds_share_the_requests_and_restart_the_clock() -> None:
+    requests = make_requests(BenchConfig(num_requests=7, input_len=1, request_rate=10.0))
+    parts = shares(requests, 3)
+    assert [r.idx for part in parts for r in part] == list(range(7)) and [len(p) for p in parts] == [2, 2, 3]
+    assert all(part[0].at_s == 0.0 for part in parts)
+    assert len(shares(requests[:2], 5)) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (BenchConfig(url="x:1"), "--url: 'x:1' is no address"),
+        (BenchConfig(compare="localhost"), "--compare"),
+        (BenchConfig(trace="t", request_rate=1.0), "--request-rate: a trace has its own"),
+        (BenchConfig(num_requests=0), "--num-requests: must be at least 1, got 0"),
+        (BenchConfig(request_rate=0.0), "--request-rate: must be a finite number greater than 0, got 0.0"),
+        (BenchConfig(random_range_ratio=2.0), "--random-range-ratio"),
+        (BenchConfig(min_token_id=9, max_token_id=9), "--max-token-id"),
+        (BenchConfig(shared_prefix_len=300), "--shared-prefix-len: must not exceed --input-len"),
+    ],
+)
+def test_values_that_make_no_load_are_named(config: BenchConfig, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_bench(config)
