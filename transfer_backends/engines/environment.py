@@ -1,0 +1,27 @@
+"""Settings that engine libraries read from the environment once, and quiet for what they print while starting."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+
+
+def set_defaults(settings: Mapping[str, str]) -> None:
+    """What the user has set stays."""
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def quiet(*fds: int) -> Iterator[None]:
+    """Send what C code writes to `fds` (1: stdout, 2: stderr) to /dev/null meanwhile."""
+    saved = [(fd, os.dup(fd)) for fd in fds]
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for fd in fds:
+            os.dup2(null, fd)
+        yield
+    finally:
+        os.close(null)
+        for fd, copy in saved:
+            os.dup2(copy, fd)
+            os.close(copy)

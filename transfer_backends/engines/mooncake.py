@@ -1,0 +1,159 @@
+"""Mooncake transfer engine: RDMA where there is an HCA, TCP elsewhere.
+
+How it behaves is measured in facts/transfer.md section 1; what this file owes to it:
+- batch calls lie about completion (they return while accepted writes still land), so every piece is submitted and
+  checked by itself: one id is exact;
+- ids are raw pointers: never asked for again after their end;
+- its queues stall for ever when they overflow: the settings raise them and `caps.max_inflight` stays far below;
+- sync calls spin on a core: never used.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from transfer_backends.contract import BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
+from transfer_backends.engines.environment import quiet, set_defaults
+
+SETTINGS = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "600000",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TRANSFER_TIMEOUT": "30",
+    "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "2",
+    "MC_LOG_LEVEL": "ERROR",
+}
+GPU_SLICE = {"MC_TCP_SLICE_SIZE": str(2 << 20)}  # one blocking cudaMemcpy a slice
+SCRATCH_BYTES = 4096
+PROBE_BYTES = 8
+PENDING, DONE, FAILED, OVERDUE = 0, 1, -1, -2  # of transfer_check_status; OVERDUE is still pending
+
+
+class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
+    session: str
+    scratch_ptr: int
+
+
+@dataclass(eq=False)
+class MooncakePeer:
+    session: str
+    scratch_ptr: int
+
+
+@dataclass(eq=False)
+class MooncakeOp:
+    """`ids`: submitted and not final. `failed`: some piece was refused or failed."""
+
+    ids: list[int]
+    failed: bool
+
+
+def import_mooncake() -> Any:
+    try:
+        return importlib.import_module("mooncake.engine")
+    except (ImportError, OSError) as error:
+        raise BackendUnavailable(
+            "transfer backend mooncake: its library cannot be imported; install it with: "
+            "pip install mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine on CUDA machines) and "
+            f"apt-get install libibverbs1 libnuma1 libcurl4 ({error})"
+        ) from None
+
+
+class MooncakeEngine:
+    def __init__(self, *, host: str) -> None:
+        """`host`: the address peers reach this machine at."""
+        self.caps = Caps(
+            name="mooncake",
+            max_inflight=256,
+            max_post_pieces=64,
+            max_post_bytes=32 << 20,
+            max_piece_bytes=4 << 20,
+            target_must_poll=False,
+            settle_s=2.0,
+        )
+        set_defaults(SETTINGS)
+        if not any(Path("/sys/class/infiniband").glob("*")):
+            set_defaults({"MC_FORCE_TCP": "1"})
+        module = import_mooncake()
+        self._host = host
+        self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
+        self._addresses: list[int] = []
+        with quiet(1, 2):
+            self._engine: Any = module.TransferEngine()
+            status = self._engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
+        if status != 0:
+            raise BackendUnavailable(
+                f"transfer backend mooncake: the engine cannot start on {host} (status {status}); is the address this machine's?"
+            )
+
+    def register(self, regions: Sequence[Region]) -> None:
+        if any(region.device is not None for region in regions):
+            set_defaults(GPU_SLICE)
+        scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES)
+        for region in (*regions, scratch):
+            status = self._engine.register_memory(region.base_ptr, region.size_bytes)
+            if status != 0:
+                raise EngineError(f"Mooncake cannot register {region.size_bytes} bytes (status {status})")
+            self._addresses.append(region.base_ptr)
+
+    def descriptor(self) -> bytes:
+        session = f"{self._host}:{self._engine.get_rpc_port()}"
+        return msgspec.msgpack.encode(_Descriptor(session, self._scratch.ctypes.data))
+
+    def connect(self, incarnation: str, descriptor: bytes) -> MooncakePeer:
+        try:
+            known = msgspec.msgpack.decode(descriptor, type=_Descriptor)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"not a Mooncake descriptor: {error}") from None
+        return MooncakePeer(known.session, known.scratch_ptr)
+
+    def disconnect(self, peer: MooncakePeer) -> None:
+        """Connections belong to the engine, which drops broken ones by itself."""
+
+    def post(self, peer: MooncakePeer, pieces: Pieces) -> MooncakeOp:
+        op = MooncakeOp([], failed=False)
+        submit = self._engine.transfer_submit_write
+        for src, dst, length in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.lengths.tolist(), strict=True):
+            number = submit(peer.session, src, dst, length)
+            if number == 0:  # refused, nothing was started; what was submitted before runs to its end
+                op.failed = True
+                break
+            op.ids.append(number)
+        return op
+
+    def probe(self, peer: MooncakePeer) -> MooncakeOp:
+        src, dst = self._scratch.ctypes.data, peer.scratch_ptr
+        one = np.array([PROBE_BYTES], np.uint64)
+        return self.post(peer, Pieces(np.array([src], np.uint64), np.array([dst], np.uint64), one))
+
+    def fence(self, peer: MooncakePeer) -> MooncakeOp:
+        return MooncakeOp([], failed=False)  # each id is exact: nothing writes after its end
+
+    def poll(self, op: MooncakeOp) -> OpState:
+        check = self._engine.transfer_check_status
+        pending = []
+        for number in op.ids:
+            status = check(number)
+            if status in (PENDING, OVERDUE):
+                pending.append(number)
+            elif status != DONE:
+                op.failed = True
+        op.ids = pending
+        if pending:
+            return OpState.PENDING
+        return OpState.FAILED if op.failed else OpState.DONE
+
+    def progress(self) -> None:
+        """Its own threads do the work."""
+
+    def close(self) -> None:
+        for address in self._addresses:
+            self._engine.unregister_memory(address)
+        self._addresses.clear()
+        with quiet(1, 2):
+            self._engine = None

@@ -1,0 +1,190 @@
+"""NIXL over UCX: shared memory or CMA on one host, RDMA, CUDA IPC or TCP elsewhere.
+
+How it behaves is measured in facts/transfer.md section 2; what this file owes to it:
+- no progress thread (it spins on a core): the target polls `progress`, the initiator polls its operations;
+- sync mode STRICT: the control thread polls while the sender thread posts (NONE crashes);
+- a handle is never released while pending: release does not cancel, the bytes keep landing;
+- a failed operation may still have bytes under way: the fence is a tiny write waited for (it flushes the endpoint);
+- its wheel (1.5.1) crashes in a destructor of libnl-route when the process exits: `leave_without_destructors`;
+- a peer lost by an error stays unusable until its metadata is removed and added again (disconnect + connect).
+"""
+
+import contextlib
+import ctypes
+import importlib
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from transfer_backends.contract import BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
+from transfer_backends.engines.environment import quiet, set_defaults
+
+SETTINGS = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}
+FENCE_BYTES = 8
+SCRATCH_BYTES = 4096
+
+
+class _Descriptor(msgspec.Struct, frozen=True, array_like=True):
+    metadata: bytes
+    scratch_ptr: int
+
+
+@dataclass(eq=False)
+class NixlPeer:
+    name: str
+    scratch_ptr: int
+
+
+@dataclass(eq=False)
+class NixlOp:
+    """`state` is set when NIXL has said the last word; the handle is released then."""
+
+    handle: Any
+    state: OpState
+
+
+def import_nixl() -> Any:
+    """The module that has `nixl_agent`: the meta package, or the wheel of a CUDA version (both run without CUDA)."""
+    set_defaults(SETTINGS)
+    errors = []
+    for name in ("nixl", "nixl_cu13", "nixl_cu12"):
+        try:
+            module = importlib.import_module(f"{name}._api")
+        except (ImportError, OSError) as error:
+            errors.append(f"{name}: {error}")
+            continue
+        if hasattr(module, "nixl_agent"):
+            return module
+        errors.append(f"{name} has no nixl_agent")
+    raise BackendUnavailable(
+        f"transfer backend nixl: its library cannot be imported; install it with: pip install nixl-cu12 ({'; '.join(errors)})"
+    )
+
+
+def leave_without_destructors() -> None:
+    """End the process by `_exit(status)` before the destructors of shared libraries run, Python being finished by then.
+
+    Without it every process that made an agent dies of SIGSEGV at its very end, which looks like a crash to whoever
+    started it. glibc's `on_exit` hands its handler the exit status; handlers of libraries loaded earlier are skipped.
+    """
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):  # not glibc
+        libc.on_exit(libc._exit, None)
+
+
+class NixlEngine:
+    def __init__(self) -> None:
+        self.caps = Caps(
+            name="nixl",
+            max_inflight=4096,
+            max_post_pieces=1024,
+            max_post_bytes=16 << 20,  # a post over CMA copies before it returns
+            max_piece_bytes=4 << 20,
+            target_must_poll=True,
+            settle_s=2.0,
+        )
+        api = import_nixl()
+        config = api.nixl_agent_config(
+            enable_prog_thread=False, backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        try:
+            with quiet(1):
+                self._agent = api.nixl_agent(uuid.uuid4().hex, config)
+        except Exception as error:
+            raise BackendUnavailable(f"transfer backend nixl: UCX cannot start: {error}") from None
+        leave_without_destructors()
+        self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
+        self._registered: list[Any] = []
+        # Adding and removing peers beside other calls crashes UCX (facts section 4, bug 11).
+        self._membership = threading.Lock()
+        self._closed = False
+
+    def register(self, regions: Sequence[Region]) -> None:
+        scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES)
+        for region in (*regions, scratch):
+            rows = [(region.base_ptr, region.size_bytes, region.device or 0, "")]
+            self._registered.append(self._agent.register_memory(rows, _kind(region.device)))
+
+    def descriptor(self) -> bytes:
+        return msgspec.msgpack.encode(_Descriptor(self._agent.get_agent_metadata(), self._scratch.ctypes.data))
+
+    def connect(self, incarnation: str, descriptor: bytes) -> NixlPeer:
+        try:
+            known = msgspec.msgpack.decode(descriptor, type=_Descriptor)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"not a NIXL descriptor: {error}") from None
+        with self._membership:
+            try:
+                name = self._agent.add_remote_agent(known.metadata)
+            except Exception as error:
+                raise EngineError(f"NIXL refused the peer's metadata: {error}") from None
+        return NixlPeer(name.decode() if isinstance(name, bytes) else name, known.scratch_ptr)
+
+    def disconnect(self, peer: NixlPeer) -> None:
+        with self._membership:
+            self._agent.remove_remote_agent(peer.name)
+
+    def post(self, peer: NixlPeer, pieces: Pieces) -> NixlOp:
+        local = self._agent.get_xfer_descs(_rows(pieces.src, pieces, pieces.src_device), _kind(pieces.src_device))
+        remote = self._agent.get_xfer_descs(_rows(pieces.dst, pieces, pieces.dst_device), _kind(pieces.dst_device))
+        try:
+            handle = self._agent.initialize_xfer("WRITE", local, remote, peer.name)
+        except Exception as error:
+            raise EngineError(f"NIXL refused the transfer: {error}") from None
+        op = NixlOp(handle, OpState.PENDING)
+        self._note(op, lambda: self._agent.transfer(handle))
+        return op
+
+    def probe(self, peer: NixlPeer) -> NixlOp:
+        src, dst = self._scratch.ctypes.data, peer.scratch_ptr
+        one = np.array([FENCE_BYTES], np.uint64)
+        return self.post(peer, Pieces(np.array([src], np.uint64), np.array([dst], np.uint64), one))
+
+    def fence(self, peer: NixlPeer) -> NixlOp:
+        return self.probe(peer)
+
+    def poll(self, op: NixlOp) -> OpState:
+        if op.state is OpState.PENDING:
+            self._note(op, lambda: self._agent.check_xfer_state(op.handle))
+        return op.state
+
+    def _note(self, op: NixlOp, ask: Any) -> None:
+        try:
+            answer = ask()
+        except Exception:  # nixlRemoteDisconnectError and its like: this is how NIXL says that an operation failed
+            answer = "ERR"
+        if answer == "PROC":
+            return
+        op.state = OpState.DONE if answer == "DONE" else OpState.FAILED
+        with contextlib.suppress(Exception):
+            op.handle.release()
+
+    def progress(self) -> None:
+        self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for registered in self._registered:
+            with contextlib.suppress(Exception):
+                self._agent.deregister_memory(registered)
+        del self._agent
+
+
+def _kind(device: int | None) -> str:
+    return "DRAM" if device is None else "VRAM"
+
+
+def _rows(addresses: Any, pieces: Pieces, device: int | None) -> Any:
+    """u64[n, 3]: address, length, device."""
+    rows = np.empty((len(pieces), 3), np.uint64)
+    rows[:, 0] = addresses
+    rows[:, 1] = pieces.lengths
+    rows[:, 2] = device or 0
+    return rows

@@ -1,0 +1,50 @@
+"""Engines by name. Libraries are imported only when their backend is asked for."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transfer_backends.contract import BackendUnavailable, Engine
+from transfer_backends.engines.fake import FakeEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """`host`: the address that peers reach this worker at. `fake_*`: what the fake engine does to each operation."""
+
+    host: str = "127.0.0.1"
+    fake_delay_s: float = 0.0
+    fake_failure_rate: float = 0.0
+    fake_late_rate: float = 0.0
+    fake_late_s: float = 0.0
+    seed: int = 0
+
+
+def _fake(options: EngineOptions) -> Engine:
+    return FakeEngine(
+        delay_s=options.fake_delay_s,
+        failure_rate=options.fake_failure_rate,
+        late_rate=options.fake_late_rate,
+        late_s=options.fake_late_s,
+        seed=options.seed,
+    )
+
+
+def _nixl(options: EngineOptions) -> Engine:
+    return importlib.import_module("transfer_backends.engines.nixl").NixlEngine()  # type: ignore[no-any-return]
+
+
+def _mooncake(options: EngineOptions) -> Engine:
+    module = importlib.import_module("transfer_backends.engines.mooncake")
+    return module.MooncakeEngine(host=options.host)  # type: ignore[no-any-return]
+
+
+_ENGINES: dict[str, Callable[[EngineOptions], Engine]] = {"nixl": _nixl, "mooncake": _mooncake, "fake": _fake}
+BACKENDS = tuple(_ENGINES)
+
+
+def make_engine(name: str, options: EngineOptions | None = None) -> Engine:
+    """Raises `BackendUnavailable` (one line: what is missing, how to install it)."""
+    if name not in _ENGINES:
+        raise BackendUnavailable(f"transfer backend {name!r} is not one of {', '.join(BACKENDS)}")
+    return _ENGINES[name](options or EngineOptions())
