@@ -1,24 +1,99 @@
-"""Python side of paged_decode.c (being built: until then every call falls back to torch)."""
+"""Decode attention on CPU by paged_decode.c: fills in its arguments. Knows the pool's layout; no fallback here."""
+
+import ctypes
+from pathlib import Path
 
 import torch
 
+from engine.attention.base import StepBatch
+from engine.executor.kv_pool import KVPool
+from engine.kernels.build import load_library
+from engine.models.cache_spec import CacheSpec
+
+SOURCE = Path(__file__).with_suffix(".c")
+ABI_VERSION = 1
+LANES = 16
+DTYPES = ("bfloat16", "float32")
+
+
+class _Args(ctypes.Structure):
+    """Mirror of `struct args` in paged_decode.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k_new", "v_new", "out", "k_cache", "v_cache")),
+        *((name, ctypes.c_void_p) for name in ("page_table", "kv_lens", "token_pages", "token_offsets")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "page_stride_bytes", "table_width")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "dim", "page_size", "is_bf16", "threads")),
+        ("scale", ctypes.c_float),
+    ]
+
 
 class PagedDecode:
-    def takes(self, head_dim: int, dtype: str) -> bool:
-        return False
+    """One pool's decode attention. `begin` once a step of single tokens, `attend` once a layer; drops the GIL."""
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        page_table: torch.Tensor,
-        kv_lens: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        raise NotImplementedError
+    def __init__(self, library: ctypes.CDLL, pool: KVPool, *, scale: float | None) -> None:
+        self._call = library.tandem_paged_decode
+        self._call.argtypes = [ctypes.POINTER(_Args)]
+        self._pool = pool
+        self._scale = scale
+        self._caches = [(pool.k(i).data_ptr(), pool.v(i).data_ptr()) for i in range(pool.num_layers)]
+        self._args = _Args(page_stride_bytes=pool.page_bytes, page_size=pool.page_size)
+        self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _args point into
+
+    def begin(self, step: StepBatch) -> None:
+        table = step.page_table.to(torch.int32)
+        table = table if table.stride(-1) == 1 else table.contiguous()
+        kv_lens = torch.tensor(step.kv_lens, dtype=torch.int32)
+        self._check(step, table)
+        self._kept = (table, kv_lens, step.token_pages.contiguous(), step.token_offsets.contiguous())
+        args = self._args
+        args.page_table, args.kv_lens, args.token_pages, args.token_offsets = (x.data_ptr() for x in self._kept)
+        args.table_width = table.stride(0)
+        args.batch = len(kv_lens)
+        args.threads = torch.get_num_threads()
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """As AttentionBackend.attend: writes k and v, returns [B, heads * head_dim]."""
+        args, spec = self._args, self._pool.specs[layer]
+        dtype = self._pool.k(layer).dtype
+        q_, k_, v_ = (_dense_heads(x.to(dtype)) for x in (q, k, v))
+        assert len(q_) == args.batch and k_.shape[1:] == (spec.num_kv_heads, spec.head_dim), (q.shape, k.shape)
+        out = torch.empty(q_.shape, dtype=dtype)
+        args.q, args.k_new, args.v_new, args.out = q_.data_ptr(), k_.data_ptr(), v_.data_ptr(), out.data_ptr()
+        args.q_stride, args.k_stride, args.v_stride = q_.stride(0), k_.stride(0), v_.stride(0)
+        args.k_cache, args.v_cache = self._caches[layer]
+        args.heads, args.kv_heads, args.dim = q_.shape[1], spec.num_kv_heads, spec.head_dim
+        args.is_bf16 = dtype == torch.bfloat16
+        args.scale = self._scale if self._scale is not None else spec.head_dim**-0.5
+        if self._call(ctypes.byref(args)):
+            raise MemoryError("paged decode: no memory for one request's accumulators")
+        return out.flatten(1).to(q.dtype)
+
+    def _check(self, step: StepBatch, table: torch.Tensor) -> None:
+        """C believes what it is told: a wrong page id would read foreign memory."""
+        low, high = table.aminmax()
+        assert int(low) >= 0 and int(high) <= self._pool.num_pages, (int(low), int(high))
+        assert min(step.kv_lens) > 0 and max(step.kv_lens) <= table.shape[1] * self._pool.page_size, step.kv_lens
+        low, high = step.token_pages.aminmax()
+        assert int(low) >= 0 and int(high) <= self._pool.num_pages, (int(low), int(high))
+        assert len(step.kv_lens) == len(table) == len(step.token_pages) == len(step.token_offsets)
 
 
-def load_paged_decode() -> PagedDecode | None:
-    return None
+def make_paged_decode(pool: KVPool, *, scale: float | None) -> PagedDecode | None:
+    """The C kernel for this pool, or None: a layer it does not take, or no compiler (logged)."""
+    if not all(takes(spec) for spec in pool.specs):
+        return None
+    library = load_library(SOURCE)
+    if library is None:
+        return None
+    assert library.tandem_paged_decode_abi() == ABI_VERSION
+    return PagedDecode(library, pool, scale=scale)
+
+
+def takes(spec: CacheSpec) -> bool:
+    return spec.head_dim % LANES == 0 and spec.dtype in DTYPES
+
+
+def _dense_heads(x: torch.Tensor) -> torch.Tensor:
+    """[B, heads, dim] with dense heads; a slice of a merged qkv is taken as it is."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

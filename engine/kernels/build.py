@@ -1,0 +1,147 @@
+"""Builds a C kernel at first use and keeps it in a per-user cache. Knows compilers and files, not what kernels do.
+
+The file name is a hash of all that decides the machine code (source, compiler, flags, CPU), so a changed source or a
+home directory shared by different machines never loads a wrong one. Processes that build at once each rename their own
+finished file into place: the last one wins, and all are alike.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+DISABLE_VARIABLE = "TANDEM_NO_C_KERNELS"
+CACHE_VARIABLE = "TANDEM_KERNEL_CACHE"
+COMPILE_TIMEOUT_S = 120
+BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")
+# The first set that compiles is used: some compilers come without an OpenMP runtime, some know no -march=native.
+FLAG_SETS = (("-march=native", "-fopenmp"), ("-march=native",), ())
+
+log = logging.getLogger(__name__)
+
+
+class BuildError(Exception):
+    """No shared library could be made; the message says why."""
+
+
+def load_library(source: Path) -> ctypes.CDLL | None:
+    """The library built from `source` for this machine, or None (with one log line) when there is none to be had."""
+    if os.environ.get(DISABLE_VARIABLE) == "1":
+        log.info("C kernels are off (%s=1): attention falls back to torch", DISABLE_VARIABLE)
+        return None
+    try:
+        return _load(_built(source))
+    except BuildError as e:
+        log.warning("no C kernel from %s, attention falls back to torch (slower): %s", source.name, e)
+        return None
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as e:
+        path.unlink(missing_ok=True)  # not a library (any more): the next start builds it again
+        raise BuildError(f"cannot load {path}: {e}") from e
+
+
+def _built(source: Path) -> Path:
+    compiler = _compiler()
+    folder = cache_dir()
+    errors: list[str] = []
+    for extra in FLAG_SETS:
+        flags = BASE_FLAGS + extra
+        target = folder / f"{source.stem}-{_key(source, compiler, flags)}.so"
+        if target.exists():
+            return target
+        try:
+            _compile(source, target, [compiler, *flags])
+            return target
+        except BuildError as e:
+            errors.append(str(e))
+    raise BuildError(errors[-1])
+
+
+def _compile(source: Path, target: Path, command: list[str]) -> None:
+    handle, name = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+    os.close(handle)
+    try:
+        done = subprocess.run(
+            [*command, "-o", name, str(source), "-lm"],
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise BuildError(f"{command[0]} failed: {_first_line(done.stderr)}")
+        _flush(name)  # a library torn by a power cut would be a SIGBUS at its first load, not an error
+        os.replace(name, target)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise BuildError(f"{command[0]}: {e}") from e
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _flush(name: str) -> None:
+    handle = os.open(name, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _first_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if "error" in line] or text.splitlines()
+    return lines[0] if lines else "no output"
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise BuildError("no C compiler found (install gcc, or set CC)")
+
+
+def _key(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
+    parts = (source.read_text(), compiler, *flags, platform.machine(), _cpu_features())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _cpu_features() -> str:
+    """What -march=native looks at, near enough."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = ("flags", "Features", "model name", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
+
+
+def cache_dir() -> Path:
+    """A directory that is ours alone: code is loaded from it. Raises BuildError when none can be had."""
+    wanted = [os.environ.get(CACHE_VARIABLE), _user_cache(), f"{tempfile.gettempdir()}/tandem-kernels-{os.getuid()}"]
+    for name in wanted:
+        if name and _usable(Path(name)):
+            return Path(name)
+    raise BuildError(f"no private writable directory for kernels; set {CACHE_VARIABLE}")
+
+
+def _user_cache() -> str:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return f"{root}/tandem/kernels"
+
+
+def _usable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+    except OSError:
+        return False
+    others_may_write = status.st_mode & 0o022
+    return status.st_uid == os.getuid() and not others_may_write and os.access(folder, os.W_OK)

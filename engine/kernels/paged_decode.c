@@ -1,0 +1,295 @@
+/* Paged decode attention: one query token a request, online softmax over the request's pages. bf16 and fp32 caches.
+ *
+ * A work item is (request, kv head): all query heads of that kv head are computed together, so each byte of K and V is
+ * read from memory once. Tokens go in blocks of BLOCK from position 0 on, in this order whatever the batch is: a
+ * request's result does not depend on its neighbours, nor on the number of threads. All sums are fp32.
+ *
+ * Vectors are GCC/Clang vector extensions of 16 lanes, which the compiler lowers to AVX-512, AVX2, NEON or scalar code;
+ * only bf16 dot products (AVX512-BF16) are written with intrinsics. Blocked online softmax: Milakov and Gimelshein 2018,
+ * Dao et al. 2022; grouping the query heads of a kv head: the usual GQA decode kernels (FlashInfer, vLLM, SGLang).
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define ABI_VERSION 1
+#define LANES 16
+#define BLOCK 64       /* tokens whose scores are held at once */
+#define SUB 8          /* query heads whose accumulators fit the registers */
+#define LINE_BYTES 64
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float f16v __attribute__((vector_size(64)));
+typedef int32_t i16v __attribute__((vector_size(64)));
+typedef uint32_t u16v __attribute__((vector_size(64)));
+typedef uint16_t h16v __attribute__((vector_size(32)));
+typedef uint16_t bf16;
+
+/* Mirrored by _Args in paged_decode.py. Strides of q, k_new, v_new are elements from token to token; heads are dense. */
+struct args {
+    void *q, *k_new, *v_new, *out;              /* [B, heads, dim], [B, kv_heads, dim] x 2, [B, heads, dim] dense */
+    void *k_cache, *v_cache;                    /* address of this layer's K and V in page 0 */
+    const int32_t *page_table;                  /* [B, table_width] */
+    const int32_t *kv_lens;                     /* [B], the new token included */
+    const int64_t *token_pages, *token_offsets; /* [B] where the new token goes */
+    int64_t q_stride, k_stride, v_stride;
+    int64_t page_stride_bytes, table_width;
+    int64_t batch, heads, kv_heads, dim, page_size;
+    int64_t is_bf16, threads;
+    float scale;
+};
+
+/* One work item: what the block functions share. */
+struct item {
+    const struct args *a;
+    const char *k[2][BLOCK]; /* rows of this kv head: the block at hand and the next one (prefetch) */
+    const char *v[2][BLOCK];
+    int count[2];
+    int64_t row_bytes;
+    const void *q; /* [group, dim] in the cache's dtype */
+    float *o;      /* [group, dim] unnormalised output */
+    float *m, *l;  /* [group] running maximum and sum */
+    float p[SUB][BLOCK] __attribute__((aligned(64)));
+};
+
+/* ---- loads */
+
+INLINE f16v load_f32(const float *x) {
+    f16v r;
+    memcpy(&r, x, sizeof r);
+    return r;
+}
+
+INLINE void store_f32(float *x, f16v r) { memcpy(x, &r, sizeof r); }
+
+INLINE f16v load_bf16(const bf16 *x) {
+    h16v h;
+    memcpy(&h, x, sizeof h);
+    return (f16v)(__builtin_convertvector(h, u16v) << 16);
+}
+
+INLINE f16v load(const void *row, int at, int is_bf16) {
+    return is_bf16 ? load_bf16((const bf16 *)row + at) : load_f32((const float *)row + at);
+}
+
+INLINE bf16 to_bf16(float x) { /* round to nearest even; a NaN stays one */
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return (bf16)((bits >> 16) | 0x40);
+    return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE float sum(f16v x) {
+    float r[LANES];
+    memcpy(r, &x, sizeof r);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) r[i] += r[i + step];
+    return r[0];
+}
+
+/* e^x for x <= 0: range reduction by ln 2, then a polynomial (Cephes expf, relative error 2e-7). Below -87: 0. */
+INLINE f16v exp_nonpositive(f16v x) {
+    const f16v low = (f16v){0} - 87.0f, magic = (f16v){0} + 12582912.0f;
+    i16v underflow = x < low; /* false for NaN, which must pass */
+    x = (f16v)(((i16v)low & underflow) | ((i16v)x & ~underflow));
+    f16v shifted = x * 1.44269504088896341f + magic; /* rounds to the nearest integer */
+    f16v n = shifted - magic;
+    f16v r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    f16v y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    i16v power = ((i16v)shifted - (i16v)magic + 127) << 23;
+    return (f16v)((i16v)(y * (f16v)power) & ~underflow);
+}
+
+/* ---- the block: scores, softmax weights, weighted sum */
+
+INLINE void prefetch_row(const char *row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(row + at, 0, 3);
+}
+
+/* p[g][t] = scale * q[g] . k[t] for `heads` query heads from `first` on. */
+INLINE void scores(struct item *it, int first, const int heads, const int is_bf16) {
+    const int dim = (int)it->a->dim, n = it->count[0];
+    const int64_t q_row = it->row_bytes;
+    const char *q = (const char *)it->q + first * q_row;
+    const float scale = it->a->scale;
+    for (int t = 0; t < n; t++) {
+        const char *k = it->k[0][t];
+        prefetch_row(it->v[0][t], it->row_bytes);
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+        if (is_bf16) {
+            __m512 acc[SUB];
+            for (int g = 0; g < heads; g++) acc[g] = _mm512_setzero_ps();
+            int at = 0;
+            for (; at + 32 <= dim; at += 32) {
+                __m512bh kv = (__m512bh)_mm512_loadu_si512(k + at * 2);
+                for (int g = 0; g < heads; g++)
+                    acc[g] = _mm512_dpbf16_ps(acc[g], (__m512bh)_mm512_loadu_si512(q + g * q_row + at * 2), kv);
+            }
+            if (at < dim) { /* dim is a multiple of 16: half a vector is left */
+                __m512bh kv = (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)(k + at * 2)));
+                for (int g = 0; g < heads; g++)
+                    acc[g] = _mm512_dpbf16_ps(acc[g], (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)(q + g * q_row + at * 2))), kv);
+            }
+            for (int g = 0; g < heads; g++) it->p[g][t] = _mm512_reduce_add_ps(acc[g]) * scale;
+            continue;
+        }
+#endif
+        f16v acc[SUB];
+        for (int g = 0; g < heads; g++) acc[g] = (f16v){0};
+        for (int at = 0; at < dim; at += LANES) {
+            f16v kv = load(k, at, is_bf16);
+            for (int g = 0; g < heads; g++) acc[g] += load(q + g * q_row, at, is_bf16) * kv;
+        }
+        for (int g = 0; g < heads; g++) it->p[g][t] = sum(acc[g]) * scale;
+    }
+}
+
+/* Scores of one head -> weights relative to the new maximum; returns the factor for what was summed before. */
+INLINE float weigh(struct item *it, int head, float *p) {
+    const int n = it->count[0];
+    float best = it->m[head];
+    for (int t = 0; t < n; t++) best = p[t] > best ? p[t] : best;
+    for (int t = n; t < BLOCK; t++) p[t] = -INFINITY; /* weight 0 */
+    f16v total = {0};
+    for (int t = 0; t < BLOCK; t += LANES) {
+        f16v w = exp_nonpositive(load_f32(p + t) - best);
+        store_f32(p + t, w);
+        total += w;
+    }
+    float factor = it->m[head] == -INFINITY ? 0.0f : expf(it->m[head] - best);
+    it->m[head] = best;
+    it->l[head] = it->l[head] * factor + sum(total);
+    return factor;
+}
+
+/* o[g] = o[g] * factor[g] + sum over t of p[g][t] * v[t], `width` vectors of each row at a time. */
+INLINE void add_values(struct item *it, int first, const int heads, const float *factor, int at, const int width, const int is_bf16) {
+    const int n = it->count[0];
+    float *o = it->o + (int64_t)first * it->a->dim + at;
+    f16v acc[SUB][2];
+    for (int g = 0; g < heads; g++)
+        for (int w = 0; w < width; w++) acc[g][w] = load_f32(o + g * it->a->dim + w * LANES) * factor[g];
+    for (int t = 0; t < n; t++) {
+        f16v v[2];
+        for (int w = 0; w < width; w++) v[w] = load(it->v[0][t], at + w * LANES, is_bf16);
+        for (int g = 0; g < heads; g++)
+            for (int w = 0; w < width; w++) acc[g][w] += v[w] * it->p[g][t];
+    }
+    for (int g = 0; g < heads; g++)
+        for (int w = 0; w < width; w++) store_f32(o + g * it->a->dim + w * LANES, acc[g][w]);
+}
+
+INLINE void block(struct item *it, int first, const int heads, const int is_bf16) {
+    float factor[SUB];
+    scores(it, first, heads, is_bf16);
+    for (int t = 0; t < it->count[1]; t++) prefetch_row(it->k[1][t], it->row_bytes);
+    for (int g = 0; g < heads; g++) factor[g] = weigh(it, first + g, it->p[g]);
+    int at = 0;
+    for (; at + 2 * LANES <= it->a->dim; at += 2 * LANES) add_values(it, first, heads, factor, at, 2, is_bf16);
+    if (at < it->a->dim) add_values(it, first, heads, factor, at, 1, is_bf16);
+}
+
+/* The number of heads is a constant in each copy, so that accumulators stay in registers. */
+#define COPY(heads, is_bf16) \
+    static __attribute__((noinline)) void block_##heads##_##is_bf16(struct item *it, int first) { block(it, first, heads, is_bf16); }
+#define COPIES(is_bf16) \
+    COPY(1, is_bf16) COPY(2, is_bf16) COPY(3, is_bf16) COPY(4, is_bf16) COPY(5, is_bf16) COPY(6, is_bf16) COPY(7, is_bf16) COPY(8, is_bf16)
+COPIES(0)
+COPIES(1)
+#define NAMES(b) {0, block_1_##b, block_2_##b, block_3_##b, block_4_##b, block_5_##b, block_6_##b, block_7_##b, block_8_##b}
+static void (*const BLOCKS[2][SUB + 1])(struct item *, int) = {NAMES(0), NAMES(1)};
+
+/* ---- one request and kv head */
+
+/* Rows of tokens from..from+BLOCK-1 into side 1, after side 1 has become side 0. */
+static void advance(struct item *it, const int32_t *pages, int64_t from, int64_t kv_len, int64_t head) {
+    const struct args *a = it->a;
+    memcpy(it->k[0], it->k[1], sizeof it->k[1]);
+    memcpy(it->v[0], it->v[1], sizeof it->v[1]);
+    it->count[0] = it->count[1];
+    int64_t left = kv_len - from;
+    it->count[1] = left <= 0 ? 0 : left < BLOCK ? (int)left : BLOCK;
+    int64_t page = from / a->page_size, offset = from % a->page_size;
+    for (int t = 0; t < it->count[1]; t++) {
+        int64_t at = pages[page] * a->page_stride_bytes + (offset * a->kv_heads + head) * it->row_bytes;
+        it->k[1][t] = (const char *)a->k_cache + at;
+        it->v[1][t] = (const char *)a->v_cache + at;
+        if (++offset == a->page_size) offset = 0, page++;
+    }
+}
+
+static void write_token(const struct args *a, int64_t request, int64_t head, int64_t row_bytes) {
+    int64_t size = row_bytes / a->dim;
+    int64_t at = a->token_pages[request] * a->page_stride_bytes + (a->token_offsets[request] * a->kv_heads + head) * row_bytes;
+    memcpy((char *)a->k_cache + at, (char *)a->k_new + (request * a->k_stride + head * a->dim) * size, row_bytes);
+    memcpy((char *)a->v_cache + at, (char *)a->v_new + (request * a->v_stride + head * a->dim) * size, row_bytes);
+}
+
+static void write_output(const struct item *it, int64_t request, int64_t head, int64_t group) {
+    const struct args *a = it->a;
+    int64_t at = (request * a->heads + head * group) * a->dim;
+    for (int64_t g = 0; g < group; g++) {
+        float inverse = it->l[g] == 0.0f ? 0.0f : 1.0f / it->l[g]; /* NaN passes: it must reach the logits */
+        for (int64_t d = 0; d < a->dim; d++) {
+            float x = it->o[g * a->dim + d] * inverse;
+            if (a->is_bf16) ((bf16 *)a->out)[at + g * a->dim + d] = to_bf16(x);
+            else ((float *)a->out)[at + g * a->dim + d] = x;
+        }
+    }
+}
+
+static void attend(const struct args *a, int64_t request, int64_t head, float *scratch) {
+    const int64_t group = a->heads / a->kv_heads, size = a->is_bf16 ? 2 : 4;
+    const int32_t *pages = a->page_table + request * a->table_width;
+    struct item it;
+    it.a = a;
+    it.row_bytes = a->dim * size;
+    it.q = (char *)a->q + (request * a->q_stride + head * group * a->dim) * size;
+    it.o = scratch;
+    it.m = scratch + group * a->dim;
+    it.l = it.m + group;
+    it.count[1] = 0;
+    memset(it.o, 0, group * a->dim * sizeof(float));
+    for (int64_t g = 0; g < group; g++) it.m[g] = -INFINITY, it.l[g] = 0.0f;
+    write_token(a, request, head, it.row_bytes);
+    advance(&it, pages, 0, a->kv_lens[request], head);
+    for (int64_t from = 0; from < a->kv_lens[request]; from += BLOCK) {
+        advance(&it, pages, from + BLOCK, a->kv_lens[request], head);
+        for (int64_t first = 0; first < group; first += SUB) {
+            int64_t heads = group - first < SUB ? group - first : SUB;
+            BLOCKS[a->is_bf16 != 0][heads](&it, (int)first);
+        }
+    }
+    write_output(&it, request, head, group);
+}
+
+int tandem_paged_decode_abi(void) { return ABI_VERSION; }
+
+/* Writes the new tokens' K and V, then attends. Returns 0, or -1 when out of memory. */
+int tandem_paged_decode(const struct args *a) {
+    const int64_t group = a->heads / a->kv_heads, items = a->batch * a->kv_heads;
+    const size_t scratch_bytes = (size_t)(group * (a->dim + 2)) * sizeof(float);
+    int failed = 0;
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+    {
+        float *scratch = malloc(scratch_bytes);
+        if (!scratch) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < items; i++)
+            if (scratch) attend(a, i / a->kv_heads, i % a->kv_heads, scratch);
+        free(scratch);
+    }
+    return failed ? -1 : 0;
+}

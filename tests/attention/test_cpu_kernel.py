@@ -1,0 +1,244 @@
+"""The C decode kernel against float64, and how it gets built."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention.cpu_backend import CpuBackend
+from engine.attention.torch_backend import TorchBackend
+from engine.kernels import build
+from engine.kernels.paged_decode import SOURCE
+from tests.attention.attention_cases import (
+    TOLERANCE,
+    Heads,
+    Sequence,
+    fill,
+    make_pool,
+    make_sequences,
+    make_step,
+    pages_needed,
+    reference,
+    run_step,
+    worst_error,
+)
+
+BORDERS = [1, 2, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129, 192, 257, 300]
+
+
+def decode(
+    heads: Heads, sequences: list[Sequence], lengths: list[int], *, page_size: int, dtype: str
+) -> list[torch.Tensor]:
+    pool = make_pool(heads, num_pages=pages_needed(lengths, page_size), page_size=page_size, dtype=dtype)
+    # tokens a kernel must never read: the new token's place, the tails of last pages, layer 0 and the scratch page
+    for layer in range(2):
+        pool.k(layer).fill_(torch.nan)
+        pool.v(layer).fill_(torch.nan)
+    starts = [n - 1 for n in lengths]
+    fill(pool, sequences, starts)
+    backend = CpuBackend(pool)
+    assert backend.has_kernel
+    return run_step(backend, sequences, starts, lengths, page_size=page_size, extend=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("kv", "group"), [(2, 1), (2, 2), (2, 4), (1, 8)])
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
+def test_decode_equals_reference(dtype, page_size, kv, group, dim):
+    check_decode(dtype, page_size, kv, group, dim)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kv", "group", "dim"), [(1, 16, 48), (3, 5, 80), (1, 11, 256), (1, 6, 112), (2, 7, 16), (1, 3, 96)]
+)
+def test_uncommon_shapes_equal_the_reference(dtype, kv, group, dim):
+    check_decode(dtype, 8, kv, group, dim)
+
+
+def check_decode(dtype: str, page_size: int, kv: int, group: int, dim: int) -> None:
+    heads = Heads(q=kv * group, kv=kv, dim=dim)
+    sequences = make_sequences(heads, BORDERS, page_size=page_size, dtype=dtype)
+    outs = decode(heads, sequences, BORDERS, page_size=page_size, dtype=dtype)
+    assert worst_error(outs, sequences, [n - 1 for n in BORDERS], BORDERS) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_every_length(page_size):
+    heads = Heads(q=2, kv=1, dim=16)
+    lengths = list(range(1, 301))
+    sequences = make_sequences(heads, lengths, page_size=page_size, dtype="float32")
+    outs = decode(heads, sequences, lengths, page_size=page_size, dtype="float32")
+    assert worst_error(outs, sequences, [n - 1 for n in lengths], lengths) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_request_alone_and_in_a_batch_are_bitwise_equal(dtype):
+    heads = Heads(q=4, kv=2, dim=64)
+    lengths = [300, 1, 64, 77, 200]
+    sequences = make_sequences(heads, lengths, page_size=16, dtype=dtype)
+    together = decode(heads, sequences, lengths, page_size=16, dtype=dtype)
+    # page numbers of a pool of its own, so that the place in memory differs too
+    for s, n, out in zip(sequences, lengths, together, strict=True):
+        alone = Sequence(q=s.q, k=s.k, v=s.v, pages=list(range(1, len(s.pages) + 1)))
+        assert torch.equal(decode(heads, [alone], [n], page_size=16, dtype=dtype)[0], out)
+
+
+def test_two_threads_give_the_same_bits():
+    heads = Heads(q=4, kv=2, dim=64)
+    sequences = make_sequences(heads, BORDERS, page_size=16, dtype="bfloat16")
+    one = decode(heads, sequences, BORDERS, page_size=16, dtype="bfloat16")
+    torch.set_num_threads(2)
+    try:
+        two = decode(heads, sequences, BORDERS, page_size=16, dtype="bfloat16")
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_writes_the_new_token_and_nothing_else(dtype):
+    heads = Heads(q=4, kv=2, dim=32)
+    lengths = [1, 16, 17, 40]
+    sequences = make_sequences(heads, lengths, page_size=16, dtype=dtype)
+    pools = [make_pool(heads, num_pages=pages_needed(lengths, 16), page_size=16, dtype=dtype) for _ in range(2)]
+    starts = [n - 1 for n in lengths]
+    for pool, backend in zip(pools, [CpuBackend(pools[0]), TorchBackend(pools[1])], strict=True):
+        fill(pool, sequences, starts)
+        run_step(backend, sequences, starts, lengths, page_size=16, extend=False)
+    assert torch.equal(pools[0].buffer, pools[1].buffer)
+
+
+def test_large_scores_neither_overflow_nor_lose_the_winner():
+    heads = Heads(q=2, kv=1, dim=32)
+    sequences = make_sequences(heads, [200], page_size=16, dtype="float32")
+    sequences[0].q.mul_(300.0)  # gaps far below where exp is 0
+    outs = decode(heads, sequences, [200], page_size=16, dtype="float32")
+    assert worst_error(outs, sequences, [199], [200]) < 1e-3
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_nan_in_the_cache_stays_visible(side):
+    heads = Heads(q=2, kv=1, dim=32)
+    sequences = make_sequences(heads, [100, 100], page_size=16, dtype="float32")
+    getattr(sequences[0], side)[10, 0, 0] = torch.nan
+    poisoned, clean = decode(heads, sequences, [100, 100], page_size=16, dtype="float32")
+    assert poisoned.isnan().any() and not clean.isnan().any()
+
+
+def test_strided_heads_of_a_merged_qkv_are_read_in_place():
+    heads = Heads(q=4, kv=2, dim=32)
+    lengths = [30, 70]
+    sequences = make_sequences(heads, lengths, page_size=16, dtype="float32")
+    pool = make_pool(heads, num_pages=pages_needed(lengths, 16), page_size=16)
+    fill(pool, sequences, [29, 69])
+    backend = CpuBackend(pool)
+    backend.begin(make_step(sequences, [29, 69], lengths, page_size=16, extend=False))
+    merged = torch.cat([torch.stack([getattr(s, n)[-1] for s in sequences]).flatten(1) for n in "qkv"], dim=1)
+    q, k, v = (x.unflatten(1, (-1, 32)) for x in merged.split([128, 64, 64], dim=1))
+    outs = backend.attend(1, q, k, v).split(1)
+    assert worst_error(list(outs), sequences, [29, 69], lengths) < TOLERANCE["float32"]
+
+
+def test_other_head_dims_and_dtypes_fall_back_to_torch():
+    heads = Heads(q=2, kv=1, dim=24)
+    sequences = make_sequences(heads, [50], page_size=16, dtype="float32")
+    pool = make_pool(heads, num_pages=4, page_size=16)
+    fill(pool, sequences, [49])
+    backend = CpuBackend(pool)
+    assert not backend.has_kernel
+    outs = run_step(backend, sequences, [49], [50], page_size=16, extend=False)
+    assert worst_error(outs, sequences, [49], [50]) < TOLERANCE["float32"]
+
+
+def test_a_page_id_out_of_range_never_reaches_c():
+    heads = Heads(q=2, kv=1, dim=16)
+    sequences = make_sequences(heads, [20], page_size=16, dtype="float32")
+    pool = make_pool(heads, num_pages=2, page_size=16)
+    sequences[0].pages[1] = 3
+    with pytest.raises(AssertionError):
+        run_step(CpuBackend(pool), sequences, [19], [20], page_size=16, extend=False)
+
+
+@pytest.mark.parametrize("flags", [(), ("-mavx2", "-mfma"), ("-march=native", "-mno-avx512bf16")], ids=str)
+def test_portable_builds_of_the_same_source(flags, monkeypatch, tmp_path):
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(build, "FLAG_SETS", (flags,))
+    heads = Heads(q=4, kv=2, dim=48)
+    for dtype in ("float32", "bfloat16"):
+        sequences = make_sequences(heads, BORDERS, page_size=16, dtype=dtype)
+        outs = decode(heads, sequences, BORDERS, page_size=16, dtype=dtype)
+        assert worst_error(outs, sequences, [n - 1 for n in BORDERS], BORDERS) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("how", ["off", "no compiler", "broken compiler"])
+def test_without_a_kernel_torch_decodes_and_one_line_says_so(how, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
+    if how == "off":
+        monkeypatch.setenv(build.DISABLE_VARIABLE, "1")
+    elif how == "no compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CC", raising=False)
+    else:
+        monkeypatch.setenv("CC", "false")
+    heads = Heads(q=2, kv=1, dim=16)
+    sequences = make_sequences(heads, [50], page_size=16, dtype="float32")
+    pool = make_pool(heads, num_pages=4, page_size=16)
+    fill(pool, sequences, [49])
+    with caplog.at_level(logging.INFO, logger="engine.kernels.build"):
+        backend = CpuBackend(pool)
+    assert not backend.has_kernel and len(caplog.records) == 1
+    outs = run_step(backend, sequences, [49], [50], page_size=16, extend=False)
+    assert worst_error(outs, sequences, [49], [50]) < TOLERANCE["float32"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_three_processes_build_at_once(tmp_path):
+    code = f"import pathlib; from engine.kernels.build import load_library as l; print(l(pathlib.Path({str(SOURCE)!r})).tandem_paged_decode_abi())"
+    env = {**os.environ, build.CACHE_VARIABLE: str(tmp_path)}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=env, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    try:
+        answers = [p.communicate(timeout=120)[0].strip() for p in running]
+    finally:
+        for p in running:
+            p.kill()
+            p.wait()
+    assert answers == ["1", "1", "1"]
+    assert [p.suffix for p in tmp_path.iterdir()] == [".so"]
+
+
+def test_a_broken_library_is_removed_and_built_again(monkeypatch, tmp_path):
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "one"))
+    assert build.load_library(SOURCE) is not None
+    (path,) = (tmp_path / "one").iterdir()
+    broken = tmp_path / "two" / path.name
+    broken.parent.mkdir(mode=0o700)
+    broken.write_text("not a library")
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(broken.parent))
+    assert build.load_library(SOURCE) is None and not broken.exists()
+    assert build.load_library(SOURCE) is not None
+
+
+def test_a_cache_directory_that_others_may_write_is_not_used(monkeypatch, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(shared))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert build.cache_dir() == tmp_path / "mine" / "tandem" / "kernels"
+
+
+def test_the_reference_itself_on_a_case_done_by_hand():
+    one = torch.ones(2, 1, 1)
+    s = Sequence(q=one, k=torch.zeros(2, 1, 1), v=torch.tensor([1.0, 3.0]).view(2, 1, 1), pages=[1])
+    assert reference(s, 0, 2).tolist() == [[1.0], [2.0]]
