@@ -1,0 +1,191 @@
+"""Everything that is not generation: health, information, load, metrics, cache, aborts, self-check, tokenization."""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.errors import ApiError, bad_field, decode_body, not_ready
+from engine.frontend.load import get_load, load_summary, v1_loads_entry
+from engine.frontend.services import SERVICES, Services
+from engine.frontend.stream import json_response
+from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply
+from engine.sampling_params import SamplingParams
+
+HEARD_RECENTLY_S = 1.0  # a scheduler that spoke this short ago need not be asked again
+INFO_TIMEOUT_S = 5.0
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    prompt: str | list[str]
+    model: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    tokens: list[int | list[int]]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 when the scheduler answers (or just spoke); no token is generated."""
+    s = request.app[SERVICES]
+    _check_up(s)
+    if s.client.now_s() - s.client.last_heard_s > HEARD_RECENTLY_S:
+        await s.client.state(timeout_s=s.health_timeout_s)
+    return json_response({"status": "ok"})
+
+
+async def health_generate(request: web.Request) -> web.Response:
+    """200 when one real token came through model and detokenizer (disaggregated: without a transfer)."""
+    s = request.app[SERVICES]
+    _check_up(s)
+    bootstrap = (
+        None
+        if s.mode == "null"
+        else Bootstrap(host=FAKE_BOOTSTRAP_HOST, port=s.default_bootstrap_port, room=s.mint_room())
+    )
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
+    probe = GenerateRequest(
+        rid=s.mint_id("health-"), input_ids=[0], sampling=sampling, bootstrap=bootstrap, skip_cache_insert=True
+    )
+    try:
+        with s.client.generate([probe]) as generation:
+            await asyncio.wait_for(generation.next(), s.health_timeout_s)
+    except TimeoutError:
+        raise not_ready(f"no token came within {s.health_timeout_s:g} s") from None
+    return json_response({"status": "ok"})
+
+
+async def model_info(request: web.Request) -> web.Response:
+    s = request.app[SERVICES]
+    return json_response({**s.model_info, "max_model_len": s.context_length})
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """Resolved configuration, what the scheduler said of itself, and its load; the load is missing while it is down."""
+    s = request.app[SERVICES]
+    load = await _load_if_up(s)
+    info = {**s.server_info, **s.client.info, "model_path": s.model_path, "served_model_name": s.served_name}
+    return json_response(
+        {
+            **info,
+            "disaggregation_mode": s.mode,
+            "status": "ready" if load else "starting",
+            **load,
+            "internal_states": [load] if load else [],
+        }
+    )
+
+
+async def loads(request: web.Request) -> web.Response:
+    s = request.app[SERVICES]
+    entry = v1_loads_entry(
+        await s.client.state(),
+        mode=s.mode,
+        max_running_requests=int(s.server_info.get("max_running_requests", 0)),
+        num_live=s.client.num_live,
+    )
+    return json_response({"timestamp": time.time(), "version": s.server_info.get("version"), "loads": [entry]})
+
+
+async def old_load(request: web.Request) -> web.Response:
+    return json_response(get_load(await request.app[SERVICES].client.state()))
+
+
+async def metrics(request: web.Request) -> web.Response:
+    s = request.app[SERVICES]
+    body = s.metrics.exposition(await _state_if_up(s))
+    return web.Response(body=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    reply = await request.app[SERVICES].client.flush_cache()
+    if not reply.ok:
+        raise ApiError(400, reply.message or "the cache cannot be flushed while requests run", code="not_idle")
+    return web.Response(text=(reply.message or "Cache flushed.") + "\n")
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """200 also for an id that is not (or no longer) running, as SGLang does."""
+    s = request.app[SERVICES]
+    body = decode_body(await request.read() or b"{}", AbortBody)
+    if body.abort_all:
+        s.client.abort_all()
+    elif body.rid:
+        s.client.abort(body.rid)
+    else:
+        raise bad_field("rid", "name a request, or set abort_all")
+    return web.Response()
+
+
+async def check(request: web.Request) -> web.Response:
+    """Every owner of the scheduler checks its own invariants; `ok` is false when one found a problem."""
+    state = await request.app[SERVICES].client.state(check=True)
+    return json_response(
+        {"ok": not state.problems, **msgspec.to_builtins(state, builtin_types=(float,)), "problems": state.problems}
+    )
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    s = request.app[SERVICES]
+    body = decode_body(await request.read(), TokenizeBody)
+    add = body.add_special_tokens is not False
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    tokens = [await s.encode(t, field="prompt", add_special_tokens=add) for t in texts]
+    counts = [len(t) for t in tokens]
+    single = isinstance(body.prompt, str)
+    return json_response(
+        {
+            "tokens": tokens[0] if single else tokens,
+            "count": counts[0] if single else counts,
+            "max_model_len": s.context_length,
+        }
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    s = request.app[SERVICES]
+    body = decode_body(await request.read(), DetokenizeBody)
+    flat = [t for t in body.tokens if isinstance(t, int)]
+    nested = [t for t in body.tokens if not isinstance(t, int)]
+    if flat and nested:
+        raise bad_field("tokens", "must be a list of token ids or a list of such lists")
+    for token in [*flat, *(t for ids in nested for t in ids)]:
+        if not 0 <= token < s.vocab_size:
+            raise bad_field("tokens", f"{token} is not a token id (0 to {s.vocab_size - 1})")
+    skip = body.skip_special_tokens is not False
+    texts = [s.tokenizer.decode(ids, skip_special_tokens=skip) for ids in nested or [flat]]
+    return json_response({"text": texts if nested else texts[0]})
+
+
+def _check_up(s: Services) -> None:
+    reason = s.dead()
+    if reason is not None:
+        raise not_ready(reason)
+    if s.client.closed is not None:
+        raise s.client.closed
+    if not s.client.ready.is_set():
+        raise not_ready("the model is still loading")
+
+
+async def _state_if_up(s: Services) -> StateReply | None:
+    try:
+        _check_up(s)
+        return await s.client.state(timeout_s=INFO_TIMEOUT_S)
+    except ApiError:
+        return None
+
+
+async def _load_if_up(s: Services) -> dict[str, Any]:
+    state = await _state_if_up(s)
+    return {} if state is None else load_summary(state)

@@ -1,0 +1,149 @@
+"""The aiohttp application of a worker: routes, and what surrounds every handler (request id, errors, API key, log).
+
+Must not know how the engine was started, or any request's fields.
+"""
+
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from engine.frontend import admin_api, native_api, openai_api
+from engine.frontend.errors import ApiError
+from engine.frontend.services import SERVICES, Services
+from engine.frontend.stream import STREAMING, json_response
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST_ID_CHARS = 128
+OPEN_PATHS = ("/health", "/health_generate", "/metrics")  # without an API key, for probes and scrapers
+MUTED_PATHS = (*OPEN_PATHS, "/get_load", "/v1/loads", "/server_info", "/get_server_info")
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+
+
+def make_app(services: Services, *, max_body_bytes: int) -> web.Application:
+    """The application; serve it with `handler_cancellation=True`, so that a client that goes away aborts its request."""
+    app = web.Application(client_max_size=max_body_bytes, middlewares=[_request_id, _errors, _api_key])
+    app[SERVICES] = services
+    app.on_response_prepare.append(_echo_request_id)
+    for path, handler in _GETS.items():
+        app.router.add_get(path, handler)
+    for path, handler in _POSTS.items():
+        app.router.add_post(path, handler)
+    app.router.add_put("/generate", native_api.generate)
+    return app
+
+
+_GETS: dict[str, Handler] = {
+    "/health": admin_api.health,
+    "/health_generate": admin_api.health_generate,
+    "/v1/models": openai_api.list_models,
+    "/v1/models/{model:.+}": openai_api.get_model,
+    "/model_info": admin_api.model_info,
+    "/get_model_info": admin_api.model_info,
+    "/server_info": admin_api.server_info,
+    "/get_server_info": admin_api.server_info,
+    "/get_load": admin_api.old_load,
+    "/v1/loads": admin_api.loads,
+    "/metrics": admin_api.metrics,
+    "/flush_cache": admin_api.flush_cache,
+    "/check": admin_api.check,
+}
+_POSTS: dict[str, Handler] = {
+    "/v1/completions": openai_api.completions,
+    "/v1/chat/completions": openai_api.chat_completions,
+    "/generate": native_api.generate,
+    "/flush_cache": admin_api.flush_cache,
+    "/abort_request": admin_api.abort_request,
+    "/tokenize": admin_api.tokenize,
+    "/v1/tokenize": admin_api.tokenize,
+    "/detokenize": admin_api.detokenize,
+    "/v1/detokenize": admin_api.detokenize,
+}
+
+
+@web.middleware
+async def _request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
+    start_s = time.monotonic()
+    request[REQUEST_ID] = _clean_id(request.headers.get("X-Request-ID", "")) or uuid.uuid4().hex
+    status = 499  # what the log calls a client that went away
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    finally:
+        level = logging.DEBUG if request.path in MUTED_PATHS and status < 400 else logging.INFO
+        log.log(
+            level,
+            "%s %s %d %.3fs %s",
+            request.method,
+            request.path,
+            status,
+            time.monotonic() - start_s,
+            request[REQUEST_ID],
+        )
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every failure is an answer in OpenAI's shape, as long as no other answer has begun."""
+    try:
+        return await handler(request)
+    except ApiError as e:
+        return _error_response(e)
+    except web.HTTPException as e:
+        return _error_response(_from_http(e, request), allow=e.headers.get("Allow"))
+    except web.RequestPayloadError as e:
+        return _error_response(ApiError(400, f"the body cannot be read: {e}"))
+    except ConnectionError:
+        raise
+    except Exception:
+        if request.get(STREAMING):
+            raise
+        log.exception("%s %s failed", request.method, request.path)
+        return _error_response(ApiError(500, "internal error; the server's log has the details", code="internal_error"))
+
+
+@web.middleware
+async def _api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    key = request.app[SERVICES].api_key
+    if key and request.path not in OPEN_PATHS:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
+            raise ApiError(
+                401, "the API key is missing or wrong; send 'Authorization: Bearer KEY'", code="invalid_api_key"
+            )
+    return await handler(request)
+
+
+async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    if REQUEST_ID in request:
+        response.headers["X-Request-ID"] = request[REQUEST_ID]
+
+
+def _from_http(e: web.HTTPException, request: web.Request) -> ApiError:
+    if e.status == 404:
+        return ApiError(404, f"there is no {request.path} here", code="not_found")
+    if e.status == 405:
+        return ApiError(405, f"{request.method} is not possible on {request.path}", code="method_not_allowed")
+    if e.status == 413:
+        return ApiError(413, "the body is too long (--max-body-bytes)", code="body_too_large")
+    return ApiError(e.status, e.reason)
+
+
+def _error_response(e: ApiError, *, allow: str | None = None) -> web.Response:
+    response = json_response(e.body(), status=e.status)
+    if e.retry_after_s is not None:
+        response.headers["Retry-After"] = str(e.retry_after_s)
+    if allow is not None:
+        response.headers["Allow"] = allow
+    return response
+
+
+def _clean_id(value: str) -> str:
+    return value if len(value) <= MAX_REQUEST_ID_CHARS and value.isascii() and value.isprintable() else ""

@@ -1,0 +1,123 @@
+"""Chat messages to prompt text by the checkpoint's own Jinja template, in a sandbox.
+
+Owns finding the template and the environment that Hugging Face templates expect (transformers documents it under
+"chat templating"). Must not know HTTP or tokens.
+"""
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.config import ConfigError
+from engine.frontend.tokenizer import read_json
+
+
+class TemplateRefused(ValueError):
+    """The template does not accept these messages; the text says why (often the template's own words)."""
+
+
+class ChatTemplate:
+    """`special_tokens`: bos_token and so on, which templates write into the text themselves."""
+
+    def __init__(self, source: str, *, special_tokens: dict[str, str] | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._template = environment.from_string(source)
+        self._special_tokens = special_tokens or {}
+
+    def render(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, extra: dict[str, Any] | None = None
+    ) -> str:
+        """Prompt text. `extra`: template variables of the request (`chat_template_kwargs`). Raises TemplateRefused."""
+        variables = {
+            **(extra or {}),
+            **self._special_tokens,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(**{"tools": None, "documents": None, **variables})
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+        ) as e:
+            raise TemplateRefused(f"the model's chat template refused the messages: {e}") from None
+
+
+def load_chat_template(
+    model_path: str | Path, *, config: dict[str, Any], special_tokens: dict[str, str]
+) -> ChatTemplate | None:
+    """chat_template.jinja, else chat_template.json, else `chat_template` of tokenizer_config.json; None if there is none.
+
+    Raises ConfigError for a template with a syntax error.
+    """
+    source = _find_source(Path(model_path), config)
+    if source is None:
+        return None
+    try:
+        return ChatTemplate(source, special_tokens=special_tokens)
+    except jinja2.TemplateSyntaxError as e:
+        raise ConfigError(
+            f"{model_path}: the chat template has a syntax error in line {e.lineno}: {e.message}"
+        ) from None
+
+
+def _find_source(path: Path, config: dict[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    value = read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(value, list):  # several named templates
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        value = named.get("default") or next(iter(named.values()), None)
+    return value if isinstance(value, str) else None
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`: a mark for training; its content is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> CallBlock:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_render"), [], [], body, lineno=line)
+
+    def _render(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own `tojson` escapes for HTML; prompts want plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

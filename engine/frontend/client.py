@@ -1,0 +1,302 @@
+"""The engine as the HTTP side sees it: send samples, receive their text, ask for state. One event loop, no threads.
+
+Owns which samples are live, their names, and the calls that wait for a reply. Must not know HTTP or any API's shape.
+
+A sample's name on the wire is its own (`wire rid`), never the user's alone: so outputs that are still on their way for
+a request that was aborted cannot reach a new request of the same name.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from engine.frontend.answers import absorb, without_tokens
+from engine.frontend.errors import ApiError, bad_field, from_finish, not_ready
+from engine.messages import (
+    AbortRequest,
+    FlushCache,
+    FlushReply,
+    GenerateRequest,
+    GetState,
+    SchedulerReady,
+    StateReply,
+    TextBatch,
+    TextOutput,
+    ToFrontend,
+    ToScheduler,
+)
+
+R = TypeVar("R", StateReply, FlushReply)
+
+MAX_RID_CHARS = 256
+CALL_TIMEOUT_S = 20.0  # a scheduler that is in a long step answers after it
+
+
+class Observer(Protocol):
+    """Told about the life of samples; seconds."""
+
+    def on_start(self, num_prompt_tokens: int) -> None: ...
+    def on_tokens(self, *, num_tokens: int, gap_s: float, first: bool) -> None: ...
+    def on_end(self, output: TextOutput | None, *, elapsed_s: float) -> None: ...
+
+
+class Generation:
+    """The samples of one HTTP request. A context manager: leaving it aborts what has not finished."""
+
+    def __init__(
+        self,
+        client: "EngineClient",
+        names: list[str],
+        wire_rids: list[str],
+        num_prompt_tokens: list[int],
+        empty: list[bool],
+        groups: list[str],
+    ) -> None:
+        self.names = names  # of each sample, as the user sees it
+        self.num_prompt_tokens = num_prompt_tokens
+        self._client = client
+        self._wire_rids = wire_rids
+        self._empty = empty
+        self._groups = groups
+        self._unfinished = set(range(len(wire_rids)))
+        self._pending: dict[int, TextOutput] = {}
+        self._error: ApiError | None = None
+        self._news = asyncio.Event()
+        self._start_s = client.now_s()
+        self._last_token_s: list[float | None] = [None] * len(wire_rids)
+
+    @property
+    def done(self) -> bool:
+        """All samples finished and everything was taken."""
+        return not self._unfinished and not self._pending
+
+    async def next(self) -> list[tuple[int, TextOutput]]:
+        """What came since the last call, at most one output for each sample (its index first).
+
+        Raises ApiError when a sample failed or the engine is gone.
+        """
+        await self._news.wait()
+        self._news.clear()
+        if self._error is not None:
+            raise self._error
+        pending, self._pending = self._pending, {}
+        return list(pending.items())
+
+    async def collect(self) -> list[TextOutput]:
+        """Every sample's whole output, in order."""
+        answers: dict[int, TextOutput] = {}
+        while not self.done:
+            for index, output in await self.next():
+                if index in answers:
+                    absorb(answers[index], output)
+                else:
+                    answers[index] = output
+        return [answers[i] for i in range(len(self._wire_rids))]
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.release(self._wire_rids, [*self.names, *self._groups])
+        for index in sorted(self._unfinished):
+            self._client.abort_wire(self._wire_rids[index])
+            self._client.observer.on_end(None, elapsed_s=self._client.now_s() - self._start_s)
+
+    def feed(self, index: int, output: TextOutput) -> None:
+        self._observe(index, output)
+        finish = output.tokens.finish
+        if finish is not None:
+            self._unfinished.discard(index)
+            self._client.observer.on_end(output, elapsed_s=self._client.now_s() - self._start_s)
+        if finish is not None and finish.kind == "abort" and finish.status:
+            return self.fail(from_finish(finish))
+        output = without_tokens(output) if self._empty[index] else output
+        if index in self._pending:
+            absorb(self._pending[index], output)
+        else:
+            self._pending[index] = output
+        self._news.set()
+
+    def fail(self, error: ApiError) -> None:
+        self._error = self._error or error
+        self._news.set()
+
+    def _observe(self, index: int, output: TextOutput) -> None:
+        num_tokens = len(output.tokens.new_ids)
+        if num_tokens == 0:
+            return
+        now_s, last_s = self._client.now_s(), self._last_token_s[index]
+        gap_s = now_s - (self._start_s if last_s is None else last_s)
+        self._client.observer.on_tokens(num_tokens=num_tokens, gap_s=gap_s, first=last_s is None)
+        self._last_token_s[index] = now_s
+
+
+class EngineClient:
+    """`send` queues one message for the scheduler; `max_live`: samples that may run or wait before 503 is the answer."""
+
+    def __init__(
+        self, *, send: Callable[[ToScheduler], None], now_s: Callable[[], float], observer: Observer, max_live: int
+    ) -> None:
+        self.now_s = now_s
+        self.observer = observer
+        self.info: dict[str, int | float | str | bool | None] = {}
+        self.ready = asyncio.Event()
+        self.last_heard_s = float("-inf")
+        self._send = send
+        self._max_live = max_live
+        self._closed: ApiError | None = None
+        self._live: dict[str, tuple[Generation, int]] = {}
+        self._names: dict[str, list[str]] = {}  # user's name -> wire rids, of live samples
+        self._calls: dict[str, asyncio.Future[StateReply | FlushReply]] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def closed(self) -> ApiError | None:
+        """Why no request is accepted any more (None: they are)."""
+        return self._closed
+
+    def generate(self, requests: list[GenerateRequest], *, groups: list[str] | None = None) -> Generation:
+        """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` one more name to abort it by.
+
+        Raises ApiError: 503 while starting, ending or full, 400 for a name that is in use.
+        """
+        self._check_open(len(requests))
+        names = [r.rid for r in requests]
+        self._check_names({*names, *(groups or [])}, names)
+        wire = [f"{name}:{next(self._numbers):x}" for name in names]
+        empty = [r.sampling.max_new_tokens == 0 for r in requests]
+        generation = Generation(self, names, wire, [len(r.input_ids) for r in requests], empty, groups or [])
+        for i, name_set in enumerate(zip(names, groups or names, strict=True)):
+            self._live[wire[i]] = (generation, i)
+            for name in set(name_set):
+                self._names.setdefault(name, []).append(wire[i])
+        try:
+            for i, request in enumerate(requests):
+                self._send(_on_wire(request, wire[i], empty=empty[i]))
+                self.observer.on_start(len(request.input_ids))
+        except BaseException:
+            generation.__exit__(None, None, None)
+            raise
+        return generation
+
+    def abort(self, name: str) -> bool:
+        """Abort the live samples of this name (a sample or a group); False when there are none."""
+        wire_rids = self._names.get(name, [])
+        for rid in wire_rids:
+            self._send(AbortRequest(rid=rid))
+        return bool(wire_rids)
+
+    def abort_all(self) -> None:
+        self._send(AbortRequest(rid="", all=True))
+
+    def abort_wire(self, wire_rid: str) -> None:
+        """Tell the scheduler, if there is one that listens: a dead one's memory is gone anyway."""
+        if self._closed is None or self._closed.code != "engine_dead":
+            with suppress(ApiError):
+                self._send(AbortRequest(rid=wire_rid))
+
+    def release(self, wire_rids: list[str], names: list[str]) -> None:
+        for rid in wire_rids:
+            self._live.pop(rid, None)
+        gone = set(wire_rids)
+        for name in names:
+            left = [r for r in self._names.get(name, []) if r not in gone]
+            if left:
+                self._names[name] = left
+            else:
+                self._names.pop(name, None)
+
+    async def state(self, *, check: bool = False, timeout_s: float = CALL_TIMEOUT_S) -> StateReply:
+        """Raises ApiError(503) when the scheduler does not answer in time."""
+        return await self._call(GetState(call_id=f"s{next(self._numbers)}", check=check), StateReply, timeout_s)
+
+    async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> FlushReply:
+        return await self._call(FlushCache(call_id=f"f{next(self._numbers)}"), FlushReply, timeout_s)
+
+    def close(self, error: ApiError) -> None:
+        """Accept nothing more; samples that are live go on."""
+        self._closed = self._closed or error
+
+    def fail_all(self, error: ApiError) -> None:
+        """The engine is gone: everything that waits fails with `error`."""
+        self._closed = error
+        for generation, _ in list(self._live.values()):
+            generation.fail(error)
+        for call in list(self._calls.values()):
+            if not call.done():
+                call.set_exception(error)
+
+    def on_message(self, message: ToFrontend) -> None:
+        self.last_heard_s = self.now_s()
+        if isinstance(message, TextBatch):
+            for output in message.outputs:
+                self._route(output)
+        elif isinstance(message, SchedulerReady):
+            self.info = message.info
+            self.ready.set()
+        else:
+            call = self._calls.get(message.call_id)
+            if call is not None and not call.done():
+                call.set_result(message)
+
+    def _route(self, output: TextOutput) -> None:
+        generation, index = self._live.get(output.tokens.rid, (None, 0))
+        if generation is not None:
+            generation.feed(index, output)
+
+    async def _call(self, message: GetState | FlushCache, reply: type[R], timeout_s: float) -> R:
+        if self._closed is not None and self._closed.code == "engine_dead":
+            raise self._closed
+        call: asyncio.Future[StateReply | FlushReply] = asyncio.get_running_loop().create_future()
+        self._calls[message.call_id] = call
+        try:
+            self._send(message)
+            answer = await asyncio.wait_for(call, timeout_s)
+        except TimeoutError:
+            raise not_ready(f"the scheduler did not answer within {timeout_s:g} s") from None
+        finally:
+            del self._calls[message.call_id]
+        assert isinstance(answer, reply)
+        return answer
+
+    def _check_open(self, num_samples: int) -> None:
+        if self._closed is not None:
+            raise self._closed
+        if not self.ready.is_set():
+            raise not_ready("the model is still loading; try again soon")
+        if num_samples > self._max_live:
+            raise ApiError(
+                400, f"{num_samples} samples in one request are more than this server ever queues ({self._max_live})"
+            )
+        if len(self._live) + num_samples > self._max_live:
+            raise ApiError(
+                503,
+                f"the queue is full ({len(self._live)} requests); try again later",
+                code="queue_full",
+                retry_after_s=1,
+            )
+
+    def _check_names(self, all_names: set[str], names: list[str]) -> None:
+        if len(set(names)) < len(names):
+            raise bad_field("rid", "the same id is given twice")
+        for name in sorted(all_names):
+            if not 0 < len(name) <= MAX_RID_CHARS:
+                raise bad_field("rid", f"must have 1 to {MAX_RID_CHARS} characters")
+            if name in self._names:
+                raise bad_field("rid", f"a request with id {name!r} is running")
+
+
+def _on_wire(request: GenerateRequest, rid: str, *, empty: bool) -> GenerateRequest:
+    sampling = msgspec.structs.replace(request.sampling, max_new_tokens=1) if empty else request.sampling
+    return msgspec.structs.replace(request, rid=rid, sampling=sampling)

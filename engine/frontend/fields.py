@@ -1,0 +1,194 @@
+"""Fields that several request bodies share: sampling, and where a disaggregated request meets its other half. Pure.
+
+Every optional field may be an explicit null. Unknown fields are ignored by msgspec; known ones that would change the
+answer but are not supported are refused by name.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from engine.frontend.errors import ApiError, bad_field, from_invalid_param
+from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
+from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+
+MAX_ROOM = 2**63
+MAX_SAMPLES = 4096  # of one request
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """OpenAI's sampling fields and the extra ones that SGLang and vLLM clients send beside them."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[int, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = None
+
+
+class BootstrapFields(msgspec.Struct, kw_only=True):
+    """One value for all samples, or a list: one each, or one for each prompt."""
+
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int | None] | None = None
+
+
+def build_sampling(
+    fields: SamplingFields,
+    *,
+    vocab_size: int,
+    max_new_tokens: int | None,
+    min_new_tokens: int | None,
+    defaults: Mapping[str, float | int] | None = None,
+    names: dict[str, str] | None = None,
+) -> SamplingParams:
+    """Checked parameters; `defaults` (the checkpoint's) stand for what the body leaves open. Raises ApiError(400)."""
+    given = {name: getattr(fields, name) for name in _PLAIN if getattr(fields, name) is not None}
+    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    params = SamplingParams(
+        **{**(defaults or {}), **given},
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens or 0,
+        stop=stop,
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+    )
+    try:
+        check_sampling_params(params, vocab_size=vocab_size)
+    except InvalidParam as e:
+        raise from_invalid_param(e, names=names) from None
+    return params
+
+
+_PLAIN = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "logit_bias",
+    "ignore_eos",
+    "skip_special_tokens",
+    "n",
+)
+
+
+def refuse(body: msgspec.Struct, unsupported: tuple[str, ...], *, inside: str = "") -> None:
+    """Raise ApiError(400) for the first of these fields that is set to something (not null, false, 0, "", [] or {})."""
+    for name in unsupported:
+        if getattr(body, name):
+            raise bad_field(
+                inside + name, "is not supported by this server; leave it out", code="unsupported_parameter"
+            )
+
+
+def build_bootstraps(
+    fields: BootstrapFields, *, mode: str, num_prompts: int, n: int, default_port: int, mint_room: Callable[[], int]
+) -> list[Bootstrap | None]:
+    """One for each sample, prompt-major; all None in mode "null". Raises ApiError(400).
+
+    One room for several samples counts up (room + i); one for each prompt counts up inside the prompt (room + j).
+    """
+    total = num_prompts * n
+    if mode == "null":
+        return [None] * total
+    hosts = _spread("bootstrap_host", fields.bootstrap_host, num_prompts=num_prompts, n=n)
+    ports = _spread("bootstrap_port", fields.bootstrap_port, num_prompts=num_prompts, n=n)
+    rooms = _spread_rooms(fields.bootstrap_room, num_prompts=num_prompts, n=n)
+    return [
+        _bootstrap(host, port if port is not None else default_port, room, mode=mode, mint_room=mint_room)
+        for host, port, room in zip(hosts, ports, rooms, strict=True)
+    ]
+
+
+def _bootstrap(host: str | None, port: int, room: int | None, *, mode: str, mint_room: Callable[[], int]) -> Bootstrap:
+    if host == FAKE_BOOTSTRAP_HOST:
+        return Bootstrap(host=host, port=max(port, 0), room=room or mint_room())
+    if room is None:
+        raise bad_field(
+            "bootstrap_room",
+            f"is missing: a {mode} worker serves requests that a router sends to both halves; send yours to the router",
+        )
+    if not host and mode == "decode":
+        raise bad_field("bootstrap_host", "is missing: a decode worker must know its prefill worker's bootstrap server")
+    if not 0 < port < 65536:
+        raise bad_field("bootstrap_port", f"must be between 1 and 65535, got {port}")
+    if not 0 <= room < MAX_ROOM:
+        raise bad_field("bootstrap_room", f"must be between 0 and 2**63 - 1, got {room}")
+    return Bootstrap(host=host or "", port=port, room=room)
+
+
+def _spread(field: str, value: Any, *, num_prompts: int, n: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * (num_prompts * n)
+    if len(value) == num_prompts * n:
+        return value
+    if len(value) == num_prompts:
+        return [v for v in value for _ in range(n)]
+    raise bad_field(field, f"has {len(value)} entries for {num_prompts} prompts with {n} samples each")
+
+
+def _spread_rooms(value: Any, *, num_prompts: int, n: int) -> list[int | None]:
+    total = num_prompts * n
+    if isinstance(value, int):
+        return [value + i for i in range(total)]
+    rooms = _spread("bootstrap_room", value, num_prompts=num_prompts, n=n)
+    if isinstance(value, list) and len(value) != total:
+        return [None if room is None else room + i % n for i, room in enumerate(rooms)]
+    return rooms
+
+
+def check_num_samples(num_prompts: int, n: int, *, field: str) -> None:
+    if num_prompts * n > MAX_SAMPLES:
+        raise bad_field(
+            field, f"{num_prompts} prompts with {n} samples each are more than {MAX_SAMPLES} in one request"
+        )
+
+
+def check_prompt_ids(ids: list[int], *, field: str, vocab_size: int) -> list[int]:
+    """The ids themselves. Raises ApiError(400) when there are none or one is outside the vocabulary."""
+    if not ids:
+        raise bad_field(field, "must not be empty")
+    for i in ids:
+        if not 0 <= i < vocab_size:
+            raise bad_field(field, f"{i} is not a token id (0 to {vocab_size - 1})")
+    return ids
+
+
+def fit_to_context(
+    params: SamplingParams, *, num_prompt_tokens: int, context_length: int, field: str, cut: bool = False
+) -> SamplingParams:
+    """`params` with max_new_tokens set. Unset (or `cut`): up to the context; more than fits is ApiError(400)."""
+    room = context_length - num_prompt_tokens
+    wanted = params.max_new_tokens
+    if room < 1:
+        raise _too_long(
+            field,
+            f"the prompt has {num_prompt_tokens} tokens and the context is {context_length}, which must hold an answer too",
+        )
+    if wanted is not None and max(wanted, 1) > room and not cut:
+        raise _too_long(
+            field,
+            f"{num_prompt_tokens} prompt tokens and {wanted} new ones are more than the context of {context_length} tokens",
+        )
+    limit = room if wanted is None else min(wanted, room)
+    return msgspec.structs.replace(params, max_new_tokens=limit, min_new_tokens=min(params.min_new_tokens, limit))
+
+
+def _too_long(field: str, message: str) -> ApiError:
+    return ApiError(
+        400, f"{message}; shorten the prompt or ask for fewer tokens", field=field, code="context_length_exceeded"
+    )

@@ -1,0 +1,70 @@
+"""What a worker tells routers and dashboards about its load, made from one `StateReply`. Pure."""
+
+from typing import Any
+
+from engine.frontend.metrics import cache_hit_rate, used_tokens
+from engine.messages import StateReply
+
+PD_QUEUES = {
+    "prefill_bootstrap_queue_reqs": "bootstrap",
+    "prefill_inflight_queue_reqs": "inflight",
+    "decode_prealloc_queue_reqs": "prealloc",
+    "decode_transfer_queue_reqs": "transfer",
+    "decode_retracted_queue_reqs": "retracted",
+}
+
+
+def load_summary(s: StateReply) -> dict[str, Any]:
+    """Flat load of /server_info. `num_queued_reqs` is over all queues, `num_waiting_reqs` the waiting queue alone."""
+    total = s.num_pages * s.page_size
+    return {
+        "num_running_reqs": s.running,
+        "num_waiting_reqs": s.queues.get("waiting", 0),
+        "num_queued_reqs": sum(s.queues.values()),
+        "num_used_tokens": used_tokens(s),
+        "num_total_tokens": total,
+        "max_total_num_tokens": total,
+        "token_usage": used_tokens(s) / total if total else 0.0,
+        "cache_hit_rate": cache_hit_rate(s),
+        "gen_throughput": s.gauges.get("gen_throughput", 0.0),
+        "pages": s.pages,
+        "queues": s.queues,
+    }
+
+
+def get_load(s: StateReply) -> list[dict[str, Any]]:
+    """GET /get_load, which older routers poll: one entry for each data-parallel rank."""
+    queued = sum(s.queues.values())
+    return [{"dp_rank": 0, "num_reqs": s.running + queued, "num_waiting_reqs": queued, "num_tokens": used_tokens(s)}]
+
+
+def v1_loads_entry(s: StateReply, *, mode: str, max_running_requests: int, num_live: int) -> dict[str, Any]:
+    """One rank of GET /v1/loads."""
+    summary = load_summary(s)
+    names = (
+        "num_running_reqs",
+        "num_waiting_reqs",
+        "num_used_tokens",
+        "num_total_tokens",
+        "max_total_num_tokens",
+        "token_usage",
+        "gen_throughput",
+        "cache_hit_rate",
+    )
+    return {
+        "dp_rank": 0,
+        **{name: summary[name] for name in names},
+        "num_queued_reqs": summary["num_queued_reqs"],
+        "num_live_reqs": num_live,
+        "num_active_tokens": summary["num_used_tokens"],
+        "max_running_requests": max_running_requests,
+        "utilization": s.running / max_running_requests if max_running_requests else 0.0,
+        "memory": {"pages": s.pages, "page_size": s.page_size, "num_pages": s.num_pages},
+        "disaggregation": {
+            "mode": mode,
+            **{name: s.queues.get(queue, 0) for name, queue in PD_QUEUES.items()},
+            "kv_transfer_speed_gb_s": s.gauges.get("kv_transfer_speed_gb_s", 0.0),
+            "kv_transfer_latency_ms": s.gauges.get("kv_transfer_latency_ms", 0.0),
+        },
+        "queues": s.queues,
+    }

@@ -1,0 +1,153 @@
+"""Prometheus metrics of one worker under SGLang's names, so that existing dashboards work.
+
+Owns what is counted where a client sees it (latencies, tokens, requests). Load and transfer figures are the
+scheduler's: they come in as a `StateReply` when somebody scrapes.
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from engine.messages import StateReply, TextOutput
+
+LABELS = ("model_name", "engine_type")
+TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
+ITL_S = (
+    0.001,
+    0.002,
+    0.004,
+    0.006,
+    0.008,
+    0.010,
+    0.015,
+    0.020,
+    0.025,
+    0.030,
+    0.040,
+    0.060,
+    0.080,
+    0.1,
+    0.2,
+    0.4,
+    0.8,
+    1,
+    2,
+    4,
+    8,
+)
+E2E_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200)
+
+QUEUE_GAUGES = {
+    "waiting": ("num_queue_reqs", "requests in the waiting queue"),
+    "bootstrap": ("num_prefill_bootstrap_queue_reqs", "requests in the prefill bootstrap queue"),
+    "inflight": ("num_prefill_inflight_queue_reqs", "requests in the prefill inflight queue"),
+    "prealloc": ("num_decode_prealloc_queue_reqs", "requests in the decode prealloc queue"),
+    "transfer": ("num_decode_transfer_queue_reqs", "requests in the decode transfer queue"),
+    "retracted": ("num_retracted_reqs", "retracted requests that wait"),
+}
+SCHEDULER_COUNTERS = {
+    "transfer_failed": ("num_transfer_failed_reqs", "requests whose KV transfer failed"),
+    "bootstrap_failed": ("num_bootstrap_failed_reqs", "requests whose bootstrap failed"),
+}
+
+
+class Metrics:
+    """Implements `client.Observer`."""
+
+    def __init__(self, *, model_name: str, mode: str) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._label_values = (model_name, "unified" if mode == "null" else mode)
+        self._scheduler = _SchedulerCollector(self._label_values)
+        self.registry.register(self._scheduler)
+        self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens of accepted requests")
+        self._generation_tokens = self._counter("generation_tokens", "generated tokens")
+        self._cached_tokens = self._counter("cached_tokens", "prompt tokens whose KV was reused")
+        self._requests = self._counter("num_requests", "accepted requests")
+        self._aborted = self._counter("num_aborted_requests", "requests that were aborted or failed")
+        self._ttft = self._histogram("time_to_first_token_seconds", "time to the first token", TTFT_S)
+        self._itl = self._histogram("inter_token_latency_seconds", "time between tokens", ITL_S)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "time from request to last token", E2E_S)
+
+    def on_start(self, num_prompt_tokens: int) -> None:
+        self._requests.inc()
+        self._prompt_tokens.inc(num_prompt_tokens)
+
+    def on_tokens(self, *, num_tokens: int, gap_s: float, first: bool) -> None:
+        self._generation_tokens.inc(num_tokens)
+        if first:
+            self._ttft.observe(gap_s)
+        else:
+            for _ in range(num_tokens):
+                self._itl.observe(gap_s / num_tokens)
+
+    def on_end(self, output: TextOutput | None, *, elapsed_s: float) -> None:
+        """`output`: the one with the finish, None when the client went away."""
+        if output is None or output.tokens.finish is None or output.tokens.finish.kind == "abort":
+            self._aborted.inc()
+            return
+        self._cached_tokens.inc(output.tokens.cached_tokens)
+        self._e2e.observe(elapsed_s)
+
+    def exposition(self, state: StateReply | None) -> bytes:
+        """The text format; `state` None: without the scheduler's own figures."""
+        self._scheduler.state = state
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        return Counter(f"sglang:{name}", help, LABELS, registry=self.registry).labels(*self._label_values)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(f"sglang:{name}", help, LABELS, registry=self.registry, buckets=buckets)
+        return family.labels(*self._label_values)
+
+
+class _SchedulerCollector(Collector):
+    def __init__(self, label_values: tuple[str, str]) -> None:
+        self.state: StateReply | None = None
+        self._label_values = label_values
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        s = self.state
+        if s is None:
+            return
+        total = s.num_pages * s.page_size
+        yield self._gauge("num_running_reqs", "requests in the running batch", s.running)
+        yield self._gauge("num_used_tokens", "KV tokens in use (held or quarantined)", used_tokens(s))
+        yield self._gauge("max_total_num_tokens", "KV capacity in tokens", total)
+        yield self._gauge("token_usage", "used share of the KV capacity", used_tokens(s) / total if total else 0.0)
+        yield self._gauge("cache_hit_rate", "prompt tokens reused / prompt tokens", cache_hit_rate(s))
+        yield self._gauge("gen_throughput", "generated tokens per second", s.gauges.get("gen_throughput", 0.0))
+        for queue, (name, help) in QUEUE_GAUGES.items():
+            if queue in s.queues or queue == "waiting":
+                yield self._gauge(name, help, s.queues.get(queue, 0))
+        for counter, (name, help) in SCHEDULER_COUNTERS.items():
+            yield self._counter(name, help, s.counters.get(counter, 0.0))
+        yield from self._others(s)
+
+    def _others(self, s: StateReply) -> Iterator[GaugeMetricFamily]:
+        """Gauges that the role adds (kv_transfer_speed_gb_s ...), by the names it gives."""
+        for name in sorted(s.gauges):
+            if name.isidentifier() and name.isascii() and name not in ("gen_throughput", "cache_hit_rate"):
+                yield self._gauge(name, "reported by the scheduler", s.gauges[name])
+
+    def _gauge(self, name: str, help: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"sglang:{name}", help, labels=LABELS)
+        family.add_metric(self._label_values, value)
+        return family
+
+    def _counter(self, name: str, help: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"sglang:{name}", help, labels=LABELS)
+        family.add_metric(self._label_values, value)
+        return family
+
+
+def used_tokens(s: StateReply) -> int:
+    return (s.pages.get("held", 0) + s.pages.get("quarantined", 0)) * s.page_size
+
+
+def cache_hit_rate(s: StateReply) -> float:
+    prompt = s.counters.get("prompt_tokens", 0.0)
+    return s.gauges.get("cache_hit_rate", s.counters.get("cached_tokens", 0.0) / prompt if prompt else 0.0)

@@ -1,0 +1,305 @@
+"""SGLang's native POST /generate: text or token ids, one or many, cumulative streaming.
+
+Field names, defaults and answer shape are SGLang's (`GenerateReqInput`, `srt/managers/io_struct.py`).
+"""
+
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.answers import absorb
+from engine.frontend.errors import bad_field, decode_body
+from engine.frontend.fields import (
+    BootstrapFields,
+    SamplingFields,
+    build_bootstraps,
+    build_sampling,
+    check_num_samples,
+    check_prompt_ids,
+    fit_to_context,
+    refuse,
+)
+from engine.frontend.openai_view import finite
+from engine.frontend.services import SERVICES, Services
+from engine.frontend.stream import answer
+from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TextOutput, TokenLogprob
+from engine.sampling_params import SamplingParams
+
+DEFAULT_NEW_TOKENS = 128
+MAX_TOP_LOGPROBS = 100
+
+_REFUSED = (
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "token_ids_logprob",
+    "return_hidden_states",
+    "lora_path",
+    "session_params",
+    "custom_logit_processor",
+)
+_REFUSED_SAMPLING = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "no_stop_trim", "custom_params")
+
+
+class SamplingBody(SamplingFields, kw_only=True):
+    max_new_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    min_new_tokens: int | None = None
+    sampling_seed: int | None = None
+    beam_width: int | None = None
+    stop_regex: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    no_stop_trim: Any = None
+    custom_params: Any = None
+
+
+class GenerateBody(BootstrapFields, kw_only=True):
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: SamplingBody | list[SamplingBody] | None = None
+    rid: str | list[str] | None = None
+    stream: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
+    input_embeds: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    token_ids_logprob: Any = None
+    return_hidden_states: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+    custom_logit_processor: Any = None
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    s = request.app[SERVICES]
+    body = decode_body(await request.read(), GenerateBody)
+    refuse(body, _REFUSED)
+    prompts, single = await _prompts(s, body)
+    params = _params(s, body, len(prompts))
+    n = params[0].n
+    check_num_samples(len(prompts), n, field="input_ids" if body.input_ids is not None else "text")
+    field = "sampling_params.max_new_tokens"
+    explicit = [_explicit_limit(p) for p in _each("sampling_params", body.sampling_params, len(prompts))]
+    fitted = [
+        fit_to_context(p, num_prompt_tokens=len(ids), context_length=s.context_length, field=field, cut=not given)
+        for p, ids, given in zip(params, prompts, explicit, strict=True)
+    ]
+    requests, groups = _requests(s, body, prompts=prompts, params=fitted, n=n)
+    generation = s.client.generate(requests, groups=groups)
+    view = NativeView(
+        names=generation.names,
+        num_prompt_tokens=generation.num_prompt_tokens,
+        logprobs=[r.logprobs for r in requests],
+        texts=bool(body.return_text_in_logprobs),
+        single=single and n == 1,
+    )
+    return await answer(request, generation, view=view, stream=bool(body.stream))
+
+
+class NativeView:
+    """Every chunk shows its sample from the beginning: clients read the last one, or cut what they have already seen."""
+
+    def __init__(
+        self,
+        *,
+        names: list[str],
+        num_prompt_tokens: list[int],
+        logprobs: list[LogprobOptions | None],
+        texts: bool,
+        single: bool,
+    ) -> None:
+        self._names = names
+        self._num_prompt_tokens = num_prompt_tokens
+        self._logprobs = logprobs
+        self._texts = texts
+        self._single = single
+        self._whole: dict[int, TextOutput] = {}
+        self._start_s = time.monotonic()
+
+    def body(self, answers: list[TextOutput]) -> Any:
+        shown = [self._show(i, output) for i, output in enumerate(answers)]
+        return shown[0] if self._single else shown
+
+    def chunks(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        if index in self._whole:
+            absorb(self._whole[index], output)
+        else:
+            self._whole[index] = output
+        shown = self._show(index, self._whole[index])
+        return [shown if self._single else {"index": index, **shown}]
+
+    def last(self) -> list[dict[str, Any]]:
+        return []
+
+    def _show(self, index: int, output: TextOutput) -> dict[str, Any]:
+        return {"text": output.text, "output_ids": output.tokens.new_ids, "meta_info": self._meta_info(index, output)}
+
+    def _meta_info(self, index: int, output: TextOutput) -> dict[str, Any]:
+        t = output.tokens
+        meta: dict[str, Any] = {
+            "id": self._names[index],
+            "finish_reason": _finish_reason(t.finish, len(t.new_ids)),
+            "prompt_tokens": self._num_prompt_tokens[index],
+            "completion_tokens": len(t.new_ids),
+            "cached_tokens": t.cached_tokens,
+            "num_retractions": t.retractions,
+            "weight_version": "default",
+            "e2e_latency": time.monotonic() - self._start_s,
+            **t.times,
+        }
+        options = self._logprobs[index]
+        return meta if options is None else {**meta, **self._logprob_info(output, options)}
+
+    def _logprob_info(self, output: TextOutput, options: LogprobOptions) -> dict[str, Any]:
+        t = output.tokens
+        info: dict[str, Any] = {
+            "input_token_logprobs": self._rows(t.input_logprobs, output.input_logprob_texts),
+            "output_token_logprobs": self._rows(t.logprobs, output.logprob_texts),
+        }
+        if options.top_num:
+            info["input_top_logprobs"] = self._top_rows(t.input_logprobs, output.input_logprob_texts)
+            info["output_top_logprobs"] = self._top_rows(t.logprobs, output.logprob_texts)
+        return info
+
+    def _rows(self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]) -> list[list[Any]]:
+        return [
+            [finite(lp.logprob), lp.token_id, text[0] if self._texts else None]
+            for lp, text in zip(logprobs, texts, strict=False)
+        ]
+
+    def _top_rows(
+        self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]
+    ) -> list[list[list[Any]] | None]:
+        return [
+            None
+            if lp.logprob is None
+            else [[finite(p), i, t if self._texts else None] for (p, i), t in zip(lp.top, top_texts, strict=False)]
+            for lp, (_, top_texts) in zip(logprobs, texts, strict=False)
+        ]
+
+
+def _finish_reason(finish: FinishReason | None, num_tokens: int) -> dict[str, Any] | None:
+    if finish is None:
+        return None
+    if finish.kind == "length":
+        return {"type": "length", "length": num_tokens}
+    if finish.kind == "abort":
+        return {
+            "type": "abort",
+            "message": finish.message or "aborted",
+            "status_code": finish.status or None,
+            "err_type": None,
+        }
+    return {"type": finish.kind, "matched": finish.matched}
+
+
+async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], bool]:
+    """Token ids of each prompt, and whether the body is a single one."""
+    if (body.text is None) == (body.input_ids is None):
+        raise bad_field("text", "give either text or input_ids")
+    if body.text is not None:
+        texts = [body.text] if isinstance(body.text, str) else body.text
+        if not texts or not all(texts):
+            raise bad_field("text", "must not be empty")
+        ids = [await s.encode(t, field="text") for t in texts]
+        return [check_prompt_ids(i, field="text", vocab_size=s.vocab_size) for i in ids], isinstance(body.text, str)
+    flat = [i for i in body.input_ids or [] if isinstance(i, int)]
+    nested = [i for i in body.input_ids or [] if not isinstance(i, int)]
+    if flat and nested:
+        raise bad_field("input_ids", "must be a list of token ids or a list of such lists")
+    prompts = nested or [flat]
+    return [check_prompt_ids(i, field="input_ids", vocab_size=s.vocab_size) for i in prompts], not nested
+
+
+def _params(s: Services, body: GenerateBody, num_prompts: int) -> list[SamplingParams]:
+    params = [_one_params(s, p or SamplingBody()) for p in _each("sampling_params", body.sampling_params, num_prompts)]
+    if len({p.n for p in params}) > 1:
+        raise bad_field("sampling_params.n", "must be the same for all prompts of a batch")
+    return params
+
+
+def _one_params(s: Services, p: SamplingBody) -> SamplingParams:
+    refuse(p, _REFUSED_SAMPLING, inside="sampling_params.")
+    if p.beam_width is not None and p.beam_width > 1:
+        raise bad_field("sampling_params.beam_width", "beam search is not supported", code="unsupported_parameter")
+    if p.seed is None:
+        p.seed = p.sampling_seed
+    least = p.min_new_tokens
+    limit = max(DEFAULT_NEW_TOKENS, least or 0) if isinstance(p.max_new_tokens, msgspec.UnsetType) else p.max_new_tokens
+    return build_sampling(p, vocab_size=s.vocab_size, max_new_tokens=limit, min_new_tokens=least)
+
+
+def _explicit_limit(p: SamplingBody | None) -> bool:
+    """Whether more than fits is an error: the default is cut to what fits."""
+    return p is not None and p.max_new_tokens is not msgspec.UNSET
+
+
+def _requests(
+    s: Services, body: GenerateBody, *, prompts: list[list[int]], params: list[SamplingParams], n: int
+) -> tuple[list[GenerateRequest], list[str]]:
+    """The samples, prompt-major, and the group (the prompt's rid) of each."""
+    bootstraps = build_bootstraps(
+        body, mode=s.mode, num_prompts=len(prompts), n=n, default_port=s.default_bootstrap_port, mint_room=s.mint_room
+    )
+    rids = _rids(s, body.rid, len(prompts))
+    logprobs = _logprob_options(body, prompts)
+    requests: list[GenerateRequest] = []
+    for i, ids in enumerate(prompts):
+        for j, sampling in enumerate(s.samples_of(params[i])):
+            rid = rids[i] if n == 1 else f"{rids[i]}-{j}"
+            requests.append(
+                GenerateRequest(
+                    rid=rid, input_ids=ids, sampling=sampling, logprobs=logprobs[i], bootstrap=bootstraps[i * n + j]
+                )
+            )
+    return requests, [rids[i // n] for i in range(len(requests))]
+
+
+def _rids(s: Services, rid: str | list[str] | None, num_prompts: int) -> list[str]:
+    if rid is None:
+        return [s.mint_id("") for _ in range(num_prompts)]
+    if isinstance(rid, str):
+        return [rid] if num_prompts == 1 else [f"{rid}_{i}" for i in range(num_prompts)]
+    rids = _each("rid", rid, num_prompts)
+    if len(set(rids)) < len(rids):
+        raise bad_field("rid", "the same id is given twice")
+    return rids
+
+
+def _logprob_options(body: GenerateBody, prompts: list[list[int]]) -> list[LogprobOptions | None]:
+    wanted = _each("return_logprob", body.return_logprob, len(prompts))
+    starts = _each("logprob_start_len", body.logprob_start_len, len(prompts))
+    tops = _each("top_logprobs_num", body.top_logprobs_num, len(prompts))
+    return [
+        _one_logprob_options(start, top or 0, num_prompt_tokens=len(ids)) if want else None
+        for want, start, top, ids in zip(wanted, starts, tops, prompts, strict=True)
+    ]
+
+
+def _one_logprob_options(start: int | None, top: int, *, num_prompt_tokens: int) -> LogprobOptions:
+    start = -1 if start is None else start
+    if not -1 <= start <= num_prompt_tokens:
+        raise bad_field(
+            "logprob_start_len",
+            f"must be -1 (output only) or a position in the prompt of {num_prompt_tokens} tokens, got {start}",
+        )
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise bad_field("top_logprobs_num", f"must be between 0 and {MAX_TOP_LOGPROBS}, got {top}")
+    return LogprobOptions(start_len=-1 if start == num_prompt_tokens else start, top_num=top)
+
+
+def _each(field: str, value: Any, num_prompts: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise bad_field(field, f"has {len(value)} entries for {num_prompts} prompts")
+    return value

@@ -1,0 +1,195 @@
+"""POST /v1/completions and /v1/chat/completions: body -> samples -> view. GET /v1/models."""
+
+import time
+from typing import Any
+
+from aiohttp import web
+
+from engine.frontend.chat_template import TemplateRefused
+from engine.frontend.client import Generation
+from engine.frontend.errors import ApiError, bad_field, decode_body
+from engine.frontend.fields import build_bootstraps, build_sampling, check_num_samples, check_prompt_ids, fit_to_context
+from engine.frontend.openai_bodies import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    OpenAIFields,
+    check_chat,
+    check_completion,
+    completion_prompts,
+    template_messages,
+)
+from engine.frontend.openai_view import ChatView, CompletionView
+from engine.frontend.services import SERVICES, Services
+from engine.frontend.stream import answer, json_response
+from engine.frontend.usage import Usage
+from engine.messages import GenerateRequest, LogprobOptions
+from engine.sampling_params import SamplingParams
+
+ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes when the client named none
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    s = request.app[SERVICES]
+    body = decode_body(await request.read(), CompletionBody)
+    check_model(s, body.model)
+    check_completion(body)
+    prompts = completion_prompts(body)
+    check_num_samples(len(prompts), body.n or 1, field="prompt")
+    params = _sampling(
+        s, body, max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, name="max_tokens"
+    )
+    ids = [await _prompt_ids(s, p) for p in prompts]
+    logprobs = (
+        None if body.logprobs is None else LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs)
+    )
+    id = body.rid or s.mint_id("cmpl-")
+    cut = body.max_tokens is None
+    generation = _generate(s, body, id=id, prompts=ids, params=params, logprobs=logprobs, field="prompt", cut=cut)
+    echoes = [_echo(s, p) if body.echo else "" for p in prompts for _ in range(params.n)]
+    view = CompletionView(
+        body,
+        echoes=echoes,
+        logprobs=logprobs is not None,
+        id=id,
+        model=s.served_name,
+        created=int(time.time()),
+        usage=Usage([len(p) for p in ids], n=params.n),
+    )
+    return await answer(request, generation, view=view, stream=bool(body.stream))
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    s = request.app[SERVICES]
+    body = decode_body(await request.read(), ChatBody)
+    check_model(s, body.model)
+    check_chat(body)
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    params = _sampling(s, body, max_tokens=limit, name=name)
+    ids = check_prompt_ids(
+        await s.encode(render_chat(s, body), field="messages", add_special_tokens=False),
+        field="messages",
+        vocab_size=s.vocab_size,
+    )
+    logprobs = LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None
+    id = body.rid or s.mint_id("chatcmpl-")
+    generation = _generate(s, body, id=id, prompts=[ids], params=params, logprobs=logprobs, field="messages", cut=False)
+    view = ChatView(
+        body,
+        logprobs=logprobs is not None,
+        tokenizer=s.tokenizer,
+        id=id,
+        model=s.served_name,
+        created=int(time.time()),
+        usage=Usage([len(ids)], n=params.n),
+    )
+    return await answer(request, generation, view=view, stream=bool(body.stream))
+
+
+async def list_models(request: web.Request) -> web.Response:
+    return json_response({"object": "list", "data": [_model_card(request.app[SERVICES])]})
+
+
+async def get_model(request: web.Request) -> web.Response:
+    s = request.app[SERVICES]
+    check_model(s, request.match_info["model"])
+    return json_response(_model_card(s))
+
+
+def check_model(s: Services, name: str | None) -> None:
+    """Raise ApiError(404) for a model that is not served here; no name means the one that is."""
+    if name is None or name in ANY_MODEL or name in (s.served_name, s.model_path):
+        return
+    raise ApiError(
+        404,
+        f"the model {name!r} does not exist; this server has {s.served_name!r}",
+        field="model",
+        code="model_not_found",
+    )
+
+
+def render_chat(s: Services, body: ChatBody) -> str:
+    """Prompt text of the messages. Raises ApiError(400)."""
+    if s.template is None:
+        raise bad_field("messages", "this model has no chat template; use /v1/completions")
+    messages = template_messages(body.messages)
+    prefix = messages.pop()["content"] if body.continue_final_message and messages[-1]["role"] == "assistant" else ""
+    extra = {
+        **({"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}),
+        **(body.chat_template_kwargs or {}),
+    }
+    try:
+        return s.template.render(
+            messages, add_generation_prompt=body.add_generation_prompt is not False, extra=extra
+        ) + str(prefix)
+    except TemplateRefused as e:
+        raise bad_field("messages", str(e)) from None
+
+
+def _sampling(s: Services, body: OpenAIFields, *, max_tokens: int | None, name: str) -> SamplingParams:
+    return build_sampling(
+        body,
+        vocab_size=s.vocab_size,
+        max_new_tokens=max_tokens,
+        min_new_tokens=body.min_tokens,
+        defaults=s.sampling_defaults,
+        names={"max_new_tokens": name, "min_new_tokens": "min_tokens"},
+    )
+
+
+def _generate(
+    s: Services,
+    body: OpenAIFields,
+    *,
+    id: str,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    logprobs: LogprobOptions | None,
+    field: str,
+    cut: bool,
+) -> Generation:
+    n = params.n
+    bootstraps = build_bootstraps(
+        body, mode=s.mode, num_prompts=len(prompts), n=n, default_port=s.default_bootstrap_port, mint_room=s.mint_room
+    )
+    samplings = [
+        sampling
+        for ids in prompts
+        for sampling in s.samples_of(
+            fit_to_context(params, num_prompt_tokens=len(ids), context_length=s.context_length, field=field, cut=cut)
+        )
+    ]
+    single = len(samplings) == 1
+    requests = [
+        GenerateRequest(
+            rid=id if single else f"{id}-{i}",
+            input_ids=prompts[i // n],
+            sampling=sampling,
+            logprobs=logprobs,
+            bootstrap=bootstraps[i],
+        )
+        for i, sampling in enumerate(samplings)
+    ]
+    return s.client.generate(requests, groups=[id] * len(requests))
+
+
+async def _prompt_ids(s: Services, prompt: str | list[int]) -> list[int]:
+    ids = prompt if isinstance(prompt, list) else await s.encode(prompt, field="prompt")
+    return check_prompt_ids(ids, field="prompt", vocab_size=s.vocab_size)
+
+
+def _echo(s: Services, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else s.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def _model_card(s: Services) -> dict[str, Any]:
+    return {
+        "id": s.served_name,
+        "object": "model",
+        "created": s.started_unix_s,
+        "owned_by": "tandem",
+        "root": s.model_path,
+        "parent": None,
+        "max_model_len": s.context_length,
+    }

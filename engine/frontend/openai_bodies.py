@@ -1,0 +1,195 @@
+"""Bodies of /v1/completions and /v1/chat/completions, and what of them we refuse. Pure."""
+
+from typing import Any
+
+import msgspec
+
+from engine.frontend.errors import bad_field
+from engine.frontend.fields import BootstrapFields, SamplingFields, refuse
+
+MAX_TOP_LOGPROBS = 20
+MAX_COMPLETION_LOGPROBS = 5
+DEFAULT_COMPLETION_TOKENS = 16
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+UNSUPPORTED = (
+    "stop_regex",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "no_stop_trim",
+    "lora_path",
+    "custom_logit_processor",
+    "return_hidden_states",
+)
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: str
+
+
+class OpenAIFields(SamplingFields, BootstrapFields, kw_only=True):
+    """What both APIs share. The last block is known and refused when it asks for something."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    rid: str | None = None
+    user: str | None = None
+    response_format: ResponseFormat | None = None
+    stop_regex: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    no_stop_trim: Any = None
+    lora_path: Any = None
+    custom_logit_processor: Any = None
+    return_hidden_states: Any = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class CompletionBody(OpenAIFields, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    use_beam_search: bool | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatBody(OpenAIFields, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    tool_choice: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: list[str] | None = None
+    prediction: Any = None
+    web_search_options: Any = None
+
+
+def check_completion(body: CompletionBody) -> None:
+    """Raise ApiError(400) for what is out of range or not supported."""
+    _check_shared(body)
+    refuse(body, ("suffix", "use_beam_search"))
+    _in_range("logprobs", body.logprobs, MAX_COMPLETION_LOGPROBS)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_field("best_of", "must equal n: this server returns every sample that it draws")
+
+
+def check_chat(body: ChatBody) -> None:
+    """Raise ApiError(400) for what is out of range or not supported."""
+    _check_shared(body)
+    refuse(body, ("tools", "functions", "audio", "prediction", "web_search_options"))
+    for name in ("tool_choice", "function_call"):
+        if getattr(body, name) not in (None, "none", "auto"):
+            raise bad_field(name, "tools are not supported by this server", code="unsupported_parameter")
+    if body.modalities not in (None, [], ["text"]):
+        raise bad_field("modalities", "only text is supported", code="unsupported_parameter")
+    _in_range("top_logprobs", body.top_logprobs, MAX_TOP_LOGPROBS)
+    if body.top_logprobs and not body.logprobs:
+        raise bad_field("top_logprobs", "needs logprobs to be true")
+    _check_messages(body.messages)
+
+
+def completion_prompts(body: CompletionBody) -> list[str | list[int]]:
+    """The prompts, each a text or token ids. Raises ApiError(400)."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [_non_empty(prompt)]
+    if not prompt:
+        raise bad_field("prompt", "must not be empty")
+    if all(isinstance(p, int) for p in prompt):
+        return [[p for p in prompt if isinstance(p, int)]]
+    prompts = [_non_empty(p) for p in prompt if not isinstance(p, int)]
+    if len(prompts) < len(prompt) or len({type(p) for p in prompts}) > 1:
+        raise bad_field("prompt", "must be a string, a list of strings, a list of token ids or a list of such lists")
+    return prompts
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Plain dicts as chat templates read them: text parts joined, `developer` as `system` (few templates know it)."""
+    return [_template_message(m) for m in messages]
+
+
+def _template_message(m: ChatMessage) -> dict[str, Any]:
+    content = m.content if isinstance(m.content, str) else "\n".join(p.text or "" for p in m.content or [])
+    extra = {
+        k: v for k in ("name", "reasoning_content", "tool_call_id", "tool_calls") if (v := getattr(m, k)) is not None
+    }
+    return {"role": "system" if m.role == "developer" else m.role, "content": content, **extra}
+
+
+def _check_shared(body: OpenAIFields) -> None:
+    refuse(body, UNSUPPORTED)
+    if body.response_format is not None and body.response_format.type != "text":
+        raise bad_field(
+            "response_format",
+            f"{body.response_format.type} is not supported by this server; only text is",
+            code="unsupported_parameter",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise bad_field("stream_options", "needs stream to be true")
+
+
+def _check_messages(messages: list[ChatMessage]) -> None:
+    if not messages:
+        raise bad_field("messages", "must not be empty")
+    for i, m in enumerate(messages):
+        if m.role not in ROLES:
+            raise bad_field(f"messages[{i}].role", f"{m.role!r} is not one of {', '.join(ROLES)}")
+        if m.content is None and not m.tool_calls:
+            raise bad_field(f"messages[{i}].content", "is missing")
+        for j, part in enumerate(m.content if isinstance(m.content, list) else []):
+            if part.type != "text" or part.text is None:
+                raise bad_field(
+                    f"messages[{i}].content[{j}]", f"must be a part of type text with a text, got {part.type!r}"
+                )
+
+
+def _non_empty(prompt: str | list[int]) -> str | list[int]:
+    if not prompt:
+        raise bad_field("prompt", "must not be empty")
+    return prompt
+
+
+def _in_range(field: str, value: int | None, high: int) -> None:
+    if value is not None and not 0 <= value <= high:
+        raise bad_field(field, f"must be between 0 and {high}, got {value}")

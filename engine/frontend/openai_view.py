@@ -1,0 +1,179 @@
+"""How OpenAI's two APIs show samples: chunks, bodies, logprobs. Pure, apart from the tokenizer's exact token bytes."""
+
+from typing import Any
+
+from engine.frontend.openai_bodies import OpenAIFields
+from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.usage import Usage
+from engine.messages import TextOutput, TokenLogprob
+
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI's own stand-in
+
+
+class OpenAIView:
+    """What chat and completions share. Subclasses: `_choice` (whole sample) and `_deltas` (choices of new chunks)."""
+
+    object: str
+    chunk_object: str
+
+    def __init__(self, body: OpenAIFields, *, id: str, model: str, created: int, usage: Usage) -> None:
+        self._request = body
+        self._head = {"id": id, "created": created, "model": model}
+        self._usage = usage
+
+    def body(self, answers: list[TextOutput]) -> dict[str, Any]:
+        for index, output in enumerate(answers):
+            self._usage.add(index, output)
+        choices = [self._choice(index, output) for index, output in enumerate(answers)]
+        return {**self._head, "object": self.object, "choices": choices, "usage": self._usage.total()}
+
+    def chunks(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        self._usage.add(index, output)
+        return [self._chunk(index, delta) for delta in self._deltas(index, output)]
+
+    def last(self) -> list[dict[str, Any]]:
+        if not self._request.include_usage:
+            return []
+        return [{**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage.total()}]
+
+    def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
+        if self._request.continuous_usage:
+            chunk["usage"] = self._usage.of_sample(index)
+        elif self._request.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _deltas(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+
+class ChatView(OpenAIView):
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        body: OpenAIFields,
+        *,
+        logprobs: bool,
+        tokenizer: Tokenizer,
+        id: str,
+        model: str,
+        created: int,
+        usage: Usage,
+    ) -> None:
+        super().__init__(body, id=id, model=model, created=created, usage=usage)
+        self._logprobs = logprobs
+        self._tokenizer = tokenizer
+        self._begun: set[int] = set()
+
+    def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": self._logprobs_of(output), **_ending(output)}
+
+    def _deltas(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        deltas = []
+        if index not in self._begun:
+            self._begun.add(index)
+            deltas.append(_delta(index, {"role": "assistant", "content": ""}))
+        if output.text or output.logprob_texts:
+            deltas.append(_delta(index, {"content": output.text}, logprobs=self._logprobs_of(output)))
+        if output.tokens.finish is not None:
+            deltas.append({**_delta(index, {}), **_ending(output)})
+        return deltas
+
+    def _logprobs_of(self, output: TextOutput) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        pairs = zip(output.tokens.logprobs, output.logprob_texts, strict=False)
+        return {"content": [self._token(lp, text, top) for lp, (text, top) in pairs], "refusal": None}
+
+    def _token(self, lp: TokenLogprob, text: str, top_texts: list[str]) -> dict[str, Any]:
+        top = [self._entry(t, i, p) for t, (p, i) in zip(top_texts, lp.top, strict=False)]
+        return {**self._entry(text, lp.token_id, lp.logprob), "top_logprobs": top}
+
+    def _entry(self, text: str, token_id: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": text, "logprob": finite(logprob), "bytes": list(self._tokenizer.token_bytes(token_id))}
+
+
+class CompletionView(OpenAIView):
+    """`echoes`: the prompt text that each sample begins with ("" without echo)."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(
+        self, body: OpenAIFields, *, echoes: list[str], logprobs: bool, id: str, model: str, created: int, usage: Usage
+    ) -> None:
+        super().__init__(body, id=id, model=model, created=created, usage=usage)
+        self._logprobs = logprobs
+        self._echoes = echoes
+        self._begun: set[int] = set()
+        self._offsets = [0] * len(echoes)  # in the text, of the next token of each sample
+
+    def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
+        text = self._echoes[index] + output.text
+        return {"index": index, "text": text, "logprobs": self._logprobs_of(index, output), **_ending(output)}
+
+    def _deltas(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
+        text = output.text if index in self._begun else self._echoes[index] + output.text
+        logprobs = self._logprobs_of(index, output)
+        self._begun.add(index)
+        finished = output.tokens.finish is not None
+        if not text and not finished and not (logprobs and logprobs["tokens"]):
+            return []
+        ending = _ending(output) if finished else {"finish_reason": None, "matched_stop": None}
+        return [{"index": index, "text": text, "logprobs": logprobs, **ending}]
+
+    def _logprobs_of(self, index: int, output: TextOutput) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        table = _Columns(self._offsets[index])
+        for i, (lp, texts) in enumerate(zip(output.tokens.input_logprobs, output.input_logprob_texts, strict=False)):
+            table.add(lp, _first_text(texts, self._echoes[index]) if i == 0 else texts)
+        if index not in self._begun:
+            table.offset = max(table.offset, len(self._echoes[index]))
+        for lp, texts in zip(output.tokens.logprobs, output.logprob_texts, strict=False):
+            table.add(lp, texts)
+        self._offsets[index] = table.offset
+        return table.columns
+
+
+class _Columns:
+    """The four parallel lists of a completion's logprobs."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def add(self, lp: TokenLogprob, texts: tuple[str, list[str]]) -> None:
+        text, top_texts = texts
+        top = {t: finite(p) for t, (p, _) in zip(top_texts, lp.top, strict=False)}
+        self.columns["tokens"].append(text)
+        self.columns["token_logprobs"].append(finite(lp.logprob))
+        self.columns["top_logprobs"].append(None if lp.logprob is None else {**top, text: finite(lp.logprob)})
+        self.columns["text_offset"].append(self.offset)
+        self.offset += len(text)
+
+
+def finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LOWEST_LOGPROB)
+
+
+def _first_text(texts: tuple[str, list[str]], prompt: str) -> tuple[str, list[str]]:
+    """The first token of a text has no space before it, though the same token has one further on."""
+    text, top = texts
+    return (text[1:] if text.startswith(" ") and not prompt.startswith(" ") else text), top
+
+
+def _ending(output: TextOutput) -> dict[str, Any]:
+    finish = output.tokens.finish
+    return {"finish_reason": finish.kind if finish else None, "matched_stop": finish.matched if finish else None}
+
+
+def _delta(index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, "matched_stop": None}

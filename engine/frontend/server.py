@@ -1,0 +1,248 @@
+"""The main process of a worker: binds HTTP and the frontend's socket, serves, and ends in good order.
+
+Must not know how scheduler and detokenizer were started: it is told whether they live.
+"""
+
+import asyncio
+import dataclasses
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.frontend.app import make_app
+from engine.frontend.chat_template import load_chat_template
+from engine.frontend.client import EngineClient
+from engine.frontend.errors import ApiError
+from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
+from engine.frontend.metrics import Metrics
+from engine.frontend.services import Services
+from engine.frontend.tokenizer import load_tokenizer, read_json
+from engine.messages import Shutdown, ToFrontend, ToScheduler
+from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+
+DEFAULT_MODEL_NAME = "recall"  # the model that ships with Tandem
+WATCH_INTERVAL_S = 0.1
+HTTP_CLOSE_S = 1.0  # for answers that are being written when the server ends
+HEALTH_TIMEOUT_S = 20.0
+DEFAULT_BOOTSTRAP_PORT = 8998
+
+Extra = Callable[[], AbstractAsyncContextManager[Any]]
+
+
+class WorkerDied(RuntimeError):
+    """A process of the worker ended by itself; the text says which."""
+
+
+@dataclass(frozen=True)
+class FrontendAddress:
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+async def run_frontend(
+    *,
+    server: ServerConfig,
+    engine: EngineConfig,
+    ipc: IpcPaths,
+    mode: str = "null",
+    extra_info: Mapping[str, Any] | None = None,
+    default_bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT,
+    on_listening: Callable[[FrontendAddress], None] = lambda address: None,
+    on_ready: Callable[[FrontendAddress], None] = lambda address: None,
+    children_alive: Callable[[], str | None] = lambda: None,
+    extras: Sequence[Extra] = (),
+    drain_s: float = 2.0,
+    health_timeout_s: float = HEALTH_TIMEOUT_S,
+) -> None:
+    """Serve until SIGTERM or SIGINT. Call it in the main thread (it sets signal handlers).
+
+    on_listening: HTTP answers now (health: 503). on_ready: the scheduler said `SchedulerReady`.
+    children_alive: None, or what died; then everything live fails with 503 and WorkerDied is raised.
+    extras: entered before HTTP listens and left after it has closed (the prefill worker's bootstrap server).
+    extra_info: shown flat by /server_info; no secrets. drain_s: how long running requests may go on after the signal.
+    Raises ConfigError for a checkpoint or port that cannot be used, WorkerDied.
+    """
+    loop = asyncio.get_running_loop()
+    stop = _stop_on_signals(loop)
+    push = PushSocket(ipc.to_scheduler)
+    pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend, ToFrontend)
+    try:
+        services = make_services(
+            server=server,
+            engine=engine,
+            mode=mode,
+            send=_sender(push),
+            now_s=loop.time,
+            dead=children_alive,
+            extra_info=extra_info or {},
+            default_bootstrap_port=default_bootstrap_port,
+            health_timeout_s=health_timeout_s,
+        )
+        pull.attach(loop, services.client.on_message)
+        async with AsyncExitStack() as stack:
+            for extra in extras:
+                await stack.enter_async_context(extra())
+            address = await stack.enter_async_context(_serving(services, server))
+            on_listening(address)
+            try:
+                await _until_over(services.client, stop, children_alive, on_ready=lambda: on_ready(address))
+            finally:
+                await _wind_down(services.client, drain_s=drain_s if children_alive() is None else 0.0)
+                services.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
+    finally:
+        with suppress(PeerStalled):
+            push.send(Shutdown())
+        push.close()
+        pull.close()
+
+
+def make_services(
+    *,
+    server: ServerConfig,
+    engine: EngineConfig,
+    mode: str,
+    send: Callable[[ToScheduler], None],
+    now_s: Callable[[], float],
+    dead: Callable[[], str | None],
+    extra_info: Mapping[str, Any],
+    default_bootstrap_port: int,
+    health_timeout_s: float,
+) -> Services:
+    """Load tokenizer, template and limits of the checkpoint. Raises ConfigError."""
+    model_path = engine.model_path or DEFAULT_MODEL_PATH
+    model = load_model_config(model_path)
+    tokenizer = load_tokenizer(model_path)
+    served_name = engine.served_model_name or _name_of(model_path)
+    metrics = Metrics(model_name=served_name, mode=mode)
+    context = engine.context_length or model.max_position_embeddings
+    max_live = engine.max_running_requests + engine.max_queued_requests
+    return Services(
+        client=EngineClient(send=send, now_s=now_s, observer=metrics, max_live=max_live),
+        tokenizer=tokenizer,
+        template=load_chat_template(model_path, config=tokenizer.config, special_tokens=tokenizer.special_tokens),
+        metrics=metrics,
+        model_path=model_path,
+        served_name=served_name,
+        mode=mode,
+        vocab_size=model.vocab_size,
+        model_context_length=context,
+        default_bootstrap_port=default_bootstrap_port,
+        sampling_defaults=load_sampling_defaults(model_path, vocab_size=model.vocab_size),
+        server_info=_server_info(server, engine, extra_info),
+        model_info={
+            "model_path": model_path,
+            "served_model_name": served_name,
+            "tokenizer_path": model_path,
+            "is_generation": True,
+            "model_type": model.model_type,
+            "architectures": [model.architecture],
+            "weight_version": "default",
+            "disaggregation_mode": mode,
+        },
+        api_key=server.api_key,
+        dead=dead,
+        health_timeout_s=health_timeout_s,
+        started_unix_s=int(time.time()),
+        prng=random.Random(engine.random_seed),
+    )
+
+
+def load_sampling_defaults(model_path: str, *, vocab_size: int) -> dict[str, float | int]:
+    """What generation_config.json recommends; stands for what an OpenAI request leaves open (SGLang and vLLM do so)."""
+    config = read_json(Path(model_path) / "generation_config.json")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    values = {n: config[n] for n in names if isinstance(config.get(n), int | float) and not isinstance(config[n], bool)}
+    if "top_k" in values:
+        values["top_k"] = int(values["top_k"]) or -1  # transformers writes 0 for "off"
+    try:
+        check_sampling_params(SamplingParams(**values), vocab_size=vocab_size)
+    except InvalidParam as e:
+        raise ConfigError(f"{model_path}/generation_config.json: {e}") from None
+    return values
+
+
+def _server_info(server: ServerConfig, engine: EngineConfig, extra: Mapping[str, Any]) -> dict[str, Any]:
+    info = {**dataclasses.asdict(server), **dataclasses.asdict(engine), "tp_size": 1, "dp_size": 1, **extra}
+    return {name: value for name, value in info.items() if name != "api_key" and "secret" not in name}
+
+
+def _name_of(model_path: str) -> str:
+    return DEFAULT_MODEL_NAME if model_path == DEFAULT_MODEL_PATH else Path(model_path).resolve().name
+
+
+def _sender(push: PushSocket) -> Callable[[ToScheduler], None]:
+    def send(message: ToScheduler) -> None:
+        try:
+            push.send(message)
+        except PeerStalled as e:
+            raise ApiError(503, str(e), code="engine_stalled", retry_after_s=1) from None
+
+    return send
+
+
+def _stop_on_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+@asynccontextmanager
+async def _serving(services: Services, server: ServerConfig) -> AsyncIterator[FrontendAddress]:
+    app = make_app(services, max_body_bytes=server.max_body_bytes)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=HTTP_CLOSE_S)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, server.host, server.port, backlog=1024).start()
+        except OSError as e:
+            raise ConfigError(
+                f"--port {server.port}: cannot listen on {server.host}:{server.port} ({e.strerror or e}); choose another with --port"
+            ) from None
+        yield FrontendAddress(server.host, runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+async def _until_over(
+    client: EngineClient, stop: asyncio.Event, children_alive: Callable[[], str | None], *, on_ready: Callable[[], None]
+) -> None:
+    """Return when asked to stop. Raises WorkerDied."""
+    told = False
+    while not stop.is_set():
+        dead = children_alive()
+        if dead is not None:
+            client.fail_all(ApiError(503, dead, code="engine_dead", retry_after_s=1))
+            raise WorkerDied(dead)
+        if client.ready.is_set() and not told:
+            told = True
+            on_ready()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), WATCH_INTERVAL_S)
+
+
+async def _wind_down(client: EngineClient, *, drain_s: float) -> None:
+    """Take nothing new, let running requests finish for a while, then fail them."""
+    ending = ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
+    client.close(ending)
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + drain_s
+    while client.num_live and loop.time() < deadline_s:
+        await asyncio.sleep(0.02)
+    if client.num_live:
+        client.fail_all(client.closed or ending)
+        await asyncio.sleep(0)
