@@ -14,6 +14,7 @@ from aiohttp import web
 
 from router.config import RouterConfig
 from router.errors import error_kind, error_response
+from router.guard import REQUEST_ID
 from router.legs import Answer, Call, LegError, Legs
 from router.merge import Merger, SseMerger
 from router.metrics import RouterMetrics
@@ -73,7 +74,7 @@ class Dispatcher:
         """The handler. `BadBody` for a body that cannot be routed."""
         started_s = time.monotonic()
         body = await request.read()
-        request_id: str = request["request_id"]
+        request_id = request[REQUEST_ID]
         exchange = _Exchange(
             request=request,
             request_id=request_id,

@@ -16,6 +16,7 @@ from router.workers import WorkerTableError
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_CHARS = 256
+REQUEST_ID = web.RequestKey("request_id", str)
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics"))
@@ -29,7 +30,7 @@ def make_guard(*, api_key: str | None, metrics: RouterMetrics) -> Callable[..., 
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         request_id = request.headers.get("X-Request-Id", "")[:MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
-        request["request_id"] = request_id
+        request[REQUEST_ID] = request_id
         if expected is not None and request.path not in _OPEN_PATHS and not _authorized(request, expected):
             response: web.StreamResponse = error_response(
                 401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key"

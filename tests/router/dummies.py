@@ -21,7 +21,7 @@ Behaviour = Callable[["DummyWorker", web.Request, dict[str, Any]], Awaitable[web
 @dataclass
 class Seen:
     path: str
-    headers: dict[str, str]
+    headers: dict[str, str]  # names in lower case
     body: dict[str, Any]
 
 
@@ -102,7 +102,7 @@ class DummyWorker:
         if request.method not in ("POST", "PUT"):
             return web.Response(status=404)
         body = await request.json()
-        self.seen.append(Seen(request.path, dict(request.headers), body))
+        self.seen.append(Seen(request.path, {k.lower(): v for k, v in request.headers.items()}, body))
         try:
             return await self.behave(self, request, body)
         except asyncio.CancelledError:
