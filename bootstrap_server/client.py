@@ -1,0 +1,189 @@
+"""How workers use a bootstrap server. Blocking HTTP from the standard library: callers run it off their event loops.
+
+`look_up` is one call for decode workers; `Registrar` keeps a prefill worker registered from a thread of its own.
+"""
+
+import contextlib
+import http.client
+import logging
+import queue
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from bootstrap_server.protocol import (
+    MAX_ROOMS_A_BATCH,
+    SECRET_HEADER,
+    ErrorReply,
+    Lease,
+    Registration,
+    RoomBatch,
+    RouteReply,
+    token,
+)
+
+FIRST_RETRY_S = 0.1
+LONGEST_RETRY_S = 5.0
+MAX_REPLY_BYTES = 1 << 20
+MAX_WAITING_ROOMS = 65536
+JOIN_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class BootstrapError(Exception):
+    """`permanent`: the server understood and will not change its mind; everything else is worth another try."""
+
+    def __init__(self, message: str, *, permanent: bool = False) -> None:
+        super().__init__(message)
+        self.permanent = permanent
+
+
+def look_up(server: str, room: int, *, secret: bytes | None = None, timeout_s: float = 3.0) -> RouteReply:
+    """Who serves `room`, by the bootstrap server at "host:port". Raises `BootstrapError`."""
+    body = _call(server, "GET", f"/route?room={room}", None, secret=secret, timeout_s=timeout_s)
+    return _read(server, body, RouteReply)  # type: ignore[no-any-return]
+
+
+class Registrar:
+    """Registers `worker`, renews its lease, registers its rooms where the server is shared, and leaves on `close`.
+
+    A server that is down is tried again for ever, with back-off: it may start later, or be replaced.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        worker: Registration,
+        *,
+        secret: bytes | None = None,
+        timeout_s: float = 3.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.registered = threading.Event()
+        self.error: str | None = None  # of the last try
+        self._server = server
+        self._worker = worker
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._shared = False
+        self._rooms: queue.Queue[int] = queue.Queue(MAX_WAITING_ROOMS)
+        self._wake = threading.Event()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="bootstrap-registrar", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add_room(self, room: int) -> None:
+        """This worker got the request of `room`. Returns at once; does nothing where the server is not shared."""
+        if self._shared or not self.registered.is_set():
+            try:
+                self._rooms.put_nowait(room)
+            except queue.Full:
+                log.warning("bootstrap server %s is behind: room %d was not registered", self._server, room)
+            self._wake.set()
+
+    def close(self) -> None:
+        self._stop = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_S)
+        if self.registered.is_set():
+            incarnation = urllib.parse.quote(self._worker.incarnation)
+            with contextlib.suppress(BootstrapError):
+                self._request("DELETE", f"/route?incarnation={incarnation}", None)
+
+    def _run(self) -> None:
+        renew_at_s, retry_s = self._clock(), FIRST_RETRY_S
+        while not self._stop:
+            self._wake.clear()
+            try:
+                if self._clock() >= renew_at_s:
+                    lease = self._register()
+                    renew_at_s = self._clock() + lease.lease_s / 3
+                self._register_rooms()
+                retry_s = FIRST_RETRY_S
+                pause_s = renew_at_s - self._clock()
+            except BootstrapError as error:
+                self._complain(str(error))
+                renew_at_s = self._clock() + retry_s
+                pause_s, retry_s = retry_s, min(2 * retry_s, LONGEST_RETRY_S)
+            self._wake.wait(max(pause_s, 0.0))
+
+    def _register(self) -> Lease:
+        body = self._request("PUT", "/route", self._worker)
+        lease: Lease = _read(self._server, body, Lease)
+        self._shared = lease.shared
+        self.error = None
+        self.registered.set()
+        return lease
+
+    def _register_rooms(self) -> None:
+        while self.registered.is_set():
+            rooms = self._take()
+            if not rooms:
+                return
+            if self._shared:
+                try:
+                    self._request("POST", "/rooms", RoomBatch(self._worker.incarnation, rooms))
+                except BootstrapError:
+                    for room in rooms:  # the next try, after a new registration
+                        with contextlib.suppress(queue.Full):
+                            self._rooms.put_nowait(room)
+                    raise
+
+    def _take(self) -> list[int]:
+        rooms: list[int] = []
+        with contextlib.suppress(queue.Empty):
+            while len(rooms) < MAX_ROOMS_A_BATCH:
+                rooms.append(self._rooms.get_nowait())
+        return rooms
+
+    def _complain(self, error: str) -> None:
+        if error != self.error:
+            log.warning("bootstrap server %s: %s (trying again)", self._server, error)
+        self.error = error
+
+    def _request(self, method: str, path: str, value: Any) -> bytes:
+        return _call(self._server, method, path, value, secret=self._secret, timeout_s=self._timeout_s)
+
+
+def _call(server: str, method: str, path: str, value: Any, *, secret: bytes | None, timeout_s: float) -> bytes:
+    host, _, port = server.rpartition(":")
+    if not (host and port.isdigit() and int(port) < 65536):
+        raise BootstrapError(f"bootstrap server {server!r} is not HOST:PORT", permanent=True)
+    headers = {} if secret is None else {SECRET_HEADER: token(secret)}
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
+    try:
+        connection.request(method, path, None if value is None else msgspec.json.encode(value), headers)
+        response = connection.getresponse()
+        status, body = response.status, response.read(MAX_REPLY_BYTES)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise BootstrapError(f"bootstrap server {server} cannot be reached: {error}") from None
+    finally:
+        connection.close()
+    if status != 200:
+        raise _refusal(server, status, body)
+    return body
+
+
+def _refusal(server: str, status: int, body: bytes) -> BootstrapError:
+    try:
+        text = msgspec.json.decode(body, type=ErrorReply).error
+    except msgspec.MsgspecError:
+        text = "the answer is not ours: is this a bootstrap server?"
+    return BootstrapError(f"bootstrap server {server} answered {status}: {text}", permanent=status in (400, 401, 413))
+
+
+def _read(server: str, body: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        message = f"bootstrap server {server} sent an answer that is not ours: {error}"
+        raise BootstrapError(message, permanent=True) from None

@@ -1,0 +1,74 @@
+"""What the bootstrap server and its clients say to each other: JSON bodies, decoded strictly.
+
+    PUT    /route           Registration -> Lease         a prefill worker registers, and renews, and replaces itself
+    GET    /route?room=N    -> RouteReply                 a decode worker looks up who serves room N
+    DELETE /route?incarnation=I                           a prefill worker leaves
+    POST   /rooms           RoomBatch -> {}               a prefill worker owns these rooms (shared servers only)
+    GET    /health          -> {}
+    any error: 4xx or 503 with ErrorReply, one clear message
+
+**Several prefill workers behind one server.** A request names the bootstrap server, not the worker. The server inside a
+prefill worker knows that one worker only, so any room leads to it, and decode keeps the answer (`shared` false). A
+server on its own is *shared*: which worker got the request is known to that worker alone, so it registers the room when
+the request arrives (batched, remembered for `room_ttl` seconds), and decode's look-up of a room that is not there yet gets a
+404 that it retries until its handshake times out. SGLang solves the same for data-parallel ranks (`/register_dp_rank`).
+"""
+
+import hashlib
+import hmac
+from typing import Annotated
+
+import msgspec
+
+MAX_BODY_BYTES = 1 << 20
+MAX_ROOMS_A_BATCH = 4096
+SECRET_HEADER = "X-Cluster-Token"
+
+Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=2048)]
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One life of a prefill worker. `control_host:control_port`: its control plane. `url`: its HTTP address, if any."""
+
+    incarnation: Name
+    control_host: Name
+    control_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    protocol_version: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+    page_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    signature: Text
+    dtype: Name
+    url: Text = ""
+    role: str = "prefill"
+
+    @property
+    def control(self) -> str:
+        host = f"[{self.control_host}]" if ":" in self.control_host else self.control_host
+        return f"{host}:{self.control_port}"
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Renew well before `lease_s` seconds. `shared`: register rooms, too."""
+
+    lease_s: float
+    shared: bool
+
+
+class RouteReply(msgspec.Struct, frozen=True):
+    worker: Registration
+    shared: bool
+
+
+class RoomBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    incarnation: Name
+    rooms: Annotated[list[Room], msgspec.Meta(max_length=MAX_ROOMS_A_BATCH)]
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    error: str
+
+
+def token(secret: bytes) -> str:
+    """What proves knowledge of the cluster secret without sending it."""
+    return hmac.new(secret, b"tandem bootstrap", hashlib.sha256).hexdigest()
