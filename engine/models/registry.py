@@ -4,6 +4,7 @@ A new family: a class that implements `CausalLM`, a line here, and a line in `en
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -21,10 +22,19 @@ MODELS: dict[str, Callable[[ModelConfig, Checkpoint], CausalLM]] = {
 }
 
 
-def load_model(model_path: str, config: ModelConfig, *, dtype: str, device: str, progress: bool) -> CausalLM:
+def load_model(
+    model_path: str,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    device: str,
+    progress: bool,
+    context_length: int | None = None,
+) -> CausalLM:
     """The model of `model_path` with its weights in `dtype` ("bfloat16" | "float32" | "float16") on `device`.
 
-    `progress`: show a bar (only on a terminal). Raises `ConfigError` for files that do not fit `config`.
+    `progress`: show a bar (only on a terminal). `context_length`: positions that will be used, at most the model's (the
+    RoPE table of a model made for a million tokens is half a GiB). Raises `ConfigError` for files that do not fit `config`.
     """
     build = MODELS.get(config.architecture)
     if build is None:
@@ -33,6 +43,7 @@ def load_model(model_path: str, config: ModelConfig, *, dtype: str, device: str,
         torch.inference_mode(),
         Checkpoint(model_path, dtype=dtype, device=device, progress=progress) as checkpoint,
     ):
-        model = build(config, checkpoint)
+        positions = min(context_length or config.max_position_embeddings, config.max_position_embeddings)
+        model = build(replace(config, max_position_embeddings=positions), checkpoint)
         checkpoint.check_all_taken()
     return model

@@ -7,11 +7,11 @@ from engine.models.causal_lm import CausalLM
 
 
 class Sequence:
-    """One request's cache and the model behind it."""
+    """One request's cache and the model behind it. `kv`: layer -> (K, V), each [length, Hkv, D], for tests to damage."""
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
-        self._kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._length = 0
 
     def extend(self, ids: list[int]) -> torch.Tensor:
@@ -30,9 +30,9 @@ class Sequence:
         return tokens
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if layer in self._kv:
-            k, v = (torch.cat(pair) for pair in zip(self._kv[layer], (k, v), strict=True))
-        self._kv[layer] = (k, v)
+        if layer in self.kv:
+            k, v = (torch.cat(pair) for pair in zip(self.kv[layer], (k, v), strict=True))
+        self.kv[layer] = (k, v)
         mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
         batched = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = functional.scaled_dot_product_attention(*batched, attn_mask=mask, enable_gqa=True)

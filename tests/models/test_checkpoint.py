@@ -1,0 +1,148 @@
+"""Loading: shards, stray copies, and one clear line for files that do not fit."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.config import ConfigError
+from engine.model_config import load_model_config
+from engine.models.causal_lm import CausalLM
+from engine.models.registry import load_model
+from tests.models.reference_attend import Sequence
+from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_json, write_tensors
+
+IDS = list(range(20, 40))
+
+
+def load(path: str, *, dtype: str = "float32") -> CausalLM:
+    return load_model(path, load_model_config(path), dtype=dtype, device="cpu", progress=False)
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    write_tensors(folder, tensors)
+
+
+def test_shards_give_the_same_model_as_one_file(tmp_path: Path) -> None:
+    one = make_tiny_checkpoint(tmp_path / "one", "qwen2")
+    many = make_tiny_checkpoint(tmp_path / "many", "qwen2", shards=4)
+    assert not (tmp_path / "many" / "model.safetensors").exists()
+    assert torch.equal(Sequence(load(one)).extend(IDS), Sequence(load(many)).extend(IDS))
+
+
+def test_weights_are_no_view_of_the_file(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "llama")
+    model = load(path)
+    before = Sequence(model).extend(IDS)
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        stream.write(b"\xff" * 4096)
+    assert torch.equal(Sequence(model).extend(IDS), before)
+
+
+def test_stored_dtype_is_converted(tmp_path: Path) -> None:
+    half = make_tiny_checkpoint(tmp_path, "llama", dtype="bfloat16")
+    assert Sequence(load(half)).extend(IDS).dtype == torch.float32
+    assert Sequence(load(half, dtype="bfloat16")).extend(IDS).dtype == torch.float32
+
+
+def test_a_written_copy_of_a_tied_head_and_old_rope_buffers_are_ignored(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    before = Sequence(load(path)).extend(IDS)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    edit_tensors(tmp_path, add)
+    assert torch.equal(Sequence(load(path)).extend(IDS), before)
+
+
+def test_the_progress_bar_is_silent_where_no_terminal_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_tiny_checkpoint(tmp_path, "llama")
+    load_model(path, load_model_config(path), dtype="float32", device="cpu", progress=True)
+    assert capsys.readouterr() == ("", "")
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+BAD_TENSORS: list[tuple[str, str, Callable[[dict[str, torch.Tensor]], object]]] = [
+    ("missing", rf"tensor {NORM} is in no", lambda t: t.pop(NORM)),
+    (
+        "extra",
+        r"model\.safetensors: tensor model\.extra is not part",
+        lambda t: t.update({"model.extra": torch.ones(1)}),
+    ),
+    (
+        "shape",
+        rf"model\.safetensors: tensor {NORM} has shape \[63\].*\[64\]",
+        lambda t: t.update({NORM: torch.ones(63)}),
+    ),
+    ("scalar", rf"tensor {NORM} has shape \[\]", lambda t: t.update({NORM: torch.tensor(1.0)})),
+    ("int8", rf"tensor {NORM} is int8", lambda t: t.update({NORM: torch.ones(64, dtype=torch.int8)})),
+    ("unexpected bias", "o_proj.bias", lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.ones(64)})),
+]
+
+
+@pytest.mark.parametrize(("pattern", "edit"), [c[1:] for c in BAD_TENSORS], ids=[c[0] for c in BAD_TENSORS])
+def test_a_tensor_that_does_not_fit_is_named(
+    pattern: str, edit: Callable[[dict[str, torch.Tensor]], object], tmp_path: Path
+) -> None:
+    path = make_tiny_checkpoint(tmp_path, "llama")
+    edit_tensors(tmp_path, edit)
+    with pytest.raises(ConfigError, match=pattern) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+BROKEN_FILES = {
+    "empty": b"",
+    "header too long": struct.pack("<Q", 1 << 62) + b"{}",
+    "header not json": struct.pack("<Q", 4) + b"nope",
+    "cut": struct.pack("<Q", 63) + b'{"a":{"dtype":"F32","shape":[1000],"data_offsets":[0,4000]}}   ' + b"\0" * 8,
+    "pickle": b"\x80\x04\x95\x0e\x00\x00\x00\x00\x00\x00\x00}\x94.",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN_FILES.values(), ids=BROKEN_FILES.keys())
+def test_a_broken_file_is_named(content: bytes, tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "llama")
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: is not a readable safetensors file"):
+        load(path)
+
+
+def test_no_safetensors_at_all(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "llama")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="only safetensors checkpoints"):
+        load(path)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {}, {"model.norm.weight": "../secret"}, {"model.norm.weight": 3}])
+def test_a_bad_index_is_named(weight_map: object, tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "llama", shards=2)
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": weight_map})
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: "):
+        load(path)
+
+
+def test_a_missing_shard_and_a_tensor_the_index_invents_are_named(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "llama", shards=2)
+    index = tmp_path / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    first = min(listed["weight_map"].values())
+    write_json(index, {"weight_map": {**listed["weight_map"], "model.invented": first}})
+    with pytest.raises(ConfigError, match=rf"{first}: tensor model\.invented is missing"):
+        load(path)
+    write_json(index, listed)
+    (tmp_path / first).unlink()
+    with pytest.raises(ConfigError, match=rf"{first}: missing, though"):
+        load(path)

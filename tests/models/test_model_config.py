@@ -1,0 +1,154 @@
+"""config.json: both spellings, defaults of the families, one clear line for whatever cannot be honoured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from engine.config import ConfigError
+from engine.model_config import DEFAULT_MODEL_PATH, FAMILIES, Llama3Scaling, ModelConfig, load_model_config
+from engine.models.registry import MODELS
+from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_json
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def edited(folder: Path, family: str = "llama", **changes: Any) -> ModelConfig:
+    """The config of a tiny checkpoint with `changes`; None removes a field."""
+    path = make_tiny_checkpoint(folder, family)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    write_json(folder / "config.json", {name: value for name, value in config.items() if value is not None})
+    return load_model_config(path)
+
+
+def test_every_field_is_read(tmp_path: Path) -> None:
+    config = edited(tmp_path, "qwen3", rope_theta=1e6, rms_norm_eps=1e-5, torch_dtype="bfloat16")
+    assert config == ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=272,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        attention_out_bias=False,
+        qk_norm=True,
+        max_position_embeddings=4096,
+        sliding_window=None,
+        dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def test_what_transformers_writes_reads_as_what_it_was_made_from(tmp_path: Path) -> None:
+    before = edited(tmp_path / "old", rope_scaling={**LLAMA3, "original_max_position_embeddings": 512})
+    AutoConfig.from_pretrained(tmp_path / "old").save_pretrained(tmp_path / "new")
+    new = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert "rope_parameters" in new and "rope_scaling" not in new, "this transformers writes the old names"
+    assert load_model_config(str(tmp_path / "new")) == before
+    assert before.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 512)
+
+
+def test_end_tokens_are_the_union_of_both_files(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "llama", eos_token_id=[7, 2])
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [9, 2]})
+    assert load_model_config(str(tmp_path)).eos_token_ids == (2, 7, 9)
+
+
+def test_families_fix_what_the_config_leaves_out(tmp_path: Path) -> None:
+    qwen2 = edited(tmp_path / "a", "qwen2", head_dim=None, num_key_value_heads=None, sliding_window=64)
+    assert (qwen2.attention_bias, qwen2.attention_out_bias, qwen2.head_dim, qwen2.num_kv_heads) == (True, False, 16, 4)
+    assert qwen2.sliding_window is None, "Qwen's window counts only with use_sliding_window"
+    llama = edited(tmp_path / "b", attention_bias=True, torch_dtype=None)
+    assert (llama.attention_bias, llama.attention_out_bias, llama.dtype) == (True, True, "float32")
+    assert edited(tmp_path / "c", "mistral", sliding_window=4096).sliding_window == 4096
+
+
+BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
+    ("architectures", "llama", {"architectures": ["GPT2LMHeadModel"]}),
+    ("architectures", "llama", {"architectures": None}),
+    ("architectures", "llama", {"architectures": [3]}),
+    ("hidden_size", "llama", {"hidden_size": None}),
+    ("hidden_size", "llama", {"hidden_size": "64"}),
+    ("hidden_size", "llama", {"hidden_size": 66, "head_dim": None}),
+    ("num_hidden_layers", "llama", {"num_hidden_layers": 0}),
+    ("num_hidden_layers", "llama", {"num_hidden_layers": True}),
+    ("num_key_value_heads", "llama", {"num_key_value_heads": 3}),
+    ("head_dim", "llama", {"head_dim": 15}),
+    ("rms_norm_eps", "llama", {"rms_norm_eps": "small"}),
+    ("rope_theta", "llama", {"rope_theta": -1.0}),
+    ("rope_scaling", "llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    ("rope_scaling", "llama", {"rope_scaling": [1]}),
+    ("rope_scaling", "llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}),
+    ("factor", "llama", {"rope_scaling": {**LLAMA3, "factor": None}}),
+    ("partial_rotary_factor", "llama", {"partial_rotary_factor": 0.5}),
+    ("sliding_window", "mistral", {"sliding_window": 8}),
+    ("sliding_window", "qwen2", {"sliding_window": 8, "use_sliding_window": True}),
+    ("tie_word_embeddings", "llama", {"tie_word_embeddings": "yes"}),
+    ("torch_dtype", "llama", {"torch_dtype": "float8_e4m3fn"}),
+    ("eos_token_id", "llama", {"eos_token_id": 272}),
+    ("eos_token_id", "llama", {"eos_token_id": ["</s>"]}),
+    ("bos_token_id", "llama", {"bos_token_id": -1}),
+    ("quantization_config", "llama", {"quantization_config": {"bits": 4}}),
+    ("hidden_act", "llama", {"hidden_act": "gelu"}),
+    ("mlp_bias", "llama", {"mlp_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("field", "family", "changes"), BAD_FIELDS)
+def test_a_bad_field_is_named_in_one_line(field: str, family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        edited(tmp_path, family, **changes)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'config.json'}: {field}: ")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x00", "[" * 100000])
+def test_a_broken_file_is_named(content: str, tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "llama")
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json: .*download the file again"):
+        load_model_config(path)
+
+
+def test_a_missing_directory_or_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--model-path Qwen/Qwen3-0\.6B: no such directory"):
+        load_model_config("Qwen/Qwen3-0.6B")
+    with pytest.raises(ConfigError, match=r"config\.json: missing"):
+        load_model_config(str(tmp_path))
+
+
+def test_the_signature_tells_apart_what_must_match(tmp_path: Path) -> None:
+    base = edited(tmp_path / "a")
+    same = edited(tmp_path / "b", max_position_embeddings=8192, eos_token_id=5, torch_dtype="bfloat16")
+    assert base.signature() == same.signature()
+    assert base.signature().startswith("LlamaForCausalLM/L4/kv2x16/V272/")
+    for i, change in enumerate(({"rope_theta": 5e5}, {"num_hidden_layers": 3}, {"rms_norm_eps": 1e-5})):
+        assert edited(tmp_path / str(i), **change).signature() != base.signature()
+
+
+def test_the_config_needs_no_torch() -> None:
+    code = (
+        "import sys; from engine.model_config import *; load_model_config(DEFAULT_MODEL_PATH);"
+        "from engine.models.recall import oracle;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'safetensors', 'numpy')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_family_has_a_class() -> None:
+    assert MODELS.keys() == FAMILIES.keys()
+    assert Path(DEFAULT_MODEL_PATH, "model.safetensors").is_file()
