@@ -106,8 +106,9 @@ class Target:
             "model": self._model,
             "max_tokens": request.output_len,
             "temperature": self._config.temperature,
-            "ignore_eos": self._config.ignore_eos,
         }
+        if self._config.ignore_eos:  # every generated token shall bring an event, special ones too
+            body |= {"ignore_eos": True, "skip_special_tokens": False}
         if self._config.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self._config.api == "chat":

@@ -1,0 +1,305 @@
+"""Bytes per second of KV transfer between two processes: the managers against the raw engine against memcpy.
+
+usage: transfer_rate.py [--backend nixl --backend mooncake] [--total-mib 64] [--repeats 9] [--output FILE]
+
+One process pair per backend. Each repeat measures, in turn: memcpy of the same pieces within the prefill process, the
+engine alone (the same merged pieces, a window of posts), and a whole transfer through both managers, timed from
+`sender.send` to `receiver.poll() == Success` in the other process (one monotonic clock on one machine). CPU seconds
+are those of both processes. Reported: medians over the repeats, and of the per-repeat ratios.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from deploy.bench import environment
+from deploy.bench.report import table
+from transfer_backends.contract import Engine, KVArgs, OpState, Pieces, Region, Route, TransferConfig
+from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.engines.registry import make_engine
+from transfer_backends.kvpoll import KVPoll
+from transfer_backends.merge import batches, plan_pieces
+from transfer_backends.prefill_manager import PrefillManager
+
+AUX_BYTES = 4096
+WAIT_S = 60.0
+MIB = 1 << 20
+PIECE_KIB = (16, 64, 1024)
+
+
+class Memory:
+    """A pool of `num_pages` pages and one aux row, filled with noise (so that every page is mapped)."""
+
+    def __init__(self, num_pages: int, page_bytes: int) -> None:
+        self.pool = np.random.default_rng(0).integers(0, 255, num_pages * page_bytes, dtype=np.uint8)
+        self.aux = np.zeros(AUX_BYTES, np.uint8)
+        self.kv_region = Region(self.pool.ctypes.data, num_pages, page_bytes)
+        self.aux_region = Region(self.aux.ctypes.data, 1, AUX_BYTES)
+
+    def args(self) -> KVArgs:
+        return KVArgs(self.kv_region, self.aux_region, signature="bench", page_size=16, dtype="uint8")
+
+
+def until(done: Callable[[], bool], *, what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not done():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"no end of: {what}")
+        time.sleep(0.0001)
+
+
+# ---- the decode process
+
+
+def decode_main(backend: str, num_pages: int, page_bytes: int, control: str, incarnation: str) -> None:
+    """Serve commands, one JSON line each, until stdin ends."""
+    memory = Memory(num_pages, page_bytes)
+    raw = make_engine(backend)
+    raw.register([memory.kv_region])
+    route = Route(control=control, incarnation=incarnation)
+    manager = DecodeManager(memory.args(), make_engine(backend), TransferConfig(), lookup=lambda _address, _room: route)
+    manager.start()
+    threading.Thread(target=_drive, args=(raw,), daemon=True).start()
+    say(base=memory.kv_region.base_ptr, descriptor=raw.descriptor().hex())
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "receive":
+            receive(manager, command["room"], command["pages"])
+        say(cpu_s=time.process_time())
+    manager.close()
+
+
+def _drive(raw: Engine) -> None:
+    while raw.caps.target_must_poll:
+        raw.progress()
+        time.sleep(0.0005)
+
+
+def receive(manager: DecodeManager, room: int, pages: Sequence[int]) -> None:
+    receiver = manager.receiver(room, bootstrap="bench:1")
+    until(lambda: receiver.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), what="handshake")
+    assert receiver.poll() is KVPoll.WaitingForInput, receiver.failure()
+    receiver.provide(pages, 0)
+    say(provided=True)
+    until(lambda: receiver.poll() in (KVPoll.Success, KVPoll.Failed), what="transfer")
+    assert receiver.poll() is KVPoll.Success, receiver.failure()
+    say(success_at=time.monotonic())
+    receiver.close()
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+# ---- the prefill process
+
+
+@dataclass
+class Pair:
+    """The prefill side of a process pair."""
+
+    memory: Memory
+    manager: PrefillManager
+    raw: Engine
+    peer: Any
+    peer_base: int
+    child: "subprocess.Popen[str]"
+    room: int = 0
+
+    def ask(self, **command: Any) -> None:
+        assert self.child.stdin is not None
+        self.child.stdin.write(json.dumps(command) + "\n")
+        self.child.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.child.stdout is not None
+        line = self.child.stdout.readline()
+        if not line:
+            raise RuntimeError("the decode process ended; its error stands above")
+        return dict(json.loads(line))
+
+    def cpu_s(self) -> float:
+        """CPU seconds of both processes so far."""
+        self.ask(do="cpu")
+        return float(self.answer()["cpu_s"]) + time.process_time()
+
+
+@contextmanager
+def process_pair(backend: str, *, num_pages: int, page_bytes: int) -> Iterator[Pair]:
+    memory = Memory(num_pages, page_bytes)
+    raw = make_engine(backend)
+    raw.register([memory.kv_region])
+    manager = PrefillManager(memory.args(), make_engine(backend), TransferConfig())
+    manager.start()
+    argv = [sys.executable, __file__, "--decode-side", backend, str(num_pages), str(page_bytes)]
+    argv += [manager.control_address, manager.incarnation]
+    child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        pair = Pair(memory, manager, raw, None, 0, child)
+        hello = pair.answer()
+        pair.peer_base = hello["base"]
+        pair.peer = raw.connect("raw", bytes.fromhex(hello["descriptor"]))
+        drain(raw, [raw.probe(pair.peer)])
+        yield pair
+    finally:
+        assert child.stdin is not None
+        child.stdin.close()
+        try:
+            child.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        manager.close()
+
+
+def drain(raw: Engine, ops: list[Any]) -> None:
+    while ops:
+        states = [(op, raw.poll(op)) for op in ops]
+        assert all(state is not OpState.FAILED for _, state in states), "the raw engine failed"
+        ops[:] = [op for op, state in states if state is OpState.PENDING]
+
+
+def time_memcpy(pair: Pair, pieces: Pieces, target: "np.ndarray[Any, Any]") -> float:
+    """Copy each piece into a buffer of this process by numpy (one call a piece, as an engine has one request a piece)."""
+    pool, base = pair.memory.pool, pair.memory.kv_region.base_ptr
+    spans = [(int(s) - base, int(n)) for s, n in zip(pieces.src, pieces.lengths, strict=True)]
+    begin = time.monotonic()
+    at = 0
+    for start, length in spans:
+        target[at : at + length] = pool[start : start + length]
+        at += length
+    return time.monotonic() - begin
+
+
+def time_raw(pair: Pair, pieces: Pieces) -> float:
+    """Post all pieces within the engine's limits and poll to the end."""
+    caps = pair.raw.caps
+    begin = time.monotonic()
+    running: list[Any] = []
+    pending_pieces: list[int] = []
+    for part in batches(pieces, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes):
+        while sum(pending_pieces) + len(part) > caps.max_inflight and running:
+            states = [pair.raw.poll(op) for op in running]
+            assert OpState.FAILED not in states
+            keep = [i for i, state in enumerate(states) if state is OpState.PENDING]
+            running, pending_pieces = [running[i] for i in keep], [pending_pieces[i] for i in keep]
+        running.append(pair.raw.post(pair.peer, part))
+        pending_pieces.append(len(part))
+    drain(pair.raw, running)
+    return time.monotonic() - begin
+
+
+def time_managers(pair: Pair, src: Sequence[int], dst: Sequence[int]) -> float:
+    """Seconds from `send` to Success on the other side."""
+    pair.room += 1
+    sender = pair.manager.sender(pair.room)
+    pair.ask(do="receive", room=pair.room, pages=list(dst))
+    assert pair.answer()["provided"]
+    until(lambda: sender.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), what="indices")
+    assert sender.poll() is KVPoll.WaitingForInput, sender.failure()
+    begin = time.monotonic()
+    sender.send(src, dst_start=0, last=True, aux_idx=0)
+    success_at = float(pair.answer()["success_at"])
+    until(lambda: sender.poll() is KVPoll.Success and sender.released(), what="release")
+    pair.answer()
+    sender.close()
+    return success_at - begin
+
+
+def measure(backend: str, *, page_kib: int, contiguous: bool, total_mib: int, repeats: int) -> dict[str, Any]:
+    """Medians for one backend and one shape of pages."""
+    page_bytes = page_kib * 1024
+    count = max(1, total_mib * MIB // page_bytes)
+    num_pages = 2 * count + 2
+    rng = np.random.default_rng(1)
+    rates: dict[str, list[float]] = {"memcpy": [], "raw": [], "managers": []}
+    cpu_managers: list[float] = []
+    with process_pair(backend, num_pages=num_pages, page_bytes=page_bytes) as pair:
+        target = np.zeros(count * page_bytes, np.uint8)
+        for repeat in range(repeats + 1):  # the first warms up
+            src, dst = _pages(rng, count, contiguous), _pages(rng, count, contiguous)
+            region = Region(pair.peer_base, num_pages, page_bytes)
+            pieces = plan_pieces(
+                src, dst, src=pair.memory.kv_region, dst=region, max_piece_bytes=pair.raw.caps.max_piece_bytes
+            )
+            memcpy_s = time_memcpy(pair, pieces, target)
+            raw_s = time_raw(pair, pieces)
+            cpu_before = pair.cpu_s()
+            managers_s = time_managers(pair, src.tolist(), dst.tolist())
+            cpu_after = pair.cpu_s()
+            if repeat:
+                for name, seconds in (("memcpy", memcpy_s), ("raw", raw_s), ("managers", managers_s)):
+                    rates[name].append(pieces.size_bytes / seconds / 1e9)
+                cpu_managers.append((cpu_after - cpu_before) / (pieces.size_bytes / 1e9))
+        problems = pair.manager.check()
+    assert not problems, problems
+    pairs = list(zip(rates["managers"], rates["raw"], rates["memcpy"], strict=True))
+    return {
+        "backend": backend,
+        "page_kib": page_kib,
+        "pages": "adjacent" if contiguous else "scattered",
+        "total_mib": total_mib,
+        **{f"{name}_gb_s": median(values) for name, values in rates.items()},
+        "managers_over_raw": median(m / r for m, r, _ in pairs),
+        "managers_over_memcpy": median(m / c for m, _, c in pairs),
+        "cpu_s_per_gb": median(cpu_managers),
+    }
+
+
+def _pages(rng: np.random.Generator, count: int, contiguous: bool) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    if contiguous:
+        return np.arange(1, count + 1, dtype=np.int64)
+    return (2 * rng.permutation(count) + 1).astype(np.int64)  # odd ids: no two pages adjoin, no two pieces merge
+
+
+def render(result: dict[str, Any]) -> str:
+    """The table of a result (benchmarks/report.py uses it too)."""
+    rows = [
+        [
+            f"{row['backend']}, {row['page_kib']} KiB pages, {row['pages']}",
+            *(f"{row[name]:.2f}" for name in ("managers_gb_s", "raw_gb_s", "memcpy_gb_s")),
+            *(f"{row[name]:.2f}" for name in ("managers_over_raw", "managers_over_memcpy", "cpu_s_per_gb")),
+        ]
+        for row in result["rows"]
+    ]
+    header = ["", "managers GB/s", "raw engine GB/s", "memcpy GB/s", "managers/raw", "managers/memcpy", "CPU s/GB"]
+    return table(header, rows)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--decode-side"]:
+        backend, num_pages, page_bytes, control, incarnation = sys.argv[2:]
+        return decode_main(backend, int(num_pages), int(page_bytes), control, incarnation)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", action="append", choices=("nixl", "mooncake"))
+    parser.add_argument("--total-mib", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for backend in args.backend or ("nixl", "mooncake"):
+        for page_kib, contiguous in [*((kib, False) for kib in PIECE_KIB), (64, True)]:
+            row = measure(
+                backend, page_kib=page_kib, contiguous=contiguous, total_mib=args.total_mib, repeats=args.repeats
+            )
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+    result = {"environment": environment.describe(), "rows": rows}
+    print(render(result))
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
