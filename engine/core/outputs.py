@@ -49,7 +49,10 @@ def input_logprob_part(request: Request, start: int, end: int) -> tuple[int | No
     if not request.wants_input_logprobs or start >= prompt:
         return None, None
     assert request.logprobs is not None
-    return max(request.logprobs.start_len, start + 1), request.input_ids[end] if end < prompt else None
+    first, last = max(request.logprobs.start_len, start + 1), min(end, prompt - 1)
+    if first > last:
+        return None, None
+    return first, request.input_ids[end] if end < prompt else None
 
 
 def _input_logprobs_once(request: Request) -> list[TokenLogprob]:

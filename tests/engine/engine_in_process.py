@@ -1,0 +1,67 @@
+"""The whole engine of one process (real model, pool, kernels, streams, scheduler), driven without sockets."""
+
+from collections import deque
+
+from engine.build import EngineParts, build_engine
+from engine.config import EngineConfig
+from engine.core.request import Request
+from engine.executor.executor import Launch
+from engine.messages import FinishReason, LogprobOptions, TokenLogprob
+from engine.model_config import load_model_config
+from engine.sampling_params import SamplingParams
+
+
+class EngineInProcess:
+    """`depth=None`: what the configuration resolves to."""
+
+    def __init__(self, model_path: str, *, depth: int | None = None, **flags: object) -> None:
+        config = EngineConfig(model_path=model_path, **{"max_total_tokens": 8192, **flags})  # type: ignore[arg-type]
+        self.model = load_model_config(model_path)
+        self.parts: EngineParts = build_engine(config, self.model, tail_text=lambda ids: "", progress=False)
+        self.depth = depth or self.parts.depth
+        self.launched: deque[Launch] = deque()
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
+        self.input_logprobs: dict[str, list[TokenLogprob]] = {}
+        self.finish: dict[str, FinishReason] = {}
+        self.cached: dict[str, int] = {}
+
+    def add(self, rid: str, prompt: list[int], *, logprobs: LogprobOptions | None = None, **sampling: object) -> None:
+        values = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
+        request = Request(
+            rid=rid,
+            input_ids=prompt,
+            sampling=SamplingParams(**values),  # type: ignore[arg-type]
+            eos_ids=frozenset(self.model.eos_token_ids),
+            arrived_s=0.0,
+            logprobs=logprobs,
+        )
+        assert self.parts.scheduler.add(request) == []
+
+    def run(self) -> None:
+        while self.turn():
+            pass
+        self.parts.scheduler.check()
+        counts = self.parts.scheduler.memory.allocator.counts()
+        assert counts["held"] == counts["quarantined"] == 0
+
+    def turn(self) -> bool:
+        plan = self.parts.scheduler.schedule()
+        if plan is not None:
+            self.launched.append(self.parts.executor.launch(plan))
+        if not self.launched:
+            return False
+        if plan is None or len(self.launched) >= self.depth:
+            launch = self.launched.popleft()
+            effects = self.parts.scheduler.collect(launch.plan, self.parts.executor.collect(launch))
+            for output in effects.outputs:
+                self.tokens.setdefault(output.rid, []).extend(output.new_ids)
+                self.logprobs.setdefault(output.rid, []).extend(output.logprobs)
+                self.input_logprobs.setdefault(output.rid, []).extend(output.input_logprobs)
+                self.cached[output.rid] = output.cached_tokens
+                if output.finish is not None:
+                    self.finish[output.rid] = output.finish
+        return True
+
+    def close(self) -> None:
+        self.parts.executor.close()

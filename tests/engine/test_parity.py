@@ -1,0 +1,127 @@
+"""The engine against transformers, fp32, random weights: logprobs and greedy tokens, however the prompt is computed."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.messages import LogprobOptions
+from tests.engine.engine_in_process import EngineInProcess
+from tests.models.tiny_checkpoints import ARCHITECTURES, make_tiny_checkpoint
+
+MAX_ERROR = 1e-4
+NEW_TOKENS = 8
+
+
+@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(16, 272) for _ in range(length)]
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """(tokens, logprobs [len(prompt) + NEW_TOKENS - 1, vocab]): row i predicts position i + 1."""
+    out = model.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+    )[0].tolist()
+    logits = model(torch.tensor([out[:-1]])).logits[0]
+    return out[len(prompt) :], logits.log_softmax(-1)
+
+
+PATHS = {
+    "whole": {"chunked_prefill_size": -1},
+    "chunked": {"chunked_prefill_size": 256},
+    "page_1": {"chunked_prefill_size": 256, "page_size": 1},
+    "overlap": {"stream": "threaded", "stream_delay_ms": 2.0},
+    "torch": {"attention_backend": "torch", "chunked_prefill_size": 256},
+    "no_cache": {"disable_radix_cache": True},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_tokens_and_logprobs_equal_transformers(checkpoint: str, reference: PreTrainedModel, path: str) -> None:
+    """Short and long prompts, computed side by side, then again from the cache."""
+    engine = EngineInProcess(checkpoint, **PATHS[path])
+    prompts = {"short": prompt_of(7, 1), "long": prompt_of(2000, 2), "one": prompt_of(1, 3), "page": prompt_of(32, 4)}
+    try:
+        for turn in ("first", "again"):
+            for name, prompt in prompts.items():
+                engine.add(f"{name}-{turn}", prompt, logprobs=LogprobOptions(-1, 0), max_new_tokens=NEW_TOKENS)
+            engine.run()
+    finally:
+        engine.close()
+    for name, prompt in prompts.items():
+        tokens, logprobs = greedy(reference, prompt)
+        for turn in ("first", "again"):
+            rid = f"{name}-{turn}"
+            assert engine.tokens[rid] == tokens
+            for i, entry in enumerate(engine.logprobs[rid]):
+                expected = logprobs[len(prompt) - 1 + i, entry.token_id].item()
+                assert entry.logprob == pytest.approx(expected, abs=MAX_ERROR)
+    if path != "no_cache":
+        assert engine.cached["long-again"] >= 1984 and engine.cached["long-first"] == 0
+
+
+@pytest.mark.parametrize("start", [0, 5, 299])
+def test_prompt_logprobs_equal_transformers(checkpoint: str, reference: PreTrainedModel, start: int) -> None:
+    """Across chunks, and although the prefix is cached."""
+    engine = EngineInProcess(checkpoint, chunked_prefill_size=128)
+    prompt = prompt_of(300, 9)
+    for rid in ("first", "again"):
+        engine.add(rid, prompt, logprobs=LogprobOptions(start, 3), max_new_tokens=1)
+        engine.run()
+    with torch.inference_mode():
+        logprobs = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    for rid in ("first", "again"):
+        entries = engine.input_logprobs[rid]
+        assert [e.token_id for e in entries] == prompt[start:]
+        for position, entry in enumerate(entries, start):
+            if position == 0:
+                assert entry.logprob is None
+                continue
+            row = logprobs[position - 1]
+            assert entry.logprob == pytest.approx(row[prompt[position]].item(), abs=MAX_ERROR)
+            best = row.topk(3)
+            assert [value for value, _ in entry.top] == pytest.approx(best.values.tolist(), abs=MAX_ERROR)
+
+
+def test_retraction_does_not_change_tokens(checkpoint: str) -> None:
+    """Too little memory for all of them: some are retracted, and nobody can tell."""
+    import engine.core.memory as memory
+
+    prompts = {f"r{i}": prompt_of(20 + i, i) for i in range(4)}
+    results = []
+    for tokens, clip in ((4096, memory.GROWTH_CLIP_TOKENS), (224, 1)):
+        engine = EngineInProcess(checkpoint, max_total_tokens=tokens, page_size=4, stream="threaded")
+        original, memory.GROWTH_CLIP_TOKENS = memory.GROWTH_CLIP_TOKENS, clip
+        try:
+            for rid, prompt in prompts.items():
+                engine.add(rid, prompt, max_new_tokens=60)
+            engine.run()
+        finally:
+            memory.GROWTH_CLIP_TOKENS = original
+            engine.close()
+        results.append(engine.tokens)
+    assert engine.parts.scheduler.counters.retractions > 0
+    assert results[0] == results[1]
