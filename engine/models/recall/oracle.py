@@ -1,7 +1,9 @@
 """The answer the shipped model must give, computed without a model. Pure: no torch, no tokenizer.
 
 The model looks for the earlier place of its last token and says what followed there; so, greedily, it replays the
-prompt. Whoever loses, swaps or reuses a KV page wrongly changes the answer. In full, the token after `ids` is:
+prompt. Whoever loses, swaps or reuses a page wrongly changes the answer: K and V of layer 1 hold the facts. (Layer 0 is
+read one token back only, so a fault in nothing but layer 0's older tokens does not show; use random weights for that.)
+In full, the token after `ids` is:
 
     last token   next
     unseen       <eos>
