@@ -34,5 +34,8 @@ class DisaggConfig:
     disaggregation_drain_timeout: float = flag(
         30.0, "seconds to wait for a peer's abort acknowledgement before its session is fenced"
     )
+    cluster_secret_file: str | None = flag(
+        None, "file with a secret that all workers share; it authenticates control plane and bootstrap server"
+    )
     fake_transfer_delay_ms: float = flag(0.0, "fake backend: time a transfer takes")
     fake_transfer_failure_rate: float = flag(0.0, "fake backend: share of transfers that fail")

@@ -33,13 +33,14 @@ class Stage(Enum):
 class Receivers(Protocol):
     """The part of the decode manager that the role uses."""
 
-    counters: dict[str, int]
+    @property
+    def counters(self) -> dict[str, int]: ...
 
     def receiver(self, room: int, *, bootstrap: str, fake: bool = False) -> KVReceiver: ...
 
     def check(self) -> list[str]: ...
 
-    def close(self) -> None: ...
+    def close(self) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -35,11 +35,20 @@ class Stage(Enum):
 class Senders(Protocol):
     """The part of the prefill manager that the role uses."""
 
-    counters: dict[str, int]
+    @property
+    def counters(self) -> dict[str, int]: ...
 
     def sender(self, room: int, *, fake: bool = False) -> KVSender: ...
 
     def check(self) -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+class Directory(Protocol):
+    """Where decode workers look up who has a room (the bootstrap server, by its registrar)."""
+
+    def add_room(self, room: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -60,7 +69,10 @@ class Entry:
 class PrefillRole:
     name = "prefill"
 
-    def __init__(self, *, scheduler: Scheduler, manager: Senders, metadata: MetadataBuffers) -> None:
+    def __init__(
+        self, *, scheduler: Scheduler, manager: Senders, metadata: MetadataBuffers, directory: Directory
+    ) -> None:
+        self._directory = directory
         self._scheduler = scheduler
         self._manager = manager
         self._metadata = metadata
@@ -75,10 +87,13 @@ class PrefillRole:
             return [refused(request, error)]
         if request.rid in self._entries:
             return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
+        fake = request.bootstrap.host == FAKE_BOOTSTRAP_HOST
         try:
-            sender = self._manager.sender(request.bootstrap.room, fake=request.bootstrap.host == FAKE_BOOTSTRAP_HOST)
+            sender = self._manager.sender(request.bootstrap.room, fake=fake)
         except (RoomInUse, ValueError) as error:
             return [refused(request, refusal(f"bootstrap_room: {error}", status=409))]
+        if not fake:
+            self._directory.add_room(request.bootstrap.room)
         self._entries[request.rid] = Entry(request, sender, request.bootstrap.room)
         return []
 
@@ -213,4 +228,5 @@ class PrefillRole:
         return wrong + self._metadata.check() + self._manager.check()
 
     def close(self) -> None:
+        self._directory.close()
         self._manager.close()

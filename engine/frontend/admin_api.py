@@ -132,7 +132,7 @@ async def check(request: web.Request) -> web.Response:
     """Every owner of the scheduler checks its own invariants; `ok` is false when one found a problem."""
     state = await request.app[SERVICES].client.state(check=True)
     return json_response(
-        {"ok": not state.problems, **msgspec.to_builtins(state, builtin_types=(float,)), "problems": state.problems}
+        {"ok": not state.problems, **msgspec.structs.asdict(state), "problems": state.problems}
     )
 
 

@@ -1,0 +1,50 @@
+"""The processes that a worker starts beside its own: scheduler and detokenizer. Starts them, knows who died, ends them."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from disagg.scheduler_process import TOLD
+
+TERM_S = 3.0  # what a child may take to end before it is killed
+POLL_S = 0.01
+
+
+@dataclass
+class Children:
+    """`end()` must be called; it leaves none behind."""
+
+    _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str, module: str, args: Sequence[str], *, num_threads: int) -> None:
+        """`python -m module args`. OpenMP must know its threads before torch is imported (docs/architecture.md)."""
+        threads = str(num_threads)
+        env = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+        command = [sys.executable, "-m", module, *args]
+        self._processes[name] = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+
+    def dead(self) -> str | None:
+        """None, or which child has ended."""
+        for name, process in self._processes.items():
+            if (status := process.poll()) is not None:
+                return f"the {name} process ended (status {status})"
+        return None
+
+    def told(self) -> bool:
+        """Whether a child ended for a reason that it has told the operator itself."""
+        return any(process.poll() == TOLD for process in self._processes.values())
+
+    def end(self) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.terminate()
+        deadline_s = time.monotonic() + TERM_S
+        for process in self._processes.values():
+            while process.poll() is None and time.monotonic() < deadline_s:
+                time.sleep(POLL_S)
+            if process.poll() is None:
+                process.kill()
+            process.wait()

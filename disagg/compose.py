@@ -1,0 +1,98 @@
+"""Gives an engine its role: metadata buffers, transfer engine, manager. The only place that knows all of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from disagg.decode_role import DecodeRole
+from disagg.metadata import MetadataBuffers
+from disagg.prefill_role import PrefillRole
+from disagg.registration import look_up_with, registrar_of
+from disagg.scheduler_process import SchedulerSpec
+from disagg.secret import read_secret
+from engine.build import EngineParts
+from engine.loop.role import Role, UnifiedRole
+from transfer_backends.contract import KVArgs, Region, TransferConfig
+from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.engines.registry import EngineOptions, make_engine
+from transfer_backends.prefill_manager import PrefillManager
+
+
+def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], None]) -> Role:
+    """`wakeup` is called from transfer threads when a queue may move."""
+    if spec.disagg.disaggregation_mode == "null":
+        return UnifiedRole(parts.scheduler)
+    metadata = MetadataBuffers(2 * parts.config.max_running_requests)  # running ones, and as many on their way
+    make = _prefill if spec.disagg.disaggregation_mode == "prefill" else _decode
+    return make(spec, parts, metadata, wakeup)
+
+
+def _prefill(
+    spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
+) -> PrefillRole:
+    engine = make_engine(spec.disagg.disaggregation_transfer_backend, _options(spec))
+    kv_args = _kv_args(parts, metadata)
+    config = _transfer_config(spec)
+    manager = PrefillManager(kv_args, engine, config)
+    manager.set_wakeup(wakeup)
+    manager.start()
+    assert spec.bootstrap is not None, "the worker names a bootstrap server"
+    registrar = registrar_of(manager, kv_args, server=spec.bootstrap, secret=config.secret)
+    registrar.start()
+    return PrefillRole(scheduler=parts.scheduler, manager=manager, metadata=metadata, directory=registrar)
+
+
+def _decode(
+    spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
+) -> DecodeRole:
+    backend = spec.disagg.disaggregation_transfer_backend
+    config = _transfer_config(spec)
+    manager = DecodeManager(
+        _kv_args(parts, metadata), make_engine(backend, _options(spec)), config, lookup=look_up_with(config.secret)
+    )
+    manager.set_wakeup(wakeup)
+    manager.start()
+    return DecodeRole(
+        scheduler=parts.scheduler,
+        manager=manager,
+        metadata=metadata,
+        moves_bytes=backend != "fake",
+        prealloc_timeout_s=spec.disagg.disaggregation_prealloc_timeout,
+    )
+
+
+def _kv_args(parts: EngineParts, metadata: MetadataBuffers) -> KVArgs:
+    pool = parts.pool
+    device = pool.device.index or 0 if pool.device.type == "cuda" else None
+    region = Region(pool.base_ptr, 1 + pool.num_pages, pool.page_bytes, device)
+    return KVArgs(
+        kv=region,
+        aux=metadata.region,
+        signature=parts.model.signature(),
+        page_size=pool.page_size,
+        dtype=parts.config.dtype,
+    )
+
+
+def _options(spec: SchedulerSpec) -> EngineOptions:
+    disagg = spec.disagg
+    return EngineOptions(
+        host=spec.control_host,
+        fake_delay_s=disagg.fake_transfer_delay_ms / 1000,
+        fake_failure_rate=disagg.fake_transfer_failure_rate,
+        seed=spec.engine.random_seed,
+    )
+
+
+def _transfer_config(spec: SchedulerSpec) -> TransferConfig:
+    disagg = spec.disagg
+    config = TransferConfig(
+        bootstrap_timeout_s=disagg.disaggregation_bootstrap_timeout,
+        waiting_timeout_s=disagg.disaggregation_waiting_timeout,
+        transfer_timeout_s=disagg.disaggregation_transfer_timeout,
+        handshake_timeout_s=disagg.disaggregation_handshake_timeout,
+        heartbeat_interval_s=disagg.disaggregation_heartbeat_interval,
+        heartbeat_max_failures=disagg.disaggregation_heartbeat_max_failures,
+        drain_timeout_s=disagg.disaggregation_drain_timeout,
+        control_host=spec.control_host,
+    )
+    return replace(config, secret=read_secret(disagg))

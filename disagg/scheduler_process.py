@@ -1,0 +1,132 @@
+"""The scheduler process of a worker: builds engine and role, runs the loop, ends with its parent.
+
+`python -m disagg.scheduler_process --spec-json ...`. The only process that imports torch.
+Exit status: 0 told to end; TOLD an operating error, said in one line on stderr; anything else is a bug.
+"""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from disagg.config import DisaggConfig
+from engine.config import ConfigError, EngineConfig
+from engine.detokenizer.incremental import tail_text
+from engine.frontend.ipc import IpcPaths
+from engine.frontend.tokenizer import load_tokenizer
+from engine.loop.loop import EngineLoop
+from engine.loop.ports import ZmqPorts
+from engine.messages import SchedulerReady
+from engine.model_config import load_model_config
+from transfer_backends.contract import BackendUnavailable, EngineError
+
+log = logging.getLogger(__name__)
+
+TOLD = 3
+PR_SET_PDEATHSIG = 1
+
+
+class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worker tells its scheduler process.
+
+    `bootstrap`: host:port of the bootstrap server to register at (prefill).
+    """
+
+    engine: EngineConfig
+    disagg: DisaggConfig
+    ipc_dir: str
+    control_host: str
+    bootstrap: str | None
+    log_level: str = "info"
+    progress: bool = False
+
+
+def run(spec: SchedulerSpec) -> None:
+    """Load, say `SchedulerReady`, serve until told to end. Raises ConfigError and BackendUnavailable."""
+    from disagg.compose import make_role  # torch comes in here, after the flags have been read
+    from engine.build import build_engine
+
+    started_s = time.monotonic()
+    model = load_model_config(spec.engine.model_path)
+    tokenizer = load_tokenizer(spec.engine.model_path)
+    ports = ZmqPorts(IpcPaths(spec.ipc_dir))
+    parts = build_engine(
+        spec.engine, model, tail_text=lambda ids: tail_text(tokenizer, list(ids)), progress=spec.progress
+    )
+    role = make_role(spec, parts, wakeup=ports.call_attention)
+    loop = EngineLoop(
+        scheduler=parts.scheduler,
+        executor=parts.executor,
+        role=role,
+        ports=ports,
+        depth=parts.depth,
+        eos_ids=frozenset(model.eos_token_ids),
+        prefill_only=spec.disagg.disaggregation_mode == "prefill",
+        clock=time.monotonic,
+    )
+    _end_on_signals(loop, ports.call_attention)
+    allocator = parts.scheduler.memory.allocator
+    ports.to_frontend(
+        SchedulerReady(
+            {
+                "max_total_num_tokens": allocator.num_pages * allocator.page_size,
+                "num_pages": allocator.num_pages,
+                "page_bytes": parts.pool.page_bytes,
+                "page_size": allocator.page_size,
+                "device": parts.config.device,
+                "dtype": parts.config.dtype,
+                "stream": parts.config.stream,
+                "overlap_depth": parts.depth,
+                "context_length": parts.config.context_length,
+                "chunked_prefill_size": parts.config.chunked_prefill_size,
+                "load_time_s": round(time.monotonic() - started_s, 3),
+            }
+        )
+    )
+    try:
+        loop.run()
+    finally:
+        role.close()
+        parts.executor.close()
+        ports.close()
+
+
+def _end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:
+    def on_sigterm(signum: int, frame: object) -> None:
+        loop.stopped = True
+        attention()
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+
+
+def end_with_parent() -> None:
+    """The kernel kills this process when its parent ends, however that happens."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m disagg.scheduler_process", description="scheduler of one worker")
+    parser.add_argument("--spec-json", required=True, help="SchedulerSpec as JSON")
+    spec = msgspec.json.decode(parser.parse_args(argv).spec_json, type=SchedulerSpec)
+    end_with_parent()
+    logging.basicConfig(level=spec.log_level.upper(), format="%(asctime)s scheduler %(levelname)s %(message)s")
+    try:
+        run(spec)
+    except (ConfigError, BackendUnavailable, EngineError) as error:
+        print(f"tandem serve: error: {error}", file=sys.stderr, flush=True)
+        return TOLD
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # transfer libraries keep threads that outlive a normal exit

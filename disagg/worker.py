@@ -1,0 +1,126 @@
+"""One worker: this process serves HTTP; scheduler and detokenizer run beside it. Ends when told, or when one of them does."""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from bootstrap_server.app import BootstrapServer
+from bootstrap_server.config import BootstrapConfig
+from disagg.children import Children
+from disagg.config import DisaggConfig
+from disagg.scheduler_process import SchedulerSpec
+from disagg.secret import read_secret
+from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.detokenizer.process import DetokenizerConfig
+from engine.frontend.ipc import IpcPaths
+from engine.frontend.server import FrontendAddress, WorkerDied, run_frontend
+from engine.model_config import load_model_config
+from engine.resolve import with_model_path
+
+ANY_ADDRESS = ("0.0.0.0", "::", "")
+
+
+def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status. Raises ConfigError before anything is started."""
+    logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s worker %(levelname)s %(message)s")
+    engine = with_model_path(engine)
+    load_model_config(engine.model_path)  # a broken checkpoint is told before processes are started
+    control_host = _control_host(server, disagg)
+    bootstrap = _embedded_bootstrap_server(server, disagg)
+    ipc, children = IpcPaths.create(), Children()
+    try:
+        if bootstrap is not None:
+            bootstrap.start()
+            disagg = replace(disagg, disaggregation_bootstrap_port=bootstrap.port)
+        _start(children, ipc, engine=engine, server=server, disagg=disagg, control_host=control_host)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(children, ipc, engine=engine, server=server, disagg=disagg))
+        return 0
+    except WorkerDied as error:
+        if not children.told():
+            print(f"tandem serve: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        children.end()
+        ipc.remove()
+        if bootstrap is not None:
+            bootstrap.close()
+
+
+def _start(
+    children: Children,
+    ipc: IpcPaths,
+    *,
+    engine: EngineConfig,
+    server: ServerConfig,
+    disagg: DisaggConfig,
+    control_host: str,
+) -> None:
+    own = f"{control_host}:{disagg.disaggregation_bootstrap_port}"
+    spec = SchedulerSpec(
+        engine=engine,
+        disagg=disagg,
+        ipc_dir=ipc.dir,
+        control_host=control_host,
+        bootstrap=disagg.disaggregation_bootstrap_server or own,
+        log_level=server.log_level,
+        progress=sys.stderr.isatty(),
+    )
+    text = DetokenizerConfig(ipc_dir=ipc.dir, model_path=engine.model_path, log_level=server.log_level)
+    threads = engine.num_threads
+    children.start("scheduler", "disagg.scheduler_process", ["--spec-json", _json(spec)], num_threads=threads)
+    children.start("detokenizer", "engine.detokenizer", ["--config-json", _json(text)], num_threads=1)
+
+
+async def _serve(
+    children: Children, ipc: IpcPaths, *, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig
+) -> None:
+    await run_frontend(
+        server=server,
+        engine=engine,
+        ipc=ipc,
+        mode=disagg.disaggregation_mode,
+        extra_info=asdict(disagg),
+        default_bootstrap_port=disagg.disaggregation_bootstrap_port,
+        on_ready=lambda address: _say_ready(address, server, disagg),
+        children_alive=children.dead,
+    )
+
+
+def _say_ready(address: FrontendAddress, server: ServerConfig, disagg: DisaggConfig) -> None:
+    logging.getLogger(__name__).info("serving at %s (%s)", address.url, disagg.disaggregation_mode)
+    if server.ready_file is None:
+        return
+    text = json.dumps({"url": address.url, "role": disagg.disaggregation_mode, "pid": os.getpid()})
+    partial = Path(f"{server.ready_file}.{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.replace(server.ready_file)  # readers see all of it or nothing
+
+
+def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:
+    """The address that peers reach this worker at."""
+    host = disagg.disaggregation_control_host or server.host
+    if disagg.disaggregation_mode != "null" and host in ANY_ADDRESS:
+        raise ConfigError(
+            f"--host {server.host}: peers need one address of this worker; name it with --disaggregation-control-host"
+        )
+    return host
+
+
+def _embedded_bootstrap_server(server: ServerConfig, disagg: DisaggConfig) -> BootstrapServer | None:
+    """The one inside a prefill worker; None for the others, and where a server on its own is named."""
+    if disagg.disaggregation_mode != "prefill" or disagg.disaggregation_bootstrap_server is not None:
+        return None
+    config = BootstrapConfig(host=server.host, port=disagg.disaggregation_bootstrap_port)
+    return BootstrapServer(config, shared=False, secret=read_secret(disagg))
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,229 @@
+"""Transfers between two engines of one test: handles with the contract's states, moved on by explicit steps.
+
+Every message and every write is an event of its own and happens when the test draws it, in order per room and
+direction: late, interleaved with everything else, also after one side has given up. Writes copy the hash model's KV,
+so a page that was reused too early shows up as wrong KV.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from disagg.metadata import MetadataBuffers
+from tests.core.hash_model import HashModel
+from transfer_backends.kvpoll import KVPoll
+
+FINAL = (KVPoll.Failed, KVPoll.Success)
+
+
+@dataclass
+class Side:
+    """State of one room on one side. `settled`: nobody touches this side's pages for this room any more."""
+
+    state: KVPoll = KVPoll.Bootstrapping
+    reason: str | None = None
+    settled: bool = True
+    closed: bool = False
+
+
+@dataclass
+class Room:
+    prefill: Side | None = None
+    decode: Side | None = None
+    dst: list[int] = field(default_factory=list)
+    dst_row: int = 0
+    to_prefill: deque[Callable[[], None]] = field(default_factory=deque)
+    to_decode: deque[Callable[[], None]] = field(default_factory=deque)
+    writes: deque[Callable[[], None]] = field(default_factory=deque)
+    sealed: bool = False  # prefill will post nothing more
+
+
+class Wire:
+    """Both managers at once. `step` lets one drawn event happen; False when none is left."""
+
+    def __init__(self, *, prefill: HashModel, decode: HashModel, rows: tuple[MetadataBuffers, MetadataBuffers]) -> None:
+        self.models = (prefill, decode)
+        self.rows = rows
+        self.rooms: dict[int, Room] = {}
+        self.counters: dict[str, int] = {}
+
+    def room(self, number: int) -> Room:
+        return self.rooms.setdefault(number, Room())
+
+    def sender(self, room: int, *, fake: bool = False) -> "Sender":
+        entry = self.room(room)
+        entry.prefill = Side()
+        return Sender(self, entry)
+
+    def receiver(self, room: int, *, bootstrap: str, fake: bool = False) -> "Receiver":
+        entry = self.room(room)
+        side = entry.decode = Side()
+        entry.to_decode.append(lambda: _advance(side, KVPoll.WaitingForInput))  # the handshake
+        return Receiver(self, entry)
+
+    def check(self) -> list[str]:
+        return []
+
+    def add_room(self, room: int) -> None:
+        """The directory is perfect here."""
+
+    def close(self) -> bool:
+        return True
+
+    def step(self, rng: random.Random) -> bool:
+        queues = [q for r in self.rooms.values() for q in self._ready(r) if q]
+        if not queues:
+            return False
+        rng.choice(queues).popleft()()
+        return True
+
+    def _ready(self, room: Room) -> list[deque[Callable[[], None]]]:
+        """Decode's messages wait for prefill's side to exist, as orphans would."""
+        return [room.to_decode, room.writes, room.to_prefill if room.prefill else deque()]
+
+    def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        source, target = self.models
+        for s, d in zip(src, dst, strict=True):
+            for offset in range(source.page_size):
+                if (s, offset) in source.kv:
+                    target.kv[d, offset] = source.kv[s, offset]
+
+    def copy_row(self, src: int, dst: int) -> None:
+        self.rows[1]._rows[dst] = self.rows[0]._rows[src]
+
+
+def _advance(side: Side, state: KVPoll) -> None:
+    if side.state not in FINAL:
+        side.state = state
+
+
+def _fail(side: Side, reason: str) -> None:
+    if side.state not in FINAL:
+        side.state, side.reason = KVPoll.Failed, reason
+
+
+class Sender:
+    def __init__(self, wire: Wire, room: Room) -> None:
+        self._wire, self._room = wire, room
+        assert room.prefill is not None
+        self._side = room.prefill
+
+    @property
+    def num_pages(self) -> int | None:
+        return len(self._room.dst) or None
+
+    def poll(self) -> KVPoll:
+        return self._side.state
+
+    def send(self, src_pages: Sequence[int], *, dst_start: int, last: bool, aux_idx: int | None = None) -> None:
+        if self._side.state in FINAL:
+            return
+        room, side, dst = self._room, self._side, self._room.dst[dst_start : dst_start + len(src_pages)]
+        assert len(dst) == len(src_pages)
+        _advance(side, KVPoll.Transferring)
+        for s, d in zip(src_pages, dst, strict=True):
+            room.writes.append(lambda s=s, d=d: self._wire.copy_pages([s], [d]))
+        if last:
+            assert aux_idx is not None
+            room.writes.append(lambda: self._wire.copy_row(aux_idx, room.dst_row))
+            room.writes.append(self._landed)
+
+    def _landed(self) -> None:
+        if self._side.state in FINAL:
+            return
+        self._side.state = KVPoll.Success
+        decode = self._room.decode
+        assert decode is not None
+        self._room.to_decode.append(lambda: _succeed(decode))
+
+    def abort(self, reason: str) -> None:
+        if self._side.state in FINAL:
+            return
+        _fail(self._side, reason)
+        self._seal()
+        if (decode := self._room.decode) is not None:
+            self._room.to_decode.append(lambda: _fail(decode, reason))
+
+    def _seal(self) -> None:
+        """Nothing new is posted; what is posted still lands, and only then is decode told that it is over."""
+        room = self._room
+        if room.sealed:
+            return
+        room.sealed = True
+        room.writes.append(lambda: room.to_decode.append(lambda: _settle(room)))
+
+    def failure(self) -> str | None:
+        return self._side.reason
+
+    def released(self) -> bool:
+        return self._side.state in FINAL and not self._room.writes
+
+    def close(self) -> None:
+        assert self.released() and not self._side.closed
+        self._side.closed = True
+
+
+def _succeed(decode: Side) -> None:
+    if decode.state not in FINAL:
+        decode.state = KVPoll.Success
+    decode.settled = True
+
+
+def _settle(room: Room) -> None:
+    if room.decode is not None:
+        room.decode.settled = True
+
+
+class Receiver:
+    def __init__(self, wire: Wire, room: Room) -> None:
+        self._wire, self._room = wire, room
+        assert room.decode is not None
+        self._side = room.decode
+
+    def poll(self) -> KVPoll:
+        return self._side.state
+
+    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
+        if self._side.state in FINAL:
+            return
+        room, pages, side = self._room, list(dst_pages), self._side
+        side.settled = False
+        _advance(side, KVPoll.Transferring)
+
+        def arrive() -> None:
+            room.dst, room.dst_row = pages, aux_idx
+            assert room.prefill is not None
+            if room.prefill.state in FINAL:  # prefill gave up before: it never wrote
+                room.to_decode.append(lambda: _fail(side, room.prefill.reason or "prefill gave up"))
+                room.to_decode.append(lambda: _settle(room))
+            else:
+                _advance(room.prefill, KVPoll.WaitingForInput)
+
+        room.to_prefill.append(arrive)
+
+    def abort(self, reason: str) -> None:
+        if self._side.state in FINAL:
+            return
+        _fail(self._side, reason)
+        room = self._room
+
+        def arrive() -> None:
+            assert room.prefill is not None
+            if room.prefill.state is KVPoll.Success:
+                room.to_decode.append(lambda: _settle(room))
+                return
+            _fail(room.prefill, reason)
+            Sender(self._wire, room)._seal()
+
+        room.to_prefill.append(arrive)
+
+    def failure(self) -> str | None:
+        return self._side.reason
+
+    def drained(self) -> bool:
+        return self._side.settled
+
+    def close(self) -> None:
+        assert self._side.state in FINAL and self._side.settled and not self._side.closed
+        self._side.closed = True
