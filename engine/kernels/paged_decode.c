@@ -5,21 +5,24 @@
  * request's result does not depend on its neighbours, nor on the number of threads. All sums are fp32.
  *
  * Vectors are GCC/Clang vector extensions of 16 lanes, which the compiler lowers to AVX-512, AVX2, NEON or scalar code;
- * only bf16 dot products (AVX512-BF16) are written with intrinsics. Blocked online softmax: Milakov and Gimelshein 2018,
+ * only bf16 dot products (AVX512-BF16) and AVX-512's sum of a vector are written with intrinsics. Blocked online softmax: Milakov and Gimelshein 2018,
  * Dao et al. 2022; grouping the query heads of a kv head: the usual GQA decode kernels (FlashInfer, vLLM, SGLang).
  */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
 #define ABI_VERSION 1
 #define LANES 16
 #define BLOCK 64       /* tokens whose scores are held at once */
-#define SUB 8          /* query heads whose accumulators fit the registers */
+#define SUB 8          /* query heads computed together */
+#define ACCUMULATORS 16 /* vectors of output held in registers */
+#define MAX_VECTORS 8
+#define AHEAD 8        /* rows of K or V fetched before they are used */
 #define LINE_BYTES 64
 #define INLINE static inline __attribute__((always_inline))
 
@@ -46,7 +49,7 @@ struct args {
 /* One work item: what the block functions share. */
 struct item {
     const struct args *a;
-    const char *k[2][BLOCK]; /* rows of this kv head: the block at hand and the next one (prefetch) */
+    const char *k[2][BLOCK]; /* rows of this kv head: the block at hand, and right behind it the next one */
     const char *v[2][BLOCK];
     int count[2];
     int64_t row_bytes;
@@ -84,11 +87,28 @@ INLINE bf16 to_bf16(float x) { /* round to nearest even; a NaN stays one */
 }
 
 INLINE float sum(f16v x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float r[LANES];
     memcpy(r, &x, sizeof r);
     for (int step = LANES / 2; step; step /= 2)
         for (int i = 0; i < step; i++) r[i] += r[i + step];
     return r[0];
+#endif
+}
+
+INLINE f16v larger(f16v x, f16v y) { /* x where they compare, and y is NaN */
+    i16v take = y > x;
+    return (f16v)(((i16v)y & take) | ((i16v)x & ~take));
+}
+
+INLINE float largest(f16v x) {
+    float r[LANES];
+    memcpy(r, &x, sizeof r);
+    float best = r[0];
+    for (int i = 1; i < LANES; i++) best = r[i] > best ? r[i] : best;
+    return best;
 }
 
 /* e^x for x <= 0: range reduction by ln 2, then a polynomial (Cephes expf, relative error 2e-7). Below -87: 0. */
@@ -111,19 +131,21 @@ INLINE f16v exp_nonpositive(f16v x) {
 
 /* ---- the block: scores, softmax weights, weighted sum */
 
-INLINE void prefetch_row(const char *row, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(row + at, 0, 3);
+/* Rows of one head lie kv_heads rows apart: too far for the hardware's prefetcher, and in few sets of the L1 cache, so
+ * rows are fetched a little before their use (into the next block's, too), each row whole. */
+INLINE void prefetch(const char *from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(from + at, 0, 3);
 }
 
 /* p[g][t] = scale * q[g] . k[t] for `heads` query heads from `first` on. */
 INLINE void scores(struct item *it, int first, const int heads, const int is_bf16) {
-    const int dim = (int)it->a->dim, n = it->count[0];
+    const int dim = (int)it->a->dim, n = it->count[0], rows = n + it->count[1];
     const int64_t q_row = it->row_bytes;
     const char *q = (const char *)it->q + first * q_row;
     const float scale = it->a->scale;
     for (int t = 0; t < n; t++) {
         const char *k = it->k[0][t];
-        prefetch_row(it->v[0][t], it->row_bytes);
+        if (t + AHEAD < rows) prefetch(it->k[0][t + AHEAD], it->row_bytes);
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
         if (is_bf16) {
             __m512 acc[SUB];
@@ -156,46 +178,72 @@ INLINE void scores(struct item *it, int first, const int heads, const int is_bf1
 /* Scores of one head -> weights relative to the new maximum; returns the factor for what was summed before. */
 INLINE float weigh(struct item *it, int head, float *p) {
     const int n = it->count[0];
-    float best = it->m[head];
-    for (int t = 0; t < n; t++) best = p[t] > best ? p[t] : best;
     for (int t = n; t < BLOCK; t++) p[t] = -INFINITY; /* weight 0 */
+    f16v lanes = (f16v){0} + it->m[head];
+    for (int t = 0; t < BLOCK; t += LANES) lanes = larger(lanes, load_f32(p + t));
+    const float best = largest(lanes);
     f16v total = {0};
     for (int t = 0; t < BLOCK; t += LANES) {
         f16v w = exp_nonpositive(load_f32(p + t) - best);
         store_f32(p + t, w);
         total += w;
     }
-    float factor = it->m[head] == -INFINITY ? 0.0f : expf(it->m[head] - best);
+    float factor = exp_nonpositive((f16v){0} + (it->m[head] - best))[0]; /* 0 for the first block: its m is -inf */
     it->m[head] = best;
     it->l[head] = it->l[head] * factor + sum(total);
     return factor;
 }
 
-/* o[g] = o[g] * factor[g] + sum over t of p[g][t] * v[t], `width` vectors of each row at a time. */
-INLINE void add_values(struct item *it, int first, const int heads, const float *factor, int at, const int width, const int is_bf16) {
-    const int n = it->count[0];
-    float *o = it->o + (int64_t)first * it->a->dim + at;
-    f16v acc[SUB][2];
+/* `vectors` vectors of a row from element `at` on. bf16 comes in pairs of vectors, the even elements and then the odd
+ * ones: one load, a shift and a mask for 32 elements. o is kept in this order; element() undoes it. */
+INLINE void load_values(f16v *to, const char *row, int64_t at, const int vectors, const int is_bf16) {
+    for (int w = 0; w < vectors; w += 2) {
+        if (!is_bf16 || vectors == 1) {
+            to[w] = load(row, (int)at + w * LANES, is_bf16);
+            if (vectors > 1) to[w + 1] = load(row, (int)at + (w + 1) * LANES, is_bf16);
+        } else {
+            u16v pair;
+            memcpy(&pair, row + (at + w * LANES) * 2, sizeof pair);
+            to[w] = (f16v)(pair << 16);
+            to[w + 1] = (f16v)(pair & 0xffff0000u);
+        }
+    }
+}
+
+/* Where element d of a row is in o. */
+INLINE int64_t element(int64_t d, int64_t dim, int is_bf16) {
+    int64_t in = d % (2 * LANES), from = d - in;
+    return !is_bf16 || from + 2 * LANES > dim ? d : from + in / 2 + (in % 2) * LANES;
+}
+
+/* o[g] = o[g] * factor[g] + sum over t of p[g][t] * v[t], for `vectors` vectors of each row from element `at` on. */
+INLINE void add_values(struct item *it, int first, const int heads, const float *factor, int64_t at, const int vectors, const int is_bf16) {
+    const int n = it->count[0], rows = n + it->count[1];
+    const int64_t dim = it->a->dim, size = is_bf16 ? 2 : 4;
+    float *o = it->o + first * dim + at;
+    f16v acc[ACCUMULATORS], v[MAX_VECTORS];
     for (int g = 0; g < heads; g++)
-        for (int w = 0; w < width; w++) acc[g][w] = load_f32(o + g * it->a->dim + w * LANES) * factor[g];
+        for (int w = 0; w < vectors; w++) acc[g * vectors + w] = load_f32(o + g * dim + w * LANES) * factor[g];
     for (int t = 0; t < n; t++) {
-        f16v v[2];
-        for (int w = 0; w < width; w++) v[w] = load(it->v[0][t], at + w * LANES, is_bf16);
+        if (t + AHEAD < rows) prefetch(it->v[0][t + AHEAD] + at * size, vectors * LANES * size);
+        load_values(v, it->v[0][t], at, vectors, is_bf16);
         for (int g = 0; g < heads; g++)
-            for (int w = 0; w < width; w++) acc[g][w] += v[w] * it->p[g][t];
+            for (int w = 0; w < vectors; w++) acc[g * vectors + w] += v[w] * it->p[g][t];
     }
     for (int g = 0; g < heads; g++)
-        for (int w = 0; w < width; w++) store_f32(o + g * it->a->dim + w * LANES, acc[g][w]);
+        for (int w = 0; w < vectors; w++) store_f32(o + g * dim + w * LANES, acc[g * vectors + w]);
 }
 
 INLINE void block(struct item *it, int first, const int heads, const int is_bf16) {
+    const int most = ACCUMULATORS / heads >= 8 ? 8 : ACCUMULATORS / heads >= 4 ? 4 : 2; /* vectors of a row at a time */
+    const int64_t dim = it->a->dim;
     float factor[SUB];
     scores(it, first, heads, is_bf16);
-    for (int t = 0; t < it->count[1]; t++) prefetch_row(it->k[1][t], it->row_bytes);
     for (int g = 0; g < heads; g++) factor[g] = weigh(it, first + g, it->p[g]);
-    int at = 0;
-    for (; at + 2 * LANES <= it->a->dim; at += 2 * LANES) add_values(it, first, heads, factor, at, 2, is_bf16);
-    if (at < it->a->dim) add_values(it, first, heads, factor, at, 1, is_bf16);
+    int64_t at = 0;
+    for (; at + most * LANES <= dim; at += most * LANES) add_values(it, first, heads, factor, at, most, is_bf16);
+    for (; at + 2 * LANES <= dim; at += 2 * LANES) add_values(it, first, heads, factor, at, 2, is_bf16);
+    if (at < dim) add_values(it, first, heads, factor, at, 1, is_bf16);
 }
 
 /* The number of heads is a constant in each copy, so that accumulators stay in registers. */
@@ -240,7 +288,7 @@ static void write_output(const struct item *it, int64_t request, int64_t head, i
     for (int64_t g = 0; g < group; g++) {
         float inverse = it->l[g] == 0.0f ? 0.0f : 1.0f / it->l[g]; /* NaN passes: it must reach the logits */
         for (int64_t d = 0; d < a->dim; d++) {
-            float x = it->o[g * a->dim + d] * inverse;
+            float x = it->o[g * a->dim + element(d, a->dim, a->is_bf16 != 0)] * inverse;
             if (a->is_bf16) ((bf16 *)a->out)[at + g * a->dim + d] = to_bf16(x);
             else ((float *)a->out)[at + g * a->dim + d] = x;
         }
