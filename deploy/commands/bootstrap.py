@@ -1,0 +1,40 @@
+"""`tandem bootstrap`: a bootstrap server on its own, shared by several prefill workers. Never imports torch."""
+
+import logging
+from collections.abc import Sequence
+
+from bootstrap_server.config import BootstrapConfig
+from deploy.flags import Parser, add_flags, config_from
+from deploy.launcher.ports import require_free
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve until told to stop."""
+    args = build_parser().parse_strict(argv)
+    config = config_from(args, BootstrapConfig)
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s bootstrap %(levelname)s %(message)s")
+    if config.port:
+        require_free(config.host, config.port, flag="--port")
+    from bootstrap_server.app import run_bootstrap_server
+    from disagg.config import DisaggConfig
+    from disagg.secret import read_secret
+
+    secret = read_secret(DisaggConfig(cluster_secret_file=args.cluster_secret_file))
+    run_bootstrap_server(config, secret=secret)
+    return 0
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="tandem bootstrap",
+        description="Run a bootstrap server on its own: prefill workers register with it "
+        "(--disaggregation-bootstrap-server HOST:PORT), decode workers ask it where they are.",
+    )
+    add_flags(parser, BootstrapConfig, title="bootstrap server")
+    parser.add_argument(
+        "--cluster-secret-file", metavar="TEXT", help="file with the secret that all of the cluster's workers share"
+    )
+    parser.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="log level (default: info)"
+    )
+    return parser
