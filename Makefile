@@ -15,12 +15,13 @@ TYPED := $(wildcard engine/core engine/*.py disagg/config.py transfer_backends/*
 export OMP_NUM_THREADS ?= 1
 export TORCH EXTRAS
 
-.PHONY: help setup run test lint format clean
+.PHONY: help setup run test bench lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
 	@echo "make test [TESTS=...]  run the tests"
 	@echo "make setup             make $(VENV) with everything in it"
+	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
 	@echo "make lint | format     check | mend style, types and import order"
 	@echo "make clean             remove $(VENV) and caches"
 
@@ -36,6 +37,9 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q $(TESTS)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.report $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Bytes per second of KV transfer between two processes: the managers against the raw engine against memcpy.
 
-usage: transfer_rate.py [--backend nixl --backend mooncake] [--total-mib 64] [--repeats 9] [--output FILE]
+usage: python -m benchmarks.transfer_rate [--backend nixl --backend mooncake] [--total-mib 64] [--repeats 9] [--output FILE]
 
 One process pair per backend. Each repeat measures, in turn: memcpy of the same pieces within the prefill process, the
 engine alone (the same merged pieces, a window of posts), and a whole transfer through both managers, timed from
@@ -32,6 +32,7 @@ from transfer_backends.kvpoll import KVPoll
 from transfer_backends.merge import batches, plan_pieces
 from transfer_backends.prefill_manager import PrefillManager
 
+ROOT = Path(__file__).resolve().parents[1]
 AUX_BYTES = 4096
 WAIT_S = 60.0
 MIB = 1 << 20
@@ -70,20 +71,24 @@ def decode_main(backend: str, num_pages: int, page_bytes: int, control: str, inc
     route = Route(control=control, incarnation=incarnation)
     manager = DecodeManager(memory.args(), make_engine(backend), TransferConfig(), lookup=lambda _address, _room: route)
     manager.start()
-    threading.Thread(target=_drive, args=(raw,), daemon=True).start()
+    ended = threading.Event()
+    driver = threading.Thread(target=_drive, args=(raw, ended))
+    driver.start()
     say(base=memory.kv_region.base_ptr, descriptor=raw.descriptor().hex())
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "receive":
             receive(manager, command["room"], command["pages"])
         say(cpu_s=time.process_time())
+    ended.set()
+    driver.join()
     manager.close()
+    raw.close()
 
 
-def _drive(raw: Engine) -> None:
-    while raw.caps.target_must_poll:
+def _drive(raw: Engine, ended: threading.Event) -> None:
+    while raw.caps.target_must_poll and not ended.wait(0.0005):
         raw.progress()
-        time.sleep(0.0005)
 
 
 def receive(manager: DecodeManager, room: int, pages: Sequence[int]) -> None:
@@ -142,9 +147,9 @@ def process_pair(backend: str, *, num_pages: int, page_bytes: int) -> Iterator[P
     raw.register([memory.kv_region])
     manager = PrefillManager(memory.args(), make_engine(backend), TransferConfig())
     manager.start()
-    argv = [sys.executable, __file__, "--decode-side", backend, str(num_pages), str(page_bytes)]
+    argv = [sys.executable, "-m", "benchmarks.transfer_rate", "--decode-side", backend, str(num_pages), str(page_bytes)]
     argv += [manager.control_address, manager.incarnation]
-    child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         pair = Pair(memory, manager, raw, None, 0, child)
         hello = pair.answer()
@@ -161,6 +166,7 @@ def process_pair(backend: str, *, num_pages: int, page_bytes: int) -> Iterator[P
             child.kill()
             child.wait()
         manager.close()
+        raw.close()
 
 
 def drain(raw: Engine, ops: list[Any]) -> None:

@@ -1,0 +1,1 @@
+"""Benchmarks: scripts that measure, each run by hand or by report.py. Not installed."""

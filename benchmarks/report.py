@@ -1,0 +1,83 @@
+"""Runs the benchmarks (or takes their JSON) and writes docs/benchmarks.md from them.
+
+usage: python -m benchmarks.report [--results DIR] [--quick] [--reuse]     (`make bench` runs it)
+
+Results are kept in DIR as JSON, one file a benchmark; --reuse only writes the page again from what is there.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import pd_overhead, step_time, transfer_rate
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+QUICK: dict[str, list[str]] = {
+    "pd_overhead": ["--requests", "10"],
+    "step_time": ["--layers", "4", "--output-len", "16"],
+    "transfer_rate": ["--total-mib", "16", "--repeats", "3"],
+}
+SECTIONS = {
+    "pd_overhead": (
+        "Unified against prefill + decode",
+        "Both on this one machine, in turns within one run: prefill and decode have no more hardware together than the "
+        "unified worker has alone, so this shows what PD costs, not what it gains.",
+        pd_overhead.render,
+    ),
+    "transfer_rate": (
+        "KV transfer",
+        "Between two processes: through both managers (from `send` to `Success` on the other side), the engine alone "
+        "with the same pieces, and memcpy of the same pieces within one process.",
+        transfer_rate.render,
+    ),
+    "step_time": (
+        "Decode step",
+        "A random checkpoint with the layers of Qwen3-0.6B in bf16, one thread; the limit is the time to read the weights.",
+        step_time.render,
+    ),
+}
+
+
+def run(name: str, *, results: Path, quick: bool) -> None:
+    """Run one benchmark in a process of its own."""
+    argv = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(results / f"{name}.json")]
+    subprocess.run([*argv, *(QUICK[name] if quick else [])], cwd=ROOT, check=True)
+
+
+def page(results: Path) -> str:
+    """The text of docs/benchmarks.md."""
+    parts = ["# Benchmarks", "", "Written by `make bench` (benchmarks/report.py) from one run. Do not edit by hand."]
+    for name, (title, text, render) in SECTIONS.items():
+        path = results / f"{name}.json"
+        if path.exists():
+            result = json.loads(path.read_text())
+            parts += ["", f"## {title}", "", text, "", render(result), "", _where(name, result["environment"])]
+    return "\n".join(parts) + "\n"
+
+
+def _where(name: str, env: dict[str, Any]) -> str:
+    versions = ", ".join(f"{key} {value}" for key, value in env["versions"].items())
+    machine = f"{env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB" + (f", {env['gpu']}" if env["gpu"] else "")
+    return f"`python -m benchmarks.{name}` on {machine}; commit {env['commit']}, {env['time']}; {versions}."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / ".build" / "bench")
+    parser.add_argument("--quick", action="store_true", help="small sizes: to see that everything runs")
+    parser.add_argument("--reuse", action="store_true", help="write the page from the JSON that is there")
+    args = parser.parse_args()
+    args.results.mkdir(parents=True, exist_ok=True)
+    for name in () if args.reuse else SECTIONS:
+        run(name, results=args.results, quick=args.quick)
+    PAGE.write_text(page(args.results))
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
