@@ -101,7 +101,8 @@ class Dispatcher:
             try:
                 return await self._attempt(exchange, workers)
             except LegError as failure:
-                self._note(exchange, failure)
+                exchange.tried.add(failure.worker.worker_id)
+                self._note(failure)
                 if not failure.retryable or attempt == config.retry_max:
                     return _failure_response(failure)
                 self._parts.metrics.retries.labels(failure.reason).inc()
@@ -161,7 +162,7 @@ class Dispatcher:
         headers["X-Request-Id"] = exchange.request_id
         headers["Cache-Control"] = "no-cache"
         if race is not None:
-            race.watch_prefill()
+            race.watch_prefill(self._note)
         try:
             out = await relay_stream(
                 exchange.request,
@@ -179,12 +180,10 @@ class Dispatcher:
 
     async def _end_broken(self, broken: StreamBroken, worker: Worker, race: Race | None) -> web.StreamResponse:
         """Say in the stream what happened; both legs end."""
-        failure = race.refused if race is not None and race.refused is not None else None
-        failure = failure or LegError(worker, reason="lost", detail=f"the stream broke off: {broken}")
-        log.warning("%s", failure)
-        self._count_error(failure)
-        if failure.reason == "lost":
-            self._parts.on_unreachable(failure)
+        failure = race.refused if race is not None else None
+        if failure is None:
+            failure = LegError(worker, reason="lost", detail=f"the stream broke off: {broken}")
+            self._note(failure)
         if race is not None:
             await race.close()
         return await end_with_event(broken.out, _failure_event(failure))
@@ -200,16 +199,13 @@ class Dispatcher:
         output = 0 if worker.role is Role.PREFILL else parsed.output_tokens
         return self._parts.table.charge(worker, parsed.prompt_tokens + output)
 
-    def _note(self, exchange: _Exchange, failure: LegError) -> None:
-        exchange.tried.add(failure.worker.worker_id)
-        self._count_error(failure)
+    def _note(self, failure: LegError) -> None:
+        """Count a failure; a worker that could not be reached is looked at."""
+        reason = f"http_{failure.status}" if failure.reason == "status" else failure.reason
+        self._parts.metrics.errors.labels(reason, failure.worker.role.value).inc()
         if failure.reason in ("refused", "lost"):
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
-
-    def _count_error(self, failure: LegError) -> None:
-        reason = f"http_{failure.status}" if failure.reason == "status" else failure.reason
-        self._parts.metrics.errors.labels(reason, failure.worker.role.value).inc()
 
     def _no_worker(self) -> web.Response:
         """503 that names what is missing."""

@@ -4,6 +4,7 @@ Knows tasks and leg errors; not bodies, workers' load or the client.
 """
 
 import asyncio
+from collections.abc import Callable
 
 from router.legs import Answer, LegError
 
@@ -18,6 +19,7 @@ class Race:
         self._decode = decode
         self._answer: Answer | None = None
         self._finished = False
+        self._on_failure: Callable[[LegError], None] = _ignore
         self.refused: LegError | None = None
 
     async def answer(self, *, wait_for_prefill: bool) -> Answer:
@@ -32,17 +34,23 @@ class Race:
                 self._answer = self._decode.result()
                 return self._answer
 
-    def watch_prefill(self) -> None:
-        """From here on bytes go to the client. If prefill now *refuses* the request, decode's answer is cut (`refused`).
+    def watch_prefill(self, on_failure: Callable[[LegError], None]) -> None:
+        """From here on bytes go to the client; `on_failure` is told if prefill fails yet.
+
+        If prefill now *refuses* the request (an HTTP error), decode's answer is cut, and `refused` says by what.
 
         A prefill connection that merely breaks is no reason: decode may have all it needs, and its own protocol
         with the prefill worker knows whether it has.
         """
+        self._on_failure = on_failure
         self.prefill.add_done_callback(self._on_prefill_done)
 
     def _on_prefill_done(self, task: "asyncio.Task[bytes]") -> None:
         err = None if task.cancelled() else task.exception()
-        if isinstance(err, LegError) and err.reason == "status" and not self._finished and self._answer is not None:
+        if not isinstance(err, LegError):
+            return
+        self._on_failure(err)
+        if err.reason == "status" and not self._finished and self._answer is not None:
             self.refused = err
             self._answer.response.close()
 
@@ -68,6 +76,10 @@ class Race:
         if self._answer is not None:
             self._answer.response.close()
         await asyncio.gather(self.prefill, self._decode, return_exceptions=True)
+
+
+def _ignore(_: LegError) -> None:
+    pass
 
 
 def _is_retryable(err: BaseException) -> bool:

@@ -15,6 +15,7 @@ from router.workers import (
     TRANSITIONS,
     Check,
     Health,
+    Lease,
     LoadReport,
     Role,
     Thresholds,
@@ -107,7 +108,7 @@ def test_cached_tokens_are_no_load_on_prefill() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1000), st.booleans()), max_size=60))
 def test_leases_always_balance(steps: list[tuple[int, int, bool]]) -> None:
     table = table_of(3)
-    live = []
+    live: list[Lease] = []
     for which, tokens, release in steps:
         if release and live:
             table.release(live.pop(tokens % len(live)))

@@ -79,6 +79,18 @@ def test_a_failing_worker_is_hidden_by_a_retry_elsewhere_in_a_new_room(leg: str,
     uvloop.run(scenario())
 
 
+def test_a_retry_avoids_the_worker_that_failed_even_if_it_is_the_least_loaded() -> None:
+    async def scenario() -> None:
+        async with cluster(decode=2, retry_max=1) as c:
+            c.decodes[0].behave = always(500, {})
+            c.decodes[1].load = {"num_used_tokens": 50_000}
+            await until(lambda: c.router.table.workers()[2].foreign_tokens == 50_000)
+            assert (await c.post("/generate", {"text": "a"}))[0] == 200
+            assert [len(w.seen) for w in c.decodes] == [1, 1]
+
+    uvloop.run(scenario())
+
+
 def test_retries_are_bounded_and_the_workers_last_word_is_passed() -> None:
     async def scenario() -> None:
         async with cluster(retry_max=2, retry_backoff_s=0.01) as c:
@@ -254,12 +266,20 @@ def test_a_prefill_connection_that_breaks_after_decode_began_does_not_end_the_an
             async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
                 await response.content.readuntil(b"\n\n")
                 break_off.set()
-                await until(lambda: c.router.rooms.num_live == 1 and c.router.table.workers()[0].inflight_requests == 0)
+                await _until_metric(c, 'tandem_router_errors_total{reason="lost",role="prefill"} 1.0')
                 go_on.set()
                 assert events_of(await response.read()) == ["[DONE]"]
             await c.settled()
 
     uvloop.run(scenario())
+
+
+async def _until_metric(c: Cluster, line: str) -> None:
+    async with asyncio.timeout(10):
+        text = ""
+        while line not in text:
+            async with c.client.get(c.url + "/metrics") as response:
+                text = await response.text()
 
 
 async def _leave(c: Cluster, body: dict[str, Any], *, after_bytes: bool) -> None:
@@ -285,10 +305,8 @@ def test_a_client_that_goes_away_cancels_both_legs(decode: Behaviour, body: dict
             await _leave(c, body, after_bytes=decode is streams_on)
             await until(lambda: c.prefills[0].cancelled == 1 and c.decodes[0].cancelled == 1)
             await c.settled()
-            async with c.client.get(c.url + "/metrics") as response:
-                text = await response.text()
-            assert 'tandem_router_requests_total{path="/v1/chat/completions",status="499"} 1.0' in text
-            assert "tandem_router_inflight_requests 0.0" in text
+            await _until_metric(c, 'tandem_router_requests_total{path="/v1/chat/completions",status="499"} 1.0')
+            await _until_metric(c, "tandem_router_inflight_requests 0.0")
 
     uvloop.run(scenario())
 
