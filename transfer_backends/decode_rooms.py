@@ -38,7 +38,8 @@ from transfer_backends.wire import (
     pack_pages,
 )
 
-LOOKUP_RETRY_S = 0.2
+FIRST_RETRY_S = 0.02
+LONGEST_RETRY_S = 0.5
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Room:
     session: Session | None = None
     looking: bool = False
     retry_at_s: float | None = None
+    retry_s: float = FIRST_RETRY_S
     error: str = "the bootstrap server has not answered"
     num_pages: int | None = None
     exposed: bool = False
@@ -239,7 +241,8 @@ class DecodeRooms:
         rec.session = None
         rec.looking = False
         rec.error = error
-        rec.retry_at_s = now_s + LOOKUP_RETRY_S
+        rec.retry_at_s = now_s + rec.retry_s
+        rec.retry_s = min(2 * rec.retry_s, LONGEST_RETRY_S)
 
     def _drop_routes(self, session: Session) -> None:
         for bootstrap in [b for b, route in self._routes.items() if route.incarnation == session.incarnation]:

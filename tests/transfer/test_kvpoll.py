@@ -32,7 +32,7 @@ def legal(a: KVPoll, b: KVPoll) -> bool:
     return a not in FINAL and (b is KVPoll.Failed or b == a + 1)
 
 
-@pytest.mark.parametrize(("a", "b"), itertools.product(KVPoll, KVPoll))
+@pytest.mark.parametrize(("a", "b"), list(itertools.product(KVPoll, KVPoll)))
 def test_every_cell(a: KVPoll, b: KVPoll) -> None:
     assert (b in TRANSITIONS[a]) == legal(a, b)
     ours, theirs = machine_in(a), machine_in(a)
@@ -50,7 +50,7 @@ def test_every_cell(a: KVPoll, b: KVPoll) -> None:
     assert ours.num_moves == moves
 
 
-@pytest.mark.parametrize("state", KVPoll)
+@pytest.mark.parametrize("state", list(KVPoll))
 def test_forget_only_final(state: KVPoll) -> None:
     machine = machine_in(state)
     if state in FINAL:

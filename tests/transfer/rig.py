@@ -1,0 +1,87 @@
+"""A prefill worker in this process, workers in processes of their own, and how tests wait."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transfer_backends.kvpoll import KVPoll
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class ChildError(Exception):
+    """The child's call raised."""
+
+
+def until(condition: Callable[[], Any], *, timeout_s: float = 10.0, what: str = "") -> Any:
+    """Poll until the condition holds; its value."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what or condition}"
+        time.sleep(0.0005)
+
+
+class ChildWorker:
+    """Calls `worker_child.Child`'s methods by name. `with` ends the process whatever happens."""
+
+    def __init__(self, **spec: Any) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.transfer.worker_child", json.dumps(spec)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=env, text=True
+        )
+        assert self._read() == "ready"
+
+    def _read(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise EOFError(f"the child ended with status {self.process.wait()}")
+        return json.loads(line)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*values: Any) -> Any:
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps([name, *values]) + "\n")
+            self.process.stdin.flush()
+            ok, value = self._read()
+            if not ok:
+                raise ChildError(value)
+            return value
+
+        return call
+
+    def poll(self, room: int) -> KVPoll:
+        return KVPoll(self.state(room)[0])
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+    def __enter__(self) -> "ChildWorker":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.stdin.close()
+            self.process.wait(10)
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self.process.kill()
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()

@@ -1,0 +1,313 @@
+"""One suite over every engine: two real processes, real bytes, and every way a transfer can end.
+
+The prefill manager lives here; decode workers are child processes with their own memory (and the other way round where
+prefill has to die).
+"""
+
+import hashlib
+import itertools
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.transfer.pool import Pool
+from tests.transfer.rig import ChildWorker, until
+from transfer_backends.contract import KVSender, Route, TransferConfig
+from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.engines.registry import EngineOptions, make_engine
+from transfer_backends.kvpoll import KVPoll
+from transfer_backends.prefill_manager import PrefillManager
+
+NUM_PAGES, PAGE_BYTES = 1024, 32768
+CONFIG = {"heartbeat_interval_s": 0.2, "heartbeat_max_failures": 3, "handshake_timeout_s": 5.0}
+# The fake engine takes its time, so that an abort can hit a transfer under way.
+FAKE = EngineOptions(fake_delay_s=0.02)
+EMPTY = hashlib.sha256(b"").hexdigest()
+
+
+class Prefill:
+    """A prefill worker in this process."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.pool = Pool(num_pages=NUM_PAGES, page_bytes=PAGE_BYTES, seed=1)
+        self.manager = PrefillManager(self.pool.args, make_engine(backend, FAKE), TransferConfig(**CONFIG))
+        self.manager.start()
+        self.rooms = iter(range(1, 1 << 40))
+
+    def decode(self, **pool: Any) -> ChildWorker:
+        options = {"fake_delay_s": FAKE.fake_delay_s}
+        spec = {"num_pages": NUM_PAGES, "page_bytes": PAGE_BYTES, "seed": None, **pool}
+        child = ChildWorker(role="decode", backend=self.backend, pool=spec, config=CONFIG, engine=options)
+        child.route("b", self.manager.control_address, self.manager.incarnation)
+        return child
+
+
+@pytest.fixture(scope="module", params=["nixl", "mooncake", "fake"])
+def prefill(request: pytest.FixtureRequest) -> Iterator[Prefill]:
+    worker = Prefill(request.param)
+    yield worker
+    assert worker.manager.check() == []
+    assert worker.manager.counters["rooms"] == 0
+    worker.manager.close()
+
+
+@pytest.fixture(scope="module")
+def decode(prefill: Prefill) -> Iterator[ChildWorker]:
+    with prefill.decode() as child:
+        yield child
+        assert child.check() == []
+        assert child.counters()["rooms"] == child.counters()["exposed_rooms"] == 0
+
+
+def meet(prefill: Prefill, decode: ChildWorker, pages: list[int], aux_idx: int = 0) -> tuple[int, KVSender]:
+    """A room whose prefill side has decode's indices."""
+    room = next(prefill.rooms)
+    sender = prefill.manager.sender(room)
+    decode.receiver(room, "b")
+    until(lambda: decode.poll(room) is KVPoll.WaitingForInput, what="handshake")
+    decode.provide(room, pages, aux_idx)
+    until(lambda: sender.poll() is KVPoll.WaitingForInput, what="indices")
+    assert sender.num_pages == len(pages)
+    return room, sender
+
+
+def finish(decode: ChildWorker, room: int, sender: KVSender) -> None:
+    """Both ends safe, both rooms forgotten."""
+    until(lambda: sender.released() and decode.state(room)[2], what="released and drained")
+    sender.close()
+    decode.close(room)
+
+
+def test_bytes_are_exact(prefill: Prefill, decode: ChildWorker) -> None:
+    draw = random.Random(3)
+    for size in (1, 2, 17, 200, 700):
+        decode.wipe()
+        src, dst = draw.sample(range(NUM_PAGES), size), draw.sample(range(NUM_PAGES), size)
+        if size == 200:  # runs that merge
+            src, dst = list(range(100, 300)), [*range(500, 600), *range(300, 400)]
+        room, sender = meet(prefill, decode, dst, aux_idx=5)
+        cuts = [0, *sorted(draw.sample(range(size), min(3, size - 1))), size]
+        for start, end in itertools.pairwise(cuts):
+            sender.send(src[start:end], dst_start=start, last=end == size, aux_idx=7 if end == size else None)
+        until(lambda s=sender: s.poll() is KVPoll.Success)
+        until(lambda r=room: decode.poll(r) is KVPoll.Success)
+        if prefill.backend != "fake":
+            assert decode.pages(dst) == prefill.pool.pages(src)
+            assert decode.rows([5]) == prefill.pool.rows([7])
+            assert decode.others(dst) == []
+            assert decode.rows([4, 6]) == hashlib.sha256(b"\xa5" * 1024).hexdigest()
+        finish(decode, room, sender)
+
+
+def test_no_pages_but_metadata(prefill: Prefill, decode: ChildWorker) -> None:
+    decode.wipe()
+    room, sender = meet(prefill, decode, [], aux_idx=2)
+    sender.send([], dst_start=0, last=True, aux_idx=3)
+    until(lambda: decode.poll(room) is KVPoll.Success)
+    assert decode.pages([]) == EMPTY
+    if prefill.backend != "fake":
+        assert decode.rows([2]) == prefill.pool.rows([3])
+    finish(decode, room, sender)
+
+
+def test_concurrent_rooms(prefill: Prefill, decode: ChildWorker) -> None:
+    decode.wipe()
+    draw = random.Random(4)
+    all_dst = draw.sample(range(NUM_PAGES), 16 * 60)
+    dst = [all_dst[60 * i : 60 * (i + 1)] for i in range(16)]
+    src = [draw.sample(range(NUM_PAGES), 60) for _ in range(16)]
+    rooms = [meet(prefill, decode, pages, aux_idx=i) for i, pages in enumerate(dst)]
+    for start in (0, 20, 40):
+        for i, (_, sender) in enumerate(rooms):
+            last = start == 40
+            sender.send(src[i][start : start + 20], dst_start=start, last=last, aux_idx=i if last else None)
+    for i, (room, sender) in enumerate(rooms):
+        until(lambda r=room: decode.poll(r) is KVPoll.Success)
+        if prefill.backend != "fake":
+            assert decode.pages(dst[i]) == prefill.pool.pages(src[i])
+            assert decode.rows([i]) == prefill.pool.rows([i])
+        finish(decode, room, sender)
+    assert prefill.manager.counters["peers"] == 1
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("stage", ["bootstrapping", "waiting", "transferring", "between chunks", "last queued"])
+def test_abort(prefill: Prefill, decode: ChildWorker, side: str, stage: str) -> None:
+    """The other side hears of it soon; once both are safe nothing is written any more."""
+    decode.wipe()
+    dst, src = list(range(0, 800)), list(range(200, 1000))
+    if stage == "bootstrapping":
+        room = next(prefill.rooms)
+        sender = prefill.manager.sender(room)
+        decode.receiver(room, "b")
+    else:
+        room, sender = meet(prefill, decode, dst)
+    if stage == "transferring":
+        sender.send(src, dst_start=0, last=False)
+        until(lambda: decode.poll(room) >= KVPoll.Transferring)
+    elif stage == "between chunks":
+        sender.send(src[:10], dst_start=0, last=False)
+        until(lambda: prefill.manager.counters["posts"] and prefill.manager._rooms.num_inflight == 0)
+    elif stage == "last queued":
+        sender.send(src, dst_start=0, last=True, aux_idx=1)
+    if side == "prefill":
+        sender.abort("no more")
+        if stage == "bootstrapping":  # it learns when it gives its pages
+            until(lambda: decode.poll(room) is not KVPoll.Bootstrapping)
+            decode.provide(room, dst, 0)
+    else:
+        decode.abort(room, "no more")
+    until(lambda: sender.poll() in (KVPoll.Failed, KVPoll.Success))
+    until(lambda: decode.poll(room) in (KVPoll.Failed, KVPoll.Success))
+    if stage != "last queued":  # that one may have made it
+        assert sender.poll() is decode.poll(room) is KVPoll.Failed
+        assert "no more" in (sender.failure() or "")
+        assert "no more" in decode.state(room)[1]
+    finish(decode, room, sender)
+    decode.wipe()
+    deadline_s = time.monotonic() + 0.3
+    while time.monotonic() < deadline_s:
+        assert decode.others([]) == []
+
+
+def test_different_lengths_are_refused(prefill: Prefill, decode: ChildWorker) -> None:
+    for extra in (-1, 1):
+        room, sender = meet(prefill, decode, list(range(10)))
+        sender.send(list(range(10 + extra)), dst_start=0, last=True, aux_idx=0)
+        assert sender.poll() is KVPoll.Failed
+        until(lambda r=room: decode.poll(r) is KVPoll.Failed)
+        assert "decode gave 10 pages" in decode.state(room)[1]
+        finish(decode, room, sender)
+
+
+def test_mismatch_is_refused(prefill: Prefill) -> None:
+    with prefill.decode(signature="model-b") as other:
+        room = next(prefill.rooms)
+        other.receiver(room, "b")
+        until(lambda: other.poll(room) is KVPoll.Failed)
+        text = other.state(room)[1]
+        assert "signature" in text and "'model-a'" in text and "'model-b'" in text
+        assert other.state(room)[2] is True
+        other.close(room)
+
+
+def test_decode_killed(prefill: Prefill, decode: ChildWorker) -> None:
+    """Its rooms fail within 2 s, source pages come back, the other decode worker does not notice."""
+    with prefill.decode() as victim:
+        room, sender = meet(prefill, victim, list(range(900)))
+        sender.send(list(range(500)), dst_start=0, last=False)
+        _, waiting = meet(prefill, victim, list(range(901, 920)))
+        victim.kill()
+        for lost in (sender, waiting):
+            until(lambda s=lost: s.poll() is KVPoll.Failed, timeout_s=2.0, what="failure noticed")
+        for lost in (sender, waiting):
+            until(lost.released, timeout_s=5.0, what="source pages released")
+            lost.close()
+    until(lambda: prefill.manager.counters["peers"] <= 1, what="dead peer dropped")
+    with prefill.decode() as successor:
+        for child in (decode, successor):
+            room, sender = meet(prefill, child, [3, 1, 2])
+            sender.send([7, 8, 9], dst_start=0, last=True, aux_idx=0)
+            until(lambda c=child, r=room: c.poll(r) is KVPoll.Success)
+            finish(child, room, sender)
+    assert prefill.manager.check() == []
+
+
+class Decode:
+    """A decode worker in this process, for tests in which prefill dies or freezes."""
+
+    def __init__(self, backend: str) -> None:
+        self.pool = Pool(num_pages=NUM_PAGES, page_bytes=PAGE_BYTES, seed=None)
+        self.route: Route | None = None
+        config = TransferConfig(**CONFIG)
+        self.manager = DecodeManager(self.pool.args, make_engine(backend, FAKE), config, lookup=self.look_up)
+        self.manager.start()
+
+    def look_up(self, bootstrap: str, room: int) -> Route:
+        assert self.route is not None
+        return self.route
+
+
+@pytest.fixture(params=["nixl", "mooncake", "fake"])
+def lone_decode(request: pytest.FixtureRequest) -> Iterator[tuple[str, Decode]]:
+    worker = Decode(request.param)
+    yield request.param, worker
+    assert worker.manager.check() == []
+    assert worker.manager.counters["rooms"] == 0
+    assert worker.manager.close()
+
+
+def prefill_child(backend: str, decode: Decode) -> ChildWorker:
+    pool = {"num_pages": NUM_PAGES, "page_bytes": PAGE_BYTES, "seed": 9}
+    child = ChildWorker(role="prefill", backend=backend, pool=pool, config=CONFIG, engine={"fake_delay_s": 0.3})
+    decode.route = Route(*child.address())
+    return child
+
+
+def test_prefill_killed_and_replaced(lone_decode: tuple[str, Decode]) -> None:
+    backend, decode = lone_decode
+    with prefill_child(backend, decode) as prefill:
+        prefill.sender(1)
+        prefill.sender(2)
+        one, two = (decode.manager.receiver(room, bootstrap="b") for room in (1, 2))
+        for i, receiver in enumerate((one, two)):
+            until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
+            receiver.provide(list(range(400 * i, 400 * i + 400)), i)
+        until(lambda: prefill.poll(1) is KVPoll.WaitingForInput)
+        prefill.send(1, list(range(300)), 0, False, None)
+        until(lambda: one.poll() is KVPoll.Transferring)
+        assert not one.drained() and not two.drained()
+        prefill.kill()
+        for receiver in (one, two):
+            until(lambda r=receiver: r.poll() is KVPoll.Failed, timeout_s=2.0, what="death noticed")
+            assert "connection was lost" in (receiver.failure() or "")
+        for receiver in (one, two):
+            until(receiver.drained, timeout_s=5.0, what="death proven")
+            receiver.close()
+    decode.pool.wipe()
+    with prefill_child(backend, decode) as successor:
+        successor.sender(1)
+        again = decode.manager.receiver(1, bootstrap="b")
+        until(lambda: again.poll() is KVPoll.WaitingForInput, what="handshake with the new life")
+        again.provide([5, 6], 3)
+        until(lambda: successor.poll(1) is KVPoll.WaitingForInput)
+        successor.send(1, [8, 9], 0, True, 2)
+        until(lambda: again.poll() is KVPoll.Success)
+        if backend != "fake":
+            assert decode.pool.pages([5, 6]) == successor.pages([8, 9])
+        assert decode.pool.others([5, 6]) == []
+        again.close()
+
+
+def test_prefill_frozen(lone_decode: tuple[str, Decode]) -> None:
+    """Silence fails the room, but its pages stay quarantined until prefill says that it has drained."""
+    backend, decode = lone_decode
+    with prefill_child(backend, decode) as prefill:
+        prefill.sender(1)
+        receiver = decode.manager.receiver(1, bootstrap="b")
+        until(lambda: receiver.poll() is KVPoll.WaitingForInput)
+        receiver.provide(list(range(300)), 0)
+        until(lambda: prefill.poll(1) is KVPoll.WaitingForInput)
+        prefill.signal(signal.SIGSTOP)
+        until(lambda: receiver.poll() is KVPoll.Failed, timeout_s=3.0)
+        assert "does not answer" in (receiver.failure() or "")
+        assert not receiver.drained()
+        with pytest.raises(RuntimeError, match="before its pages were drained"):
+            receiver.close()
+        prefill.signal(signal.SIGCONT)
+        until(receiver.drained, what="acknowledged after it woke up")
+        receiver.close()
+        until(lambda: prefill.poll(1) is KVPoll.Failed)
+        prefill.sender(2)
+        good = decode.manager.receiver(2, bootstrap="b")
+        until(lambda: good.poll() is KVPoll.WaitingForInput)
+        good.provide([1], 0)
+        until(lambda: prefill.poll(2) is KVPoll.WaitingForInput)
+        prefill.send(2, [1], 0, True, 0)
+        until(lambda: good.poll() is KVPoll.Success)
+        good.close()

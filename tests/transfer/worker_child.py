@@ -1,0 +1,106 @@
+"""A worker in a process of its own: one manager over its own memory, driven by JSON lines on stdin and stdout.
+
+python -m tests.transfer.worker_child '{"role": "decode", "backend": "nixl", ...}'
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.transfer.pool import Pool
+from transfer_backends.contract import KVReceiver, KVSender, Route, TransferConfig
+from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.engines.registry import EngineOptions, make_engine
+from transfer_backends.prefill_manager import PrefillManager
+
+
+class Child:
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.pool = Pool(**spec["pool"])
+        engine = make_engine(spec["backend"], EngineOptions(**spec.get("engine", {})))
+        config = TransferConfig(**spec.get("config", {}))
+        self.routes: dict[str, Route] = {}
+        self.rooms: dict[int, Any] = {}
+        self.manager: Any
+        if spec["role"] == "decode":
+            self.manager = DecodeManager(self.pool.args, engine, config, lookup=lambda b, room: self.routes[b])
+        else:
+            self.manager = PrefillManager(self.pool.args, engine, config)
+        self.manager.start()
+
+    def address(self) -> list[str]:
+        return [self.manager.control_address, self.manager.incarnation]
+
+    def route(self, bootstrap: str, control: str, incarnation: str) -> None:
+        self.routes[bootstrap] = Route(control, incarnation)
+
+    def receiver(self, room: int, bootstrap: str) -> None:
+        receiver: KVReceiver = self.manager.receiver(room, bootstrap=bootstrap)
+        self.rooms[room] = receiver
+
+    def sender(self, room: int) -> None:
+        sender: KVSender = self.manager.sender(room)
+        self.rooms[room] = sender
+
+    def provide(self, room: int, pages: list[int], aux_idx: int) -> None:
+        self.rooms[room].provide(pages, aux_idx)
+
+    def send(self, room: int, pages: list[int], dst_start: int, last: bool, aux_idx: int | None) -> None:
+        self.rooms[room].send(pages, dst_start=dst_start, last=last, aux_idx=aux_idx)
+
+    def state(self, room: int) -> list[Any]:
+        """[poll, failure, drained or released]"""
+        transfer = self.rooms[room]
+        safe = transfer.drained() if hasattr(transfer, "drained") else transfer.released()
+        return [int(transfer.poll()), transfer.failure(), safe]
+
+    def abort(self, room: int, reason: str) -> None:
+        self.rooms[room].abort(reason)
+
+    def close(self, room: int) -> None:
+        self.rooms.pop(room).close()
+
+    def counters(self) -> dict[str, int]:
+        return self.manager.counters
+
+    def check(self) -> list[str]:
+        return self.manager.check()
+
+    def pages(self, ids: Sequence[int]) -> str:
+        return self.pool.pages(ids)
+
+    def rows(self, ids: Sequence[int]) -> str:
+        return self.pool.rows(ids)
+
+    def others(self, ids: Sequence[int]) -> list[int]:
+        return self.pool.others(ids)
+
+    def wipe(self) -> None:
+        self.pool.wipe()
+
+    def cpu_s(self) -> float:
+        times = os.times()
+        return times.user + times.system
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints stays out of the answers
+    child = Child(json.loads(sys.argv[1]))
+    answer: Callable[[Any], None] = lambda value: print(json.dumps(value), file=answers, flush=True)  # noqa: E731
+    answer("ready")
+    for line in sys.stdin:
+        name, *values = json.loads(line)
+        try:
+            answer([True, getattr(child, name)(*values)])
+        except Exception as error:
+            answer([False, f"{type(error).__name__}: {error}"])
+    with contextlib.suppress(Exception):
+        child.manager.close()
+
+
+if __name__ == "__main__":
+    main()
