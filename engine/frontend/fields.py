@@ -5,13 +5,17 @@ answer but are not supported are refused by name.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from engine.frontend.errors import ApiError, bad_field, from_invalid_param
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+
+Host = str | list[str | None] | None
+Port = int | list[int | None] | None
+Room = int | list[int | None] | None
 
 MAX_ROOM = 2**63
 MAX_SAMPLES = 4096  # of one request
@@ -36,12 +40,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     n: int | None = None
 
 
-class BootstrapFields(msgspec.Struct, kw_only=True):
-    """One value for all samples, or a list: one each, or one for each prompt."""
+class BootstrapFields(Protocol):
+    """Fields of a body: one value for all samples, or a list (one each, or one for each prompt).
 
-    bootstrap_host: str | list[str | None] | None = None
-    bootstrap_port: int | list[int | None] | None = None
-    bootstrap_room: int | list[int | None] | None = None
+    A protocol, because a msgspec struct has one base only.
+    """
+
+    bootstrap_host: Host
+    bootstrap_port: Port
+    bootstrap_room: Room
 
 
 def build_sampling(

@@ -12,7 +12,9 @@ from aiohttp import web
 from engine.frontend.answers import absorb
 from engine.frontend.errors import bad_field, decode_body
 from engine.frontend.fields import (
-    BootstrapFields,
+    Host,
+    Port,
+    Room,
     SamplingFields,
     build_bootstraps,
     build_sampling,
@@ -58,7 +60,7 @@ class SamplingBody(SamplingFields, kw_only=True):
     custom_params: Any = None
 
 
-class GenerateBody(BootstrapFields, kw_only=True):
+class GenerateBody(msgspec.Struct, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: SamplingBody | list[SamplingBody] | None = None
@@ -68,6 +70,9 @@ class GenerateBody(BootstrapFields, kw_only=True):
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
     return_text_in_logprobs: bool | None = None
+    bootstrap_host: Host = None
+    bootstrap_port: Port = None
+    bootstrap_room: Room = None
     input_embeds: Any = None
     image_data: Any = None
     video_data: Any = None

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend.errors import bad_field
-from engine.frontend.fields import BootstrapFields, SamplingFields, refuse
+from engine.frontend.fields import Host, Port, Room, SamplingFields, refuse
 
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
@@ -33,7 +33,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     type: str
 
 
-class OpenAIFields(SamplingFields, BootstrapFields, kw_only=True):
+class OpenAIFields(SamplingFields, kw_only=True):
     """What both APIs share. The last block is known and refused when it asks for something."""
 
     model: str | None = None
@@ -43,6 +43,9 @@ class OpenAIFields(SamplingFields, BootstrapFields, kw_only=True):
     min_tokens: int | None = None
     rid: str | None = None
     user: str | None = None
+    bootstrap_host: Host = None
+    bootstrap_port: Port = None
+    bootstrap_room: Room = None
     response_format: ResponseFormat | None = None
     stop_regex: Any = None
     json_schema: Any = None

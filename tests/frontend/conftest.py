@@ -1,0 +1,150 @@
+"""A worker for the frontend's tests: real frontend and detokenizer processes, and a scheduler stand-in in a thread."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from engine.frontend.ipc import IpcPaths
+from engine.frontend.tokenizer import Tokenizer
+from tests.frontend.stand_in import StandIn
+
+CONTEXT = 512
+ROOT = Path(__file__).parents[2]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@cache
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, BOS 256: the text of any ids is plain to see."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    return Tokenizer(backend, config={"bos_token": "<s>", "eos_token": "<s>"})
+
+
+def write_checkpoint(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    byte_tokenizer().backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": TEMPLATE}))
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "vocab_size": 260,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 256,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def wait_for(what: Callable[[], Any], *, timeout_s: float = 20.0) -> Any:
+    """Poll until `what` gives something true; its value."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := what()):
+        assert time.monotonic() < deadline_s, "nothing came in time"
+        time.sleep(0.005)
+    return value
+
+
+@dataclass
+class Worker:
+    url: str
+    http: httpx.Client
+    scheduler: StandIn
+    process: subprocess.Popen[bytes]
+    folder: Path
+    stderr: Path
+
+    def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **kwargs)
+
+    def wait_idle(self) -> None:
+        wait_for(lambda: self.scheduler.num_running == 0)
+
+
+@contextmanager
+def start_worker(
+    folder: Path,
+    *,
+    mode: str = "null",
+    ready: bool = True,
+    drain_s: float = 0.2,
+    server: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+) -> Iterator[Worker]:
+    checkpoint = write_checkpoint(folder / "tiny")
+    ipc = IpcPaths.create()
+    args = {
+        "folder": str(folder),
+        "ipc_dir": ipc.dir,
+        "mode": mode,
+        "drain_s": drain_s,
+        "server": {"port": 0, **(server or {})},
+        "engine": {"model_path": str(checkpoint), **(engine or {})},
+    }
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    stderr = folder / "stderr"
+    with ExitStack() as stack:
+        stack.callback(ipc.remove)
+        log = stack.enter_context(stderr.open("wb"))
+        detokenizer_args = json.dumps({"ipc_dir": ipc.dir, "model_path": str(checkpoint)})
+        commands = [
+            [sys.executable, "-m", "engine.detokenizer", "--config-json", detokenizer_args],
+            [sys.executable, "-m", "tests.frontend.worker_main", json.dumps(args)],
+        ]
+        processes = [subprocess.Popen(c, env=env, stderr=log, stdout=log, cwd=ROOT) for c in commands]
+        for p in processes:
+            stack.callback(_end, p)
+        scheduler = stack.enter_context(StandIn(ipc, byte_tokenizer()))
+        wait_for(lambda: (folder / "listening").exists() or processes[1].poll() is not None)
+        assert processes[1].poll() is None, stderr.read_text()
+        url = (folder / "listening").read_text()
+        http = stack.enter_context(httpx.Client(base_url=url, timeout=30))
+        if ready:
+            scheduler.say_ready()
+            wait_for(lambda: (folder / "ready").exists())
+        yield Worker(url, http, scheduler, processes[1], folder, stderr)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """One unified worker for all tests that leave it as they found it."""
+    with start_worker(tmp_path_factory.mktemp("worker")) as w:
+        yield w

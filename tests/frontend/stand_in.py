@@ -1,0 +1,184 @@
+"""A scheduler stand-in for the frontend's tests: it speaks the real messages over the real sockets, in a thread.
+
+Its "model" repeats the prompt from the beginning, one token a step, until max_new_tokens, a stop token or a stop string.
+A prompt whose text holds one of these words behaves differently: HANG (never answers), SLOW (three tokens, then nothing), REFUSE (fails before the
+first token with 503), BREAK (fails after two tokens with 500).
+"""
+
+import threading
+from dataclasses import dataclass, field
+
+from engine.detokenizer.incremental import tail_text
+from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
+from engine.frontend.tokenizer import Tokenizer
+from engine.messages import (
+    AbortRequest,
+    FinishReason,
+    FlushCache,
+    FlushReply,
+    GenerateRequest,
+    GetState,
+    RequestOpened,
+    SchedulerReady,
+    Shutdown,
+    StateReply,
+    TokenBatch,
+    TokenLogprob,
+    TokenOutput,
+    ToScheduler,
+)
+
+NUM_PAGES, PAGE_SIZE = 100, 16
+
+
+@dataclass
+class Running:
+    request: GenerateRequest
+    text: str
+    output: list[int] = field(default_factory=list)
+
+
+class StandIn:
+    """`seen`: all requests, in order; `aborted`: wire rids. Use as a context manager."""
+
+    def __init__(self, ipc: IpcPaths, tokenizer: Tokenizer) -> None:
+        self.seen: list[GenerateRequest] = []
+        self.aborted: list[str] = []
+        self.problems: list[str] = []
+        self.silent = False  # answers nothing at all
+        self._tokenizer = tokenizer
+        self._pull: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
+        self._to_detokenizer = PushSocket(ipc.to_detokenizer)
+        self._to_frontend = PushSocket(ipc.to_frontend)
+        self._running: dict[str, Running] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "StandIn":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        for socket in (self._pull, self._to_detokenizer, self._to_frontend):
+            socket.close()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def say_ready(self) -> None:
+        self._to_frontend.send(SchedulerReady(info={"max_total_num_tokens": NUM_PAGES * PAGE_SIZE, "device": "none"}))
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            busy = any(not self._stuck(r) for r in self._running.values())
+            for message in self._pull.recv(0.0 if busy else 0.02):
+                if not self.silent:
+                    self._handle(message)
+            outputs = [o for r in list(self._running.values()) if (o := self._step(r)) is not None]
+            if outputs:
+                self._to_detokenizer.send(TokenBatch(outputs=outputs))
+
+    def _handle(self, message: ToScheduler) -> None:
+        if isinstance(message, GenerateRequest):
+            self._open(message)
+        elif isinstance(message, AbortRequest):
+            self.aborted += [message.rid] if not message.all else list(self._running)
+            for rid in [r for r in self._running if message.all or r == message.rid]:
+                self._running.pop(rid)
+                self._to_detokenizer.send(
+                    TokenBatch(outputs=[TokenOutput(rid=rid, new_ids=[], finish=FinishReason(kind="abort"))])
+                )
+        elif isinstance(message, FlushCache):
+            idle = not self._running
+            self._to_frontend.send(
+                FlushReply(call_id=message.call_id, ok=idle, message="flushed" if idle else "requests are running")
+            )
+        elif isinstance(message, GetState):
+            self._to_frontend.send(self._state(message))
+        else:
+            assert isinstance(message, Shutdown)
+
+    def _open(self, m: GenerateRequest) -> None:
+        self.seen.append(m)
+        self._running[m.rid] = Running(m, self._tokenizer.decode(m.input_ids))
+        s = m.sampling
+        opened = RequestOpened(
+            rid=m.rid, prompt_tail=m.input_ids[-5:], stop=s.stop, skip_special_tokens=s.skip_special_tokens
+        )
+        self._to_detokenizer.send(opened)
+
+    def _stuck(self, r: Running) -> bool:
+        return "HANG" in r.text or ("SLOW" in r.text and len(r.output) > 2)
+
+    def _step(self, r: Running) -> TokenOutput | None:
+        if self._stuck(r):
+            return None
+        m = r.request
+        if "REFUSE" in r.text:
+            return self._end(r, [], FinishReason(kind="abort", status=503, message="no memory for this request"))
+        if "BREAK" in r.text and len(r.output) == 2:
+            return self._end(r, [], FinishReason(kind="abort", status=500, message="the transfer broke"))
+        token = m.input_ids[len(r.output) % len(m.input_ids)]
+        r.output.append(token)
+        finish = self._finish(r, token)
+        return self._end(r, [token], finish) if finish else self._output(r, [token], None)
+
+    def _finish(self, r: Running, token: int) -> FinishReason | None:
+        s = r.request.sampling
+        if token in s.stop_token_ids:
+            return FinishReason(kind="stop", matched=token)
+        tail = tail_text(self._tokenizer, r.output)
+        for stop in s.stop:
+            if stop in tail:
+                return FinishReason(kind="stop", matched=stop)
+        return FinishReason(kind="length") if len(r.output) >= (s.max_new_tokens or 0) else None
+
+    def _end(self, r: Running, ids: list[int], finish: FinishReason) -> TokenOutput:
+        del self._running[r.request.rid]
+        return self._output(r, ids, finish)
+
+    def _output(self, r: Running, ids: list[int], finish: FinishReason | None) -> TokenOutput:
+        m, lp = r.request, r.request.logprobs
+        first = len(r.output) == len(ids)
+        return TokenOutput(
+            rid=m.rid,
+            new_ids=ids,
+            finish=finish,
+            prompt_tokens=len(m.input_ids),
+            cached_tokens=4,
+            completion_tokens=len(r.output),
+            logprobs=[_logprob(i, lp.top_num) for i in ids] if lp else [],
+            input_logprobs=_input_logprobs(m) if lp and first else [],
+        )
+
+    def _state(self, m: GetState) -> StateReply:
+        held = sum(len(r.request.input_ids) // PAGE_SIZE + 1 for r in self._running.values())
+        return StateReply(
+            call_id=m.call_id,
+            role="null",
+            running=len(self._running),
+            queues={"waiting": 0, "prealloc": 2},
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+            pages={"free": NUM_PAGES - held, "cached": 0, "held": held, "quarantined": 0},
+            counters={"prompt_tokens": 10.0, "cached_tokens": 5.0, "transfer_failed": 3.0},
+            gauges={"kv_transfer_speed_gb_s": 1.5},
+            problems=list(self.problems) if m.check else [],
+        )
+
+
+def _logprob(token: int, top: int) -> TokenLogprob:
+    return TokenLogprob(logprob=-0.5, token_id=token, top=[(-0.5 - i, (token + i) % 256) for i in range(top)])
+
+
+def _input_logprobs(m: GenerateRequest) -> list[TokenLogprob]:
+    assert m.logprobs is not None
+    start = m.logprobs.start_len
+    if start < 0:
+        return []
+    rows = [_logprob(t, m.logprobs.top_num) for t in m.input_ids]
+    rows[0] = TokenLogprob(logprob=None, token_id=m.input_ids[0])
+    return rows[start:]

@@ -1,0 +1,44 @@
+"""Process entry of the frontend's tests: run_frontend with the arguments given as JSON; writes its address to a file."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.frontend.ipc import IpcPaths
+from engine.frontend.server import FrontendAddress, WorkerDied, run_frontend
+
+
+def main(args: dict[str, Any]) -> int:
+    folder = Path(args["folder"])
+
+    def listening(address: FrontendAddress) -> None:
+        (folder / "listening.tmp").write_text(address.url)
+        (folder / "listening.tmp").rename(folder / "listening")
+
+    try:
+        uvloop.run(
+            run_frontend(
+                server=ServerConfig(**args["server"]),
+                engine=EngineConfig(**args["engine"]),
+                ipc=IpcPaths(args["ipc_dir"]),
+                mode=args["mode"],
+                extra_info={"version": "test"},
+                on_listening=listening,
+                on_ready=lambda address: (folder / "ready").touch(),
+                children_alive=lambda: "the scheduler process died" if (folder / "dead").exists() else None,
+                drain_s=args["drain_s"],
+                health_timeout_s=2.0,
+            )
+        )
+    except (ConfigError, WorkerDied) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))
