@@ -43,7 +43,14 @@ def build_engine(
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
     torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
-    model = load_model(config.model_path, model_config, dtype=config.dtype, device=config.device, progress=progress)
+    model = load_model(
+        config.model_path,
+        model_config,
+        dtype=config.dtype,
+        device=config.device,
+        progress=progress,
+        context_length=config.context_length,
+    )
     pool = _allocate_pool(config, model.cache_specs(), device)
     num_slots = config.max_running_requests
     runner = ModelRunner(

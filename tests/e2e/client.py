@@ -1,0 +1,62 @@
+"""What a test says to a cluster: native and OpenAI requests over real HTTP, and the question whether memory is back."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from tests.e2e.cluster import POLL_S, SETTLE_S, Cluster
+
+TIMEOUT = aiohttp.ClientTimeout(total=120)
+
+
+def session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=TIMEOUT, connector=aiohttp.TCPConnector(limit=0))
+
+
+async def generate(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """One native request, streaming or not; the complete answer."""
+    async with http.post(f"{url}/generate", json=body) as response:
+        assert response.status == 200, await response.text()
+        if not body.get("stream"):
+            return await response.json()  # type: ignore[no-any-return]
+        last: dict[str, Any] = {}
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                last = json.loads(line[6:])
+                assert "error" not in last, last
+        return last
+
+
+async def generate_all(url: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    async with session() as http:
+        return await asyncio.gather(*(generate(http, url, body) for body in bodies))
+
+
+async def assert_all_back(cluster: Cluster) -> None:
+    """Every page, row and room of every worker is back within a deadline, and every owner's `check()` passes."""
+    async with session() as http:
+        for worker in cluster.workers:
+            deadline_s = time.monotonic() + SETTLE_S
+            while True:
+                async with http.get(f"{worker.url}/check") as response:
+                    state = await response.json()
+                if (left := _left_over(state)) is None:
+                    break
+                assert time.monotonic() < deadline_s, f"{worker.role}: {left}: {state}"
+                await asyncio.sleep(POLL_S)
+
+
+def _left_over(state: dict[str, Any]) -> str | None:
+    if not state["ok"]:
+        return f"problems: {state['problems']}"
+    if state["running"] or any(state["queues"].values()) or state["gauges"]["live"]:
+        return "requests are left"
+    if state["pages"]["held"] or state["pages"]["quarantined"]:
+        return "pages are left"
+    if state["counters"].get("rooms", 0) or state["counters"].get("exposed_rooms", 0):
+        return "rooms are left"
+    return None

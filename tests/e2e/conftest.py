@@ -1,0 +1,30 @@
+"""Clusters that several files share: the shipped model behind a router, over both real transfer engines."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cluster import Cluster, cluster
+
+SHIPPED = ("--max-total-tokens", "65536", "--chunked-prefill-size", "256", "--log-level", "warning")
+
+
+@pytest.fixture(scope="session")
+def nixl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill, one decode worker; the asynchronous stream, so that depth is 2."""
+    folder = tmp_path_factory.mktemp("nixl")
+    with cluster(folder, "--transfer-backend", "nixl", "--stream", "threaded", *SHIPPED) as c:
+        yield c
+
+
+@pytest.fixture(scope="session")
+def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two prefill and two decode workers: any may serve any."""
+    folder = tmp_path_factory.mktemp("mooncake")
+    with cluster(folder, "--transfer-backend", "mooncake", "--prefill", "2", "--decode", "2", *SHIPPED) as c:
+        yield c
+
+
+@pytest.fixture(scope="session", params=["nixl", "mooncake"])
+def pd(request: pytest.FixtureRequest) -> Cluster:
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]

@@ -1,0 +1,69 @@
+"""Clients that go away at any moment, by closing the connection or by /abort_request: nothing is left behind."""
+
+import asyncio
+import contextlib
+import random
+from typing import Any
+
+import aiohttp
+
+from tests.e2e.client import assert_all_back, generate, session
+from tests.e2e.cluster import Cluster
+from tests.e2e.workload import recall_body
+
+NUM_ABORTS = 200
+AT_ONCE = 20
+
+
+def test_200_random_aborts_leave_nothing_behind(pd: Cluster) -> None:
+    asyncio.run(_abort_many(pd))
+    asyncio.run(assert_all_back(pd))
+    body, wanted = recall_body(random.Random(5), 50, max_new_tokens=4)
+    assert asyncio.run(_one(pd, body))["output_ids"] == wanted
+
+
+async def _abort_many(c: Cluster) -> None:
+    """Victims among requests that are let live: those must not notice."""
+    rng = random.Random(3)
+    gate = asyncio.Semaphore(AT_ONCE)
+    async with session() as http:
+        victims = [_victim(http, c, gate, rng.random() * 0.25, rng, i) for i in range(NUM_ABORTS)]
+        others = [_bystander(http, c, gate, rng) for _ in range(30)]
+        await asyncio.gather(*victims, *others)
+
+
+async def _victim(
+    http: aiohttp.ClientSession, c: Cluster, gate: asyncio.Semaphore, after_s: float, rng: random.Random, i: int
+) -> None:
+    body, _ = recall_body(rng, rng.randint(5, 250))
+    rid = f"victim-{i}"
+    body |= {"rid": rid, "stream": rng.random() < 0.5}
+    body["sampling_params"] |= {"max_new_tokens": 2000, "ignore_eos": True}
+    by_name = rng.random() < 0.3
+    async with gate:
+        request = asyncio.create_task(_read_all(http, c, body))
+        await asyncio.sleep(after_s)  # the moment of the abort, drawn
+        if by_name:
+            async with http.post(f"{c.router}/abort_request", json={"rid": rid}) as response:
+                assert response.status == 200, await response.text()
+        request.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await request
+
+
+async def _read_all(http: aiohttp.ClientSession, c: Cluster, body: dict[str, Any]) -> None:
+    async with http.post(f"{c.router}/generate", json=body) as response:
+        async for _ in response.content.iter_any():
+            pass
+
+
+async def _bystander(http: aiohttp.ClientSession, c: Cluster, gate: asyncio.Semaphore, rng: random.Random) -> None:
+    body, wanted = recall_body(rng, rng.randint(5, 250), max_new_tokens=8)
+    async with gate:
+        answer = await generate(http, c.router, body)
+    assert answer["output_ids"] == wanted
+
+
+async def _one(c: Cluster, body: dict[str, Any]) -> dict[str, Any]:
+    async with session() as http:
+        return await generate(http, c.router, body)

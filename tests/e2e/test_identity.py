@@ -1,0 +1,58 @@
+"""The same tokens from every way to serve: unified at depth 1 and 2, disaggregated over NIXL and over Mooncake.
+
+Random weights in fp32, so that every layer's every KV slot matters and nothing ties.
+"""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.client import assert_all_back, generate_all
+from tests.e2e.cluster import Cluster, cluster
+from tests.e2e.workload import mixed_bodies
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+COMMON = ("--max-total-tokens", "65536", "--chunked-prefill-size", "128", "--log-level", "warning")
+OVERLAP = ("--stream", "threaded", "--stream-delay-ms", "1")
+WAYS = {
+    "unified-depth-2": ("--unified", *OVERLAP),
+    "nixl": ("--transfer-backend", "nixl", *OVERLAP),
+    "mooncake": ("--transfer-backend", "mooncake", "--page-size", "4"),
+}
+
+
+def tokens(answers: list[dict]) -> list[list[int]]:  # type: ignore[type-arg]
+    return [answer["output_ids"] for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """Unified at depth 1."""
+    args = ("--unified", "--disable-overlap-schedule", "--model-path", checkpoint, *COMMON)
+    with cluster(tmp_path_factory.mktemp("unified"), *args) as c:
+        answers = asyncio.run(generate_all(c.router, mixed_bodies(seed=1)))
+        asyncio.run(assert_all_back(c))
+    return tokens(answers)
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest, checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(
+        tmp_path_factory.mktemp(request.param), *WAYS[request.param], "--model-path", checkpoint, *COMMON
+    ) as c:
+        yield c
+
+
+def test_64_mixed_requests_give_identical_tokens(way: Cluster, reference: list[list[int]]) -> None:
+    """Twice: the second time the prefixes are cached."""
+    assert len({tuple(t) for t in reference}) > 50, "the workload does not tell requests apart"
+    for _ in range(2):
+        answers = asyncio.run(generate_all(way.router, mixed_bodies(seed=1)))
+        assert tokens(answers) == reference
+        asyncio.run(assert_all_back(way))
