@@ -44,7 +44,7 @@ bench: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(TYPED)
+	$(BIN)/mypy --follow-imports=silent $(TYPED)
 	$(BIN)/lint-imports
 
 format: $(STAMP)

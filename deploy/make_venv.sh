@@ -35,4 +35,7 @@ if ! command -v nvidia-smi >/dev/null && reachable "$venv/bin/python" "$cpu_inde
 fi
 
 # torch stands in the same command as what depends on it: one resolution, so nothing pulls in a second torch.
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${index[@]}" "$torch" -e ".[$extras]"
+quiet=()
+[ -t 1 ] || quiet=(-qq) # bars on a terminal, nothing but errors elsewhere
+echo "installing Tandem into $venv (a few minutes the first time)"
+"$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check "${index[@]}" "$torch" -e ".[$extras]"
