@@ -12,7 +12,7 @@ from engine.messages import FinishReason
 
 WINDOW = 24  # decode this many tokens at most before the window is cut ...
 CONTEXT = 6  # ... down to these, which only give the rest its context
-WINDOW_MAX = 256  # cut here even where no clean place was found
+WINDOW_MAX = 64  # cut here even where no clean place was found
 
 
 class IncrementalText:
@@ -30,9 +30,7 @@ class IncrementalText:
 
     def push(self, ids: list[int]) -> str:
         """Add ids; return the characters that are complete now and were not given out before."""
-        if not ids:
-            return ""
-        self._window += ids
+        self._window += [i for i in ids if not (self._skip_special and i in self._tokenizer.special_ids)]
         text = self._final_text()
         new = text[self._given :]
         self._given = max(self._given, len(text))
@@ -61,6 +59,8 @@ class IncrementalText:
             self._given = len(self._final_text())
 
     def _clean(self, first: int) -> bool:
+        if self._tokenizer.byte_level:
+            return True  # bytes just join: what comes later does not depend on what was before
         text = self._tokenizer.decode(self._window[first:], skip_special_tokens=self._skip_special)
         return bool(text) and not text.startswith(BROKEN)
 

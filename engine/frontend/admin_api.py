@@ -131,9 +131,7 @@ async def abort_request(request: web.Request) -> web.Response:
 async def check(request: web.Request) -> web.Response:
     """Every owner of the scheduler checks its own invariants; `ok` is false when one found a problem."""
     state = await request.app[SERVICES].client.state(check=True)
-    return json_response(
-        {"ok": not state.problems, **msgspec.structs.asdict(state), "problems": state.problems}
-    )
+    return json_response({"ok": not state.problems, **msgspec.structs.asdict(state), "problems": state.problems})
 
 
 async def tokenize(request: web.Request) -> web.Response:

@@ -197,5 +197,8 @@ def fit_to_context(
 
 def _too_long(field: str, message: str) -> ApiError:
     return ApiError(
-        400, f"{message}; shorten the prompt or ask for fewer tokens", field=field, code="context_length_exceeded"
+        400,
+        f"{field}: {message}; shorten the prompt or ask for fewer tokens",
+        field=field,
+        code="context_length_exceeded",
     )

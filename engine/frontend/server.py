@@ -5,6 +5,7 @@ Must not know how scheduler and detokenizer were started: it is told whether the
 
 import asyncio
 import dataclasses
+import logging
 import random
 import signal
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.frontend.app import make_app
@@ -201,10 +203,24 @@ def _stop_on_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
     return stop
 
 
+def _http_log() -> logging.Logger:
+    """aiohttp's log without a traceback for each client that sends something that is not HTTP (it is told 400)."""
+    log = logging.getLogger("engine.frontend.http")
+    log.addFilter(_is_ours)
+    return log
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or not issubclass(kind, HttpProcessingError | web.RequestPayloadError | ConnectionError)
+
+
 @asynccontextmanager
 async def _serving(services: Services, server: ServerConfig) -> AsyncIterator[FrontendAddress]:
     app = make_app(services, max_body_bytes=server.max_body_bytes)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=HTTP_CLOSE_S)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, logger=_http_log(), shutdown_timeout=HTTP_CLOSE_S
+    )
     await runner.setup()
     try:
         try:

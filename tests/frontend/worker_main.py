@@ -31,7 +31,7 @@ def main(args: dict[str, Any]) -> int:
                 on_ready=lambda address: (folder / "ready").touch(),
                 children_alive=lambda: "the scheduler process died" if (folder / "dead").exists() else None,
                 drain_s=args["drain_s"],
-                health_timeout_s=2.0,
+                health_timeout_s=0.5,
             )
         )
     except (ConfigError, WorkerDied) as e:

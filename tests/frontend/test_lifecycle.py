@@ -1,0 +1,196 @@
+"""Start, stop and failures of the processes around the frontend."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from engine.frontend.ipc import IpcPaths
+from tests.frontend.conftest import ROOT, start_worker, wait_for, write_checkpoint
+
+
+def test_health_is_503_until_ready_and_when_the_scheduler_is_silent(tmp_path: Path) -> None:
+    with start_worker(tmp_path, ready=False) as w:
+        for path in ("/health", "/health_generate"):
+            answer = w.http.get(path)
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert w.post("/generate", {"text": "a"}).status_code == 503
+        assert w.http.get("/server_info").json()["status"] == "starting"
+        assert w.http.get("/v1/models").status_code == 200 and w.http.get("/metrics").status_code == 200
+        w.scheduler.say_ready()
+        wait_for(lambda: w.http.get("/health").status_code == 200)
+        w.scheduler.silent = True
+        wait_for(lambda: w.http.get("/health").status_code == 503)
+        assert w.http.get("/health_generate").status_code == 503
+        w.scheduler.silent = False
+        assert w.http.get("/health").status_code == 200
+
+
+def test_a_dead_scheduler_fails_what_runs_and_ends_the_worker(tmp_path: Path) -> None:
+    with start_worker(tmp_path) as w:
+        with w.http.stream("POST", "/generate", json={"text": "SLOW", "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            (tmp_path / "dead").touch()
+            last = [line for line in lines if line.startswith("data: ")][-1]
+        assert json.loads(last[6:])["error"]["message"] == "the scheduler process died"
+        assert w.process.wait(10) == 1
+        assert "error: the scheduler process died" in w.stderr.read_text()
+
+
+def test_sigterm_lets_running_requests_finish_then_fails_the_rest(tmp_path: Path) -> None:
+    with start_worker(tmp_path, drain_s=0.5) as w:
+        statuses: list[int] = []
+        thread = threading.Thread(target=lambda: statuses.append(w.post("/generate", {"text": "SLOW"}).status_code))
+        thread.start()
+        wait_for(lambda: w.scheduler.num_running == 1)
+        start_s = time.monotonic()
+        w.process.send_signal(signal.SIGTERM)
+        assert w.process.wait(5) == 0
+        assert time.monotonic() - start_s < 4.5
+        thread.join()
+        assert statuses == [503]
+        wait_for(lambda: w.scheduler.num_running == 0)  # it was aborted
+        assert "Traceback" not in w.stderr.read_text()
+
+
+def test_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
+    with start_worker(tmp_path, engine={"max_running_requests": 1, "max_queued_requests": 2}) as w:
+        with w.http.stream("POST", "/generate", json={"text": ["SLOW", "SLOW", "SLOW"], "stream": True}):
+            full = w.post("/generate", {"text": "a"})
+            assert (
+                full.status_code == 503
+                and full.headers["retry-after"] == "1"
+                and full.json()["error"]["code"] == "queue_full"
+            )
+            assert w.post("/generate", {"text": ["a"] * 4}).status_code == 400
+        w.wait_idle()
+        assert wait_for(lambda: w.post("/generate", {"text": "a"}).status_code == 200)
+
+
+def test_api_key(tmp_path: Path) -> None:
+    with start_worker(tmp_path, server={"api_key": "sésame"}) as w:
+        for headers in (
+            {},
+            {"Authorization": "Bearer"},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": b"Bearer \xff\xfe"},
+        ):
+            answer = w.post("/generate", {"text": "a"}, headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert (
+            w.post("/generate", {"text": "a"}, headers={"Authorization": "Bearer sésame".encode()}).status_code == 200
+        )
+        assert w.http.get("/health").status_code == 200 and w.http.get("/metrics").status_code == 200
+
+
+def run_main(tmp_path: Path, **changes: object) -> subprocess.CompletedProcess[str]:
+    ipc = IpcPaths.create()
+    server, engine = {"port": 0}, {"model_path": str(tmp_path / "tiny")}
+    args = {
+        "folder": str(tmp_path),
+        "ipc_dir": ipc.dir,
+        "mode": "null",
+        "drain_s": 0,
+        "server": server,
+        "engine": engine,
+        **changes,
+    }
+    command = [sys.executable, "-m", "tests.frontend.worker_main", json.dumps(args)]
+    try:
+        return subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True, timeout=30
+        )
+    finally:
+        ipc.remove()
+
+
+def test_a_taken_port_and_broken_files_are_one_line(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "tiny")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run_main(tmp_path, server={"port": port})
+        assert (
+            done.returncode == 1 and done.stderr.startswith(f"error: --port {port}: ") and done.stderr.count("\n") == 1
+        )
+    (checkpoint / "chat_template.jinja").write_text("{% if %}")
+    done = run_main(tmp_path)
+    assert done.returncode == 1 and "syntax error" in done.stderr and done.stderr.count("\n") == 1
+    (checkpoint / "tokenizer.json").write_text("{")
+    done = run_main(tmp_path)
+    assert done.returncode == 1 and "tokenizer.json" in done.stderr and done.stderr.count("\n") == 1
+    (checkpoint / "tokenizer.json").unlink()
+    done = run_main(tmp_path)
+    assert done.returncode == 1 and "no tokenizer.json" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_no_torch_in_the_frontend_and_the_detokenizer() -> None:
+    code = "import sys, engine.frontend.server, engine.detokenizer.process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def start_detokenizer(tmp_path: Path, ipc: IpcPaths, *, shell: bool = False) -> subprocess.Popen[bytes]:
+    config = json.dumps({"ipc_dir": ipc.dir, "model_path": str(write_checkpoint(tmp_path / "tiny"))})
+    command = [sys.executable, "-m", "engine.detokenizer", "--config-json", config]
+    if shell:  # a parent that prints the child's pid and is then killed
+        code = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); time.sleep(600)"
+        command = [sys.executable, "-c", code, *command]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+
+
+def bound(ipc: IpcPaths) -> bool:
+    return os.path.exists(ipc.to_detokenizer.removeprefix("ipc://"))
+
+
+def test_detokenizer_ends_on_sigterm_and_not_on_sigint(tmp_path: Path) -> None:
+    ipc = IpcPaths.create()
+    process = start_detokenizer(tmp_path, ipc)
+    try:
+        wait_for(lambda: bound(ipc))
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=10)
+        assert process.returncode == 0 and out == b""
+    finally:
+        process.kill()
+        process.communicate()
+        ipc.remove()
+
+
+def test_detokenizer_ends_with_its_parent(tmp_path: Path) -> None:
+    ipc = IpcPaths.create()
+    parent = start_detokenizer(tmp_path, ipc, shell=True)
+    try:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        wait_for(lambda: bound(ipc))
+        parent.kill()
+        parent.wait()
+        wait_for(lambda: not _alive(child))
+    finally:
+        parent.kill()
+        parent.communicate()
+        ipc.remove()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_detokenizer_without_a_tokenizer_says_so_in_a_line(tmp_path: Path) -> None:
+    ipc = IpcPaths.create()
+    config = json.dumps({"ipc_dir": ipc.dir, "model_path": str(tmp_path)})
+    command = [sys.executable, "-m", "engine.detokenizer", "--config-json", config]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    ipc.remove()
+    assert done.returncode == 1 and done.stdout.startswith("error: ") and done.stdout.count("\n") == 1

@@ -1,0 +1,280 @@
+"""SGLang's native API and everything around generation: information, load, metrics, aborts, cache, health."""
+
+import contextlib
+import itertools
+import json
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.frontend.conftest import CONTEXT, Worker, start_worker, wait_for
+from tests.frontend.stand_in import NUM_PAGES, PAGE_SIZE
+
+
+def test_generate_text_and_ids(worker: Worker) -> None:
+    answer = worker.post("/generate", {"text": "hello", "sampling_params": {"max_new_tokens": 4}}).json()
+    assert answer["text"] == "hel" and len(answer["output_ids"]) == 4
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 4}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (6, 4, 4)
+    ids = worker.post("/generate", {"input_ids": [70, 71], "sampling_params": {"max_new_tokens": 2}}).json()
+    assert (
+        ids["output_ids"] == [70, 71]
+        and isinstance(ids["meta_info"]["id"], str)
+        and ids["meta_info"]["e2e_latency"] > 0
+    )
+
+
+def test_generate_batch_with_own_parameters_and_ids(worker: Worker) -> None:
+    body = {
+        "text": ["ab", "cd"],
+        "sampling_params": [{"max_new_tokens": 2}, {"max_new_tokens": 3}],
+        "rid": ["one", "two"],
+    }
+    answers = worker.post("/generate", body).json()
+    assert [a["text"] for a in answers] == ["a", "cd"] and [a["meta_info"]["id"] for a in answers] == ["one", "two"]
+    answers = worker.post(
+        "/generate", {"input_ids": [[70], [71]], "sampling_params": {"max_new_tokens": 1, "n": 2}, "rid": "r"}
+    ).json()
+    assert [a["output_ids"] for a in answers] == [[70], [70], [71], [71]]
+    assert [a["meta_info"]["id"] for a in answers] == ["r_0-0", "r_0-1", "r_1-0", "r_1-1"]
+
+
+def test_default_limit_is_cut_to_what_fits_and_an_explicit_one_is_not(worker: Worker) -> None:
+    assert worker.post("/generate", {"input_ids": [70]}).json()["meta_info"]["completion_tokens"] == 128
+    long = [70] * (CONTEXT - 7)
+    assert worker.post("/generate", {"input_ids": long}).json()["meta_info"]["completion_tokens"] == 7
+    body = {"input_ids": long, "sampling_params": {"max_new_tokens": None, "stop_token_ids": [70]}}
+    stopped = worker.post("/generate", body).json()
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": 70} and stopped["text"] == ""
+    error = worker.post("/generate", {"input_ids": long, "sampling_params": {"max_new_tokens": 128}})
+    assert error.status_code == 400 and error.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_stream_is_cumulative(worker: Worker) -> None:
+    text = worker.post("/generate", {"text": "né🎉", "sampling_params": {"max_new_tokens": 8}, "stream": True}).text
+    events = [e.removeprefix("data: ") for e in text.split("\n\n") if e]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(e) for e in events[:-1]]
+    assert chunks[-1]["text"] == "né🎉" and chunks[-1]["meta_info"]["finish_reason"]["type"] == "length"
+    for a, b in itertools.pairwise(chunks):
+        assert (
+            b["text"].startswith(a["text"])
+            and b["meta_info"]["completion_tokens"] > a["meta_info"]["completion_tokens"]
+        )
+    batch = worker.post(
+        "/generate", {"input_ids": [[70], [71]], "sampling_params": {"max_new_tokens": 2}, "stream": True}
+    ).text
+    assert {json.loads(e.removeprefix("data: "))["index"] for e in batch.split("\n\n") if "{" in e} == {0, 1}
+
+
+def test_logprobs(worker: Worker) -> None:
+    body = {
+        "input_ids": [70, 71, 72],
+        "sampling_params": {"max_new_tokens": 2},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+    }
+    meta = worker.post("/generate", body).json()["meta_info"]
+    assert meta["input_token_logprobs"] == [[None, 70, None], [-0.5, 71, None], [-0.5, 72, None]]
+    assert meta["output_token_logprobs"] == [[-0.5, 70, None], [-0.5, 71, None]]
+    assert meta["input_top_logprobs"][0] is None and meta["output_top_logprobs"][0] == [
+        [-0.5, 70, None],
+        [-1.5, 71, None],
+    ]
+    meta = worker.post(
+        "/generate", {**body, "logprob_start_len": -1, "return_text_in_logprobs": True, "top_logprobs_num": 0}
+    ).json()["meta_info"]
+    assert meta["input_token_logprobs"] == [] and "output_top_logprobs" not in meta
+    assert all(isinstance(row[2], str) for row in meta["output_token_logprobs"])
+
+
+def test_abort_by_rid_and_all(worker: Worker) -> None:
+    for abort in ({"rid": "mine"}, {"abort_all": True}):
+        with worker.http.stream("POST", "/generate", json={"text": "SLOW", "rid": "mine", "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            duplicate = worker.post("/generate", {"text": "x", "rid": "mine"})
+            assert duplicate.status_code == 400 and duplicate.json()["error"]["param"] == "rid"
+            assert worker.post("/abort_request", abort).status_code == 200
+            last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")][-1]
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+        worker.wait_idle()
+    assert worker.post("/abort_request", {"rid": "unknown"}).status_code == 200
+    assert worker.post("/generate", {"text": "x", "rid": "mine"}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_client_that_goes_away_aborts_its_samples(worker: Worker, path: str, stream: bool) -> None:
+    before, seen = len(worker.scheduler.aborted), len(worker.scheduler.seen)
+    prompts = {"text" if path == "/generate" else "prompt": ["SLOW 1", "SLOW 2", "ab"]}
+    with worker.http.stream("POST", path, json={**prompts, "stream": True}) if stream else _hung(worker, path, prompts):
+        wait_for(lambda: len(worker.scheduler.seen) == seen + 3)
+    wait_for(lambda: len(worker.scheduler.aborted) >= before + 2)
+    worker.wait_idle()
+    assert {r.rsplit(":", 1)[0] for r in worker.scheduler.aborted[before:]} <= {
+        r.rid.rsplit(":", 1)[0] for r in worker.scheduler.seen[seen:]
+    }
+
+
+def _hung(worker: Worker, path: str, body: object) -> contextlib.closing[socket.socket]:
+    parts, data = urlsplit(worker.url), json.dumps(body).encode()
+    sock = socket.create_connection((parts.hostname, parts.port))
+    sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return contextlib.closing(sock)
+
+
+def test_information(worker: Worker) -> None:
+    for path in ("/server_info", "/get_server_info"):
+        info = worker.http.get(path).json()
+        assert info["served_model_name"] == "tiny" and info["disaggregation_mode"] == "null" and info["page_size"] == 16
+        assert (
+            info["num_running_reqs"] == 0
+            and info["num_queued_reqs"] == 2
+            and info["max_total_num_tokens"] == NUM_PAGES * PAGE_SIZE
+        )
+        assert info["internal_states"][0]["num_used_tokens"] == 0 and "api_key" not in info and info["device"] == "none"
+    for path in ("/model_info", "/get_model_info"):
+        info = worker.http.get(path).json()
+        assert (
+            info["architectures"] == ["Qwen3ForCausalLM"]
+            and info["is_generation"] is True
+            and info["max_model_len"] == CONTEXT
+        )
+    assert worker.http.get("/get_load").json() == [
+        {"dp_rank": 0, "num_reqs": 2, "num_waiting_reqs": 2, "num_tokens": 0}
+    ]
+    (entry,) = worker.http.get("/v1/loads?include=core,disagg").json()["loads"]
+    assert entry["disaggregation"]["decode_prealloc_queue_reqs"] == 2 and entry["max_running_requests"] == 64
+
+
+def test_used_tokens_show_while_running(worker: Worker) -> None:
+    with worker.http.stream("POST", "/generate", json={"text": "SLOW", "stream": True}):
+        wait_for(lambda: worker.http.get("/get_load").json()[0]["num_tokens"] == PAGE_SIZE)
+        flush = worker.post("/flush_cache", None)
+        assert flush.status_code == 400 and "running" in flush.json()["error"]["message"]
+    worker.wait_idle()
+    assert worker.http.get("/flush_cache").text == "flushed\n"
+
+
+def test_metrics(worker: Worker) -> None:
+    worker.post("/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 3}})
+    text = worker.http.get("/metrics").text
+    labels = '{engine_type="unified",model_name="tiny"}'
+    lines = {
+        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if not line.startswith("#")
+    }
+    for name in (
+        "num_running_reqs",
+        "num_queue_reqs",
+        "num_used_tokens",
+        "token_usage",
+        "cache_hit_rate",
+        "num_decode_prealloc_queue_reqs",
+    ):
+        assert (
+            f"sglang:{name}{labels}" in lines or f'sglang:{name}{{model_name="tiny",engine_type="unified"}}' in lines
+        ), name
+    values = {key.split("{")[0]: value for key, value in lines.items()}
+    assert values["sglang:cache_hit_rate"] == 0.5 and values["sglang:num_transfer_failed_reqs_total"] == 3
+    for name in ("prompt_tokens_total", "generation_tokens_total", "cached_tokens_total", "num_requests_total"):
+        assert values[f"sglang:{name}"] > 0
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+        assert values[f"sglang:{name}_count"] > 0
+    assert worker.http.head("/metrics").status_code == 200
+
+
+def test_check_reports_problems(worker: Worker) -> None:
+    good = worker.http.get("/check").json()
+    assert (
+        good["ok"] is True
+        and good["problems"] == []
+        and good["pages"]["free"] == NUM_PAGES
+        and good["queues"]["prealloc"] == 2
+    )
+    worker.scheduler.problems = ["page 7 has two owners"]
+    try:
+        bad = worker.http.get("/check").json()
+        assert bad["ok"] is False and bad["problems"] == ["page 7 has two owners"]
+    finally:
+        worker.scheduler.problems = []
+
+
+def test_tokenize_and_back(worker: Worker) -> None:
+    tokens = worker.post("/tokenize", {"prompt": "né"}).json()
+    assert tokens["count"] == 4 and tokens["tokens"][0] == 256
+    assert worker.post("/v1/detokenize", {"tokens": tokens["tokens"]}).json() == {"text": "né"}
+
+
+def test_request_id_is_echoed_also_on_errors_and_streams(worker: Worker) -> None:
+    for path, body in (
+        ("/generate", {"text": "a"}),
+        ("/generate", {"text": "a", "stream": True}),
+        ("/generate", {}),
+        ("/nowhere", {}),
+    ):
+        assert worker.post(path, body, headers={"X-Request-ID": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert len(worker.post("/generate", {"text": "a"}).headers["x-request-id"]) == 32
+
+
+def test_health_generates_a_real_token(worker: Worker) -> None:
+    assert worker.http.get("/health").status_code == 200
+    seen = len(worker.scheduler.seen)
+    assert worker.http.get("/health_generate").status_code == 200
+    assert worker.scheduler.seen[seen].sampling.max_new_tokens == 1
+    worker.wait_idle()
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_disaggregated_requests_carry_their_rooms(tmp_path: Path, mode: str) -> None:
+    with start_worker(tmp_path, mode=mode) as w:
+        where = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 9000}
+        many = {"input_ids": [[70], [71]], "sampling_params": {"max_new_tokens": 1, "n": 2}}
+        cases: list[tuple[str, dict[str, object], list[int]]] = [
+            ("/generate", {"input_ids": [70], "bootstrap_room": 5}, [5]),
+            ("/generate", {**many, "bootstrap_room": 5}, [5, 6, 7, 8]),
+            ("/generate", {**many, "bootstrap_room": [50, 60]}, [50, 51, 60, 61]),
+            ("/generate", {**many, "bootstrap_room": [1, 3, 5, 7]}, [1, 3, 5, 7]),
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 1, "bootstrap_room": [8, 9]},
+                [8, 9],
+            ),
+            ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1, "bootstrap_room": 2**62}, [2**62, 2**62 + 1]),
+        ]
+        for path, body, rooms in cases:
+            seen = len(w.scheduler.seen)
+            assert w.post(path, {**where, **body}).status_code == 200, body
+            got = [r.bootstrap for r in w.scheduler.seen[seen:]]
+            assert [b.room for b in got if b] == rooms and all(
+                b and (b.host, b.port) == ("10.0.0.1", 9000) for b in got
+            )
+        lacking = w.post("/generate", {"text": "a", **where})
+        assert lacking.status_code == 400 and lacking.json()["error"]["param"] == "bootstrap_room"
+        for bad in (
+            {"bootstrap_room": [1, 2, 3]},
+            {"bootstrap_room": -1},
+            {"bootstrap_room": 2**63},
+            {"bootstrap_room": 1, "bootstrap_port": 70000},
+            {"bootstrap_room": True},
+        ):
+            assert w.post("/generate", {"text": "a", **where, **bad}).status_code == 400, bad
+        assert w.post("/generate", {"text": "a", "bootstrap_host": "2.2.2.2"}).status_code == 200
+        assert w.http.get("/health_generate").status_code == 200
+        fake = w.scheduler.seen[-1].bootstrap
+        assert fake is not None and fake.host == "2.2.2.2" and fake.room > 0
+        w.post("/generate", {"text": "a", "bootstrap_host": "h", "bootstrap_port": None, "bootstrap_room": 4})
+        default = w.scheduler.seen[-1].bootstrap
+        assert default is not None and default.port == 8998
+        assert f'engine_type="{mode}"' in w.http.get("/metrics").text
+
+
+def test_bootstrap_fields_mean_nothing_in_a_unified_worker(worker: Worker) -> None:
+    assert (
+        worker.post("/generate", {"text": "a", "bootstrap_host": "h", "bootstrap_room": [1, 2, 3]}).status_code == 200
+    )
+    assert worker.scheduler.seen[-1].bootstrap is None
