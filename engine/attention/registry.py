@@ -1,6 +1,7 @@
 """Chooses an attention backend by name. Imports a backend only when it is chosen (triton may not be installed)."""
 
 import os
+from importlib.util import find_spec
 
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
@@ -34,11 +35,7 @@ def _check_heads(pool: KVPool, num_heads: int) -> None:
 
 
 def _best_gpu_backend() -> str:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "torch"
-    return "triton"
+    return "triton" if find_spec("triton") else "torch"
 
 
 def _cpu(pool: KVPool, scale: float | None) -> AttentionBackend:

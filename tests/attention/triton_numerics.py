@@ -1,0 +1,101 @@
+"""Run by test_triton.py in a process of its own with TRITON_INTERPRET=1 (it must be set before kernels are defined).
+
+Each case checks the Triton backend against float64, with guard rows around the output: the interpreter does not
+notice a store out of bounds.
+"""
+
+import sys
+
+import torch
+
+from engine.attention import triton_backend
+from engine.attention.triton_backend import TritonBackend
+from engine.kernels import triton_decode, triton_extend
+from tests.attention.attention_cases import (
+    TOLERANCE,
+    Heads,
+    fill,
+    make_pool,
+    make_sequences,
+    pages_needed,
+    run_step,
+    worst_error,
+)
+
+GUARD = 7.5
+GUARD_ROWS = 64  # more than any tile: a store too many hits a guard, not the heap
+
+
+class GuardedTorch:
+    """torch, with guard rows around every tensor that a kernel writes to."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []
+
+    def empty(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        whole = torch.full((GUARD_ROWS + shape[0] + GUARD_ROWS, *shape[1:]), GUARD, dtype=dtype, device=device)
+        self.made.append(whole)
+        return whole[GUARD_ROWS:-GUARD_ROWS]
+
+    def empty_like(self, x: torch.Tensor) -> torch.Tensor:
+        return self.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
+
+    def check(self) -> None:
+        assert self.made
+        for whole in self.made:
+            assert (whole[:GUARD_ROWS] == GUARD).all() and (whole[-GUARD_ROWS:] == GUARD).all()
+        self.made.clear()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+guarded = GuardedTorch()
+
+
+def check(name: str, heads: Heads, starts: list[int], ends: list[int], *, page_size: int, extend: bool) -> None:
+    sequences = make_sequences(heads, ends, page_size=page_size, dtype="float32")
+    pool = make_pool(heads, num_pages=pages_needed(ends, page_size), page_size=page_size)
+    for layer in range(2):  # what must never be read: NaN would show
+        pool.k(layer).fill_(torch.nan)
+        pool.v(layer).fill_(torch.nan)
+    fill(pool, sequences, starts)
+    outs = run_step(TritonBackend(pool), sequences, starts, ends, page_size=page_size, extend=extend)
+    error = worst_error(outs, sequences, starts, ends)
+    assert error < TOLERANCE["float32"], (name, error)
+    guarded.check()
+
+
+def check_alone_and_together() -> None:
+    heads, ends = Heads(q=2, kv=1, dim=16), [300, 40]
+    sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
+    pool = make_pool(heads, num_pages=pages_needed(ends, 16), page_size=16)
+    starts = [n - 1 for n in ends]
+    fill(pool, sequences, starts)
+    together = run_step(TritonBackend(pool), sequences, starts, ends, page_size=16, extend=False)
+    alone = run_step(TritonBackend(pool), sequences[1:], starts[1:], ends[1:], page_size=16, extend=False)
+    assert torch.equal(together[1], alone[0])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for module in (triton_decode, triton_extend):
+        setattr(module, "torch", guarded)  # noqa: B010
+    assert triton_backend.decode is triton_decode.decode
+    mqa, gqa, odd = Heads(q=3, kv=1, dim=16), Heads(q=4, kv=2, dim=32), Heads(q=2, kv=1, dim=24)
+    for page_size in (1, 16):
+        check("decode", gqa, [0, 14, 15, 63, 64], [1, 15, 16, 64, 65], page_size=page_size, extend=False)
+        check("decode, splits", mqa, [127, 299, 128], [128, 300, 129], page_size=page_size, extend=False)
+        check("extend", gqa, [0, 16, 5], [20, 17, 40], page_size=page_size, extend=True)
+    check("decode, dim", odd, [20], [21], page_size=16, extend=False)
+    check("extend, dim", odd, [3], [21], page_size=16, extend=True)
+    check("extend, tiles", mqa, [0, 70], [70, 140], page_size=16, extend=True)
+    check_alone_and_together()
+    # longer than MAX_SPLITS of the least size: splits grow
+    triton_decode.MAX_SPLITS = 2
+    check("decode, long splits", mqa, [419, 9], [420, 10], page_size=16, extend=False)
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)
