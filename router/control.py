@@ -40,11 +40,6 @@ class Control:
         self._session = session
         self._metrics = metrics
         self._roles = roles
-        self._draining = False
-
-    def drain(self) -> None:
-        """From now on the router says that it is not ready, so that no new client comes."""
-        self._draining = True
 
     def routes(self) -> list[web.RouteDef]:
         """All routes of this module."""
@@ -77,8 +72,6 @@ class Control:
         """200 if a request would find its workers, else 503 naming the role that is missing."""
         workers = self._table.workers()
         missing = missing_roles(self._table, self._roles)
-        if self._draining:
-            return error_response(503, "the router is shutting down", code="draining")
         if missing:
             return error_response(503, no_worker_message(self._table, missing), code="no_worker")
         healthy = sum(w.health is Health.UP for w in workers)

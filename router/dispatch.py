@@ -144,11 +144,11 @@ class Dispatcher:
             race.finish()
             return response
         finally:
-            await race.close()
             parts.table.release(prefill_lease)
             parts.table.release(decode_lease)
             self._tails.add(race.prefill)
             _when_done(race.prefill, self._tails.discard, lambda _: parts.rooms.release(rooms))
+            await race.close()  # last: a client that leaves in just this wait cancels it
 
     async def _answer(
         self, exchange: _Exchange, answer: Answer, *, merger: Merger | None, race: Race | None

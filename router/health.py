@@ -61,6 +61,7 @@ class HealthMonitor:
             self._tell(worker, Check.REFUSED, str(failure))
         watch = self._watches.get(worker.worker_id)
         if watch is not None:
+            watch.info_due_s = 0.0  # it may have been restarted, with another bootstrap port
             watch.wake.set()
 
     async def _run(self, watch: "_Watch") -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from router.legs import Answer, LegError
 
-TAIL_S = 30.0  # how long prefill may finish its own answer after the client has all of decode's
+TAIL_S = 5.0  # how long prefill may take to end its own answer after the client has all of decode's
 
 
 class Race:

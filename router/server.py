@@ -100,8 +100,7 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             await monitor.first_round()
             yield RunningRouter(url=f"http://{_url_host(config.host)}:{port}", table=table, rooms=rooms)
         finally:
-            control.drain()
-            await runner.cleanup()
+            await runner.cleanup()  # takes no new connection, and waits for running requests
             await dispatcher.close()
             await monitor.close()
 

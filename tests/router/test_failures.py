@@ -169,6 +169,22 @@ def test_a_dead_worker_leaves_the_pool_at_once_and_comes_back() -> None:
     uvloop.run(scenario())
 
 
+def test_a_lost_connection_makes_the_router_look_at_once() -> None:
+    """Between health checks that are a minute apart: unhealthy is noticed, and so is another bootstrap port."""
+
+    async def scenario() -> None:
+        async with cluster(prefill=1, decode=2, health_check_interval_s=60.0, health_failure_threshold=1) as c:
+            c.decodes[0].behave, c.decodes[0].healthy = resets, False
+            assert (await c.post("/generate", {"text": "a"}))[0] == 200
+            await until(lambda: c.router.table.workers()[1].health is Health.DOWN)
+            c.prefills[0].info["disaggregation_bootstrap_port"] = 4444
+            c.prefills[0].behave, c.decodes[1].behave = resets, hang
+            await c.post("/generate", {"text": "a"})
+            await until(lambda: c.router.table.workers()[0].bootstrap_port == 4444)
+
+    uvloop.run(scenario())
+
+
 def test_an_unhealthy_worker_leaves_and_a_restarted_prefill_worker_is_asked_for_its_bootstrap_port() -> None:
     async def scenario() -> None:
         async with cluster(info={"disaggregation_bootstrap_port": 1111}) as c:
@@ -435,7 +451,8 @@ def test_200_random_mishaps_leave_nothing_behind() -> None:
 
             async def one(i: int) -> None:
                 for j, worker in enumerate((*c.prefills, *c.decodes)):
-                    worker.behave = behaviours[(i * 7 + j * (i % 5)) % len(behaviours)]
+                    kinds = behaviours if worker in c.decodes else behaviours[:-1]
+                    worker.behave = kinds[(i * 7 + j * (i % 5)) % len(kinds)]
                 try:
                     async with asyncio.timeout(0.02 + (i % 7) * 0.01):
                         await c.post("/v1/chat/completions", STREAM if i % 2 else CHAT)

@@ -268,6 +268,27 @@ def test_a_worker_of_the_wrong_role_never_joins() -> None:
     uvloop.run(scenario())
 
 
+def test_running_requests_end_well_when_the_router_stops() -> None:
+    async def scenario() -> None:
+        go_on = asyncio.Event()
+
+        async def paced(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await go_on.wait()
+            return await stream(request, [{"i": 0}])
+
+        async with workers(1, mode="null") as (worker,), aiohttp.ClientSession() as client:
+            worker.behave = paced
+            async with start_router(RouterConfig(worker_urls=(worker.url,), port=0)) as router:
+                ask = asyncio.create_task(client.post(router.url + "/generate", json={"stream": True}))
+                await until(lambda: worker.seen)
+                asyncio.get_running_loop().call_later(0.05, go_on.set)
+            assert events_of(await (await ask).read()) == [{"i": 0}, "[DONE]"]
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await client.get(router.url + "/liveness")
+
+    uvloop.run(scenario())
+
+
 def test_a_taken_port_is_one_clear_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

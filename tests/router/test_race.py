@@ -92,3 +92,18 @@ def test_after_the_answer_prefill_may_end_in_peace() -> None:
         await race.prefill
 
     asyncio.run(scenario())
+
+
+def test_a_prefill_leg_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.race.TAIL_S", 0.01)
+
+    async def scenario() -> None:
+        good, _ = answer()
+        race = race_of(hangs(), succeeds(good))
+        await race.answer(wait_for_prefill=False)
+        race.finish()
+        await race.close()
+        await asyncio.wait_for(asyncio.wait([race.prefill]), 10)
+        assert race.prefill.cancelled()
+
+    asyncio.run(scenario())
