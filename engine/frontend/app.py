@@ -99,7 +99,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException as e:
         return _error_response(_from_http(e, request), allow=e.headers.get("Allow"))
     except web.RequestPayloadError as e:
-        return _error_response(ApiError(400, f"the body cannot be read: {e}"))
+        response = _error_response(ApiError(400, f"the body cannot be read: {' '.join(str(e).split())}"))
+        response.force_close()  # where the next request would begin is unknown; tell the client
+        return response
     except ConnectionError:
         raise
     except Exception:

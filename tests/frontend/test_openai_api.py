@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 
-from tests.frontend.conftest import CONTEXT, Worker, wait_for
+from tests.frontend.conftest import CONTEXT, Worker, byte_tokenizer, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +38,14 @@ def test_chat(client: openai.OpenAI, worker: Worker) -> None:
 
 
 def test_chat_content_parts_and_developer_role(client: openai.OpenAI, worker: Worker) -> None:
-    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]
+    parts: Any = [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]
     client.chat.completions.create(
         model="tiny", messages=[{"role": "developer", "content": "D"}, {"role": "user", "content": parts}], max_tokens=1
-    )  # type: ignore[list-item, misc]
-    assert bytes(_bytes_of(worker)).decode() == "<|system|>D<|user|>ab\ncd<|assistant|>"
+    )
+    assert _bytes_of(worker).decode() == "<|system|>D<|user|>ab\ncd<|assistant|>"
 
 
 def _bytes_of(worker: Worker) -> bytes:
-    from tests.frontend.conftest import byte_tokenizer
-
     return b"".join(byte_tokenizer().token_bytes(i) for i in worker.scheduler.seen[-1].input_ids)
 
 
@@ -89,7 +88,7 @@ def test_continuous_usage(worker: Worker) -> None:
     assert counts == sorted(counts) and counts[-1] == 4
 
 
-def sse(worker: Worker, path: str, body: object) -> list[dict]:  # type: ignore[type-arg]
+def sse(worker: Worker, path: str, body: object) -> list[dict[str, Any]]:
     response = worker.post(path, body)
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
@@ -98,18 +97,18 @@ def sse(worker: Worker, path: str, body: object) -> list[dict]:  # type: ignore[
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
-    messages = [{"role": "user", "content": "é"}]
+    messages: Any = [{"role": "user", "content": "é"}]
     answer = client.chat.completions.create(
         model="tiny", messages=messages, max_tokens=10, logprobs=True, top_logprobs=3
-    )  # type: ignore[arg-type]
+    )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None and len(logprobs.content) == 10
     assert b"".join(bytes(t.bytes or []) for t in logprobs.content) == "<|user|>é".encode()
     assert logprobs.content[0].token == "<" and logprobs.content[0].logprob == -0.5
     assert [t.logprob for t in logprobs.content[0].top_logprobs] == [-0.5, -1.5, -2.5]
-    streamed = client.chat.completions.create(
+    streamed: Any = client.chat.completions.create(
         model="tiny", messages=messages, max_tokens=10, logprobs=True, stream=True
-    )  # type: ignore[arg-type]
+    )
     tokens = [t for c in streamed if c.choices[0].logprobs for t in c.choices[0].logprobs.content or []]
     assert [t.bytes for t in tokens] == [t.bytes for t in logprobs.content]
 
@@ -282,5 +281,6 @@ def test_user_abort_ends_with_reason_abort(client: openai.OpenAI, worker: Worker
     stream = client.completions.create(model="tiny", prompt="SLOW", max_tokens=8, stream=True)
     first = next(stream)
     assert worker.post("/abort_request", {"rid": first.id}).status_code == 200
-    assert [c.choices[0].finish_reason for c in stream][-1] == "abort"
+    reasons: list[Any] = [c.choices[0].finish_reason for c in stream]
+    assert reasons[-1] == "abort"
     worker.wait_idle()
