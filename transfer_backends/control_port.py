@@ -57,7 +57,7 @@ class Waker:
         return self._fd
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # closed: nobody waits any more
+        with contextlib.suppress(OSError, ValueError):  # closed: nobody waits any more
             os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:

@@ -87,6 +87,8 @@ class DecodeManager(Shell):
 
         False: some room did not drain, a peer may still write into the pool; the engine stays up then.
         """
+        if not self._first_close():
+            return self._rooms.num_exposed == 0
         with self.core() as now_s:
             for key in list(self._rooms.machine):
                 self._rooms.abort(key, "the decode worker is shutting down", now_s)

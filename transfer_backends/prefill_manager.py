@@ -69,6 +69,8 @@ class PrefillManager(Shell):
 
     def close(self) -> None:
         """Fail what is open, let posted operations end, say goodbye, end the threads. Blocks for some seconds at most."""
+        if not self._first_close():
+            return
         with self.core():
             for key in list(self._rooms.machine):
                 self._rooms.abort(key, "the prefill worker is shutting down")

@@ -46,6 +46,7 @@ class Shell:
         self._lock = threading.Lock()
         self._wakeup: Callable[[], None] = lambda: None
         self._stop = threading.Event()
+        self._closed = False
         self._next_tick_s = 0.0
         self._next_log_s = 0.0
         self._num_unlogged = 0
@@ -105,6 +106,11 @@ class Shell:
             self._next_log_s = now_s + LOG_EVERY_S
             log.warning("%s: %s (%d since the last such line)", self._name, text, self._num_unlogged, exc_info=exc_info)
             self._num_unlogged = 0
+
+    def _first_close(self) -> bool:
+        with self._lock:
+            first, self._closed = not self._closed, True
+        return first
 
     def _end(self) -> None:
         """Stop and join the control thread; it closes the port."""

@@ -1,0 +1,98 @@
+"""The registry with literals only."""
+
+from typing import Any
+
+import pytest
+
+from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.protocol import Registration
+from bootstrap_server.registry import Registry, RegistryError
+
+CONFIG = BootstrapConfig(lease=10.0, room_ttl=5.0, max_workers=3, max_rooms=4)
+
+
+def worker(incarnation: str, *, port: int = 1000, **more: Any) -> Registration:
+    return Registration(
+        incarnation=incarnation,
+        control_host="10.0.0.1",
+        control_port=port,
+        protocol_version=1,
+        page_size=16,
+        signature="m",
+        dtype="bfloat16",
+        **more,
+    )
+
+
+def test_embedded_knows_one_worker() -> None:
+    registry = Registry(CONFIG, shared=False)
+    with pytest.raises(RegistryError, match="no prefill worker"):
+        registry.look_up(1)
+    registry.register(worker("a"), 0.0)
+    registry.register(worker("b", port=2000), 1.0)
+    reply = registry.look_up(7)
+    assert (reply.worker.incarnation, reply.shared, registry.num_workers) == ("b", False, 1)
+
+
+def test_shared_goes_by_room() -> None:
+    registry = Registry(CONFIG, shared=True)
+    registry.register(worker("a", port=1), 0.0)
+    registry.register(worker("b", port=2), 0.0)
+    registry.register_rooms("a", [5], 0.0)
+    registry.register_rooms("b", [6], 0.0)
+    assert [registry.look_up(room).worker.incarnation for room in (5, 6)] == ["a", "b"]
+    assert registry.look_up(5).shared
+    with pytest.raises(RegistryError, match="registered 7"):
+        registry.look_up(7)
+    registry.leave("a")
+    with pytest.raises(RegistryError, match="owned 5 is gone"):
+        registry.look_up(5)
+    for call in (lambda: registry.leave("a"), lambda: registry.register_rooms("a", [1], 0.0)):
+        with pytest.raises(RegistryError, match="'a' is not registered"):
+            call()
+    assert registry.check() == []
+
+
+def test_a_new_life_replaces_the_old() -> None:
+    registry = Registry(CONFIG, shared=True)
+    registry.register(worker("a", port=1), 0.0)
+    registry.register(worker("b", port=1), 0.0)  # same control address
+    registry.register(worker("c", port=2, url="http://x"), 0.0)
+    registry.register(worker("d", port=3, url="http://x"), 0.0)  # same URL
+    registry.register(worker("e", port=4), 0.0)
+    registry.register_rooms("b", [1], 0.0)
+    registry.register_rooms("d", [2], 0.0)
+    assert [registry.look_up(room).worker.incarnation for room in (1, 2)] == ["b", "d"]
+    assert registry.num_workers == 3
+    with pytest.raises(RegistryError, match="no more fit"):
+        registry.register(worker("f", port=5), 0.0)
+
+
+def test_leases_and_rooms_expire() -> None:
+    registry = Registry(CONFIG, shared=True)
+    registry.register(worker("a", port=1), 0.0)
+    registry.register(worker("b", port=2), 1.0)
+    registry.register(worker("a", port=1), 5.0)  # renewed
+    registry.register_rooms("a", [1], 6.0)
+    assert registry.check() == []
+    registry.expire(11.0)
+    assert (registry.num_workers, registry.num_rooms) == (1, 0)
+    registry.expire(14.9)
+    assert registry.num_workers == 1
+    registry.expire(15.0)
+    assert registry.num_workers == 0
+
+
+def test_rooms_are_bounded() -> None:
+    registry = Registry(CONFIG, shared=True)
+    registry.register(worker("a"), 0.0)
+    registry.register_rooms("a", list(range(1, 8)), 0.0)
+    assert registry.num_rooms == 4
+    assert registry.look_up(7)
+    with pytest.raises(RegistryError):
+        registry.look_up(3)
+
+
+def test_only_prefill_registers() -> None:
+    with pytest.raises(RegistryError, match="role"):
+        Registry(CONFIG, shared=True).register(worker("a", role="decode"), 0.0)

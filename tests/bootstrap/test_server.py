@@ -1,0 +1,204 @@
+"""The server over real HTTP: what clients get, what junk gets, leases, rooms, restarts."""
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from bootstrap_server.app import BootstrapServer
+from bootstrap_server.client import BootstrapError, Registrar, look_up
+from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.protocol import SECRET_HEADER, token
+from tests.bootstrap.test_registry import worker
+
+SECRET = b"open sesame"
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., BootstrapServer]]:
+    servers: list[BootstrapServer] = []
+
+    def start(*, shared: bool = True, secret: bytes | None = None, port: int = 0, **config: Any) -> BootstrapServer:
+        server = BootstrapServer(BootstrapConfig(port=port, **config), shared=shared, secret=secret)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., Registrar]]:
+    registrars: list[Registrar] = []
+
+    def start(server_port: int, *args: Any, secret: bytes | None = None, **kwargs: Any) -> Registrar:
+        registrar = Registrar(f"127.0.0.1:{server_port}", worker(*args, **kwargs), secret=secret)
+        registrars.append(registrar)
+        registrar.start()
+        return registrar
+
+    yield start
+    for registrar in registrars:
+        registrar.close()
+
+
+def call(port: int, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request(
+            method, path, body if body is None or isinstance(body, bytes) else json.dumps(body), headers or {}
+        )
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def test_embedded(serve: Any, register: Any) -> None:
+    server = serve(shared=False)
+    address = f"127.0.0.1:{server.port}"
+    with pytest.raises(BootstrapError, match="no prefill worker is registered") as caught:
+        look_up(address, 1)
+    assert not caught.value.permanent
+    registrar = register(server.port, "a")
+    assert registrar.registered.wait(5)
+    reply = look_up(address, 1)
+    assert (reply.worker.control, reply.worker.incarnation, reply.shared) == ("10.0.0.1:1000", "a", False)
+    registrar.close()
+    with pytest.raises(BootstrapError, match="no prefill worker"):
+        look_up(address, 1)
+
+
+def test_shared_rooms(serve: Any, register: Any) -> None:
+    server = serve()
+    address = f"127.0.0.1:{server.port}"
+    one, two = register(server.port, "a", port=1), register(server.port, "b", port=2)
+    one.add_room(11)  # before it knows whether the server wants rooms
+    for registrar in (one, two):
+        assert registrar.registered.wait(5)
+    two.add_room(22)
+    until(lambda: server.registry.num_rooms == 2)
+    assert [look_up(address, room).worker.incarnation for room in (11, 22)] == ["a", "b"]
+
+
+def test_server_that_starts_late_and_restarts(serve: Any, register: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    registrar = register(port, "a")
+    until(lambda: registrar.error is not None)
+    assert "cannot be reached" in registrar.error
+    first = serve(port=port)
+    assert registrar.registered.wait(5)
+    first.close()
+    second = serve(port=port)
+    registrar.add_room(5)
+    until(lambda: second.registry.num_rooms == 1)
+    assert look_up(f"127.0.0.1:{port}", 5).worker.incarnation == "a"
+
+
+def test_leases_are_renewed_and_end(serve: Any, register: Any) -> None:
+    server = serve(shared=False, lease=0.3)
+    registrar = register(server.port, "a")
+    assert registrar.registered.wait(5)
+    deadline_s = time.monotonic() + 0.7
+    while time.monotonic() < deadline_s:
+        assert call(server.port, "GET", "/health")[1]["workers"] == 1
+    registrar._stop = True  # dies without a word
+    registrar._wake.set()
+    until(lambda: call(server.port, "GET", "/health")[1]["workers"] == 0)
+
+
+def test_secret(serve: Any, register: Any) -> None:
+    server = serve(shared=False, secret=SECRET)
+    address = f"127.0.0.1:{server.port}"
+    assert register(server.port, "a", secret=SECRET).registered.wait(5)
+    assert look_up(address, 1, secret=SECRET).worker.incarnation == "a"
+    for wrong in (None, b"guess"):
+        with pytest.raises(BootstrapError, match="--cluster-secret-file") as caught:
+            look_up(address, 1, secret=wrong)
+        assert caught.value.permanent
+    assert call(server.port, "PUT", "/route", {}, {SECRET_HEADER: "no"})[0] == 401
+    assert call(server.port, "PUT", "/route", {}, {SECRET_HEADER: token(SECRET)})[0] == 400
+    assert call(server.port, "GET", "/health")[0] == 200
+
+
+GOOD = {
+    "incarnation": "a",
+    "control_host": "h",
+    "control_port": 1,
+    "protocol_version": 1,
+    "page_size": 16,
+    "signature": "m",
+    "dtype": "f",
+}
+BAD_CALLS: list[tuple[str, str, Any, int, str]] = [
+    ("PUT", "/route", b"", 400, "body"),
+    ("PUT", "/route", b"junk", 400, "malformed"),
+    ("PUT", "/route", b"\xff\xfe", 400, "body"),
+    ("PUT", "/route", [], 400, "Expected `object`"),
+    ("PUT", "/route", {}, 400, "incarnation"),
+    ("PUT", "/route", {**GOOD, "incarnation": ""}, 400, "incarnation"),
+    ("PUT", "/route", {**GOOD, "incarnation": "x" * 300}, 400, "incarnation"),
+    ("PUT", "/route", {**GOOD, "control_port": 0}, 400, "control_port"),
+    ("PUT", "/route", {**GOOD, "control_port": "1"}, 400, "control_port"),
+    ("PUT", "/route", {**GOOD, "control_port": 70000}, 400, "control_port"),
+    ("PUT", "/route", {**GOOD, "page_size": 0}, 400, "page_size"),
+    ("PUT", "/route", {**GOOD, "role": "decode"}, 400, "role"),
+    ("PUT", "/route", {**GOOD, "surprise": 1}, 400, "surprise"),
+    ("PUT", "/route", b"[" * 200000, 400, "body"),
+    ("PUT", "/route", b"x" * (2 << 20), 413, "longer"),
+    ("GET", "/route", None, 400, "room"),
+    ("GET", "/route?room=0", None, 400, "room"),
+    ("GET", "/route?room=-1", None, 400, "room"),
+    ("GET", "/route?room=x", None, 400, "room"),
+    ("GET", f"/route?room={2**63}", None, 400, "room"),
+    ("GET", "/route?room=%EF%BC%91", None, 400, "room"),
+    ("GET", "/route?room=1", None, 404, "no prefill worker"),
+    ("DELETE", "/route", None, 400, "incarnation"),
+    ("DELETE", "/route?incarnation=nobody", None, 404, "nobody"),
+    ("POST", "/rooms", {"incarnation": "nobody", "rooms": [1]}, 404, "nobody"),
+    ("POST", "/rooms", {"incarnation": "a", "rooms": [0]}, 400, "rooms"),
+    ("POST", "/rooms", {"incarnation": "a", "rooms": list(range(1, 5000))}, 400, "rooms"),
+    ("POST", "/route", {}, 405, "POST"),
+    ("GET", "/nothing", None, 404, "/nothing"),
+]
+
+
+def test_bad_calls(serve: Any, register: Any) -> None:
+    server = serve()
+    for method, path, body, status, text in BAD_CALLS:
+        got, reply = call(server.port, method, path, body)
+        assert (got, set(reply)) == (status, {"error"}), (method, path, reply)
+        assert text in reply["error"], (method, path, reply)
+    assert register(server.port, "a").registered.wait(5)
+
+
+def test_taken_port_is_named(serve: Any) -> None:
+    server = serve()
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{server.port}"):
+        serve(port=server.port)
+
+
+def test_look_up_at_something_else() -> None:
+    with pytest.raises(BootstrapError, match="not HOST:PORT") as caught:
+        look_up("nonsense", 1)
+    assert caught.value.permanent
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(BootstrapError, match="cannot be reached") as caught,
+    ):
+        look_up(f"127.0.0.1:{silent.getsockname()[1]}", 1, timeout_s=0.2)
+    assert not caught.value.permanent

@@ -1,0 +1,387 @@
+"""The control plane over real sockets, with the fake engine: refusals, timeouts, hostile frames, lost messages."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from tests.transfer.pool import Pool
+from tests.transfer.rig import until
+from transfer_backends.contract import LookupFailed, Route, TransferConfig
+from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.engines.fake import FakeEngine
+from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
+from transfer_backends.liveness import Liveness, liveness, own_mark
+from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.wire import Abort, Layout, Ping, Register, Status, TransferInfo, WireRegion, encode
+
+SHORT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "handshake_timeout_s": 0.4}
+
+
+class Pair:
+    """A prefill and a decode manager in one process. Keyword arguments go to both configs."""
+
+    def __init__(
+        self, engine: FakeEngine | None = None, secrets: tuple[Any, Any] = (None, None), **config: Any
+    ) -> None:
+        self.pools = [Pool(num_pages=64, page_bytes=64, seed=i) for i in range(2)]
+        one, two = (TransferConfig(**{**SHORT, **config}, secret=secret) for secret in secrets)
+        self.prefill = PrefillManager(self.pools[0].args, engine or FakeEngine(), one)
+        self.route: Route | None = Route(self.prefill.control_address, self.prefill.incarnation)
+        self.decode = DecodeManager(self.pools[1].args, FakeEngine(), two, lookup=self.look_up)
+        self.prefill.start()
+        self.decode.start()
+
+    def look_up(self, bootstrap: str, room: int) -> Route:
+        if self.route is None:
+            raise LookupFailed("nobody is registered")
+        return self.route
+
+    def meet(self, room: int) -> tuple[Any, Any]:
+        sender, receiver = self.prefill.sender(room), self.decode.receiver(room, bootstrap="b")
+        until(lambda: receiver.poll() is KVPoll.WaitingForInput)
+        receiver.provide([1, 2, 3], 0)
+        until(lambda: sender.poll() is KVPoll.WaitingForInput)
+        return sender, receiver
+
+    def works(self, room: int) -> None:
+        """A good request is served."""
+        sender, receiver = self.meet(room)
+        sender.send([4, 5, 6], dst_start=0, last=True, aux_idx=0)
+        until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
+        sender.close()
+        receiver.close()
+
+    def close(self) -> None:
+        assert self.prefill.check() == self.decode.check() == []
+        self.decode.close()
+        self.prefill.close()
+
+
+@pytest.fixture
+def pairs() -> Iterator[Any]:
+    made: list[Pair] = []
+
+    def make(*args: Any, **kwargs: Any) -> Pair:
+        made.append(Pair(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for pair in made:
+        pair.close()
+
+
+def test_rooms(pairs: Any) -> None:
+    pair = pairs()
+    sender = pair.prefill.sender(5)
+    receiver = pair.decode.receiver(5, bootstrap="b")
+    for make in (lambda: pair.prefill.sender(5), lambda: pair.decode.receiver(5, bootstrap="b")):
+        with pytest.raises(RoomInUse):
+            make()
+    for make in (lambda: pair.prefill.sender(0), lambda: pair.decode.receiver(0, bootstrap="b")):
+        with pytest.raises(ValueError, match="bootstrap_room"):
+            make()
+    with pytest.raises(RuntimeError, match="before its pages were released"):
+        sender.close()
+    with pytest.raises(IllegalTransition):
+        sender.send([1], dst_start=0, last=False)
+    until(lambda: receiver.poll() is KVPoll.WaitingForInput)
+    with pytest.raises(ValueError, match="outside the pool of 64"):
+        receiver.provide([64], 0)
+    with pytest.raises(ValueError, match="aux_idx 64"):
+        receiver.provide([1], 64)
+    receiver.provide([1, 2], 0)
+    with pytest.raises(IllegalTransition):
+        receiver.provide([1, 2], 0)
+    until(lambda: sender.poll() is KVPoll.WaitingForInput)
+    with pytest.raises(ValueError, match="leaves a gap"):
+        sender.send([1], dst_start=1, last=False)
+    with pytest.raises(ValueError, match="outside the pool"):
+        sender.send([-1], dst_start=0, last=False)
+    with pytest.raises(ValueError, match="aux_idx None"):
+        sender.send([1, 2], dst_start=0, last=True)
+    sender.send([1, 2], dst_start=0, last=True, aux_idx=1)
+    until(lambda: receiver.poll() is KVPoll.Success)
+    sender.close()
+    receiver.close()
+    pair.works(5)  # a room may be used again once it is closed
+
+
+def test_fake_pair_needs_no_peer(pairs: Any) -> None:
+    pair = pairs()
+    sender, receiver = pair.prefill.sender(1, fake=True), pair.decode.receiver(1, bootstrap="2.2.2.2:1", fake=True)
+    assert sender.poll() is receiver.poll() is KVPoll.WaitingForInput
+    receiver.provide([1], 0)
+    sender.send([1], dst_start=0, last=False)
+    assert sender.poll() is KVPoll.Transferring and not sender.released()
+    sender.send([2], dst_start=1, last=True, aux_idx=0)
+    assert sender.poll() is receiver.poll() is KVPoll.Success
+    assert sender.released() and receiver.drained()
+
+
+def test_wakeup_on_every_change(pairs: Any) -> None:
+    """A role that sleeps until it is woken sees every state."""
+    pair = pairs()
+    woken = threading.Event()
+    pair.decode.set_wakeup(woken.set)
+    receiver = pair.decode.receiver(1, bootstrap="b")
+
+    def sleep_until(state: KVPoll) -> None:
+        while receiver.poll() < state:
+            assert woken.wait(5.0), f"not woken before {state.name}"
+            woken.clear()
+
+    sleep_until(KVPoll.WaitingForInput)
+    sender = pair.prefill.sender(1)
+    receiver.provide([1], 0)
+    until(lambda: sender.poll() is KVPoll.WaitingForInput)
+    sender.send([], dst_start=0, last=False)
+    sleep_until(KVPoll.Transferring)
+    sender.send([1], dst_start=0, last=True, aux_idx=0)
+    sleep_until(KVPoll.Success)
+    sender.close()
+    receiver.close()
+
+
+def test_bootstrap_timeout_and_late_indices(pairs: Any) -> None:
+    pair = pairs(bootstrap_timeout_s=0.2)
+    sender = pair.prefill.sender(1)
+    until(lambda: sender.poll() is KVPoll.Failed)
+    assert "bootstrap timeout" in sender.failure()
+    sender.close()
+    pair.decode.receiver(2, bootstrap="b").abort("unused")
+    late = pair.decode.receiver(1, bootstrap="b")  # prefill gave up long ago: decode is told at once
+    until(lambda: late.poll() is KVPoll.WaitingForInput)
+    late.provide([1], 0)
+    until(lambda: late.poll() is KVPoll.Failed and late.drained())
+    late.close()
+
+
+def test_indices_before_the_request_and_orphans(pairs: Any) -> None:
+    pair = pairs(bootstrap_timeout_s=0.5)
+    early, orphan = (pair.decode.receiver(room, bootstrap="b") for room in (1, 2))
+    for receiver in (early, orphan):
+        until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
+        receiver.provide([1], 0)
+    until(lambda: len(pair.prefill._rooms._orphans) == 2)
+    sender = pair.prefill.sender(1)
+    assert sender.poll() is KVPoll.WaitingForInput and sender.num_pages == 1
+    sender.send([1], dst_start=0, last=True, aux_idx=0)
+    until(lambda: early.poll() is KVPoll.Success)
+    until(lambda: orphan.poll() is KVPoll.Failed)
+    assert "no request for it came to prefill" in orphan.failure()
+    until(orphan.drained)
+    assert pair.prefill.counters["orphans_expired"] == 1
+    late = pair.prefill.sender(2)
+    assert late.poll() is KVPoll.Failed
+    for transfer in (sender, early, orphan, late):
+        transfer.close()
+
+
+def test_orphans_are_bounded(pairs: Any) -> None:
+    pair = pairs(max_orphans=3)
+    receivers = [pair.decode.receiver(room, bootstrap="b") for room in range(1, 6)]
+    for receiver in receivers:
+        until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
+        receiver.provide([1], 0)
+    until(lambda: sum(r.poll() is KVPoll.Failed for r in receivers) == 2)
+    assert "no more" in next(r.failure() for r in receivers if r.poll() is KVPoll.Failed)
+    for receiver in receivers:
+        receiver.abort("done")
+        until(receiver.drained)
+        receiver.close()
+
+
+def test_waiting_and_transfer_timeouts(pairs: Any) -> None:
+    pair = pairs(waiting_timeout_s=0.2, transfer_timeout_s=0.3)
+    sender, receiver = pair.meet(1)
+    until(lambda: receiver.poll() is KVPoll.Failed)
+    assert receiver.failure() == "prefill sent nothing for 0.2 s"
+    until(lambda: sender.poll() is KVPoll.Failed and receiver.drained())
+    assert "aborted by decode" in sender.failure()
+    other, stalled = pair.meet(2)
+    other.send([1], dst_start=0, last=False)
+    until(lambda: stalled.poll() is KVPoll.Failed)
+    assert "no progress" in stalled.failure()
+    until(stalled.drained)
+    until(other.released)
+    for transfer in (sender, receiver, other, stalled):
+        transfer.close()
+
+
+def test_slow_engine_times_out_but_holds_its_pages(pairs: Any) -> None:
+    """Failed is told at once; Drained and released only when the operation has ended."""
+    pair = pairs(engine=FakeEngine(delay_s=0.8), transfer_timeout_s=0.2)
+    sender, receiver = pair.meet(1)
+    sender.send([1, 2, 3], dst_start=0, last=True, aux_idx=0)
+    until(lambda: sender.poll() is KVPoll.Failed)
+    until(lambda: receiver.poll() is KVPoll.Failed)
+    assert not sender.released() and not receiver.drained()
+    until(lambda: sender.released() and receiver.drained())
+    sender.close()
+    receiver.close()
+
+
+def test_failed_operation_does_not_blacklist(pairs: Any) -> None:
+    pair = pairs(engine=FakeEngine(failure_rate=0.5, seed=1))
+    ended = {KVPoll.Success: 0, KVPoll.Failed: 0}
+    for room in range(1, 31):
+        sender, receiver = pair.meet(room)
+        sender.send([1, 2, 3], dst_start=0, last=True, aux_idx=0)
+        until(lambda s=sender, r=receiver: s.released() and r.drained() and s.poll() is r.poll())
+        ended[sender.poll()] += 1
+        sender.close()
+        receiver.close()
+    assert min(ended.values()) >= 3
+    assert pair.prefill.counters["peers"] == 1
+
+
+def test_handshake_timeout_names_the_reason(pairs: Any) -> None:
+    pair = pairs()
+    pair.route = None
+    receiver = pair.decode.receiver(1, bootstrap="b")
+    until(lambda: receiver.poll() is KVPoll.Failed)
+    assert receiver.failure() == "handshake timed out after 0.4 s: nobody is registered"
+    receiver.close()
+    with socket.create_server(("127.0.0.1", 0)) as dumb:  # accepts, never answers
+        pair.route = Route(f"127.0.0.1:{dumb.getsockname()[1]}", "who")
+        receiver = pair.decode.receiver(2, bootstrap="b")
+        until(lambda: receiver.poll() is KVPoll.Failed)
+        assert "has not answered" in receiver.failure()
+        receiver.close()
+    pair.route = Route(pair.prefill.control_address, pair.prefill.incarnation)
+    pair.works(3)
+
+
+def test_stale_route_is_looked_up_again(pairs: Any) -> None:
+    pair = pairs()
+    good, pair.route = pair.route, Route(pair.prefill.control_address, "an earlier life")
+    receiver = pair.decode.receiver(1, bootstrap="b")
+    until(lambda: pair.prefill.counters.get("refused", 0) >= 1)
+    pair.route = good
+    until(lambda: receiver.poll() is KVPoll.WaitingForInput)
+    receiver.abort("enough")
+    receiver.close()
+
+
+def test_abort_before_the_handshake_reaches_prefill(pairs: Any) -> None:
+    pair = pairs()
+    good, pair.route = pair.route, None
+    sender, receiver = pair.prefill.sender(1), pair.decode.receiver(1, bootstrap="b")
+    receiver.abort("user left")
+    assert receiver.poll() is KVPoll.Failed and receiver.drained()
+    receiver.close()
+    pair.route = good
+    until(lambda: sender.poll() is KVPoll.Failed)
+    until(lambda: pair.decode.counters["rooms"] == 0)
+    sender.close()
+
+
+def test_shutdown_tells_the_peer(pairs: Any) -> None:
+    pair = pairs()
+    _, receiver = pair.meet(1)
+    pair.prefill.close()
+    until(lambda: receiver.poll() is KVPoll.Failed and receiver.drained(), timeout_s=2.0)
+    assert "shutting down" in receiver.failure() or "shut down" in receiver.failure()
+    receiver.close()
+
+
+@pytest.mark.parametrize(("secrets", "good"), [((b"s", b"s"), True), ((b"s", b"t"), False), ((b"s", None), False)])
+def test_secret(pairs: Any, secrets: Any, good: bool) -> None:
+    pair = pairs(secrets=secrets)
+    if good:
+        pair.works(1)
+        return
+    receiver = pair.decode.receiver(1, bootstrap="b")
+    until(lambda: receiver.poll() is KVPoll.Failed)
+    assert pair.prefill.counters["junk_frames"] >= 1 and pair.prefill.counters["peers"] == 0
+    receiver.close()
+
+
+def hostile_frames(me: str) -> list[bytes]:
+    layout = Layout(1, "fake", "model-a", 16, "float32")
+    region = WireRegion(1 << 20, 64, 64, None)
+    aux = WireRegion(1 << 20, 64, 512, None)
+    good = encode(Register("evil", me, layout, region, aux, b"fake"), None)
+    return [
+        b"",
+        b"\x00",
+        b"junk" * 1000,
+        b"\x91" * 100000,
+        msgspec.msgpack.encode({"type": "Register"}),
+        msgspec.msgpack.encode(["Nope", "evil", me]),
+        msgspec.msgpack.encode(["Ping", "evil", me, "text"]),
+        msgspec.msgpack.encode(["TransferInfo", "evil", me, 0, 0, b"", 0]),
+        msgspec.msgpack.encode(["TransferInfo", "evil", me, 2**64 - 1, 0, b"", 0]),
+        encode(Ping("evil", me, 1), None),  # before it registered
+        encode(Abort("evil", me, 1, 0, "kill"), None),
+        encode(Register("evil", "another life", layout, region, aux, b"fake"), None),
+        encode(Register("evil", me, Layout(2, "fake", "model-a", 16, "float32"), region, aux, b""), None),
+        encode(Register("evil", me, layout, WireRegion(1, 64, 128, None), aux, b""), None),
+        good,
+        good[:-3],
+        encode(Ping("someone else", me, 1), None),
+        encode(TransferInfo("evil", me, 77, 0, b"abc", 0), None),
+        encode(TransferInfo("evil", me, 77, 0, b"\xff\xff\xff\xff", 0), None),
+        encode(TransferInfo("evil", me, 77, 0, b"\x40\0\0\0", 0), None),
+        encode(TransferInfo("evil", me, 77, 0, b"\1\0\0\0\1\0\0\0", 0), None),
+        encode(TransferInfo("evil", me, 77, 0, b"\1\0\0\0", 64), None),
+        encode(TransferInfo("evil", me, 1, 0, b"\1\0\0\0", 0), None),  # a room of another decode worker
+        encode(Abort("evil", me, 1, 0, "kill"), None),
+        encode(Status("evil", me, 1, 0, 4, 3), None),
+        b"\x00" * (9 << 20),  # longer than a frame may be: ZMQ drops the connection
+    ]
+
+
+def test_hostile_frames(pairs: Any) -> None:
+    """Each is dropped or refused; a running transfer of somebody else goes on; the next good one is served."""
+    pair = pairs()
+    sender, receiver = pair.meet(1)
+    me = pair.prefill.incarnation
+    with zmq.Context() as context:
+        with context.socket(zmq.DEALER) as evil:
+            evil.linger = 0
+            evil.connect(f"tcp://{pair.prefill.control_address}")
+            for frame in hostile_frames(me):
+                evil.send(frame)
+            evil.send_multipart([b"a", b"b", b"c"])
+        with context.socket(zmq.PUSH) as wrong_kind:
+            wrong_kind.linger = 0
+            wrong_kind.connect(f"tcp://{pair.prefill.control_address}")
+            host, _, port = pair.prefill.control_address.rpartition(":")
+            with socket.create_connection((host, int(port))) as raw:
+                raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            until(lambda: pair.prefill.counters.get("junk_frames", 0) >= 10)
+            until(lambda: pair.prefill.counters.get("protocol_errors", 0) >= 6)
+    assert sender.poll() is KVPoll.WaitingForInput
+    sender.send([4, 5, 6], dst_start=0, last=True, aux_idx=0)
+    until(lambda: receiver.poll() is KVPoll.Success)
+    sender.close()
+    receiver.close()
+    pair.works(2)
+    assert "control_errors" not in pair.prefill.counters
+
+
+def test_idle_costs_little(pairs: Any) -> None:
+    pair = pairs()
+    pair.works(1)
+    begin, cpu = time.monotonic(), time.process_time()
+    threading.Event().wait(1.0)  # the measured time itself
+    assert (time.process_time() - cpu) / (time.monotonic() - begin) < 0.10
+
+
+def test_liveness_of_processes() -> None:
+    mark = own_mark()
+    assert liveness(mark, "127.0.0.1:1") is Liveness.ALIVE
+    assert liveness(msgspec.structs.replace(mark, start_ticks=1), "127.0.0.1:1") is Liveness.DEAD
+    far = msgspec.structs.replace(mark, host="elsewhere")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert liveness(far, address) is Liveness.ALIVE
+    assert liveness(far, address) is Liveness.DEAD
+    assert liveness(far, "not an address") is Liveness.UNKNOWN
