@@ -1,0 +1,116 @@
+"""Shared request fields with literals only: rooms, limits, seeds of samples, usage, logprob columns."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.frontend.answers import absorb
+from engine.frontend.errors import ApiError, decode_body
+from engine.frontend.fields import build_bootstraps, fit_to_context
+from engine.frontend.native_api import GenerateBody
+from engine.frontend.openai_bodies import ChatBody, CompletionBody, completion_prompts
+from engine.frontend.usage import Usage
+from engine.messages import FinishReason, TextOutput, TokenOutput
+from engine.sampling_params import SamplingParams
+
+
+def rooms(room: Any, *, num_prompts: int, n: int) -> list[int]:
+    body = GenerateBody(bootstrap_host="h", bootstrap_port=1, bootstrap_room=room)
+    got = build_bootstraps(body, mode="prefill", num_prompts=num_prompts, n=n, default_port=8998, mint_room=lambda: 77)
+    return [b.room for b in got if b]
+
+
+def test_rooms_for_samples() -> None:
+    assert rooms(5, num_prompts=2, n=2) == [5, 6, 7, 8]
+    assert rooms([10, 20], num_prompts=2, n=2) == [10, 11, 20, 21]
+    assert rooms([1, 2, 3, 4], num_prompts=2, n=2) == [1, 2, 3, 4]
+    assert rooms([9], num_prompts=1, n=3) == [9, 10, 11]
+    assert rooms(2**63 - 1, num_prompts=1, n=1) == [2**63 - 1]
+    for bad in ([], [1, 2, 3], [None, 1], None, 2**63 - 1):
+        with pytest.raises(ApiError, match="bootstrap_room"):
+            rooms(bad, num_prompts=2, n=2)
+
+
+@given(num_prompts=st.integers(1, 4), n=st.integers(1, 4), seed=st.integers(0, 999))
+def test_rooms_of_distinct_prompts_stay_as_given(num_prompts: int, n: int, seed: int) -> None:
+    given_rooms = [random.Random(seed).randrange(2**40) + i * 2**41 for i in range(num_prompts)]
+    got = rooms(given_rooms, num_prompts=num_prompts, n=n)
+    assert len(set(got)) == num_prompts * n and got[::n] == given_rooms
+
+
+def test_hosts_and_ports_may_be_lists_and_fake_needs_no_room() -> None:
+    body = GenerateBody(bootstrap_host=["a", "2.2.2.2"], bootstrap_port=[1, None], bootstrap_room=[3, None])
+    a, b = build_bootstraps(body, mode="decode", num_prompts=2, n=1, default_port=8998, mint_room=lambda: 77)
+    assert a and b and (a.host, a.port, a.room) == ("a", 1, 3) and (b.host, b.port, b.room) == ("2.2.2.2", 8998, 77)
+    with pytest.raises(ApiError, match="bootstrap_host"):
+        build_bootstraps(
+            GenerateBody(bootstrap_room=1), mode="decode", num_prompts=1, n=1, default_port=1, mint_room=lambda: 1
+        )
+
+
+@pytest.mark.parametrize(
+    ("limit", "prompt", "cut", "want"),
+    [(None, 10, False, 90), (50, 10, False, 50), (90, 10, False, 90), (128, 10, True, 90), (0, 99, False, 0)],
+)
+def test_what_fits(limit: int | None, prompt: int, cut: bool, want: int) -> None:
+    fitted = fit_to_context(
+        SamplingParams(max_new_tokens=limit), num_prompt_tokens=prompt, context_length=100, field="prompt", cut=cut
+    )
+    assert fitted.max_new_tokens == want
+
+
+@pytest.mark.parametrize(
+    ("limit", "prompt", "cut"), [(91, 10, False), (None, 100, False), (1, 100, True), (0, 100, False)]
+)
+def test_what_does_not_fit(limit: int | None, prompt: int, cut: bool) -> None:
+    with pytest.raises(ApiError) as e:
+        fit_to_context(
+            SamplingParams(max_new_tokens=limit), num_prompt_tokens=prompt, context_length=100, field="prompt", cut=cut
+        )
+    assert e.value.code == "context_length_exceeded" and e.value.field == "prompt"
+
+
+def test_usage_counts_a_prompt_once() -> None:
+    usage = Usage([10, 20], n=2)
+    for index in range(4):
+        usage.add(index, TextOutput(text="", tokens=TokenOutput(rid="r", new_ids=[1, 2, 3], cached_tokens=index + 1)))
+    total = usage.total()
+    assert (total["prompt_tokens"], total["completion_tokens"], total["total_tokens"]) == (30, 12, 42)
+    assert total["prompt_tokens_details"]["cached_tokens"] == 1 + 3
+    assert usage.of_sample(2)["prompt_tokens"] == 20
+
+
+def test_outputs_join() -> None:
+    a = TextOutput(text="a", tokens=TokenOutput(rid="r", new_ids=[1], cached_tokens=4, times={"x": 1.0}))
+    absorb(
+        a,
+        TextOutput(
+            text="b", tokens=TokenOutput(rid="r", new_ids=[2, 3], finish=FinishReason(kind="stop"), times={"y": 2.0})
+        ),
+    )
+    assert (a.text, a.tokens.new_ids, a.tokens.cached_tokens, a.tokens.times) == (
+        "ab",
+        [1, 2, 3],
+        4,
+        {"x": 1.0, "y": 2.0},
+    )
+    assert a.tokens.finish == FinishReason(kind="stop")
+
+
+def test_prompt_forms() -> None:
+    assert completion_prompts(CompletionBody(prompt="a")) == ["a"]
+    assert completion_prompts(CompletionBody(prompt=["a", "b"])) == ["a", "b"]
+    assert completion_prompts(CompletionBody(prompt=[1, 2])) == [[1, 2]]
+    assert completion_prompts(CompletionBody(prompt=[[1], [2, 3]])) == [[1], [2, 3]]
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_body_or_an_api_error(data: bytes) -> None:
+    for type_ in (ChatBody, CompletionBody, GenerateBody):
+        try:
+            decode_body(data, type_)
+        except ApiError as e:
+            assert e.status == 400
