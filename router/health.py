@@ -19,7 +19,7 @@ from router.workers import Check, Health, Role, Worker, WorkerTable
 log = logging.getLogger(__name__)
 
 BOOTSTRAP_REFRESH_S = 10.0
-_LOAD_PATHS = ("/get_load", "/v1/loads")
+_LOAD_PATHS = ("/v1/loads", "/get_load")  # the richer one first
 _INFO_PATHS = ("/server_info", "/get_server_info")
 _EXPECTED_MODE = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.UNIFIED: "null"}
 MAX_ANSWER_BYTES = 4 << 20
