@@ -8,9 +8,11 @@ set -euo pipefail
 
 missing=()
 
-need_library() { ldconfig -p 2>/dev/null | grep -q "$1" || missing+=("$2"); }
-
 PATH=$PATH:/sbin:/usr/sbin
+libraries=$(ldconfig -p 2>/dev/null || true)
+
+need_library() { [[ $libraries == *"$1"* ]] || missing+=("$2"); }
+
 need_library libibverbs.so.1 libibverbs1
 need_library libnuma.so.1 libnuma1
 need_library libcurl.so.4 libcurl4

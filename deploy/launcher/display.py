@@ -5,6 +5,7 @@ writes it) fills its bar; until there is one, the bar only shows that it is aliv
 """
 
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Protocol, TextIO
 BAR_CELLS = 20
 TEXT_CELLS = 60
 _PERCENT = re.compile(r"(\d{1,3})(?:\.\d+)?%")
+_LOG_HEAD = re.compile(r"^\d{4}-\d\d-\d\d \S+ (?:\S+ )?(?:DEBUG|INFO|WARNING|ERROR):? ")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -53,7 +55,8 @@ class LiveDisplay:
         self._num_lines = 0
 
     def update(self, states: Sequence[Progress]) -> None:
-        lines = render(states)
+        columns = shutil.get_terminal_size().columns
+        lines = [line[: columns - 1] for line in render(states)]  # a wrapped line could not be rewritten
         up = f"\x1b[{self._num_lines}A" if self._num_lines else ""
         self._out.write(up + "".join(f"\x1b[2K{line}\n" for line in lines))
         self._out.flush()
@@ -95,7 +98,7 @@ def _healthy(state: Progress) -> str:
 def _line(state: Progress, width: int) -> str:
     if state.healthy_s is not None:
         return f"{state.name:<{width}}  [{'█' * BAR_CELLS}]  healthy after {state.healthy_s:.1f} s"
-    text = _ANSI.sub("", state.text)
+    text = _LOG_HEAD.sub("", _ANSI.sub("", state.text))
     return f"{state.name:<{width}}  [{_bar(text, state.elapsed_s)}]  {state.elapsed_s:4.1f} s  {text[:TEXT_CELLS]}"
 
 

@@ -85,6 +85,8 @@ def test_guard_remembers_what_was_not_forgotten() -> None:
 def test_a_percentage_in_the_log_fills_the_bar() -> None:
     (line,) = render([Progress(name="decode-0", text="Loading weights:  50%|█████     | 4/8", elapsed_s=1.0)])
     assert line.startswith("decode-0  [██████████░░░░░░░░░░]   1.0 s  Loading weights")
+    (plain,) = render([Progress(name="w", text="2026-11-21 00:38:10,053 worker INFO model loaded", elapsed_s=0.0)])
+    assert plain.endswith("0.0 s  model loaded")
     (done,) = render([Progress(name="decode-0", text="", elapsed_s=2.0, healthy_s=1.5)])
     assert done.endswith("healthy after 1.5 s")
 
