@@ -72,7 +72,7 @@ def operating_error(error: BaseException) -> str | None:
     if not isinstance(error, OSError) or error.errno not in OPERATING_ERRNOS:
         return None
     if error.errno == errno.EADDRINUSE:
-        return f"{error.strerror or error}: another process listens there; choose another --port (0: a free one)"
+        return f"{error.strerror or error}: another process listens there; give a port that is free, or 0"
     return str(error)
 
 
