@@ -12,7 +12,7 @@ import torch
 from engine.executor.gumbel import gumbel_noise
 
 BLOCK_ELEMENTS = 1 << 18  # rows x vocabulary worked on at once on CPU: what stays in a core's L2 cache
-NUCLEUS_CANDIDATES = 512  # ranked first on CPU; rows whose nucleus is wider are ranked whole
+NUCLEUS_CANDIDATES = (512, 8192)  # ranked on CPU before the whole vocabulary: few nuclei are wider
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,23 @@ def draw_top_k(
 
 def draw_nucleus(logits: torch.Tensor, best: torch.Tensor, params: DrawParams, keys: torch.Tensor) -> torch.Tensor:
     """[n] tokens; top_k is off, top_p is on."""
-    vocab_size = logits.shape[1]
-    scaled = (logits - best).div_(params.temperature)
-    total = scaled.exp_().sum(-1, dtype=torch.float64, keepdim=True)
-    if logits.device.type != "cpu" or vocab_size <= NUCLEUS_CANDIDATES:  # to look at the mass would wait for the GPU
-        return _draw_nucleus_of(logits, best, params, keys, total, most=vocab_size)[0]
-    tokens, mass = _draw_nucleus_of(logits, best, params, keys, total, most=NUCLEUS_CANDIDATES)
-    wide = (mass < params.top_p * total).flatten().nonzero().flatten()
-    for i in range(len(wide)):
-        row = wide[i : i + 1]
-        one = (logits[row], best[row], params.rows(row), keys[row], total[row])
-        tokens[row] = _draw_nucleus_of(*one, most=vocab_size)[0]
+    total = (logits - best).div_(params.temperature).exp_().sum(-1, dtype=torch.float64, keepdim=True)
+    rows = torch.arange(len(logits), device=logits.device)
+    tokens = torch.empty_like(rows)
+    for most in _widths(logits):
+        one = (logits[rows], best[rows], params.rows(rows), keys[rows], total[rows])
+        tokens[rows], covered = _draw_nucleus_of(*one, most=most)
+        if most == logits.shape[1] or covered.all():
+            break
+        rows = rows[~covered]
     return tokens
+
+
+def _widths(logits: torch.Tensor) -> list[int]:
+    """How many candidates to rank, try after try. Only the CPU tries: to look at the mass would wait for a GPU."""
+    vocab_size = logits.shape[1]
+    tries = NUCLEUS_CANDIDATES if logits.device.type == "cpu" else ()
+    return [n for n in tries if n < vocab_size] + [vocab_size]
 
 
 def _draw_nucleus_of(
@@ -72,11 +77,12 @@ def _draw_nucleus_of(
     *,
     most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n] tokens drawn from the `most` best, and the mass [n, 1] of these: right where the mass covers top_p."""
+    """[n] tokens drawn from the `most` best, and [n] whether these hold the whole nucleus (else draw again)."""
     ids, scaled = _ranked(logits, best, params, most)
     weights = scaled.double().exp()
     running = weights.cumsum(-1)
-    return _pick(ids, scaled, params, keys, above=running - weights, total=total), running[:, -1:]
+    covered = running[:, -1] >= (params.top_p * total)[:, 0]
+    return _pick(ids, scaled, params, keys, above=running - weights, total=total), covered
 
 
 def _draw_block(
