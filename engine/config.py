@@ -19,19 +19,28 @@ def flag(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -> 
 class EngineConfig:
     """Model, memory and scheduling of one engine."""
 
-    model_path: str = flag("", "checkpoint directory (config.json, *.safetensors, tokenizer.json); default: the model that ships with Tandem")
+    model_path: str = flag(
+        "",
+        "checkpoint directory (config.json, *.safetensors, tokenizer.json); default: the model that ships with Tandem",
+    )
     served_model_name: str | None = flag(None, "name in /v1/models and answers; default: the directory's name")
     dtype: str = flag("auto", "weights and KV cache", choices=("auto", "bfloat16", "float32"))
     device: str = flag("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     attention_backend: str = flag("auto", "attention kernels", choices=("auto", "cpu", "torch", "triton"))
-    stream: str = flag("auto", "executor stream: inline and threaded are for cpu", choices=("auto", "inline", "threaded", "cuda"))
+    stream: str = flag(
+        "auto", "executor stream: inline and threaded are for cpu", choices=("auto", "inline", "threaded", "cuda")
+    )
     page_size: int = flag(16, "tokens in a KV page")
     context_length: int | None = flag(None, "longest prompt plus answer in tokens; default: the model's")
     max_total_tokens: int | None = flag(None, "KV capacity in tokens; default: from --mem-fraction-static")
-    mem_fraction_static: float = flag(0.2, "share of free memory for the KV cache when --max-total-tokens is unset (capped at 4 GiB on cpu)")
+    mem_fraction_static: float = flag(
+        0.2, "share of free memory for the KV cache when --max-total-tokens is unset (capped at 4 GiB on cpu)"
+    )
     max_running_requests: int = flag(64, "requests in the running batch")
     max_queued_requests: int = flag(4096, "requests that may wait; one more is answered 503")
-    chunked_prefill_size: int = flag(2048, "most prompt tokens in one step; longer prompts go in chunks; -1: no chunking")
+    chunked_prefill_size: int = flag(
+        2048, "most prompt tokens in one step; longer prompts go in chunks; -1: no chunking"
+    )
     max_prefill_tokens: int = flag(16384, "most prompt tokens in one prefill batch when chunking is off")
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
     disable_overlap_schedule: bool = flag(False, "depth 1: collect each step before the next is launched")

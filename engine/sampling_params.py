@@ -80,7 +80,9 @@ def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
         _require(-(2**63) <= p.seed < 2**63, "seed", "must fit in 64 bits")
     _require(len(p.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings, got {len(p.stop)}")
     for s in p.stop:
-        _require(0 < len(s) <= MAX_STOP_STRING_CHARS, "stop", f"strings must have 1 to {MAX_STOP_STRING_CHARS} characters")
+        _require(
+            0 < len(s) <= MAX_STOP_STRING_CHARS, "stop", f"strings must have 1 to {MAX_STOP_STRING_CHARS} characters"
+        )
     for t in p.stop_token_ids:
         _require(0 <= t < vocab_size, "stop_token_ids", f"{t} is not a token id (0 to {vocab_size - 1})")
     for t, bias in p.logit_bias.items():

@@ -13,7 +13,7 @@ from engine.core.plan import Plan, PlanItem
 from engine.executor.future_map import FutureMap
 from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler, token_logprobs
-from engine.models.registry import CausalLM
+from engine.models.causal_lm import CausalLM
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [rows, vocab] float32
 

@@ -18,14 +18,15 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Ticket(Protocol[T]):
+class Ticket(Protocol[T_co]):
     """A submitted piece of work. `wait()` returns what it returned, or raises what it raised."""
 
     def done(self) -> bool: ...
 
-    def wait(self) -> T: ...
+    def wait(self) -> T_co: ...
 
 
 class Stream(Protocol):
