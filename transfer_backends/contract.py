@@ -81,13 +81,15 @@ class OpState(IntEnum):
 class Caps:
     """What an engine is and needs.
 
-    max_inflight: pieces posted and not final, over all peers    max_post_pieces, max_post_bytes: of one `post`
-    max_piece_bytes: longest piece                               target_must_poll: decode has to call `progress()`
+    max_inflight, max_inflight_bytes: pieces posted and not final, over all peers (bounds how long an abort takes)
+    max_post_pieces, max_post_bytes: of one `post`    max_piece_bytes: longest piece
+    target_must_poll: decode has to call `progress()`
     settle_s: bytes of a writer that is gone may still be applied for this long (socket buffers)
     """
 
     name: str
     max_inflight: int
+    max_inflight_bytes: int
     max_post_pieces: int
     max_post_bytes: int
     max_piece_bytes: int

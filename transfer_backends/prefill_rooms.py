@@ -10,7 +10,7 @@ Rules of an abort (facts/transfer.md section 5): fail first, so that nothing new
 `Drained` when the last operation is final, and after a failed one only when the fence has held.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from transfer_backends.kvpoll import (
 )
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.merge import I64, batches, plan_pieces
+from transfer_backends.prefill_inbox import Inbox, Offer
 from transfer_backends.prefill_peers import Effects, Link, Peer, PeerTable, Phase
 from transfer_backends.wire import (
     PROTOCOL_VERSION,
@@ -48,16 +49,6 @@ from transfer_backends.wire import (
 )
 
 PROGRESS_EVERY_S = 1.0
-MAX_ORPHAN_PAGES = 1 << 22  # page ids kept for requests that have not arrived
-
-
-@dataclass(frozen=True)
-class Offer:
-    """Where decode wants the pages."""
-
-    incarnation: str
-    pages: I64
-    aux_idx: int
 
 
 @dataclass(frozen=True)
@@ -104,15 +95,6 @@ class Room:
         return self.num_ops == 0 and not self.dirty
 
 
-@dataclass(frozen=True)
-class Tombstone:
-    """Why a room ended. `by_peer`: decode aborted it before our request arrived."""
-
-    reason: str
-    by_peer: bool
-    expires_at_s: float
-
-
 class PrefillRooms:
     def __init__(
         self, *, incarnation: str, mark: ProcessMark, kv_args: KVArgs, caps: Caps, config: TransferConfig
@@ -122,14 +104,13 @@ class PrefillRooms:
         self.peers = PeerTable(incarnation=incarnation, mark=mark, layout=layout, items=items, config=config)
         self.machine = TransferMachine()
         self.num_inflight = 0  # pieces posted and not final
+        self._num_inflight_bytes = 0
         self._args = kv_args
         self._caps = caps
         self._config = config
         self._rooms: dict[RoomKey, Room] = {}
         self._ready: deque[RoomKey] = deque()  # rooms with something to post, in turn
-        self._orphans: OrderedDict[RoomKey, tuple[Offer, float]] = OrderedDict()
-        self._num_orphan_pages = 0
-        self._tombstones: OrderedDict[RoomKey, Tombstone] = OrderedDict()
+        self._inbox = Inbox(config)
         self._handlers: dict[type, Callable[[Peer, Any, float], None]] = {
             TransferInfo: self._on_transfer_info,
             Abort: self._on_abort,
@@ -149,11 +130,9 @@ class PrefillRooms:
         self.machine.open(key)
         rec = Room(key, opened_at_s=now_s)
         self._rooms[key] = rec
-        orphan = self._orphans.pop(key, None)
-        tombstone = self._tombstones.pop(key, None)
-        if orphan is not None:
-            self._num_orphan_pages -= len(orphan[0].pages)
-            self._accept(rec, orphan[0])
+        offer, tombstone = self._inbox.take(key), self._inbox.exhume(key)
+        if offer is not None:
+            self._accept(rec, offer)
         elif tombstone is not None and tombstone.by_peer:
             self._fail(rec, tombstone.reason)
         return key
@@ -212,7 +191,7 @@ class PrefillRooms:
             raise RuntimeError(f"room {key}: closed in {self.machine.state(key).name} before its pages were released")
         self.machine.forget(key)
         rec = self._rooms.pop(key)
-        self._bury(key, rec.reason or "the transfer has ended", by_peer=False, now_s=now_s)
+        self._inbox.bury(key, rec.reason or "the transfer has ended", by_peer=False, now_s=now_s)
 
     # ---- the engine driver's calls
 
@@ -232,7 +211,7 @@ class PrefillRooms:
             if peer is None or peer.phase is not Phase.LIVE or peer.settle_at_s is not None:
                 self._ready.append(key)
                 continue
-            if self.num_inflight and self.num_inflight + len(post.pieces) > self._caps.max_inflight:
+            if not self._fits(post):
                 self._ready.appendleft(key)
                 return None
             rec.posts.popleft()
@@ -240,6 +219,12 @@ class PrefillRooms:
             self._ready.append(key)
             return post
         return None
+
+    def _fits(self, post: Post) -> bool:
+        pieces = self.num_inflight + len(post.pieces)
+        size = self._num_inflight_bytes + post.pieces.size_bytes
+        fits = pieces <= self._caps.max_inflight and size <= self._caps.max_inflight_bytes
+        return fits or self.num_inflight == 0
 
     def _head(self, rec: Room) -> Post | None:
         while not rec.posts and rec.chunks:
@@ -266,6 +251,7 @@ class PrefillRooms:
     def _count_posted(self, rec: Room, post: Post, peer: Peer, now_s: float) -> None:
         rec.num_ops += 1
         self.num_inflight += len(post.pieces)
+        self._num_inflight_bytes += post.pieces.size_bytes
         self.peers.on_op_posted(peer)
         self.effects.counters["posts"] += 1
         if rec.num_ops == 1:
@@ -278,6 +264,7 @@ class PrefillRooms:
         assert peer is not None, "a peer outlives its operations"
         rec.num_ops -= 1
         self.num_inflight -= len(post.pieces)
+        self._num_inflight_bytes -= post.pieces.size_bytes
         rec.dirty |= not ok
         self.machine.touch()
         self.peers.on_op_final(peer, ok=ok)
@@ -346,7 +333,8 @@ class PrefillRooms:
         peer = self.peers.lose(link)
         if peer is not None:
             self._fail_rooms_of(peer.incarnation, reason)
-            self._drop_orphans_of(peer.incarnation, reason, now_s)
+            for key in self._inbox.take_all_of(peer.incarnation):
+                self._inbox.bury(key, reason, by_peer=True, now_s=now_s)
             self.peers.retire(peer)
 
     def _on_bye(self, peer: Peer, message: Bye, now_s: float) -> None:
@@ -363,7 +351,7 @@ class PrefillRooms:
             self._reject(peer, key, str(error))
             raise PeerProtocolError(str(error)) from None
         rec = self._rooms.get(key)
-        tombstone = self._tombstones.get(key)
+        tombstone = self._inbox.tombstone(key)
         if rec is None and tombstone is None:
             self._keep_orphan(peer, key, offer, now_s)
         elif rec is None:
@@ -393,39 +381,22 @@ class PrefillRooms:
         self.machine.move(rec.key, KVPoll.WaitingForInput)
 
     def _keep_orphan(self, peer: Peer, key: RoomKey, offer: Offer, now_s: float) -> None:
-        if key in self._orphans:
-            if self._orphans[key][0].incarnation == peer.incarnation:
-                raise PeerProtocolError(f"room {key}: a second transfer info")
+        owner = self._inbox.owner(key)
+        if owner == peer.incarnation:
+            raise PeerProtocolError(f"room {key}: a second transfer info")
+        if owner is not None:
             self._reject(peer, key, f"bootstrap_room {key[0]} is in use by another decode worker")
-            return
-        many = len(self._orphans) >= self._config.max_orphans
-        if many or self._num_orphan_pages + len(offer.pages) > MAX_ORPHAN_PAGES:
-            self._reject(peer, key, f"prefill keeps {len(self._orphans)} transfers whose request has not come: no more")
-            return
-        self._orphans[key] = (offer, now_s + self._config.bootstrap_timeout_s)
-        self._num_orphan_pages += len(offer.pages)
-
-    def _drop_orphans_of(self, incarnation: str, reason: str, now_s: float) -> None:
-        for key in [key for key, (offer, _) in self._orphans.items() if offer.incarnation == incarnation]:
-            self._drop_orphan(key)
-            self._bury(key, reason, by_peer=True, now_s=now_s)
-
-    def _drop_orphan(self, key: RoomKey) -> Offer | None:
-        entry = self._orphans.pop(key, None)
-        if entry is None:
-            return None
-        self._num_orphan_pages -= len(entry[0].pages)
-        return entry[0]
+        elif not self._inbox.keep(key, offer, now_s):
+            self._reject(peer, key, f"prefill keeps {len(self._inbox)} transfers whose request has not come: no more")
 
     def _on_abort(self, peer: Peer, message: Abort, now_s: float) -> None:
         key = (message.room, message.attempt)
         rec = self._rooms.get(key)
         if rec is None:
-            orphan = self._orphans.get(key)
-            if orphan is None or orphan[0].incarnation == peer.incarnation:
-                self._drop_orphan(key)
-                if key not in self._tombstones:
-                    self._bury(key, f"aborted by decode: {message.reason}", by_peer=True, now_s=now_s)
+            if self._inbox.owner(key) in (None, peer.incarnation):
+                self._inbox.take(key)
+                if self._inbox.tombstone(key) is None:
+                    self._inbox.bury(key, f"aborted by decode: {message.reason}", by_peer=True, now_s=now_s)
             self._say_drained(peer, key)
             return
         if rec.offer is not None and rec.offer.incarnation != peer.incarnation:
@@ -461,19 +432,13 @@ class PrefillRooms:
             self._fail(rec, f"the transfer made no progress for {self._config.transfer_timeout_s:g} s")
 
     def _expire(self, now_s: float) -> None:
-        while self._orphans:
-            key, (offer, expires_at_s) = next(iter(self._orphans.items()))
-            if now_s < expires_at_s:
-                break
-            self._drop_orphan(key)
+        for key, offer in self._inbox.expire(now_s):
             self.effects.counters["orphans_expired"] += 1
+            reason = f"no request for it came to prefill within {self._config.bootstrap_timeout_s:g} s"
+            self._inbox.bury(key, reason, by_peer=True, now_s=now_s)
             peer = self.peers.get(offer.incarnation)
             if peer is not None:
-                reason = f"no request for it came to prefill within {self._config.bootstrap_timeout_s:g} s"
-                self._bury(key, reason, by_peer=True, now_s=now_s)
                 self._reject(peer, key, reason)
-        while self._tombstones and next(iter(self._tombstones.values())).expires_at_s <= now_s:
-            self._tombstones.popitem(last=False)
 
     # ---- inside
 
@@ -495,11 +460,6 @@ class PrefillRooms:
         for rec in self._rooms_of(incarnation):
             if self.machine.state(rec.key) not in FINAL:
                 self._fail(rec, reason)
-
-    def _bury(self, key: RoomKey, reason: str, *, by_peer: bool, now_s: float) -> None:
-        self._tombstones[key] = Tombstone(reason, by_peer, now_s + self._config.bootstrap_timeout_s)
-        while len(self._tombstones) > self._config.max_tombstones:
-            self._tombstones.popitem(last=False)
 
     def _tell(self, rec: Room, state: KVPoll) -> None:
         peer = self.peers.get(rec.offer.incarnation) if rec.offer else None
@@ -529,11 +489,9 @@ class PrefillRooms:
 
     def check(self) -> list[str]:
         """What is inconsistent; empty when all is well."""
-        problems = self.peers.check()
+        problems = self.peers.check() + self._inbox.check()
         if list(self.machine) != list(self._rooms):
             problems.append("rooms and states differ")
-        if sum(len(offer.pages) for offer, _ in self._orphans.values()) != self._num_orphan_pages:
-            problems.append("count of orphan pages is off")
         for rec in self._rooms.values():
             if rec.num_ops < 0 or (self.machine.state(rec.key) is KVPoll.Success and not rec.quiet):
                 problems.append(f"room {rec.key}: {rec.num_ops} operations in {self.machine.state(rec.key).name}")

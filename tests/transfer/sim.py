@@ -23,6 +23,7 @@ NUM_PAGES = 64
 CAPS = Caps(
     name="sim",
     max_inflight=8,
+    max_inflight_bytes=1 << 20,
     max_post_pieces=2,
     max_post_bytes=1 << 20,
     max_piece_bytes=2048,

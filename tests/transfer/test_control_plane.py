@@ -168,7 +168,7 @@ def test_indices_before_the_request_and_orphans(pairs: Any) -> None:
     for receiver in (early, orphan):
         until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
         receiver.provide([1], 0)
-    until(lambda: len(pair.prefill._rooms._orphans) == 2)
+    until(lambda: len(pair.prefill._rooms._inbox) == 2)
     sender = pair.prefill.sender(1)
     assert sender.poll() is KVPoll.WaitingForInput and sender.num_pages == 1
     sender.send([1], dst_start=0, last=True, aux_idx=0)

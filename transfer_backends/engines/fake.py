@@ -34,6 +34,7 @@ class FakeEngine:
         self.caps = Caps(
             name="fake",
             max_inflight=1024,
+            max_inflight_bytes=1 << 30,
             max_post_pieces=256,
             max_post_bytes=64 << 20,
             max_piece_bytes=64 << 20,

@@ -70,8 +70,9 @@ class MooncakeEngine:
         self.caps = Caps(
             name="mooncake",
             max_inflight=256,
+            max_inflight_bytes=32 << 20,
             max_post_pieces=64,
-            max_post_bytes=32 << 20,
+            max_post_bytes=8 << 20,
             max_piece_bytes=4 << 20,
             target_must_poll=False,
             settle_s=2.0,

@@ -82,6 +82,7 @@ class NixlEngine:
         self.caps = Caps(
             name="nixl",
             max_inflight=4096,
+            max_inflight_bytes=64 << 20,
             max_post_pieces=1024,
             max_post_bytes=16 << 20,  # a post over CMA copies before it returns
             max_piece_bytes=4 << 20,

@@ -1,0 +1,97 @@
+"""What prefill keeps for rooms that no local request holds: offers that came too early, and reasons of ended rooms. Pure.
+
+Both tables are filled by peers, so both are bounded and expire.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from transfer_backends.contract import TransferConfig
+from transfer_backends.kvpoll import RoomKey
+from transfer_backends.merge import I64
+
+MAX_PAGES = 1 << 22  # page ids kept in all offers
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Where decode (its incarnation) wants the pages and the metadata row."""
+
+    incarnation: str
+    pages: I64
+    aux_idx: int
+
+
+@dataclass(frozen=True)
+class Tombstone:
+    """Why a room ended. `by_peer`: decode ended it before our request arrived, so that request has to fail."""
+
+    reason: str
+    by_peer: bool
+    expires_at_s: float
+
+
+class Inbox:
+    def __init__(self, config: TransferConfig) -> None:
+        self._config = config
+        self._offers: OrderedDict[RoomKey, tuple[Offer, float]] = OrderedDict()
+        self._num_pages = 0
+        self._tombstones: OrderedDict[RoomKey, Tombstone] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    def owner(self, key: RoomKey) -> str | None:
+        """Incarnation that offered the room."""
+        entry = self._offers.get(key)
+        return None if entry is None else entry[0].incarnation
+
+    def keep(self, key: RoomKey, offer: Offer, now_s: float) -> bool:
+        """False when there is no room for it."""
+        full = len(self._offers) >= self._config.max_orphans or self._num_pages + len(offer.pages) > MAX_PAGES
+        if not full:
+            self._offers[key] = (offer, now_s + self._config.bootstrap_timeout_s)
+            self._num_pages += len(offer.pages)
+        return not full
+
+    def take(self, key: RoomKey) -> Offer | None:
+        entry = self._offers.pop(key, None)
+        if entry is None:
+            return None
+        self._num_pages -= len(entry[0].pages)
+        return entry[0]
+
+    def take_all_of(self, incarnation: str) -> list[RoomKey]:
+        keys = [key for key, (offer, _) in self._offers.items() if offer.incarnation == incarnation]
+        for key in keys:
+            self.take(key)
+        return keys
+
+    def bury(self, key: RoomKey, reason: str, *, by_peer: bool, now_s: float) -> None:
+        self._tombstones.pop(key, None)
+        self._tombstones[key] = Tombstone(reason, by_peer, now_s + self._config.bootstrap_timeout_s)
+        while len(self._tombstones) > self._config.max_tombstones:
+            self._tombstones.popitem(last=False)
+
+    def tombstone(self, key: RoomKey) -> Tombstone | None:
+        return self._tombstones.get(key)
+
+    def exhume(self, key: RoomKey) -> Tombstone | None:
+        return self._tombstones.pop(key, None)
+
+    def expire(self, now_s: float) -> list[tuple[RoomKey, Offer]]:
+        """Offers that nobody claimed in time; taken out."""
+        expired = []
+        while self._offers:
+            key, (offer, expires_at_s) = next(iter(self._offers.items()))
+            if now_s < expires_at_s:
+                break
+            self.take(key)
+            expired.append((key, offer))
+        while self._tombstones and next(iter(self._tombstones.values())).expires_at_s <= now_s:
+            self._tombstones.popitem(last=False)
+        return expired
+
+    def check(self) -> list[str]:
+        right = sum(len(offer.pages) for offer, _ in self._offers.values()) == self._num_pages
+        return [] if right else ["inbox: the count of page ids is off"]
