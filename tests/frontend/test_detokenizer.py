@@ -174,6 +174,9 @@ def test_trim_takes_the_stop_string_that_ended_the_request_not_one_that_was_let_
         r.push(letters("axx")) + r.push(letters("b")) + r.push(letters("xxq"), FinishReason(kind="stop", matched="xx"))
     )
     assert out == "axxb"
+    r = request(("xx",))
+    assert r.push(letters("axx")) == "a"  # all of a stop string, but min_new_tokens let it through
+    assert r.push(letters("bxx"), FinishReason(kind="stop", matched="xx")) == "xxb"
 
 
 def test_a_stop_token_is_not_part_of_the_text() -> None:
