@@ -26,6 +26,7 @@ class Merger:
         self._prefill = _items(api, _decode_or_none(prefill_body))
         self._usage = _usage(_decode_or_none(prefill_body))
         self._seen: set[int] = set()
+        self._shifts: dict[int, int] = {}  # of each choice: what the text offsets of its later events lack
 
     def merge_answer(self, body: bytes) -> bytes:
         """The decode worker's whole answer, merged."""
@@ -57,7 +58,10 @@ class Merger:
         if self._api is Api.GENERATE:
             _merge_meta(_dict(self._prefill[index], "meta_info"), _dict(item, "meta_info"), first=first)
         elif first:
-            _merge_completion(self._prefill[index], item, num_outputs=self._num_outputs())
+            known = self._prefill[index]
+            self._shifts[index] = _merge_completion(known, item, num_outputs=self._num_outputs())
+        elif shift := self._shifts[index]:
+            _shift_offsets(_dict(item, "logprobs"), shift)
 
     def _num_outputs(self) -> int:
         """Tokens the prefill worker generated for each choice: one, or none when the request allowed none."""
@@ -105,8 +109,8 @@ def _merge_meta(prefill: dict[str, Any], meta: dict[str, Any], *, first: bool) -
         meta["cached_tokens"] = prefill["cached_tokens"]
 
 
-def _merge_completion(prefill: dict[str, Any], choice: dict[str, Any], *, num_outputs: int) -> None:
-    """Completions with echo: the prompt's part of prefill's columns goes before decode's.
+def _merge_completion(prefill: dict[str, Any], choice: dict[str, Any], *, num_outputs: int) -> int:
+    """Completions with echo: the prompt's part of prefill's columns goes before decode's. Returns the offsets' shift.
 
     Nothing is done when decode's begin with a null logprob: only the first token of a prompt has one, so decode's
     answer holds the prompt already.
@@ -117,16 +121,21 @@ def _merge_completion(prefill: dict[str, Any], choice: dict[str, Any], *, num_ou
     num_known = len(known.get("token_logprobs") or [])
     num_prompt = max(0, num_known - num_outputs)
     if num_prompt == 0 or (own and own[0] is None):
-        return
+        return 0
     shift = _offset_shift(known, columns, at=num_prompt)
+    _shift_offsets(columns, shift)
     for name in _COLUMNS:
         prompt_part = (known.get(name) or [])[:num_prompt]
         own_part = columns.get(name) or []
-        if name == "text_offset":
-            own_part = [offset + shift for offset in own_part]
         if prompt_part or own_part:
             columns[name] = prompt_part + own_part
     choice["logprobs"] = columns
+    return shift
+
+
+def _shift_offsets(columns: dict[str, Any], shift: int) -> None:
+    if columns.get("text_offset"):
+        columns["text_offset"] = [offset + shift for offset in columns["text_offset"]]
 
 
 def _offset_shift(known: dict[str, Any], columns: dict[str, Any], *, at: int) -> int:

@@ -5,6 +5,7 @@ Owns the seeds and names given to requests that bring none. Must not know any AP
 
 import asyncio
 import random
+import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -70,7 +71,8 @@ class Services:
         return self.prng.randrange(1, 2**63)
 
     def mint_id(self, prefix: str) -> str:
-        return f"{prefix}{self.prng.getrandbits(128):032x}"
+        """Unlike any other worker's and unguessable: clients abort by it."""
+        return prefix + secrets.token_hex(16)
 
     def samples_of(self, params: SamplingParams) -> list[SamplingParams]:
         """n parameters for n samples: each with its own seed, following from the given one if there is one."""
