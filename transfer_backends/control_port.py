@@ -6,6 +6,7 @@ knows no messages. Nothing here blocks except `poll`, for at most its timeout.
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,19 @@ class SomeLinkClosed:
 Event = Frame | LinkClosed | SomeLinkClosed
 
 
+def advertised_host(host: str) -> str:
+    """The address peers are told for a socket bound to `host`: itself, or this machine's own one for a wildcard."""
+    if host not in ("0.0.0.0", "::", "*", ""):
+        return host
+    family, far = (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far, 9))  # sends nothing: asks the routing table which address would be used
+        except OSError:
+            return "::1" if host == "::" else "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
 class Waker:
     """Lets another thread end a `poll` early."""
 
@@ -83,7 +97,7 @@ class ListenPort:
             self._context.term()
             raise OSError(f"control plane cannot listen on {host}:{port}: {error}") from None
         number = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-        self.address = f"{_bracket(host)}:{number}"
+        self.address = f"{_bracket(advertised_host(host))}:{number}"
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._waker = Waker()
         self.wake = self._waker.wake
@@ -133,25 +147,25 @@ class ConnectPort:
         self._poller.register(self._waker, zmq.POLLIN)
 
     def connect(self, link: int, address: str) -> bool:
-        socket = _socket(self._context, zmq.DEALER)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        monitor = socket.get_monitor_socket(_GONE)
+        dealer = _socket(self._context, zmq.DEALER)
+        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        monitor = dealer.get_monitor_socket(_GONE)
         try:
-            socket.connect(f"tcp://{address}")
+            dealer.connect(f"tcp://{address}")
         except zmq.ZMQError:
-            _close_pair(socket, monitor)
+            _close_pair(dealer, monitor)
             return False
-        self._links[link] = (socket, monitor)
-        self._poller.register(socket, zmq.POLLIN)
+        self._links[link] = (dealer, monitor)
+        self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         return True
 
     def disconnect(self, link: int) -> None:
         pair = self._links.pop(link, None)
         if pair is not None:
-            for socket in pair:
-                self._poller.unregister(socket)
+            for readable in pair:
+                self._poller.unregister(readable)
             _close_pair(*pair)
 
     def poll(self, timeout_s: float) -> list[Event]:
@@ -179,10 +193,10 @@ class ConnectPort:
 
 
 def _link_events(link: int, pair: tuple[Any, Any], ready: dict[Any, int]) -> Iterator[Event]:
-    socket, monitor = pair
-    if socket in ready:
+    dealer, monitor = pair
+    if dealer in ready:
         for _ in range(MAX_FRAMES_A_POLL):
-            parts = _receive(socket)
+            parts = _receive(dealer)
             if parts is None:
                 break
             yield Frame(link, parts[0] if len(parts) == 1 else b"")
@@ -190,9 +204,9 @@ def _link_events(link: int, pair: tuple[Any, Any], ready: dict[Any, int]) -> Ite
         yield LinkClosed(link)
 
 
-def _receive(socket: Any) -> list[bytes] | None:
+def _receive(source: Any) -> list[bytes] | None:
     try:
-        parts: list[bytes] = socket.recv_multipart(zmq.DONTWAIT)
+        parts: list[bytes] = source.recv_multipart(zmq.DONTWAIT)
         return parts
     except zmq.Again:
         return None
@@ -205,24 +219,24 @@ def _drain_monitor(monitor: Any) -> bool:
     return found
 
 
-def _close_pair(socket: Any, monitor: Any) -> None:
-    socket.disable_monitor()
+def _close_pair(dealer: Any, monitor: Any) -> None:
+    dealer.disable_monitor()
     monitor.close(0)
-    socket.close(LINGER_MS)
+    dealer.close(LINGER_MS)
 
 
 def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> Any:
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
-    socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.IPV6, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-    return socket
+    made = context.socket(kind)
+    made.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    made.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    made.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    made.setsockopt(zmq.LINGER, LINGER_MS)
+    made.setsockopt(zmq.IPV6, 1)
+    made.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    made.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    made.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    return made
 
 
 def _millis(timeout_s: float) -> int:
