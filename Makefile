@@ -13,7 +13,7 @@ STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256s
 TYPED := $(wildcard engine/core engine/*.py disagg/config.py transfer_backends/*.py bootstrap_server router deploy)
 
 export OMP_NUM_THREADS ?= 1
-export TORCH EXTRAS
+export TORCH TORCH_INDEX EXTRAS
 
 .PHONY: help setup run test bench lint format clean
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the virtual environment $1 with Tandem (editable), its extras and torch in it.
-# TORCH, EXTRAS and PYTHON (the interpreter to use) may be set from outside.
+# TORCH, TORCH_INDEX, EXTRAS and PYTHON (the interpreter to use) may be set from outside.
 set -euo pipefail
 
 venv=${1:?usage: make_venv.sh DIR}
@@ -18,21 +18,15 @@ pick_python() {
     return 1
 }
 
-reachable() { "$1" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5).close()' "$2" 2>/dev/null; }
-
 if ! good_python "$venv/bin/python"; then
     python=$(pick_python)
     rm -rf "$venv"
     "$python" -m venv "$venv"
 fi
 
-# Without a GPU take torch's CPU wheels (200 MB instead of 3 GB), where their index can be reached; pip's own
-# configured index is always asked too. On a GPU machine the default wheels are the CUDA ones.
+# A second index for torch: on a machine without a GPU PyTorch's own CPU index saves some gigabytes of CUDA wheels.
 index=()
-cpu_index=https://download.pytorch.org/whl/cpu
-if ! command -v nvidia-smi >/dev/null && reachable "$venv/bin/python" "$cpu_index/torch/"; then
-    index=(--extra-index-url "$cpu_index")
-fi
+[ -n "${TORCH_INDEX:-}" ] && index=(--extra-index-url "$TORCH_INDEX")
 
 # torch stands in the same command as what depends on it: one resolution, so nothing pulls in a second torch.
 quiet=()

@@ -25,6 +25,7 @@ from engine.model_config import load_model_config
 from engine.resolve import with_model_path
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
+PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (`tandem up`)
 
 
 def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
@@ -37,7 +38,7 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
     ipc, children = IpcPaths.create(), Children()
     try:
         if bootstrap is not None:
-            bootstrap.start()
+            _listen(bootstrap, disagg)
             disagg = replace(disagg, disaggregation_bootstrap_port=bootstrap.port)
         _start(children, ipc, engine=engine, server=server, disagg=disagg, control_host=control_host)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -71,7 +72,7 @@ def _start(
         control_host=control_host,
         bootstrap=disagg.disaggregation_bootstrap_server or own,
         log_level=server.log_level,
-        progress=sys.stderr.isatty(),
+        progress=sys.stderr.isatty() or PROGRESS_ENV in os.environ,
     )
     text = DetokenizerConfig(ipc_dir=ipc.dir, model_path=engine.model_path, log_level=server.log_level)
     threads = engine.num_threads
@@ -120,6 +121,14 @@ def _embedded_bootstrap_server(server: ServerConfig, disagg: DisaggConfig) -> Bo
         return None
     config = BootstrapConfig(host=server.host, port=disagg.disaggregation_bootstrap_port)
     return BootstrapServer(config, shared=False, secret=read_secret(disagg))
+
+
+def _listen(bootstrap: BootstrapServer, disagg: DisaggConfig) -> None:
+    try:
+        bootstrap.start()
+    except OSError as error:
+        port = disagg.disaggregation_bootstrap_port
+        raise ConfigError(f"--disaggregation-bootstrap-port {port}: {error.strerror or error}") from error
 
 
 def _json(value: object) -> str:

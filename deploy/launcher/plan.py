@@ -13,7 +13,12 @@ LOOPBACK = "127.0.0.1"
 
 # Several engines share one machine: one thread each, and OpenMP's waiting threads must not spin against each other
 # (facts: a spinning team turned 3 ms steps into 756 ms).
-WORKER_ENV = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+WORKER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TANDEM_PROGRESS": "1",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,12 +104,13 @@ class ModelRunner:
         else:
             last_rows = torch.tensor([starts[i] + items[i].q_len - 1 for i in sampled], device=self._device)
             logits = self._model.logits(hidden[last_rows])
-        tokens = self._sampler.sample(logits, [items[i].slot for i in sampled], [items[i].output_len for i in sampled])
-        self._future_map.store(torch.tensor([items[i].slot for i in sampled], device=self._device), tokens)
+        slots = [items[i].slot for i in sampled]
+        tokens, bad = self._sampler.sample_checked(logits, slots, [items[i].output_len for i in sampled])
+        self._future_map.store(torch.tensor(slots, device=self._device), tokens)
         return StepOutput(
             sampled=sampled,
             tokens=self._to_host(tokens),
-            bad=self._to_host(self._sampler.bad_rows(logits)),
+            bad=self._to_host(bad),
             logprobs={
                 i: self._logprobs(logits[r : r + 1], tokens[r : r + 1], options.top_num)
                 for r, i in enumerate(sampled)

@@ -41,9 +41,7 @@ class Checkpoint:
         self._files: dict[Path, Any] = {}
         self._file_of = _tensor_files(self._folder, self._files)
         self._left = {name for name in self._file_of if not _DERIVED.match(name)}
-        self._bar = tqdm(
-            total=len(self._left), desc="Loading weights", unit="tensor", disable=None if progress else True
-        )
+        self._bar = tqdm(total=len(self._left), desc="Loading weights", unit="tensor", disable=not progress)
 
     def __enter__(self) -> "Checkpoint":
         return self

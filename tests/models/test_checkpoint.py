@@ -65,10 +65,12 @@ def test_a_written_copy_of_a_tied_head_and_old_rope_buffers_are_ignored(tmp_path
     assert torch.equal(Sequence(load(path)).extend(IDS), before)
 
 
-def test_the_progress_bar_is_silent_where_no_terminal_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loading_shows_a_bar_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_tiny_checkpoint(tmp_path, "llama")
-    load_model(path, load_model_config(path), dtype="float32", device="cpu", progress=True)
+    load_model(path, load_model_config(path), dtype="float32", device="cpu", progress=False)
     assert capsys.readouterr() == ("", "")
+    load_model(path, load_model_config(path), dtype="float32", device="cpu", progress=True)
+    assert "100%" in capsys.readouterr().err
 
 
 NORM = "model.layers.1.input_layernorm.weight"
