@@ -187,7 +187,7 @@ class DecodeRole:
             return
         self._quarantined = [q for q in self._quarantined if q not in drained]
         for q in drained:
-            self._scheduler.memory.allocator.end_quarantine(q.pages)
+            self._scheduler.end_quarantine(q.pages)
             self._close(q.receiver, q.row)
 
     def _close(self, receiver: KVReceiver, row: int | None) -> None:

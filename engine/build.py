@@ -1,6 +1,7 @@
 """Puts an engine together: model, KV pool, executor, scheduler. The only place that knows all of them."""
 
 import os
+import random
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from engine.attention.registry import make_attention_backend
 from engine.config import ConfigError, EngineConfig
 from engine.core.finish import TailText
 from engine.core.memory import Memory
+from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
@@ -21,7 +23,7 @@ from engine.executor.sampler import Sampler
 from engine.executor.stream import make_stream
 from engine.model_config import ModelConfig
 from engine.models.registry import load_model
-from engine.resolve import depth, limits, num_pages, resolve
+from engine.resolve import depth, limits, num_pages, priorities, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,15 @@ def build_engine(
         config=config,
         model=model_config,
         pool=pool,
-        scheduler=Scheduler(limits=limits(config), memory=memory, tail_text=tail_text),
+        scheduler=Scheduler(
+            limits=limits(config),
+            memory=memory,
+            tail_text=tail_text,
+            policy=config.schedule_policy,
+            priorities=priorities(config),
+            ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
+            draw=random.Random(config.random_seed).random,
+        ),
         executor=Executor(runner=runner, stream=stream),
         depth=depth(config),
     )

@@ -6,6 +6,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.core.policy import POLICIES
+
 
 class ConfigError(ValueError):
     """A flag or file that cannot be honoured: one line that says what and how to mend it."""
@@ -42,6 +44,23 @@ class EngineConfig:
         2048, "most prompt tokens in one step; longer prompts go in chunks; -1: no chunking"
     )
     max_prefill_tokens: int = flag(16384, "most prompt tokens in one prefill batch when chunking is off")
+    prefill_max_requests: int | None = flag(None, "most prompts in one prefill step; default: no limit")
+    enable_mixed_chunk: bool = flag(False, "running decodes ride along in a prefill step")
+    schedule_policy: str = flag("fcfs", "order of the waiting queue", choices=POLICIES)
+    schedule_conservativeness: float = flag(
+        1.0, "above 1: fewer requests run at once, fewer are retracted; below 1: the other way round"
+    )
+    enable_priority_scheduling: bool = flag(False, "requests with a higher `priority` value go first")
+    schedule_low_priority_values_first: bool = flag(False, "with priority scheduling: lower values go first")
+    priority_scheduling_preemption_threshold: int = flag(
+        10, "a waiting request takes the place of a running one whose priority is lower by more than this"
+    )
+    priority_aging_seconds: float | None = flag(
+        None, "with priority scheduling: each so many seconds of waiting raise a request by one, so nobody starves"
+    )
+    disable_consecutive_prefill_overlap: bool = flag(
+        False, "of two prefill steps in a row the second waits for the results of the first: earlier first tokens"
+    )
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
     disable_overlap_schedule: bool = flag(False, "depth 1: collect each step before the next is launched")
     num_threads: int = flag(1, "intra-op threads of the engine process on cpu")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from engine.config import ConfigError, EngineConfig
 from engine.core.limits import Limits
+from engine.core.policy import Priorities
 from engine.model_config import DEFAULT_MODEL_PATH, ModelConfig
 
 MAX_CPU_KV_BYTES = 4 << 30
@@ -47,13 +48,25 @@ def depth(config: EngineConfig) -> int:
 
 
 def limits(config: EngineConfig) -> Limits:
-    chunked = config.chunked_prefill_size > 0
     return Limits(
         page_size=config.page_size,
         max_running_requests=config.max_running_requests,
         max_queued_requests=config.max_queued_requests,
-        prefill_tokens_per_step=config.chunked_prefill_size if chunked else config.max_prefill_tokens,
-        chunked=chunked,
+        max_prefill_tokens=config.max_prefill_tokens,
+        chunked_prefill_size=config.chunked_prefill_size if config.chunked_prefill_size > 0 else None,
+        prefill_max_requests=config.prefill_max_requests,
+        mixed_chunk=config.enable_mixed_chunk,
+        wait_between_prefills=config.disable_consecutive_prefill_overlap,
+    )
+
+
+def priorities(config: EngineConfig) -> Priorities | None:
+    if not config.enable_priority_scheduling:
+        return None
+    return Priorities(
+        low_first=config.schedule_low_priority_values_first,
+        aging_s=config.priority_aging_seconds,
+        preempt_threshold=config.priority_scheduling_preemption_threshold,
     )
 
 

@@ -1,31 +1,27 @@
-"""Budgets of the scheduler, fixed at start."""
+"""Budgets and switches of the scheduler, fixed at start."""
 
 from dataclasses import dataclass
-
-GROWTH_CLIP_TOKENS = 4096  # no request is expected to grow by more than this (SGLang's clip)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`prefill_tokens_per_step` is a multiple of page_size; `chunked`: prompts longer than that go in parts."""
+    """Token budgets of one prefill step, and how many requests may run or wait.
+
+    `chunked_prefill_size`: most prompt tokens a step computes, a multiple of page_size; longer prompts go in parts;
+    None: prompts always go whole, and `max_prefill_tokens` bounds what may join the first. `prefill_max_requests`: of a step.
+    `mixed_chunk`: running decodes ride along in a prefill step. `wait_between_prefills`:
+    of two prefill steps in a row the second asks for depth 1, so that the first tokens are out before it computes.
+    """
 
     page_size: int
     max_running_requests: int
     max_queued_requests: int
-    prefill_tokens_per_step: int
-    chunked: bool
+    max_prefill_tokens: int = 16384
+    chunked_prefill_size: int | None = None
+    prefill_max_requests: int | None = None
+    mixed_chunk: bool = False
+    wait_between_prefills: bool = False
 
-    def chunk_end(self, start: int, total: int, budget: int) -> int:
-        """Where a chunk that starts at `start` ends: at `total`, or at a whole page within `budget`.
-
-        Without chunking a prompt always goes whole (it may overdraw the budget; nothing joins it then).
-        """
-        if not self.chunked or total - start <= budget:
-            return total
-        return max(start, (start + budget) // self.page_size * self.page_size)
-
-    def may_join(self, num_tokens: int, budget: int, *, first: bool) -> bool:
-        """Whether one more prompt may enter a step that has `budget` tokens left."""
-        if self.chunked:
-            return budget >= self.page_size
-        return first or num_tokens <= budget
+    @property
+    def chunked(self) -> bool:
+        return self.chunked_prefill_size is not None

@@ -5,11 +5,9 @@ A request is admitted when its pages fit beside what the running ones are still 
 expectation proves too low the scheduler retracts.
 """
 
-from collections.abc import Iterable
-
-from engine.core.limits import GROWTH_CLIP_TOKENS
+from engine.core.new_token_ratio import expected_growth
 from engine.core.page_allocator import PageAllocator
-from engine.core.radix_cache import RadixCache
+from engine.core.radix_cache import Match, RadixCache
 from engine.core.request import Request
 
 
@@ -26,14 +24,17 @@ class Memory:
     def can_ever_hold(self, num_tokens: int) -> bool:
         return self.allocator.pages_for(num_tokens) <= self.allocator.num_pages
 
-    def admit(self, request: Request, growing: Iterable[Request]) -> bool:
-        """Match the cached prefix, lock it, take pages for the rest of the known tokens; or change nothing."""
+    def admit(self, request: Request, *, reserved_pages: int) -> bool:
+        """Match the cached prefix, lock it, take pages for the rest of the known tokens; or change nothing.
+
+        `reserved_pages` are left for the growth of others; this request's own growth must fit beside them.
+        """
         known = request.tokens(0, request.num_tokens)
-        match = self.cache.match(known[: _match_limit(request)])
+        match = self.match_prefix(request)
         self.cache.lock(match.node)
-        total = self.allocator.pages_for(len(known))
-        need = total - len(match.pages)
-        if need + self._growth(growing) + self._growth_of(request, have=total) > self.available:
+        need = self.allocator.pages_for(len(known)) - len(match.pages)
+        growth = self.allocator.pages_for(len(known) + expected_growth(request)) - self.allocator.pages_for(len(known))
+        if need + growth + reserved_pages > self.available:
             self.cache.unlock(match.node)
             return False
         request.lock = match.node
@@ -42,10 +43,14 @@ class Memory:
         request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
         return True
 
-    def reserve(self, request: Request, growing: Iterable[Request]) -> bool:
+    def match_prefix(self, request: Request) -> Match:
+        """The cached prefix that `request` may use: at least one token is computed."""
+        return self.cache.match(request.tokens(0, _match_limit(request)))
+
+    def reserve(self, request: Request, *, reserved_pages: int) -> bool:
         """Pages for the whole prompt, whose KV comes from elsewhere; or change nothing."""
         need = self.allocator.pages_for(len(request.input_ids))
-        if need + self._growth(growing) + self._growth_of(request, have=need) > self.available:
+        if need + reserved_pages > self.available:
             return False
         request.pages = self._take(need)
         return True
@@ -101,14 +106,6 @@ class Memory:
         if short > 0:
             self.cache.evict(short)
         return self.allocator.allocate(n)
-
-    def _growth(self, requests: Iterable[Request]) -> int:
-        return sum(self._growth_of(r, have=len(r.pages)) for r in requests)
-
-    def _growth_of(self, request: Request, *, have: int) -> int:
-        """Pages that `request` is expected to ask for beyond the `have` it holds."""
-        left = min(max(request.max_new_tokens - len(request.output_ids), 0), GROWTH_CLIP_TOKENS)
-        return max(0, self.allocator.pages_for(request.num_tokens + left) - have)
 
     def check(self) -> None:
         self.allocator.check()

@@ -35,6 +35,7 @@ class PlanItem:
     page_start:  `new_pages` go to this index of the slot's page row
     sample:      draw a token after the last position (False for a chunk that is not the last)
     output_len:  output tokens before this step: the position of the draw (seeds, min_new_tokens)
+    extend:      part of a prompt (or of what a retracted request has to compute again), not the next token
     logprob_from: first position (prompt index) whose own logprob is wanted in this step, or None
     """
 
@@ -46,6 +47,7 @@ class PlanItem:
     new_pages: list[int]
     sample: bool
     output_len: int
+    extend: bool
     logprobs: LogprobOptions | None = None
     logprob_from: int | None = None
     logprob_next: int | None = None  # prompt token after this chunk (its logprob comes from this chunk's last logits)
@@ -64,9 +66,10 @@ class PlanItem:
 class Plan:
     """One step. `extend`: items may have any q_len (prefill); otherwise every q_len is 1 (decode).
 
+    `extend`: some item is part of a prompt (q_len of any size); decodes may ride along. `wait`: the loop collects every
+    launched step before it launches this one (it asks for depth 1).
+
     Order the executor owes: `closes`, then `opens`, then page rows of `items`, then forward, then sampling.
-    `seeds`: (slot, token) pairs to write into the FutureMap before anything (prebuilt batches: a first token that was
-    sampled elsewhere).
     """
 
     seq: int
@@ -74,6 +77,7 @@ class Plan:
     items: list[PlanItem]
     opens: list[SlotOpen] = field(default_factory=list)
     closes: list[int] = field(default_factory=list)
+    wait: bool = False
 
 
 @dataclass(slots=True)

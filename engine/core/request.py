@@ -28,7 +28,9 @@ class Request:
     logprobs: LogprobOptions | None = None
     bootstrap: Bootstrap | None = None
     prefill_only: bool = False
+    priority: int = 0
 
+    serial: int = 0  # order of arrival
     output_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     abort: FinishReason | None = None  # asked to end; takes effect at the next check

@@ -13,14 +13,17 @@ Memory rule: a request's pages are released only when no launched step touches t
 that leaves the engine may next be written by a transfer peer, who does not wait for our stream.
 """
 
-from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.core.finish import TailText, check_finish
 from engine.core.limits import Limits
 from engine.core.memory import Memory
+from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.outputs import StepEffects, input_logprob_part, output_of, refusal, refused
 from engine.core.plan import ItemResult, Plan, PlanItem, SlotOpen, StepResult
+from engine.core.policy import Draw, Priorities, order
+from engine.core.prefill_adder import AddResult, PrefillAdder
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
 from engine.messages import FinishReason, TokenOutput
@@ -38,25 +41,46 @@ class Counters:
     cached_tokens: int = 0
     generation_tokens: int = 0
     retractions: int = 0
+    preemptions: int = 0
     steps: int = 0
     wasted_draws: int = 0
 
 
 class Scheduler:
-    def __init__(self, *, limits: Limits, memory: Memory, tail_text: TailText) -> None:
+    """`batch_is_full`: the last waiting request that was judged found no room, and nothing has become free since; a full
+    decode batch then never pays for another judgement.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        memory: Memory,
+        tail_text: TailText,
+        policy: str = "fcfs",
+        priorities: Priorities | None = None,
+        ratio: NewTokenRatio | None = None,
+        draw: Draw = lambda: 0.0,
+    ) -> None:
         self.limits = limits
         self.memory = memory
+        self.ratio = ratio or NewTokenRatio()
+        self.batch_is_full = False
+        self._policy = policy
+        self._priorities = priorities
+        self._draw = draw
         self.table = RequestTable(limits.max_running_requests)
         self.counters = Counters()
         self._tail_text = tail_text
         self._live: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._waiting: dict[str, Request] = {}  # in order of arrival
         self._chunked: Request | None = None  # the one whose prompt is computed in parts
         self._running: list[Request] = []
         self._draining: list[Request] = []  # ended or retracted, a step in flight
         self._kept: list[Request] = []  # the role's: KV is being handed over, or comes from elsewhere
         self._closes: list[int] = []
         self._seq = 0
+        self._last_was_extend = False
 
     # ---- events
 
@@ -65,7 +89,9 @@ class Scheduler:
         if error := self.refusal(request):
             return [refused(request, error)]
         self._register(request)
-        self._waiting.append(request)
+        self._waiting[request.rid] = request
+        if self._priorities is not None:
+            self.batch_is_full = False  # it may preempt
         return []
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
@@ -91,7 +117,10 @@ class Scheduler:
 
     def reserve(self, request: Request) -> bool:
         """Pages for an adopted request's prompt (`request.pages`), unless growth of the others needs the room."""
-        return self.memory.reserve(request, self._growing())
+        coming = [*self._growing(), request]
+        expected = sum(self.ratio.growth_tokens(r) for r in coming)
+        largest = max(r.max_new_tokens - len(r.output_ids) for r in coming)  # whoever it is must be able to finish
+        return self.memory.reserve(request, reserved_pages=self.memory.allocator.pages_for(int(max(expected, largest))))
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """An adopted request's KV has landed. A prebuilt batch of one: no forward, its first token is `first`."""
@@ -124,61 +153,109 @@ class Scheduler:
         self.release(request)
         return pages
 
+    def end_quarantine(self, pages: list[int]) -> None:
+        """Nobody can write `pages` any more."""
+        self.memory.allocator.end_quarantine(pages)
+        self.batch_is_full = False
+
     # ---- planning
 
-    def schedule(self) -> Plan | None:
+    def schedule(self, now_s: float = 0.0) -> Plan | None:
         """The next step, or None when there is nothing to do before a collect (or at all)."""
-        items, opens = self._plan_extend()
-        extend = bool(items)
-        if not items:
-            items, opens = self._plan_decode()
+        before = self.counters.retractions
+        items, opens = self._draft(now_s)
+        if not items and self.counters.retractions > before:  # their memory is free now
+            items, opens = self._draft(now_s)
         if not items:
             return None
+        extend = any(item.extend for item in items)
+        wait, self._last_was_extend = extend and self._last_was_extend and self.limits.wait_between_prefills, extend
         self._seq += 1
         self.counters.steps += 1
         closes, self._closes = self._closes, []
-        return Plan(seq=self._seq, extend=extend, items=items, opens=opens, closes=closes)
+        return Plan(seq=self._seq, extend=extend, items=items, opens=opens, closes=closes, wait=wait)
 
-    def _plan_extend(self) -> tuple[list[PlanItem], list[SlotOpen]]:
-        """Prefill first: the chunked request goes on, then waiting ones in order of arrival while budgets last."""
-        items: list[PlanItem] = []
-        opens: list[SlotOpen] = []
-        budget = self.limits.prefill_tokens_per_step
-        if self._chunked is not None:
-            items.append(self._extend(self._chunked, budget))
-            budget -= items[-1].q_len
-        while self._waiting and self._chunked is None and self.table.num_free > 0:
-            request = self._waiting[0]
-            if not self.limits.may_join(request.num_tokens, budget, first=not items):
-                break
-            if not self.memory.admit(request, self._growing()):
-                break
-            self._waiting.popleft()
-            self._note_admitted(request)
-            opens.append(self._open_slot(request))
-            items.append(self._extend(request, budget))
-            budget -= items[-1].q_len
+    def _draft(self, now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
+        items, opens = self._plan_extend(now_s)
+        if not items or self.limits.mixed_chunk:
+            decodes, opened = self._plan_decode({item.rid for item in items})
+            items, opens = items + decodes, opens + opened
         return items, opens
 
-    def _extend(self, request: Request, budget: int) -> PlanItem:
-        """Plan up to `budget` of `request`'s known tokens; it stays `_chunked` while some are left."""
+    def _plan_extend(self, now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
+        """Prefill first: the chunked request goes on, then waiting ones in the policy's order while budgets last."""
+        items: list[PlanItem] = []
+        opens: list[SlotOpen] = []
+        if self._chunked is None and (self.batch_is_full or not self._waiting):
+            return items, opens
+        adder = self._adder()
+        if self._chunked is not None:
+            items.append(self._extend(self._chunked, adder))
+        for request in self._in_order(now_s):
+            if self._chunked is not None or adder.exhausted:
+                break
+            result = AddResult.NO_TOKEN if self.table.num_free == 0 else adder.add(request)
+            if result is AddResult.NO_TOKEN:
+                self._note_full(request)
+            if result is not AddResult.CONTINUE:
+                break
+            del self._waiting[request.rid]
+            self._note_admitted(request)
+            opens.append(self._open_slot(request))
+            items.append(self._extend(request, adder))
+        return items, opens
+
+    def _adder(self) -> PrefillAdder:
+        riders = sum(r.draws_left > 0 for r in self._running) if self.limits.mixed_chunk else 0
+        return PrefillAdder(
+            limits=self.limits, memory=self.memory, ratio=self.ratio, growing=self._growing(), decode_tokens=riders
+        )
+
+    def _in_order(self, now_s: float) -> Iterable[Request]:
+        if self._policy == "fcfs" and self._priorities is None:
+            return list(self._waiting.values())[: self.limits.max_running_requests]
+        return order(
+            self._policy,
+            self._waiting.values(),
+            match_prefix=self.memory.match_prefix,
+            draw=self._draw,
+            priorities=self._priorities,
+            now_s=now_s,
+        )
+
+    def _note_full(self, request: Request) -> None:
+        """No room for `request`: somebody of much lower priority makes some, or the batch is full until one ends."""
+        if self._priorities is not None:
+            victims = [r for r in self._running if self._priorities.may_preempt(request, r)]
+            if victims:
+                self._retract(min(victims, key=lambda r: (r.priority * self._priority_sign, -r.serial)), [])
+                self.counters.preemptions += 1
+                return
+        self.batch_is_full = bool(self._running or self._draining or self._kept)
+
+    @property
+    def _priority_sign(self) -> int:
+        return -1 if self._priorities is not None and self._priorities.low_first else 1
+
+    def _extend(self, request: Request, adder: PrefillAdder) -> PlanItem:
+        """Plan as much of `request`'s known tokens as the step allows; it stays `_chunked` while some are left."""
         start, total = request.launched_len, request.num_tokens
-        end = self.limits.chunk_end(start, total, budget)
-        assert end > start
+        end = adder.take(request)
         self._chunked = request if end < total else None
         if end == total:
             (self._kept if request.prefill_only else self._running).append(request)
-        return self._item(request, start, end, sample=end == total)
+        return self._item(request, start, end, sample=end == total, extend=True)
 
-    def _plan_decode(self) -> tuple[list[PlanItem], list[SlotOpen]]:
-        """Every running request by one token, as far as rows and pages reach."""
-        ready = [r for r in self._running if r.draws_left > 0]
+    def _plan_decode(self, planned: set[str]) -> tuple[list[PlanItem], list[SlotOpen]]:
+        """Every running request by one token, as far as rows and pages reach; `planned`: already part of this step."""
+        ready = [r for r in self._running if r.draws_left > 0 and r.rid not in planned]
         unslotted = sum(r.slot is None for r in ready) - self.table.num_free
         while unslotted > 0:  # more adopted requests than rows: the latest wait
             unslotted -= ready.pop().slot is None
         self._grow(ready)
         opens = [self._open_slot(r) for r in ready if r.slot is None]
-        return [self._item(r, r.launched_len, r.launched_len + 1, sample=True) for r in ready], opens
+        items = [self._item(r, r.launched_len, r.launched_len + 1, sample=True, extend=False) for r in ready]
+        return items, opens
 
     def _grow(self, ready: list[Request]) -> None:
         """A page for each request whose next token starts one. Where memory is short the last in order are retracted.
@@ -190,6 +267,7 @@ class Scheduler:
             while request in ready and not self.memory.grow(request):
                 victim = max(self._running, key=_retraction_order)
                 self._retract(victim, ready)
+                self.ratio.on_retraction(self._running)
                 if victim.inflight > 0:
                     ready[:] = [r for r in ready if r not in needy[i:]]
                     return
@@ -206,9 +284,9 @@ class Scheduler:
         self._give_back(request)
         request.retractions += 1
         self.counters.retractions += 1
-        self._waiting.appendleft(request)
+        self._waiting = {r.rid: r for r in sorted([request, *self._waiting.values()], key=lambda r: r.serial)}
 
-    def _item(self, request: Request, start: int, end: int, *, sample: bool) -> PlanItem:
+    def _item(self, request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
         assert request.slot is not None
         known = request.num_tokens
         logprob_from, logprob_next = input_logprob_part(request, start, end)
@@ -221,6 +299,7 @@ class Scheduler:
             new_pages=request.pages[request.told_pages :],
             sample=sample,
             output_len=len(request.output_ids) + request.pending,
+            extend=extend,
             logprobs=request.logprobs,
             logprob_from=logprob_from,
             logprob_next=logprob_next,
@@ -252,17 +331,19 @@ class Scheduler:
             request.pending -= item.sample
             request.computed_len = max(request.computed_len, item.kv_len)
             if request.finish is None:
-                self._apply(request, item, item_result, extend=plan.extend, effects=effects)
+                self._apply(request, item, item_result, effects)
             else:
                 self.counters.wasted_draws += item.sample
         self._settle()
+        if not plan.extend:
+            self.ratio.decay()
+        if not self._live:
+            self.ratio.reset()
         return effects
 
-    def _apply(
-        self, request: Request, item: PlanItem, result: ItemResult, *, extend: bool, effects: StepEffects
-    ) -> None:
+    def _apply(self, request: Request, item: PlanItem, result: ItemResult, effects: StepEffects) -> None:
         request.input_logprobs += result.input_logprobs
-        if extend:
+        if item.extend:
             self.memory.share(request)
             effects.progressed.append(request)
         if not item.sample:
@@ -296,7 +377,9 @@ class Scheduler:
         if request is self._chunked:
             self._chunked = None
             return
-        for stage in (self._running, self._waiting, self._draining):
+        if self._waiting.pop(request.rid, None) is not None:
+            return
+        for stage in (self._running, self._draining):
             if request in stage:
                 stage.remove(request)
                 return
@@ -326,6 +409,7 @@ class Scheduler:
                 del self._live[request.rid]
 
     def _give_back(self, request: Request) -> None:
+        self.batch_is_full = False
         self.memory.give_back(request)
         if request.slot is not None:
             self._closes.append(self.table.close(request))
@@ -335,6 +419,7 @@ class Scheduler:
     def _register(self, request: Request) -> None:
         self._live[request.rid] = request
         self.counters.requests += 1
+        request.serial = self.counters.requests
         self.counters.prompt_tokens += len(request.input_ids)
 
     def refusal(self, request: Request) -> FinishReason | None:
@@ -376,7 +461,7 @@ class Scheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(r.num_tokens for r in self._waiting)
+        return sum(r.num_tokens for r in self._waiting.values())
 
     @property
     def idle(self) -> bool:
@@ -396,7 +481,7 @@ class Scheduler:
         """DESIGN.md section 5.1: every page has one owner, every live request one stage."""
         self.memory.check()
         self.table.check()
-        stages = [*self._waiting, *self._running, *self._draining, *self._kept]
+        stages = [*self._waiting.values(), *self._running, *self._draining, *self._kept]
         stages += [self._chunked] if self._chunked is not None else []
         assert sorted(r.rid for r in stages) == sorted(self._live), "a live request is in no stage, or in two"
         held = [p for r in stages for p in r.own_pages()]

@@ -94,8 +94,10 @@ class EngineLoop:
         for message in self._ports.receive():
             outputs += self._handle(message, now_s)
         outputs += self._role.poll(now_s)
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(now_s)
         if plan is not None:
+            while plan.wait and self._launched:
+                outputs += self._collect()
             self._launched.append(self._executor.launch(plan))
         worked = bool(self._launched)
         if self._launched and (plan is None or len(self._launched) >= self._depth):

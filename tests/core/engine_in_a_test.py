@@ -1,11 +1,14 @@
 """The production scheduler with the hash model, driven at any depth by literals: no sockets, no torch, no clock."""
 
+import random
 from collections import deque
 
 from engine.core.limits import Limits
 from engine.core.memory import Memory
+from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
 from engine.core.plan import Plan
+from engine.core.policy import Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -25,17 +28,30 @@ class EngineInATest:
         depth: int = 1,
         radix: bool = True,
         max_queued: int = 1000,
+        policy: str = "fcfs",
+        priorities: Priorities | None = None,
+        conservativeness: float = 1.0,
+        **limits: object,
     ) -> None:
         allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
-        limits = Limits(
+        bounds = Limits(
             page_size=page_size,
             max_running_requests=max_running,
             max_queued_requests=max_queued,
-            prefill_tokens_per_step=chunk or 64,
-            chunked=chunk is not None,
+            chunked_prefill_size=chunk,
+            **{"max_prefill_tokens": 64, **limits},  # type: ignore[arg-type]
         )
         memory = Memory(allocator=allocator, cache=RadixCache(allocator, enabled=radix))
-        self.scheduler = Scheduler(limits=limits, memory=memory, tail_text=lambda ids: "".join(f"<{i}>" for i in ids))
+        self.scheduler = Scheduler(
+            limits=bounds,
+            memory=memory,
+            tail_text=lambda ids: "".join(f"<{i}>" for i in ids),
+            policy=policy,
+            priorities=priorities,
+            ratio=NewTokenRatio(conservativeness=conservativeness),
+            draw=random.Random(5).random,
+        )
+        self.now_s = 0.0
         self.model = HashModel(page_size=page_size)
         self.depth = depth
         self.launched: deque[tuple[Plan, object]] = deque()
@@ -44,13 +60,16 @@ class EngineInATest:
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.plans: list[Plan] = []
 
-    def add(self, rid: str, prompt: list[int], *, eos: int | None = None, **sampling: object) -> Request:
+    def add(
+        self, rid: str, prompt: list[int], *, eos: int | None = None, priority: int = 0, **sampling: object
+    ) -> Request:
         request = Request(
             rid=rid,
             input_ids=prompt,
             sampling=SamplingParams(**{"max_new_tokens": 8, **sampling}),  # type: ignore[arg-type]
             eos_ids=frozenset() if eos is None else frozenset({eos}),
-            arrived_s=0.0,
+            arrived_s=self.now_s,
+            priority=priority,
         )
         self.say(self.scheduler.add(request))
         return request
@@ -68,17 +87,22 @@ class EngineInATest:
 
     def turn(self) -> bool:
         """One turn of the loop; False when there is nothing left to do."""
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.now_s)
+        while plan is not None and plan.wait and self.launched:
+            self.collect()
         if plan is not None:
             self.plans.append(plan)
             self.launched.append((plan, self.model.run(plan)))
         if self.launched and (plan is None or len(self.launched) >= self.depth):
-            done, result = self.launched.popleft()
-            self.say(self.scheduler.collect(done, result).outputs)  # type: ignore[arg-type]
-            self.scheduler.check()
+            self.collect()
             return True
         self.scheduler.check()
         return plan is not None
+
+    def collect(self) -> None:
+        done, result = self.launched.popleft()
+        self.say(self.scheduler.collect(done, result).outputs)  # type: ignore[arg-type]
+        self.scheduler.check()
 
     def run(self, max_turns: int = 10_000) -> None:
         for _ in range(max_turns):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.core.policy import POLICIES, Priorities
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 
@@ -93,15 +94,15 @@ def test_a_long_prompt_goes_in_whole_pages_and_first_in_line() -> None:
 
 def test_retraction_and_resume_give_the_same_tokens() -> None:
     engine = EngineInATest(page_size=2, num_pages=24, depth=2, max_running=4)
-    import engine.core.memory as memory
+    import engine.core.new_token_ratio as memory
 
-    original, memory.GROWTH_CLIP_TOKENS = memory.GROWTH_CLIP_TOKENS, 4  # growth is underestimated: memory runs out
+    original, memory.CLIP_TOKENS = memory.CLIP_TOKENS, 4  # growth is underestimated: memory runs out
     try:
         for i in range(4):
             engine.add(f"r{i}", [i, i + 1, i + 2], max_new_tokens=30)
         engine.run()
     finally:
-        memory.GROWTH_CLIP_TOKENS = original
+        memory.CLIP_TOKENS = original
     assert engine.scheduler.counters.retractions > 0
     assert engine.tokens == {f"r{i}": expected_tokens([i, i + 1, i + 2], 30) for i in range(4)}
     assert all_pages_back(engine)
@@ -157,6 +158,92 @@ def test_a_full_queue_refuses_with_503() -> None:
     assert len(engine.finish) == 3
 
 
+def order_of_starts(engine: EngineInATest) -> list[str]:
+    return [item.rid for plan in engine.plans for item in plan.items if item.start == 0]
+
+
+def test_a_full_batch_never_pays_for_a_hopeless_judgement() -> None:
+    engine = EngineInATest(num_pages=12, page_size=4, max_running=8)
+    engine.add("a", [1, 2, 3], max_new_tokens=40)
+    engine.turn()
+    judged: list[str] = []
+    admit = engine.scheduler.memory.admit
+    engine.scheduler.memory.admit = lambda r, **kw: judged.append(r.rid) or admit(r, **kw)  # type: ignore[method-assign, func-returns-value]
+    engine.add("b", [4, 5, 6], max_new_tokens=40)
+    for _ in range(20):
+        engine.turn()
+    assert judged == ["b"] and engine.scheduler.batch_is_full
+    engine.run()
+    assert judged == ["b", "b"] and engine.tokens["b"] == expected_tokens([4, 5, 6], 40)
+
+
+def test_a_step_takes_no_more_prompts_than_allowed() -> None:
+    engine = EngineInATest(prefill_max_requests=2)
+    for i in range(5):
+        engine.add(f"r{i}", [i + 1], max_new_tokens=1)
+    engine.run()
+    assert [len(p.items) for p in engine.plans] == [2, 2, 1]
+
+
+def test_without_chunks_a_prompt_may_overdraw_the_budget_alone() -> None:
+    engine = EngineInATest(chunk=None, max_prefill_tokens=10)
+    for rid, length in (("small", 4), ("large", 30), ("tiny", 2)):
+        engine.add(rid, list(range(length)), max_new_tokens=1)
+    engine.run()
+    assert [[item.rid for item in p.items] for p in engine.plans] == [["small"], ["large"], ["tiny"]]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_decodes_ride_along_with_a_chunk(depth: int) -> None:
+    engine = EngineInATest(depth=depth, chunk=8, mixed_chunk=True)
+    engine.add("running", [1, 2, 3], max_new_tokens=12)
+    engine.turn()
+    engine.add("long", list(range(30)), max_new_tokens=2)
+    engine.run()
+    mixed = [p for p in engine.plans if len({item.extend for item in p.items}) == 2]
+    assert len(mixed) >= 4 and all(sum(item.q_len for item in p.items) <= 8 for p in mixed)
+    assert engine.tokens == {"running": expected_tokens([1, 2, 3], 12), "long": expected_tokens(list(range(30)), 2)}
+
+
+def test_two_prefills_in_a_row_ask_for_depth_1() -> None:
+    engine = EngineInATest(depth=2, chunk=8, wait_between_prefills=True)
+    for i in range(3):
+        engine.add(f"r{i}", list(range(8)), max_new_tokens=2)
+    engine.run()
+    assert [p.wait for p in engine.plans if p.extend] == [False, True, True]
+
+
+def test_higher_priority_goes_first_and_age_counts() -> None:
+    aging = Priorities(aging_s=10.0)
+    for at_s, first in ((5.0, "high"), (60.0, "low")):
+        engine = EngineInATest(priorities=aging, max_running=1)
+        engine.add("low", [1], priority=0, max_new_tokens=1)
+        engine.now_s = at_s
+        engine.add("high", [2], priority=4, max_new_tokens=1)
+        engine.run()
+        assert order_of_starts(engine)[0] == first
+
+
+def test_low_values_may_go_first() -> None:
+    engine = EngineInATest(priorities=Priorities(low_first=True), max_running=1)
+    engine.add("zero", [1], priority=0, max_new_tokens=1)
+    engine.add("minus", [2], priority=-1, max_new_tokens=1)
+    engine.run()
+    assert order_of_starts(engine) == ["minus", "zero"]
+
+
+@pytest.mark.parametrize(("priority", "preempted"), [(11, 1), (10, 0)])
+def test_a_much_higher_priority_takes_a_running_place(priority: int, preempted: int) -> None:
+    engine = EngineInATest(priorities=Priorities(preempt_threshold=10), max_running=1, depth=2)
+    engine.add("low", [1, 2], max_new_tokens=20)
+    for _ in range(5):
+        engine.turn()
+    engine.add("high", [3], priority=priority, max_new_tokens=3)
+    engine.run()
+    assert engine.scheduler.counters.preemptions == preempted
+    assert engine.tokens == {"low": expected_tokens([1, 2], 20), "high": expected_tokens([3], 3)}
+
+
 REQUESTS = st.lists(
     st.tuples(
         st.integers(0, 3),  # which prefix family
@@ -164,6 +251,7 @@ REQUESTS = st.lists(
         st.integers(1, 20),  # max_new_tokens
         st.integers(0, 12),  # turns until the next arrival
         st.one_of(st.none(), st.integers(0, 30)),  # abort after so many turns
+        st.integers(-20, 20),  # priority
     ),
     min_size=1,
     max_size=14,
@@ -179,39 +267,59 @@ REQUESTS = st.lists(
     chunk=st.sampled_from([None, 4, 8, 16]),
     radix=st.booleans(),
     clip=st.sampled_from([0, 3, 4096]),
+    policy=st.sampled_from(POLICIES),
+    priorities=st.sampled_from([None, Priorities(), Priorities(low_first=True, aging_s=3.0, preempt_threshold=2)]),
+    conservativeness=st.sampled_from([0.0, 1.0, 2.0]),
+    mixed=st.booleans(),
 )
 def test_anything_goes_and_every_invariant_holds(
-    requests: list[tuple[int, int, int, int, int | None]],
+    requests: list[tuple[int, int, int, int, int | None, int]],
     depth: int,
     page_size: int,
     capacity: int,
     chunk: int | None,
     radix: bool,
     clip: int,
+    policy: str,
+    priorities: Priorities | None,
+    conservativeness: float,
+    mixed: bool,
 ) -> None:
-    import engine.core.memory as memory
+    import engine.core.new_token_ratio as memory
 
     engine = EngineInATest(
-        depth=depth, page_size=page_size, num_pages=capacity // page_size, chunk=chunk, radix=radix, max_running=5
+        depth=depth,
+        page_size=page_size,
+        num_pages=capacity // page_size,
+        chunk=chunk,
+        radix=radix,
+        max_running=5,
+        policy=policy,
+        priorities=priorities,
+        conservativeness=conservativeness,
+        mixed_chunk=mixed,
+        wait_between_prefills=not mixed,
     )
-    original, memory.GROWTH_CLIP_TOKENS = memory.GROWTH_CLIP_TOKENS, clip
+    original, memory.CLIP_TOKENS = memory.CLIP_TOKENS, clip
     try:
         aborts: list[tuple[int, str]] = []
         turn = 0
-        for i, (family, length, new, gap, abort_after) in enumerate(requests):
-            engine.add(f"r{i}", [(family * 7 + k) % 50 for k in range(length)], max_new_tokens=new)
+        for i, (family, length, new, gap, abort_after, priority) in enumerate(requests):
+            prompt = [(family * 7 + k) % 50 for k in range(length)]
+            engine.add(f"r{i}", prompt, max_new_tokens=new, priority=priority)
             if abort_after is not None:
                 aborts.append((turn + abort_after, f"r{i}"))
             for _ in range(gap):
                 turn += 1
+                engine.now_s = float(turn)
                 engine.turn()
                 for due, rid in aborts:
                     if due == turn:
                         engine.abort(rid)
         engine.run()
     finally:
-        memory.GROWTH_CLIP_TOKENS = original
-    for i, (family, length, new, _, _) in enumerate(requests):
+        memory.CLIP_TOKENS = original
+    for i, (family, length, new, *_rest) in enumerate(requests):
         want = expected_tokens([(family * 7 + k) % 50 for k in range(length)], new)
         got = engine.tokens[f"r{i}"]
         if engine.finish[f"r{i}"].kind == "abort":

@@ -107,19 +107,19 @@ def test_prompt_logprobs_equal_transformers(checkpoint: str, reference: PreTrain
 
 def test_retraction_does_not_change_tokens(checkpoint: str) -> None:
     """Too little memory for all of them: some are retracted, and nobody can tell."""
-    import engine.core.memory as memory
+    import engine.core.new_token_ratio as memory
 
     prompts = {f"r{i}": prompt_of(20 + i, i) for i in range(4)}
     results = []
-    for tokens, clip in ((4096, memory.GROWTH_CLIP_TOKENS), (224, 1)):
+    for tokens, clip in ((4096, memory.CLIP_TOKENS), (224, 1)):
         engine = EngineInProcess(checkpoint, max_total_tokens=tokens, page_size=4, stream="threaded")
-        original, memory.GROWTH_CLIP_TOKENS = memory.GROWTH_CLIP_TOKENS, clip
+        original, memory.CLIP_TOKENS = memory.CLIP_TOKENS, clip
         try:
             for rid, prompt in prompts.items():
                 engine.add(rid, prompt, max_new_tokens=60)
             engine.run()
         finally:
-            memory.GROWTH_CLIP_TOKENS = original
+            memory.CLIP_TOKENS = original
             engine.close()
         results.append(engine.tokens)
     assert engine.parts.scheduler.counters.retractions > 0

@@ -1,0 +1,129 @@
+"""In which order waiting requests are considered. Pure: what is cached and what chance says come in as functions.
+
+fcfs        first come, first served
+lpm         longest cached prefix first; a long queue falls back to fcfs, since matching it all would cost more than it saves
+dfs-weight  depth first through the prefix tree, heaviest branch first: who shares a prefix goes together
+lof         longest output first
+random      by lot
+
+With a cache-aware policy (lpm, dfs-weight) a request that shares an uncached prefix with one before it waits one turn:
+by then the first has computed it (*in-batch prefix caching*). Where priorities are on they decide before the policy.
+SGLang's policies; the aging of priorities is ours.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from engine.core.radix_cache import Match, Node
+from engine.core.request import Request
+
+POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
+CACHE_AWARE = ("lpm", "dfs-weight")
+LPM_MAX_QUEUE = 128
+SHARED_PREFIX_TOKENS = 32  # cached less than this, and equal to an earlier one's this far: wait for that one
+
+MatchPrefix = Callable[[Request], Match]
+Draw = Callable[[], float]  # uniform in [0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priorities:
+    """`aging_s`: each so many seconds of waiting count as one step of priority, so that nobody starves; None: off.
+
+    `preempt_threshold`: a waiting request may take the place of a running one whose priority is lower by more.
+    """
+
+    low_first: bool = False
+    aging_s: float | None = None
+    preempt_threshold: int = 10
+
+    def urgency(self, request: Request, now_s: float) -> float:
+        """The higher, the sooner."""
+        urgency = float(-request.priority if self.low_first else request.priority)
+        if self.aging_s is not None:
+            urgency += (now_s - request.arrived_s) // self.aging_s
+        return urgency
+
+    def may_preempt(self, waiting: Request, running: Request) -> bool:
+        """By the priorities that were asked for: age moves a request up the queue, not others out of the batch."""
+        difference = waiting.priority - running.priority
+        return (-difference if self.low_first else difference) > self.preempt_threshold
+
+
+def order(
+    name: str,
+    waiting: Iterable[Request],
+    *,
+    match_prefix: MatchPrefix,
+    draw: Draw,
+    priorities: Priorities | None = None,
+    now_s: float = 0.0,
+) -> list[Request]:
+    """`waiting` (in order of arrival) in the order in which admission should try them."""
+    requests = list(waiting)
+    if name == "lpm" and len(requests) > LPM_MAX_QUEUE:
+        name = "fcfs"
+    requests = _by_policy(name, requests, match_prefix, draw)
+    if priorities is not None:
+        requests.sort(key=lambda r: -priorities.urgency(r, now_s))
+    return requests
+
+
+def _by_policy(name: str, requests: list[Request], match_prefix: MatchPrefix, draw: Draw) -> list[Request]:
+    if name == "lof":
+        return sorted(requests, key=lambda r: -r.max_new_tokens)
+    if name == "random":
+        lots = [draw() for _ in requests]
+        return [r for _, _, r in sorted(zip(lots, range(len(lots)), requests, strict=True), key=lambda x: x[:2])]
+    if name not in CACHE_AWARE:
+        return requests
+    matches = [match_prefix(r) for r in requests]
+    cached = [len(m.pages) for m in matches]
+    later = _waits_for_an_earlier_one(requests, matches)
+    if name == "lpm":
+        ranks = sorted(range(len(requests)), key=lambda i: (later[i], -cached[i], i))
+    else:
+        depth_first = _depth_first(matches)
+        ranks = sorted(range(len(requests)), key=lambda i: (later[i], depth_first[i]))
+    return [requests[i] for i in ranks]
+
+
+def _waits_for_an_earlier_one(requests: list[Request], matches: list[Match]) -> list[bool]:
+    """Whether each request shares an uncached prefix with one before it."""
+    seen: set[tuple[int, ...]] = set()
+    later = []
+    for request, match in zip(requests, matches, strict=True):
+        prefix = tuple(request.input_ids[:SHARED_PREFIX_TOKENS])
+        uncached = not match.pages and len(prefix) == SHARED_PREFIX_TOKENS
+        later.append(uncached and prefix in seen)
+        seen.add(prefix)
+    return later
+
+
+def _depth_first(matches: list[Match]) -> list[int]:
+    """Rank of each request when the tree is walked depth first, the branch with most requests first."""
+    weight: dict[int, int] = {}
+    children: dict[int, dict[int, Node]] = {}
+    at: dict[int, list[int]] = {}
+    root = None
+    for i, match in enumerate(matches):
+        at.setdefault(match.node.serial, []).append(i)
+        node: Node | None = match.node
+        while node is not None:
+            weight[node.serial] = weight.get(node.serial, 0) + 1
+            if node.parent is not None:
+                children.setdefault(node.parent.serial, {})[node.serial] = node
+            else:
+                root = node
+            node = node.parent
+    ranks = [0] * len(matches)
+    if root is None:
+        return ranks
+    stack, next_rank = [root], 0
+    while stack:
+        node = stack.pop()
+        for i in at.get(node.serial, ()):
+            ranks[i], next_rank = next_rank, next_rank + 1
+        branches = children.get(node.serial, {}).values()
+        stack.extend(sorted(branches, key=lambda n: (weight[n.serial], -n.serial)))
+    return ranks
