@@ -300,22 +300,23 @@ class DecodeRooms:
 
     def _on_status(self, session: Session, message: Status, now_s: float) -> None:
         rec = self._addressed(session, (message.room, message.attempt))
+        if rec is None:
+            return
         to, state = KVPoll(message.state), self.machine.state(rec.key)
-        if to is KVPoll.Failed:
-            self._on_peer_failed(rec, message, now_s)
-        elif state in FINAL:
-            if to is KVPoll.Success:
-                self._expose(rec, False)
-            raise PeerProtocolError(f"room {rec.key}: {to.name} after the end")
+        if state in FINAL:
+            self._on_late_status(rec, to)
+        elif to is KVPoll.Failed:
+            self._fail(rec, message.reason or "prefill failed", now_s, tell=False)
         elif rec.num_pages is None or to not in (KVPoll.Transferring, KVPoll.Success):
             raise PeerProtocolError(f"room {rec.key}: {to.name} in {state.name}")
         else:
             self._advance(rec, to, message.num_pages, now_s)
 
-    def _on_peer_failed(self, rec: Room, message: Status, now_s: float) -> None:
-        if self.machine.state(rec.key) in FINAL:
-            raise PeerProtocolError(f"room {rec.key}: Failed after the end")
-        self._fail(rec, message.reason or "prefill failed", now_s, tell=False)
+    def _on_late_status(self, rec: Room, to: KVPoll) -> None:
+        """Crossed our abort on its way. Success means that nothing is written any more."""
+        self.effects.counters["late_messages"] += 1
+        if to is KVPoll.Success:
+            self._expose(rec, False)
 
     def _advance(self, rec: Room, to: KVPoll, num_pages: int, now_s: float) -> None:
         rec.progress_at_s = now_s
@@ -333,15 +334,19 @@ class DecodeRooms:
 
     def _on_drained(self, session: Session, message: Drained, now_s: float) -> None:
         rec = self._addressed(session, (message.room, message.attempt))
+        if rec is None:
+            return
         if self.machine.state(rec.key) not in FINAL:
             raise PeerProtocolError(f"room {rec.key}: Drained in {self.machine.state(rec.key).name}")
         self._expose(rec, False)
 
-    def _addressed(self, session: Session, key: RoomKey) -> Room:
+    def _addressed(self, session: Session, key: RoomKey) -> Room | None:
+        """The room a message is about; None (counted) for one that has been closed or is somebody else's."""
         rec = self._rooms.get(key)
-        if rec is None or rec.session is not session:
-            raise PeerProtocolError(f"room {key} is not open with this prefill worker")
-        return rec
+        if rec is not None and rec.session is session:
+            return rec
+        self.effects.counters["late_messages"] += 1
+        return None
 
     # ---- time
 
