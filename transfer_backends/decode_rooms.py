@@ -39,6 +39,7 @@ from transfer_backends.wire import (
 )
 
 FIRST_RETRY_S = 0.02
+SCAN_S_A_ROOM = 50e-6  # deadlines of many rooms are looked at less often, so that ticks stay cheap
 LONGEST_RETRY_S = 0.5
 
 
@@ -79,6 +80,7 @@ class DecodeRooms:
         self._args = kv_args
         self._config = config
         self._rooms: dict[RoomKey, Room] = {}
+        self._next_scan_s = 0.0
         self._routes: dict[str, Route] = {}  # of bootstrap servers that know one prefill worker
         self._shared: set[str] = set()  # bootstrap servers that know several: one look-up a room
         self._handlers: dict[type, Callable[[Session, Any, float], None]] = {
@@ -359,8 +361,10 @@ class DecodeRooms:
         for session in dead:
             for rec in self._rooms_of(session):
                 self._expose(rec, False)
-        for rec in list(self._rooms.values()):
-            self._check_deadline(rec, now_s)
+        if now_s >= self._next_scan_s:
+            self._next_scan_s = now_s + SCAN_S_A_ROOM * len(self._rooms)
+            for rec in list(self._rooms.values()):
+                self._check_deadline(rec, now_s)
 
     def _on_silent(self, session: Session, now_s: float) -> None:
         """It may still live and write: fail its rooms, keep the link (its acknowledgements may yet come)."""
