@@ -209,6 +209,3 @@ class Receiver:
     def close(self) -> None:
         with self._manager.core():
             self._rooms.close(self._key)
-
-
-__all__ = ["DecodeManager", "Receiver"]

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from transfer_backends.contract import Engine, OpState
-from transfer_backends.prefill_peers import Command, ConnectPeer, DropPeer, FencePeer
-from transfer_backends.prefill_rooms import Post, PrefillRooms
+from transfer_backends.prefill_peers import Command, ConnectPeer, FencePeer
+from transfer_backends.prefill_rooms import PrefillRooms
+from transfer_backends.prefill_sending import Post
 
 FIRST_NAP_S = 0.0001
 LONG_NAP_S = 0.002  # while operations are pending and something moves
@@ -167,6 +168,3 @@ class EngineDriver:
             except Exception:
                 self.num_errors += 1
                 log.exception("sender thread: disconnecting a decode worker failed")
-
-
-__all__ = ["DropPeer", "EngineDriver"]

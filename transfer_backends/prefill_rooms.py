@@ -12,25 +12,23 @@ Rules of an abort (facts/transfer.md section 5): fail first, so that nothing new
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from transfer_backends.contract import Caps, KVArgs, Pieces, TransferConfig
+from transfer_backends.contract import Caps, KVArgs, TransferConfig
 from transfer_backends.kvpoll import (
     FINAL,
     IllegalTransition,
     KVPoll,
     PeerProtocolError,
-    RoomInUse,
     RoomKey,
     TransferMachine,
 )
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.merge import I64, batches, plan_pieces
 from transfer_backends.prefill_inbox import Inbox, Offer
 from transfer_backends.prefill_peers import Effects, Link, Peer, PeerTable, Phase
+from transfer_backends.prefill_sending import Chunk, Post, Room, check_send, plan_posts
 from transfer_backends.wire import (
     PROTOCOL_VERSION,
     Abort,
@@ -49,50 +47,7 @@ from transfer_backends.wire import (
 )
 
 PROGRESS_EVERY_S = 1.0
-
-
-@dataclass(frozen=True)
-class Chunk:
-    src: I64
-    dst_start: int
-    aux_idx: int | None
-
-
-@dataclass(eq=False)
-class Post:
-    """One engine operation to start. `num_pages`: KV pages in it (0: the metadata row)."""
-
-    key: RoomKey
-    incarnation: str
-    pieces: Pieces
-    num_pages: int
-
-
-@dataclass
-class Room:
-    """`queued_pages`: handed over by `send`; `done_pages`: written; `num_ops`: operations that are not final.
-
-    `dirty`: an operation failed, and no fence has held since. `undrained`: decode waits for `Drained`.
-    """
-
-    key: RoomKey
-    opened_at_s: float
-    offer: Offer | None = None
-    chunks: deque[Chunk] = field(default_factory=deque)
-    posts: deque[Post] = field(default_factory=deque)
-    queued_pages: int = 0
-    done_pages: int = 0
-    all_queued: bool = False
-    num_ops: int = 0
-    dirty: bool = False
-    undrained: bool = False
-    reason: str | None = None
-    progress_at_s: float = 0.0
-    told_at_s: float = 0.0
-
-    @property
-    def quiet(self) -> bool:
-        return self.num_ops == 0 and not self.dirty
+SCAN_S_A_ROOM = 50e-6  # deadlines of many rooms are looked at less often, so that ticks stay cheap
 
 
 class PrefillRooms:
@@ -109,6 +64,7 @@ class PrefillRooms:
         self._caps = caps
         self._config = config
         self._rooms: dict[RoomKey, Room] = {}
+        self._next_scan_s = 0.0
         self._ready: deque[RoomKey] = deque()  # rooms with something to post, in turn
         self._inbox = Inbox(config)
         self._handlers: dict[type, Callable[[Peer, Any, float], None]] = {
@@ -152,7 +108,7 @@ class PrefillRooms:
         if rec.offer is None or state is KVPoll.Success or rec.all_queued:
             raise IllegalTransition(f"room {key}: send in {state.name}{' after the last chunk' * rec.all_queued}")
         src = np.asarray(src_pages, dtype=np.int64)
-        self._check_send(rec, src, dst_start=dst_start, last=last, aux_idx=aux_idx)
+        check_send(rec, src, args=self._args, dst_start=dst_start, last=last, aux_idx=aux_idx)
         if state is KVPoll.WaitingForInput:
             self.machine.move(key, KVPoll.Transferring)
             self._tell_progress(rec, now_s)
@@ -166,14 +122,6 @@ class PrefillRooms:
         rec.all_queued = last
         rec.progress_at_s = now_s
         self._ready.append(key)
-
-    def _check_send(self, rec: Room, src: I64, *, dst_start: int, last: bool, aux_idx: int | None) -> None:
-        if dst_start != rec.queued_pages:
-            raise ValueError(f"room {rec.key}: dst_start {dst_start} leaves a gap (next is {rec.queued_pages})")
-        if len(src) and not (src.min() >= 0 and src.max() < self._args.kv.num_items):
-            raise ValueError(f"room {rec.key}: a source page is outside the pool of {self._args.kv.num_items}")
-        if last and (aux_idx is None or not 0 <= aux_idx < self._args.aux.num_items):
-            raise ValueError(f"room {rec.key}: aux_idx {aux_idx} is outside 0..{self._args.aux.num_items - 1}")
 
     def abort(self, key: RoomKey, reason: str) -> None:
         rec = self._rooms[key]
@@ -228,25 +176,10 @@ class PrefillRooms:
 
     def _head(self, rec: Room) -> Post | None:
         while not rec.posts and rec.chunks:
-            rec.posts.extend(self._plan(rec, rec.chunks.popleft()))
+            peer = self.peers.get(rec.offer.incarnation) if rec.offer else None
+            assert rec.offer is not None and peer is not None, "a room's peer outlives its queue"
+            rec.posts.extend(plan_posts(rec.chunks.popleft(), rec, peer, args=self._args, caps=self._caps))
         return rec.posts[0] if rec.posts else None
-
-    def _plan(self, rec: Room, chunk: Chunk) -> list[Post]:
-        assert rec.offer is not None
-        peer = self.peers.get(rec.offer.incarnation)
-        assert peer is not None, "a room's peer outlives its queue"
-        caps, args = self._caps, self._args
-        dst = rec.offer.pages[chunk.dst_start : chunk.dst_start + len(chunk.src)]
-        kv = plan_pieces(chunk.src, dst, src=args.kv, dst=peer.kv, max_piece_bytes=caps.max_piece_bytes)
-        posts = [
-            Post(rec.key, peer.incarnation, part, part.size_bytes // args.kv.item_bytes)
-            for part in batches(kv, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)
-        ]
-        if chunk.aux_idx is not None:
-            rows = np.array([chunk.aux_idx], np.int64), np.array([rec.offer.aux_idx], np.int64)
-            aux = plan_pieces(*rows, src=args.aux, dst=peer.aux, max_piece_bytes=args.aux.item_bytes)
-            posts.append(Post(rec.key, peer.incarnation, aux, 0))
-        return posts
 
     def _count_posted(self, rec: Room, post: Post, peer: Peer, now_s: float) -> None:
         rec.num_ops += 1
@@ -418,8 +351,10 @@ class PrefillRooms:
             self._fail_rooms_of(peer.incarnation, "the decode worker does not answer")
         for peer in settled:
             self._settle(peer.incarnation)
-        for rec in list(self._rooms.values()):
-            self._check_deadline(rec, now_s)
+        if now_s >= self._next_scan_s:
+            self._next_scan_s = now_s + SCAN_S_A_ROOM * len(self._rooms)
+            for rec in list(self._rooms.values()):
+                self._check_deadline(rec, now_s)
         self._expire(now_s)
 
     def _check_deadline(self, rec: Room, now_s: float) -> None:
@@ -498,6 +433,3 @@ class PrefillRooms:
         if self.num_inflight < 0 or (self.num_inflight and not any(rec.num_ops for rec in self._rooms.values())):
             problems.append(f"{self.num_inflight} pieces in flight without a room")
         return problems
-
-
-__all__ = ["Post", "PrefillRooms", "RoomInUse"]

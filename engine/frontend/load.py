@@ -21,6 +21,7 @@ def load_summary(s: StateReply) -> dict[str, Any]:
         "num_running_reqs": s.running,
         "num_waiting_reqs": s.queues.get("waiting", 0),
         "num_queued_reqs": sum(s.queues.values()),
+        "num_waiting_uncached_tokens": int(s.gauges.get("waiting_tokens", 0)),
         "num_used_tokens": used_tokens(s),
         "num_total_tokens": total,
         "max_total_num_tokens": total,
@@ -44,6 +45,7 @@ def v1_loads_entry(s: StateReply, *, mode: str, max_running_requests: int, num_l
     names = (
         "num_running_reqs",
         "num_waiting_reqs",
+        "num_waiting_uncached_tokens",
         "num_used_tokens",
         "num_total_tokens",
         "max_total_num_tokens",

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,31 +55,75 @@ def cluster(folder: Path, *args: str) -> Iterator[Cluster]:
         workers = tuple(Worker(w["role"], w["url"], w["pid"]) for w in info["workers"])
         yield Cluster(info["router"], workers, launcher, log)
     finally:
-        _end(launcher)
+        end_tree(launcher)
 
 
-def _wait_for(ready: Path, launcher: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
-    deadline_s = time.monotonic() + READY_S
-    while time.monotonic() < deadline_s:
-        if ready.exists():
-            return json.loads(ready.read_text())  # type: ignore[no-any-return]
-        assert launcher.poll() is None, f"tandem up ended: {log.read_text()}"
+@dataclass(frozen=True)
+class Started:
+    """One `tandem serve` or `tandem router` of its own."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def child(self, name: str) -> psutil.Process:
+        """The scheduler or the detokenizer of a worker."""
+        children = psutil.Process(self.process.pid).children()
+        (found,) = [child for child in children if any(name in word for word in child.cmdline())]
+        return found
+
+
+@contextlib.contextmanager
+def tandem(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> Iterator[Started]:
+    """`tandem serve ...` or `tandem router ...`, ready; ended however the test went."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ready, log = folder / "ready.json", folder / "log"
+    ready.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "deploy", *args, "--ready-file", str(ready)]
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **(env or {})},
+        )
+    try:
+        info = _wait_for(ready, process, log)
+        yield Started(info.get("url") or info["router"], process, log)
+    finally:
+        end_tree(process)
+
+
+def wait_until(is_so: Callable[[], bool], *, within_s: float, what: str | Callable[[], str]) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"not within {within_s} s: {what if isinstance(what, str) else what()}"
         time.sleep(POLL_S)
-    raise AssertionError(f"not ready within {READY_S} s: {log.read_text()}")
 
 
-def _end(launcher: subprocess.Popen[bytes]) -> None:
+def _wait_for(ready: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+    def is_ready() -> bool:
+        assert process.poll() is None, f"{process.args} ended: {log.read_text()}"
+        return ready.exists()
+
+    wait_until(is_ready, within_s=READY_S, what=lambda: f"ready: {log.read_text()}")
+    return json.loads(ready.read_text())  # type: ignore[no-any-return]
+
+
+def end_tree(leader: subprocess.Popen[bytes]) -> None:
     """SIGTERM, then whatever is left of its process tree by force."""
     family = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        family = psutil.Process(launcher.pid).children(recursive=True)
-    if launcher.poll() is None:
-        launcher.send_signal(signal.SIGTERM)
+        family = psutil.Process(leader.pid).children(recursive=True)
+    if leader.poll() is None:
+        leader.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            launcher.wait(END_S)
+            leader.wait(END_S)
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    if launcher.poll() is None:
-        os.killpg(launcher.pid, signal.SIGKILL)
-    launcher.wait()
+    if leader.poll() is None:
+        os.killpg(leader.pid, signal.SIGKILL)
+    leader.wait()

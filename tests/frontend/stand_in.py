@@ -45,6 +45,8 @@ class StandIn:
         self.seen: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.problems: list[str] = []
+        self.may_break = threading.Event()  # cleared: BREAK waits after its second token until this is set
+        self.may_break.set()
         self.silent = False  # answers nothing at all
         self._tokenizer = tokenizer
         self._pull: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
@@ -111,6 +113,8 @@ class StandIn:
         self._to_detokenizer.send(opened)
 
     def _stuck(self, r: Running) -> bool:
+        if "BREAK" in r.text and len(r.output) == 2 and not self.may_break.is_set():
+            return True
         return "HANG" in r.text or ("SLOW" in r.text and len(r.output) > 2)
 
     def _step(self, r: Running) -> TokenOutput | None:

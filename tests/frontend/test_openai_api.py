@@ -250,7 +250,7 @@ def test_continue_final_message(worker: Worker) -> None:
     assert _bytes_of(worker).decode() == "<|user|>x<|assistant|>Well, "
 
 
-def test_errors_of_the_engine(client: openai.OpenAI) -> None:
+def test_errors_of_the_engine(client: openai.OpenAI, worker: Worker) -> None:
     with pytest.raises(openai.InternalServerError, match="no memory") as refused:
         client.completions.create(model="tiny", prompt="REFUSE", max_tokens=8)
     assert refused.value.status_code == 503
@@ -258,16 +258,25 @@ def test_errors_of_the_engine(client: openai.OpenAI) -> None:
         client.completions.create(model="tiny", prompt="REFUSE", max_tokens=8, stream=True)
     with pytest.raises(openai.InternalServerError, match="transfer broke"):
         client.completions.create(model="tiny", prompt="BREAK", max_tokens=8)
+    worker.scheduler.may_break.clear()
     chunks = client.completions.create(model="tiny", prompt="BREAK", max_tokens=8, stream=True)
+    assert next(chunks).choices[0].text == "B"
+    worker.scheduler.may_break.set()
     with pytest.raises(openai.APIError, match="transfer broke"):
         list(chunks)
 
 
 def test_a_broken_stream_ends_with_an_error_event_and_no_done(worker: Worker) -> None:
-    text = worker.post("/v1/completions", {"prompt": "BREAK", "max_tokens": 8, "stream": True}).text
-    events = [e for e in text.split("\n\n") if e]
-    assert json.loads(events[-1].removeprefix("data: "))["error"]["message"] == "the transfer broke"
-    assert "[DONE]" not in text
+    worker.scheduler.may_break.clear()
+    body = {"prompt": "BREAK", "max_tokens": 8, "stream": True}
+    with worker.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        next(lines)
+        worker.scheduler.may_break.set()
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["message"] == "the transfer broke"
+    assert "data: [DONE]" not in rest
 
 
 def test_a_failed_sample_aborts_the_others(worker: Worker) -> None:

@@ -15,7 +15,8 @@ from transfer_backends.decode_sessions import Connect, Disconnect, LookUp
 from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError, RoomKey
 from transfer_backends.liveness import Liveness, ProcessMark
 from transfer_backends.prefill_peers import ConnectPeer, DropPeer, FencePeer
-from transfer_backends.prefill_rooms import Post, PrefillRooms
+from transfer_backends.prefill_rooms import PrefillRooms
+from transfer_backends.prefill_sending import Post
 from transfer_backends.wire import decode as decode_frame
 from transfer_backends.wire import encode
 
