@@ -12,6 +12,7 @@ Token positions of a request, page by page (page_size 4, prompt of 6, two tokens
 from dataclasses import dataclass, field
 
 from engine.core.radix_cache import Node
+from engine.core.times import Times
 from engine.messages import Bootstrap, FinishReason, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 
@@ -52,6 +53,7 @@ class Request:
     output_logprobs: list[TokenLogprob] = field(default_factory=list)  # not sent yet
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs_sent: bool = False
+    times: Times = field(default_factory=Times)
 
     @property
     def num_tokens(self) -> int:
