@@ -78,9 +78,7 @@ def test_prompt_logprobs_leave_with_the_first_token_and_an_abort_takes_what_is_h
     first = TokenOutput(rid="r", new_ids=[7], completion_tokens=1, input_logprobs=[TokenLogprob(None, 9)])
     assert gate.pass_on([first]) == [first] and len(first.input_logprobs) == 1
     assert gate.pass_on([TokenOutput(rid="r", new_ids=[8], completion_tokens=2)]) == []
-    (last,) = gate.pass_on(
-        [TokenOutput(rid="r", new_ids=[], completion_tokens=2, finish=FinishReason(kind="abort"))]
-    )
+    (last,) = gate.pass_on([TokenOutput(rid="r", new_ids=[], completion_tokens=2, finish=FinishReason(kind="abort"))])
     assert last.new_ids == [8] and last.finish is not None
 
 
