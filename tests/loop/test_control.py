@@ -5,6 +5,8 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.config import ConfigError
 from engine.loop.control import Control
@@ -256,3 +258,55 @@ def test_a_profile_ends_when_told_or_after_its_steps() -> None:
     rig.tell(StartProfile("s2"))
     rig.tell(StopProfile("e2"))
     assert rig.replies["e2"].ok and not rig.profiler.running
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.integers(0, 6),  # turns before it
+        st.sampled_from(["ask", "ask", "ask", "retract", "in_place", "continue", "update"]),
+        st.integers(1, 14),  # prompt length
+        st.integers(1, 12),  # new tokens
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    events=EVENTS,
+    depth=st.integers(1, 3),
+    chunk=st.sampled_from([None, 4, 8]),
+    mixed=st.booleans(),
+    num_pages=st.integers(14, 40),
+)
+def test_whatever_is_paused_and_updated_no_token_changes(
+    events: list[tuple[int, str, int, int]], depth: int, chunk: int | None, mixed: bool, num_pages: int
+) -> None:
+    """The "new" weights are the same here: what is retracted, flushed and computed again must give the same tokens."""
+    rig = Rig(depth=depth, chunk=chunk, mixed_chunk=mixed, num_pages=num_pages, max_running=3)
+    asked: dict[str, tuple[list[int], int]] = {}
+    calls: list[str] = []
+    for i, (turns, event, length, new) in enumerate(events):
+        rig.turns(turns)
+        rid = f"{event}-{i}"
+        if event == "ask":
+            asked[rid] = ([(i * 5 + k) % 40 for k in range(length)], new)
+            rig.ask(rid, *asked[rid])
+            continue
+        calls.append(rid)
+        if event == "continue":
+            rig.tell(ContinueGeneration(rid))
+        elif event == "update":
+            rig.tell(UpdateWeights(rid, "new"))
+            if not rig.weights.future.done():
+                rig.weights.future.set_result("model")
+        else:
+            rig.tell(PauseGeneration(rid, event))
+    rig.settle()
+    rig.tell(ContinueGeneration("end"))
+    rig.settle()
+    rig.settle()  # an update that waited for the last request lets the held ones in
+    assert rig.replies.keys() == {*calls, "end"}  # every call is answered
+    assert rig.tokens == {rid: expected_tokens(prompt, new) for rid, (prompt, new) in asked.items()}
+    assert rig.scheduler.holds_no_kv and rig.scheduler.idle and rig.control.num_held == 0
