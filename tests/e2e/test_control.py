@@ -170,7 +170,8 @@ async def _update_weights(c: Cluster, wanted: dict[str, list[int]], second: str,
         running = asyncio.create_task(generate(http, c.router, body(new=24)))
         status, said = await post(http, f"{c.router}/update_weights_from_disk", asked)
         assert status == 200, said
-        assert (await running)["output_ids"] in wanted.values() or len(c.workers) > 1
+        answer = (await running)["output_ids"]
+        assert answer in wanted.values() or (len(c.workers) > 1 and len(answer) == 24)  # each side drains on its own
         answer = await generate(http, c.router, body(new=24))
         assert (answer["output_ids"], answer["meta_info"]["weight_version"]) == (wanted[second], "step-7")
         async with http.get(f"{c.workers[-1].url}/model_info") as response:
