@@ -133,6 +133,19 @@ def test_a_pause_changes_no_token(mode: str, chunk: int) -> None:
     }
 
 
+def test_a_half_computed_prompt_is_retracted_too() -> None:
+    rig = Rig(chunk=4)
+    rig.ask("long", list(range(30)), 3)
+    rig.turns(3)
+    assert rig.scheduler.num_running == 1 and not rig.tokens
+    rig.tell(PauseGeneration("p", "retract"))
+    rig.settle()
+    assert rig.scheduler.holds_no_kv and rig.replies["p"].values == {"retracted": 1}
+    rig.tell(ContinueGeneration("go"))
+    rig.settle()
+    assert rig.tokens["long"] == expected_tokens(list(range(30)), 3)
+
+
 def test_a_pause_may_abort_everybody_and_idle_engines_pause_too() -> None:
     rig = Rig()
     rig.tell(PauseGeneration("idle", "retract"))
@@ -184,7 +197,7 @@ def test_new_weights_wait_for_running_requests_and_hold_new_ones() -> None:
     assert "during" not in rig.finish and rig.control.num_held == 0
     rig.weights.future.set_result("model")
     rig.turn()
-    rig.ask("after", PROMPTS["b"], 2)
+    rig.ask("after", PROMPTS["a"], 2)
     assert rig.control.num_held == 1 and not rig.weights.taken
     rig.settle()
     assert rig.weights.taken == ["model"] and (rig.weights.model_path, rig.weights.version) == ("new", "v2")
