@@ -108,11 +108,11 @@ def test_retraction_and_resume_give_the_same_tokens() -> None:
     assert all_pages_back(engine)
 
 
-def test_one_short_page_retracts_one_request() -> None:
-    """At depth 2 the victim's memory comes one collect later: nobody else goes meanwhile."""
+def test_short_pages_retract_one_request_at_a_time() -> None:
+    """Deep in flight the victim's memory comes some collects later: nobody else goes meanwhile."""
     import engine.core.new_token_ratio as memory
 
-    engine = EngineInATest(page_size=4, num_pages=11, depth=2, max_running=3)
+    engine = EngineInATest(page_size=4, num_pages=10, depth=4, max_running=3)
     original, memory.CLIP_TOKENS = memory.CLIP_TOKENS, 0
     try:
         for i in range(3):
