@@ -1,6 +1,7 @@
 """Means of doing harm: raw sockets, a DEALER for the control plane, and a bootstrap server that says what it is told to."""
 
 import contextlib
+import errno
 import http.server
 import socket
 import threading
@@ -25,10 +26,18 @@ def exchange(url: str, data: bytes, *, read_s: float = ANSWER_S) -> bytes:
         answer = b""
         with contextlib.suppress(ConnectionError):
             sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
+            _half_close(sock)
             while chunk := sock.recv(65536):
                 answer += chunk
         return answer
+
+
+def _half_close(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_WR)
+    except OSError as error:  # the other side has closed already: read what it said
+        if error.errno != errno.ENOTCONN:
+            raise
 
 
 def connect(url: str) -> socket.socket:
