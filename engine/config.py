@@ -9,6 +9,9 @@ from typing import Any
 from engine.core.policy import POLICIES
 
 
+GRAMMAR_BACKENDS = ("llguidance", "none")
+
+
 class ConfigError(ValueError):
     """A flag or file that cannot be honoured: one line that says what and how to mend it."""
 
@@ -63,6 +66,14 @@ class EngineConfig:
     )
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
     disable_overlap_schedule: bool = flag(False, "depth 1: collect each step before the next is launched")
+    grammar_backend: str = flag(
+        "llguidance", "compiles JSON schemas, regexes and grammars for constrained answers", choices=GRAMMAR_BACKENDS
+    )
+    grammar_compile_timeout: float = flag(10.0, "seconds after which a grammar that does not compile is refused")
+    grammar_cache_size: int = flag(256, "compiled grammars that are kept; the least recently used goes")
+    constrained_json_disable_any_whitespace: bool = flag(
+        False, "constrained JSON has no whitespace between its parts: fewer tokens"
+    )
     num_threads: int = flag(1, "intra-op threads of the engine process on cpu")
     stream_delay_ms: float = flag(0.0, "threaded stream: random delay up to this before each step (to shake out races)")
     random_seed: int = flag(0, "seed of the seeds that requests without one are given")

@@ -49,6 +49,7 @@ class GenerateRequest(_Message, frozen=True):
     logprobs: LogprobOptions | None = None
     bootstrap: Bootstrap | None = None
     skip_cache_insert: bool = False
+    grammar_field: str = ""  # what the client calls the grammar in `sampling`: errors name it
 
 
 class AbortRequest(_Message, frozen=True):
@@ -82,12 +83,14 @@ class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why a request ended. `kind`: "stop" | "length" | "abort".
 
     `matched`: the stop token id or stop string. `status`: HTTP status for an abort that is an error (0: user's abort).
+    `field`: the part of the request's body that it is about, if one is.
     """
 
     kind: str
     matched: int | str | None = None
     message: str = ""
     status: int = 0
+    field: str = ""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

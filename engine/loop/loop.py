@@ -16,6 +16,7 @@ from typing import Protocol
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.executor.executor import Executor, Launch
+from engine.grammar.queue import GrammarQueue
 from engine.loop.role import Role
 from engine.messages import (
     AbortRequest,
@@ -66,6 +67,7 @@ class EngineLoop:
         eos_ids: frozenset[int],
         prefill_only: bool,
         clock: Callable[[], float],
+        grammars: GrammarQueue | None = None,
     ) -> None:
         assert depth >= 1
         self._scheduler = scheduler
@@ -76,6 +78,7 @@ class EngineLoop:
         self._eos_ids = eos_ids
         self._prefill_only = prefill_only
         self._clock = clock
+        self._grammars = grammars or GrammarQueue(None)
         self._launched: deque[Launch] = deque()
         self._next_check_s = 0.0
         self._problems: list[str] = []
@@ -93,11 +96,13 @@ class EngineLoop:
         outputs: list[TokenOutput] = []
         for message in self._ports.receive():
             outputs += self._handle(message, now_s)
+        outputs += self._admit_with_grammar(now_s)
         outputs += self._role.poll(now_s)
         plan = self._scheduler.schedule(now_s)
         if plan is not None:
             while plan.wait and self._launched:
                 outputs += self._collect()
+            self._scheduler.fill_masks(plan)
             self._launched.append(self._executor.launch(plan))
         worked = bool(self._launched)
         if self._launched and (plan is None or len(self._launched) >= self._depth):
@@ -112,7 +117,7 @@ class EngineLoop:
         return self._role.on_step(effects, self._clock())
 
     def _rest(self) -> None:
-        waiting = self._role.waits_for_outside()
+        waiting = self._role.waits_for_outside() or bool(self._grammars.rids())
         if not waiting:
             self._check_when_due()
         self._ports.wait(OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S)
@@ -122,8 +127,8 @@ class EngineLoop:
             case GenerateRequest():
                 return self._add(message, now_s)
             case AbortRequest(rid=rid, all=everything):
-                rids = self._scheduler.live_rids() if everything else [rid]
-                return [output for r in rids for output in self._role.abort(r, now_s)]
+                rids = [*self._grammars.rids(), *self._scheduler.live_rids()] if everything else [rid]
+                return [o for r in rids for o in self._grammars.abort(r) or self._role.abort(r, now_s)]
             case FlushCache(call_id=call_id):
                 ok = self._scheduler.flush_cache()
                 text = "Cache flushed." if ok else "Requests are running; nothing was flushed."
@@ -148,7 +153,13 @@ class EngineLoop:
             bootstrap=message.bootstrap,
             prefill_only=self._prefill_only,
         )
+        if sampling.grammar is not None:
+            return self._grammars.add(request, field=message.grammar_field, now_s=now_s)
         return self._role.add(request, now_s)
+
+    def _admit_with_grammar(self, now_s: float) -> list[TokenOutput]:
+        ready, outputs = self._grammars.poll(now_s)
+        return outputs + [output for request in ready for output in self._role.add(request, now_s)]
 
     # ---- self-knowledge
 
@@ -162,11 +173,15 @@ class EngineLoop:
             call_id=call_id,
             role=self._role.name,
             running=scheduler.num_running,
-            queues={"waiting": scheduler.num_waiting, **self._role.queues()},
+            queues={"waiting": scheduler.num_waiting, "grammar": len(self._grammars.rids()), **self._role.queues()},
             num_pages=allocator.num_pages,
             page_size=allocator.page_size,
             pages=counts,
-            counters={**{k: float(v) for k, v in asdict(scheduler.counters).items()}, **self._role.counters()},
+            counters={
+                **{k: float(v) for k, v in asdict(scheduler.counters).items()},
+                **self._grammars.counters(),
+                **self._role.counters(),
+            },
             gauges={
                 "used_tokens": float(used * allocator.page_size),
                 "waiting_tokens": float(scheduler.waiting_tokens),

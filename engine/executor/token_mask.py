@@ -1,0 +1,46 @@
+"""Bitmasks of allowed tokens onto logits: the device's half of a grammar. Pure tensor functions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.executor.upload import upload
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """`rows` [m] int64 of a batch and, for each, `bits` [m, ceil(V / 32)] int32: bit t % 32 of word t // 32 allows t."""
+
+    rows: Tensor
+    bits: Tensor
+
+    def apply(self, logits: Tensor, *, fallback: Tensor) -> Tensor:
+        """[n, V]: a copy of `logits` where forbidden tokens are -inf; rows that have no mask are untouched.
+
+        Where an edit of `logits` (min_new_tokens) has banned all that the grammar allows, the grammar wins: such a row
+        comes from `fallback`.
+        """
+        allowed = self._allowed(logits.shape[1])
+        masked = logits[self.rows].masked_fill(~allowed, -torch.inf)
+        if fallback is not logits:
+            left = masked.amax(-1, keepdim=True) > -torch.inf
+            masked = torch.where(left, masked, fallback[self.rows].masked_fill(~allowed, -torch.inf))
+        return logits.index_copy(0, self.rows, masked)
+
+    def _allowed(self, vocab_size: int) -> Tensor:
+        """[m, vocab_size] bool."""
+        shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=self.bits.device)
+        return ((self.bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
+
+
+def token_mask(masks: Mapping[int, bytes], *, device: torch.device) -> TokenMask | None:
+    """`masks`: bitmask of each constrained row of the batch; None when there is none."""
+    if not masks:
+        return None
+    rows = torch.tensor(list(masks), dtype=torch.int64)
+    bits = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.int32).view(len(masks), -1)
+    return TokenMask(upload(rows, device), upload(bits, device))
