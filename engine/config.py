@@ -8,8 +8,8 @@ from typing import Any
 
 from engine.core.policy import POLICIES
 
-
 GRAMMAR_BACKENDS = ("llguidance", "none")
+TOOL_CALL_PARSERS = ("qwen25", "qwen", "llama3")
 
 
 class ConfigError(ValueError):
@@ -73,6 +73,9 @@ class EngineConfig:
     grammar_cache_size: int = flag(256, "compiled grammars that are kept; the least recently used goes")
     constrained_json_disable_any_whitespace: bool = flag(
         False, "constrained JSON has no whitespace between its parts: fewer tokens"
+    )
+    tool_call_parser: str | None = flag(
+        None, "how the model writes tool calls; default: its calls are plain text", choices=TOOL_CALL_PARSERS
     )
     num_threads: int = flag(1, "intra-op threads of the engine process on cpu")
     stream_delay_ms: float = flag(0.0, "threaded stream: random delay up to this before each step (to shake out races)")
