@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from engine.frontend.tokenizer import Tokenizer
 from engine.grammar.compiler import GrammarInvalid
@@ -44,7 +44,14 @@ class LlguidanceCompiler:
             source = self._source(spec)
         except GrammarInvalid:
             raise
-        except (ValueError, TypeError, RecursionError, AssertionError) as error:  # of the converters
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            RecursionError,
+            AssertionError,
+            GbnfToLarkError,
+        ) as error:  # of the converters
             raise GrammarInvalid(_one_line(str(error) or type(error).__name__)) from None
         matcher = LLMatcher(self._vocabulary, source, log_level=SILENT)
         if matcher.is_error():
