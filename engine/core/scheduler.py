@@ -239,6 +239,8 @@ class Scheduler:
 
     def _note_full(self, request: Request) -> None:
         """No room for `request`: somebody of much lower priority makes some, or the batch is full until one ends."""
+        if self._retraction_pending:
+            return
         if self._priorities is not None:
             victims = [r for r in self._running if self._priorities.may_preempt(request, r)]
             if victims:
@@ -279,12 +281,17 @@ class Scheduler:
         needy = sorted((r for r in ready if self.memory.needs_page(r)), key=_retraction_order)
         for i, request in enumerate(needy):
             while request in ready and not self.memory.grow(request):
+                if self._retraction_pending:
+                    ready[:] = [r for r in ready if r not in needy[i:]]
+                    return
                 victim = max(self._running, key=_retraction_order)
                 self._retract(victim, ready)
                 self.ratio.on_retraction(self._running)
-                if victim.inflight > 0:
-                    ready[:] = [r for r in ready if r not in needy[i:]]
-                    return
+
+    @property
+    def _retraction_pending(self) -> bool:
+        """Somebody's memory comes back at the next collect: nobody else need go for now."""
+        return any(r.finish is None for r in self._draining)
 
     def _retract(self, victim: Request, ready: list[Request]) -> None:
         self._running.remove(victim)
