@@ -8,9 +8,10 @@ import torch
 from engine.core.finish import check_finish
 from engine.core.request import Request
 from engine.executor.token_mask import token_mask
-from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.grammar.compiler import GrammarInvalid
 from engine.grammar.llguidance_backend import LlguidanceCompiler
+from engine.model_config import DEFAULT_MODEL_PATH
 from engine.sampling_params import GrammarSpec, SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
@@ -217,6 +218,37 @@ def test_what_a_grammar_accepts(
 ) -> None:
     assert all(accepts(compiler, tokenizer, GrammarSpec(kind, source), text) for text in good)
     assert not any(accepts(compiler, tokenizer, GrammarSpec(kind, source), text) for text in bad)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> tuple[LlguidanceCompiler, Tokenizer]:
+    """Of the shipped model: one token a word, an unknown token for all others."""
+    tokenizer = load_tokenizer(DEFAULT_MODEL_PATH)
+    return LlguidanceCompiler(tokenizer, vocab_size=528, eos_ids=[2]), tokenizer
+
+
+def test_a_vocabulary_that_cannot_write_json_says_so(shipped: tuple[LlguidanceCompiler, Tokenizer]) -> None:
+    with pytest.raises(GrammarInvalid, match="no token of the vocabulary can follow"):
+        shipped[0].compile(GrammarSpec("json_schema", '{"type": "object"}'))
+
+
+def test_forced_text_is_written_with_tokens_that_say_just_that(shipped: tuple[LlguidanceCompiler, Tokenizer]) -> None:
+    """Word by word, although the tokenizer alone would drop the space before the first."""
+    compiler, tokenizer = shipped
+    mask = compiler.compile(GrammarSpec("regex", " v9[0-9]")).start().bitmask()
+    words = [tokenizer.token_text(t) for t in range(528) if mask[t // 8] >> t % 8 & 1]
+    assert words == [f" v9{i}" for i in range(10)]
+    state = compiler.compile(GrammarSpec("ebnf", 'start: " v42 k03"')).start()
+    tokens = tokenizer.encode("v42 k03", add_special_tokens=False)
+    for token in tokens:
+        mask = state.bitmask()
+        assert [t for t in range(528) if mask[t // 8] >> t % 8 & 1] == [token]
+        assert state.accept(token), state.problem
+    assert state.ended
+    dead_end = compiler.compile(GrammarSpec("regex", "( v[0-9]+Q)")).start()
+    dead_end.accept(tokens[0])
+    dead_end.bitmask()
+    assert not dead_end.accept(2) and dead_end.problem == "no token of the vocabulary can follow" and not dead_end.ended
 
 
 def test_whitespace_between_the_parts_of_json_is_a_choice(tokenizer: Tokenizer) -> None:
