@@ -7,7 +7,7 @@ import torch
 
 from engine.core.finish import check_finish
 from engine.core.request import Request
-from engine.executor.token_mask import token_mask
+from engine.executor.token_mask import token_mask, unpacked_on_device
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.grammar.compiler import GrammarInvalid
 from engine.grammar.llguidance_backend import LlguidanceCompiler
@@ -38,6 +38,17 @@ def test_a_mask_leaves_other_rows_alone_and_allows_what_it_says() -> None:
             assert masked[row, t] == (logits[row, t] if t in tokens else -torch.inf)
     assert logits.isfinite().all(), "the caller's logits are not touched"
     assert token_mask({}, device=CPU) is None
+
+
+def test_a_gpu_unpacks_to_the_same() -> None:
+    """The device's way, run here on the CPU, and numpy's."""
+    logits = torch.zeros(1, 90)
+    data = bytes(range(7, 19))
+    mask = token_mask({0: data}, device=CPU)
+    assert mask is not None
+    expected = [data[t // 8] >> t % 8 & 1 == 1 for t in range(90)]
+    assert unpacked_on_device(mask.bits, 90)[0].tolist() == expected
+    assert mask.apply(logits, fallback=logits).isfinite()[0].tolist() == expected
 
 
 def test_where_an_edit_banned_all_that_is_allowed_the_grammar_wins() -> None:
