@@ -3,7 +3,8 @@
 A row carries what decode needs besides KV: the first token, its logprobs, what prefill found cached. `room` comes last
 and vouches for the row: a row that says another room was never written, or written by somebody else.
 
-    first_token  bad  cached_tokens  has_logprob  logprob  top_num  top_values[MAX_TOP]  top_ids[MAX_TOP]  room
+    first_token  bad  cached_tokens  has_logprob  top_num  logprob  queue_s  prefill_s
+    top_values[MAX_TOP]  top_ids[MAX_TOP]  room
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from engine.messages import TokenLogprob
 from transfer_backends.contract import Region
 
 MAX_TOP = 128
+MAX_DURATION_S = 1e6
 
 ROW = np.dtype(
     {
@@ -25,12 +27,14 @@ ROW = np.dtype(
             "has_logprob",
             "top_num",
             "logprob",
+            "queue_s",
+            "prefill_s",
             "top_values",
             "top_ids",
             "room",
         ],
-        "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<f8", ("<f8", MAX_TOP), ("<i8", MAX_TOP), "<u8"],
-        "offsets": [0, 8, 16, 24, 32, 40, 64, 64 + 8 * MAX_TOP, 64 + 16 * MAX_TOP],
+        "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<f8", "<f8", "<f8", ("<f8", MAX_TOP), ("<i8", MAX_TOP), "<u8"],
+        "offsets": [0, 8, 16, 24, 32, 40, 48, 56, 64, 64 + 8 * MAX_TOP, 64 + 16 * MAX_TOP],
         "itemsize": 64 + 16 * MAX_TOP + 64,
     }
 )
@@ -42,10 +46,12 @@ class MetadataCorrupt(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What a row says."""
+    """What a row says. `queue_s`, `prefill_s`: how long the prompt waited and computed on the prefill worker."""
 
     result: ItemResult
     cached_tokens: int
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 class MetadataBuffers:
@@ -80,6 +86,7 @@ class MetadataBuffers:
         entry, result = self._rows[row], first.result
         entry["first_token"] = -1 if result.token is None else result.token
         entry["bad"], entry["cached_tokens"] = result.bad, first.cached_tokens
+        entry["queue_s"], entry["prefill_s"] = first.queue_s, first.prefill_s
         entry["has_logprob"] = result.logprob is not None
         if result.logprob is not None:
             top = result.logprob.top[:MAX_TOP]
@@ -99,7 +106,14 @@ class MetadataBuffers:
         return FirstToken(
             ItemResult(token=None if token < 0 else token, logprob=logprob, bad=bool(entry["bad"])),
             int(entry["cached_tokens"]),
+            _duration(entry["queue_s"]),
+            _duration(entry["prefill_s"]),
         )
 
     def check(self) -> list[str]:
         return [] if len(set(self._free)) == len(self._free) else ["a metadata row is free twice"]
+
+
+def _duration(value: float) -> float:
+    """A peer's figure, only shown to people: whatever is no duration counts as none."""
+    return float(value) if 0.0 <= value < MAX_DURATION_S else 0.0

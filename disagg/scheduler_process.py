@@ -21,8 +21,9 @@ from engine.detokenizer.incremental import tail_text
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.grammar.queue import GrammarQueue
-from engine.loop.loop import EngineLoop
+from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.ports import ZmqPorts
+from engine.loop.watchdog import Watchdog
 from engine.messages import SchedulerReady
 from engine.model_config import ModelConfig, load_model_config
 from transfer_backends.contract import BackendUnavailable, EngineError
@@ -52,6 +53,7 @@ def run(spec: SchedulerSpec) -> None:
     """Load, say `SchedulerReady`, serve until told to end. Raises ConfigError and BackendUnavailable."""
     from disagg.compose import make_role  # torch comes in here, after the flags have been read
     from engine.build import build_engine
+    from engine.executor.profiler import Profiler
 
     started_s = time.monotonic()
     model = load_model_config(spec.engine.model_path)
@@ -60,6 +62,7 @@ def run(spec: SchedulerSpec) -> None:
     parts = build_engine(
         spec.engine, model, tail_text=lambda ids: tail_text(tokenizer, list(ids)), progress=spec.progress
     )
+    watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
     role = make_role(spec, parts, wakeup=ports.call_attention)
     grammars = make_grammar_queue(spec.engine, model, tokenizer, wakeup=ports.call_attention)
     loop = EngineLoop(
@@ -67,9 +70,17 @@ def run(spec: SchedulerSpec) -> None:
         executor=parts.executor,
         role=role,
         ports=ports,
-        depth=parts.depth,
-        eos_ids=frozenset(model.eos_token_ids),
-        prefill_only=spec.disagg.disaggregation_mode == "prefill",
+        weights=parts.weights,
+        profiler=Profiler(parts.executor, name=spec.disagg.disaggregation_mode.replace("null", "unified")),
+        watchdog=watchdog,
+        settings=LoopSettings(
+            depth=parts.depth,
+            eos_ids=frozenset(model.eos_token_ids),
+            prefill_only=spec.disagg.disaggregation_mode == "prefill",
+            stream_interval=parts.config.stream_interval,
+            recv_interval=parts.config.scheduler_recv_interval,
+            log_interval=parts.config.decode_log_interval,
+        ),
         clock=time.monotonic,
         grammars=grammars,
     )
@@ -92,10 +103,12 @@ def run(spec: SchedulerSpec) -> None:
             }
         )
     )
+    watchdog.start()
     try:
         loop.run()
     finally:
         grammars.close()
+        watchdog.close()
         role.close()
         parts.executor.close()
         ports.close()

@@ -21,6 +21,7 @@ from engine.executor.model_runner import ModelRunner
 from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler
 from engine.executor.stream import make_stream
+from engine.executor.weights import Weights
 from engine.model_config import ModelConfig
 from engine.models.registry import load_model
 from engine.resolve import depth, limits, num_pages, priorities, resolve
@@ -36,6 +37,7 @@ class EngineParts:
     scheduler: Scheduler
     executor: Executor
     depth: int
+    weights: Weights
 
 
 def build_engine(
@@ -72,6 +74,7 @@ def build_engine(
         max_delay_s=config.stream_delay_ms / 1000,
         seed=config.random_seed,
     )
+    executor = Executor(runner=runner, stream=stream)
     allocator = PageAllocator(num_pages=pool.num_pages, page_size=config.page_size)
     memory = Memory(allocator=allocator, cache=RadixCache(allocator, enabled=not config.disable_radix_cache))
     return EngineParts(
@@ -87,8 +90,9 @@ def build_engine(
             ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
             draw=random.Random(config.random_seed).random,
         ),
-        executor=Executor(runner=runner, stream=stream),
+        executor=executor,
         depth=depth(config),
+        weights=Weights(config=config, model=model_config, install=lambda m: executor.call(lambda: runner.use(m))),
     )
 
 

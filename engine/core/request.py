@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.core.grammar import Grammar
 from engine.core.radix_cache import Node
+from engine.core.times import Times
 from engine.messages import Bootstrap, FinishReason, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 
@@ -54,6 +55,7 @@ class Request:
     output_logprobs: list[TokenLogprob] = field(default_factory=list)  # not sent yet
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs_sent: bool = False
+    times: Times = field(default_factory=Times)
 
     @property
     def num_tokens(self) -> int:

@@ -158,6 +158,34 @@ class Scheduler:
         self.memory.allocator.end_quarantine(pages)
         self.batch_is_full = False
 
+    # ---- memory of all at once
+
+    def retract_all(self) -> int:
+        """Every request that computes gives its memory back and waits again; how many. No step may be in flight.
+
+        A prompt that is being handed over keeps its pages: a peer reads them.
+        """
+        victims = list(self._running)
+        for request in victims:
+            self._retract(request, [])
+        if self._chunked is not None and not self._chunked.prefill_only:
+            victims.append(self._chunked)
+            self._draining.append(self._chunked)
+            self._chunked = None
+            self._settle()
+        return len(victims)
+
+    @property
+    def holds_no_kv(self) -> bool:
+        """No request has pages of its own, or reads cached ones."""
+        cache = self.memory.cache
+        return self.memory.allocator.counts()["held"] == 0 and cache.num_evictable == cache.num_pages
+
+    def forget_prefixes(self) -> None:
+        """Only legal while `holds_no_kv`."""
+        self.memory.cache.flush()
+        self.batch_is_full = False
+
     # ---- planning
 
     def schedule(self, now_s: float = 0.0) -> Plan | None:

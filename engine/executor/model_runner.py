@@ -58,6 +58,10 @@ class ModelRunner:
         self._sampler = sampler
         self._device = device
 
+    def use(self, model: CausalLM) -> None:
+        """From the next step on another model of the same shape. Call it in stream order (`Executor.call`)."""
+        self._model = model
+
     def run(self, plan: Plan) -> StepOutput:
         for slot in plan.closes:
             self._sampler.close(slot)

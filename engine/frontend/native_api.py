@@ -4,6 +4,7 @@ Field names, defaults and answer shape are SGLang's (`GenerateReqInput`, `srt/ma
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,7 +21,9 @@ from engine.frontend.fields import (
     build_bootstraps,
     build_sampling,
     check_num_samples,
+    check_priority,
     check_prompt_ids,
+    check_stream_interval,
     fit_to_context,
     refuse,
 )
@@ -67,6 +70,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
+    priority: int | None = None
     return_text_in_logprobs: bool | None = None
     bootstrap_host: Host = None
     bootstrap_port: Port = None
@@ -104,6 +108,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         logprobs=[r.logprobs for r in requests],
         texts=bool(body.return_text_in_logprobs),
         single=single and n == 1,
+        weight_version=lambda: s.weight_version,
     )
     return await answer(request, generation, view=view, stream=bool(body.stream))
 
@@ -119,12 +124,14 @@ class NativeView:
         logprobs: list[LogprobOptions | None],
         texts: bool,
         single: bool,
+        weight_version: Callable[[], str],
     ) -> None:
         self._names = names
         self._num_prompt_tokens = num_prompt_tokens
         self._logprobs = logprobs
         self._texts = texts
         self._single = single
+        self._weight_version = weight_version
         self._whole: dict[int, TextOutput] = {}
         self._start_s = time.monotonic()
 
@@ -155,7 +162,7 @@ class NativeView:
             "completion_tokens": len(t.new_ids),
             "cached_tokens": t.cached_tokens,
             "num_retractions": t.retractions,
-            "weight_version": "default",
+            "weight_version": self._weight_version(),
             "e2e_latency": time.monotonic() - self._start_s,
             **t.times,
         }
@@ -261,6 +268,11 @@ def _requests(
     )
     rids = _rids(s, body.rid, len(prompts))
     logprobs = _logprob_options(body, prompts)
+    intervals = [
+        check_stream_interval(p.stream_interval if p else None, field="sampling_params.stream_interval")
+        for p in _each("sampling_params", body.sampling_params, len(prompts))
+    ]
+    priority = check_priority(body.priority)
     requests: list[GenerateRequest] = []
     for i, ids in enumerate(prompts):
         for j, sampling in enumerate(s.samples_of(params[i])):
@@ -272,6 +284,9 @@ def _requests(
                     sampling=sampling,
                     logprobs=logprobs[i],
                     bootstrap=bootstraps[i * n + j],
+                    stream=bool(body.stream),
+                    stream_interval=intervals[i],
+                    priority=priority,
                     grammar_field="" if sampling.grammar is None else INSIDE + sampling.grammar.kind,
                 )
             )

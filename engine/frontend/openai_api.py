@@ -10,7 +10,15 @@ from engine.frontend.chat_template import TemplateRefused
 from engine.frontend.client import Generation
 from engine.frontend.constraints import Constraint, format_constraint, only_one, plain_constraint
 from engine.frontend.errors import ApiError, bad_field, decode_body
-from engine.frontend.fields import build_bootstraps, build_sampling, check_num_samples, check_prompt_ids, fit_to_context
+from engine.frontend.fields import (
+    build_bootstraps,
+    build_sampling,
+    check_num_samples,
+    check_priority,
+    check_prompt_ids,
+    check_stream_interval,
+    fit_to_context,
+)
 from engine.frontend.openai_bodies import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
@@ -212,6 +220,7 @@ def _requests(
         )
     ]
     single = len(samplings) == 1
+    interval, priority = check_stream_interval(body.stream_interval), check_priority(body.priority)
     return [
         GenerateRequest(
             rid=id if single else f"{id}-{i}",
@@ -219,6 +228,9 @@ def _requests(
             sampling=sampling,
             logprobs=logprobs,
             bootstrap=bootstraps[i],
+            stream=bool(body.stream),
+            stream_interval=interval,
+            priority=priority,
         )
         for i, sampling in enumerate(samplings)
     ]
