@@ -19,12 +19,13 @@ from disagg.config import DisaggConfig
 from engine.config import ConfigError, EngineConfig
 from engine.detokenizer.incremental import tail_text
 from engine.frontend.ipc import IpcPaths
-from engine.frontend.tokenizer import load_tokenizer
+from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.grammar.queue import GrammarQueue
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.ports import ZmqPorts
 from engine.loop.watchdog import Watchdog
 from engine.messages import SchedulerReady
-from engine.model_config import load_model_config
+from engine.model_config import ModelConfig, load_model_config
 from transfer_backends.contract import BackendUnavailable, EngineError
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ def run(spec: SchedulerSpec) -> None:
     )
     watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
     role = make_role(spec, parts, wakeup=ports.call_attention)
+    grammars = make_grammar_queue(spec.engine, model, tokenizer, wakeup=ports.call_attention)
     loop = EngineLoop(
         scheduler=parts.scheduler,
         executor=parts.executor,
@@ -80,6 +82,7 @@ def run(spec: SchedulerSpec) -> None:
             log_interval=parts.config.decode_log_interval,
         ),
         clock=time.monotonic,
+        grammars=grammars,
     )
     _end_on_signals(loop, ports.call_attention)
     allocator = parts.scheduler.memory.allocator
@@ -104,10 +107,38 @@ def run(spec: SchedulerSpec) -> None:
     try:
         loop.run()
     finally:
+        grammars.close()
         watchdog.close()
         role.close()
         parts.executor.close()
         ports.close()
+
+
+def make_grammar_queue(
+    config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer, *, wakeup: Callable[[], None]
+) -> GrammarQueue:
+    """Raises ConfigError when the backend's library is missing."""
+    if config.grammar_backend == "none":
+        return GrammarQueue(None)
+    try:
+        from engine.grammar.llguidance_backend import LlguidanceCompiler
+    except ImportError as error:
+        raise ConfigError(
+            f"--grammar-backend llguidance: {error}; install it (pip install llguidance) or use none"
+        ) from error
+    compiler = LlguidanceCompiler(
+        tokenizer,
+        vocab_size=model.vocab_size,
+        eos_ids=model.eos_token_ids,
+        any_whitespace=not config.constrained_json_disable_any_whitespace,
+    )
+    return GrammarQueue(
+        compiler,
+        wakeup=wakeup,
+        timeout_s=config.grammar_compile_timeout,
+        max_cached=config.grammar_cache_size,
+        max_waiting=config.max_queued_requests + config.max_running_requests,
+    )
 
 
 def _end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 from engine.core.policy import POLICIES
 
+GRAMMAR_BACKENDS = ("llguidance", "none")
+TOOL_CALL_PARSERS = ("qwen25", "qwen", "llama3")
+
 
 class ConfigError(ValueError):
     """A flag or file that cannot be honoured: one line that says what and how to mend it."""
@@ -63,6 +66,17 @@ class EngineConfig:
     )
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
     disable_overlap_schedule: bool = flag(False, "depth 1: collect each step before the next is launched")
+    grammar_backend: str = flag(
+        "llguidance", "compiles JSON schemas, regexes and grammars for constrained answers", choices=GRAMMAR_BACKENDS
+    )
+    grammar_compile_timeout: float = flag(10.0, "seconds after which a grammar that does not compile is refused")
+    grammar_cache_size: int = flag(256, "compiled grammars that are kept; the least recently used goes")
+    constrained_json_disable_any_whitespace: bool = flag(
+        False, "constrained JSON has no whitespace between its parts: fewer tokens"
+    )
+    tool_call_parser: str | None = flag(
+        None, "how the model writes tool calls; default: its calls are plain text", choices=TOOL_CALL_PARSERS
+    )
     stream_interval: int = flag(1, "tokens between two messages to a client that streams; a request may bring its own")
     scheduler_recv_interval: int = flag(1, "pure decode steps between two looks at new requests")
     decode_log_interval: int = flag(40, "steps between two log lines about prefill, decode and memory")

@@ -56,6 +56,7 @@ class GenerateRequest(_Message, frozen=True):
     stream: bool = False
     stream_interval: int | None = None
     priority: int = 0
+    grammar_field: str = ""  # what the client calls the grammar in `sampling`: errors name it
 
 
 class AbortRequest(_Message, frozen=True):
@@ -144,12 +145,14 @@ class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why a request ended. `kind`: "stop" | "length" | "abort".
 
     `matched`: the stop token id or stop string. `status`: HTTP status for an abort that is an error (0: user's abort).
+    `field`: the part of the request's body that it is about, if one is.
     """
 
     kind: str
     matched: int | str | None = None
     message: str = ""
     status: int = 0
+    field: str = ""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -101,6 +101,13 @@ def _check_ranges(config: EngineConfig) -> None:
         "must lie between 0 and 1",
         config.mem_fraction_static,
     )
+    _require(
+        config.grammar_compile_timeout > 0,
+        "--grammar-compile-timeout",
+        "must be above 0",
+        config.grammar_compile_timeout,
+    )
+    _require(config.grammar_cache_size >= 1, "--grammar-cache-size", "must be at least 1", config.grammar_cache_size)
     _require(config.num_threads >= 1, "--num-threads", "must be at least 1", config.num_threads)
     for name in ("stream_interval", "scheduler_recv_interval", "decode_log_interval"):
         value = getattr(config, name)

@@ -11,6 +11,8 @@ TOP_K_ALL = -1
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_CHARS = 1024
 GREEDY_BELOW_TEMPERATURE = 1e-6
+GRAMMAR_KINDS = ("json_schema", "regex", "ebnf", "structural_tag")
+MAX_GRAMMAR_CHARS = 256 << 10
 
 
 class InvalidParam(ValueError):
@@ -21,11 +23,19 @@ class InvalidParam(ValueError):
         self.field = field
 
 
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """What an answer must look like. `kind`: one of GRAMMAR_KINDS; `source`: the schema, pattern or grammar as text."""
+
+    kind: str
+    source: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to draw tokens and when to stop. Defaults are SGLang's.
 
     `seed` fixes the draw for a given (seed, position, logits), whatever the batch; None: the frontend draws one.
     `stop` strings are cut from the answer; `stop_token_ids` end it too. `max_new_tokens=None`: up to the context.
+    At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag` says what the answer must look like.
     """
 
     max_new_tokens: int | None = None
@@ -44,10 +54,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     n: int = 1
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        return next((GrammarSpec(k, s) for k in GRAMMAR_KINDS if (s := getattr(self, k)) is not None), None)
 
     @property
     def penalized(self) -> bool:
@@ -88,6 +106,16 @@ def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
     for t, bias in p.logit_bias.items():
         _require(0 <= t < vocab_size, "logit_bias", f"{t} is not a token id (0 to {vocab_size - 1})")
         _in_range("logit_bias", bias, -100.0, 100.0)
+    _check_grammar(p)
+
+
+def _check_grammar(p: SamplingParams) -> None:
+    given = [kind for kind in GRAMMAR_KINDS if getattr(p, kind) is not None]
+    _require(len(given) <= 1, given[-1] if given else "", f"only one of {', '.join(given)} can be followed")
+    for kind in given:
+        source = getattr(p, kind)
+        _require(bool(source.strip()), kind, "must not be empty")
+        _require(len(source) <= MAX_GRAMMAR_CHARS, kind, f"must have at most {MAX_GRAMMAR_CHARS} characters")
 
 
 def _in_range(field: str, value: float, low: float, high: float) -> None:

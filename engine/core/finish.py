@@ -1,6 +1,6 @@
 """When a request ends: all checks, in one place, in one order.
 
-1 already finished   2 marked to end (abort)   3 length   4 stop token or EOS   5 NaN logits   6 stop string
+1 already finished   2 marked to end (abort)   3 length   4 grammar ended   5 stop token or EOS   6 NaN logits   7 stop string
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,21 @@ def check_finish(request: Request, *, bad: bool, tail_text: TailText) -> FinishR
         return request.abort
     if len(request.output_ids) >= request.max_new_tokens:
         return FinishReason(kind="length")
+    if reason := _grammar_end(request):
+        return reason
     if reason := _stop_token(request):
         return reason
     if bad:
         return FinishReason(kind="abort", message=NAN_MESSAGE, status=500)
     return _stop_string(request, tail_text)
+
+
+def _grammar_end(request: Request) -> FinishReason | None:
+    """The end token is told, and cut from the text, where one was drawn; most grammars just have nothing more to say."""
+    if request.grammar is None or not request.grammar.ended:
+        return None
+    last = request.output_ids[-1] if request.output_ids else None
+    return FinishReason(kind="stop", matched=last if last in request.eos_ids else None)
 
 
 def _stop_token(request: Request) -> FinishReason | None:

@@ -69,6 +69,8 @@ class Plan:
     `extend`: some item is part of a prompt (q_len of any size); decodes may ride along. `wait`: the loop collects every
     launched step before it launches this one (it asks for depth 1).
 
+    `masks`: by item index, the tokens that item may draw (`Grammar.bitmask`); filled in just before the launch.
+
     Order the executor owes: `closes`, then `opens`, then page rows of `items`, then forward, then sampling.
     """
 
@@ -78,6 +80,7 @@ class Plan:
     opens: list[SlotOpen] = field(default_factory=list)
     closes: list[int] = field(default_factory=list)
     wait: bool = False
+    masks: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ Token positions of a request, page by page (page_size 4, prompt of 6, two tokens
 
 from dataclasses import dataclass, field
 
+from engine.core.grammar import Grammar
 from engine.core.radix_cache import Node
 from engine.core.times import Times
 from engine.messages import Bootstrap, FinishReason, LogprobOptions, TokenLogprob
@@ -30,6 +31,7 @@ class Request:
     bootstrap: Bootstrap | None = None
     prefill_only: bool = False
     priority: int = 0
+    grammar: Grammar | None = None  # advanced with every committed token
 
     serial: int = 0  # order of arrival
     output_ids: list[int] = field(default_factory=list)

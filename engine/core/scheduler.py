@@ -198,10 +198,24 @@ class Scheduler:
             return None
         extend = any(item.extend for item in items)
         wait, self._last_was_extend = extend and self._last_was_extend and self.limits.wait_between_prefills, extend
+        wait = wait or any(self._awaits_token(item) for item in items)
         self._seq += 1
         self.counters.steps += 1
         closes, self._closes = self._closes, []
         return Plan(seq=self._seq, extend=extend, items=items, opens=opens, closes=closes, wait=wait)
+
+    def _awaits_token(self, item: PlanItem) -> bool:
+        """Whether what `item` may draw follows from a token that is still in flight."""
+        request = self._live[item.rid]
+        return item.sample and request.grammar is not None and request.pending > 1
+
+    def fill_masks(self, plan: Plan) -> None:
+        """What the items of `plan` may draw, from the tokens known now. Call it just before the launch (`plan.wait`)."""
+        for i, item in enumerate(plan.items):
+            request = self._live[item.rid]
+            if item.sample and request.grammar is not None and request.finish is None:
+                assert request.pending == 1, f"{request.rid}: a mask before the token it follows from"
+                plan.masks[i] = request.grammar.bitmask()
 
     def _draft(self, now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
         items, opens = self._plan_extend(now_s)
@@ -400,6 +414,8 @@ class Scheduler:
             self.counters.generation_tokens += 1
             if result.logprob is not None:
                 request.output_logprobs.append(result.logprob)
+            if request.grammar is not None and not result.bad and not request.grammar.accept(result.token):
+                request.abort = refusal(f"grammar: {request.grammar.problem}", status=500)
         reason = check_finish(request, bad=result.bad, tail_text=self._tail_text)
         if reason is None:
             return output_of(request, new_ids)

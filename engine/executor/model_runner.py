@@ -13,6 +13,7 @@ from engine.core.plan import Plan, PlanItem
 from engine.executor.future_map import FutureMap
 from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler, token_logprobs
+from engine.executor.token_mask import token_mask
 from engine.models.causal_lm import CausalLM
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [rows, vocab] float32
@@ -68,7 +69,7 @@ class ModelRunner:
             self._sampler.open(opened)
         self._page_table.update(plan.items)
         hidden = self._forward(plan)
-        return self._draw(plan.items, hidden)
+        return self._draw(plan.items, hidden, plan.masks)
 
     def _forward(self, plan: Plan) -> Tensor:
         """[T, hidden] of all new tokens, item after item."""
@@ -92,7 +93,7 @@ class ModelRunner:
         self._backend.begin(step)
         return self._model.forward(self._future_map.resolve(flat), positions, self._backend.attend)
 
-    def _draw(self, items: list[PlanItem], hidden: Tensor) -> StepOutput:
+    def _draw(self, items: list[PlanItem], hidden: Tensor, masks: dict[int, bytes]) -> StepOutput:
         starts = _starts(items)
         sampled = [i for i, item in enumerate(items) if item.sample]
         input_logprobs = {
@@ -109,7 +110,8 @@ class ModelRunner:
             last_rows = torch.tensor([starts[i] + items[i].q_len - 1 for i in sampled], device=self._device)
             logits = self._model.logits(hidden[last_rows])
         slots = [items[i].slot for i in sampled]
-        tokens, bad = self._sampler.sample_checked(logits, slots, [items[i].output_len for i in sampled])
+        mask = token_mask({r: masks[i] for r, i in enumerate(sampled) if i in masks}, device=self._device)
+        tokens, bad = self._sampler.sample_checked(logits, slots, [items[i].output_len for i in sampled], mask=mask)
         self._future_map.store(torch.tensor(slots, device=self._device), tokens)
         return StepOutput(
             sampled=sampled,

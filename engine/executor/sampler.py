@@ -1,6 +1,6 @@
 """From logits to tokens: owns what a slot's sampling needs between steps. Knows slots, not requests or pages.
 
-One step: edit the logits (penalties, logit_bias, min_new_tokens), draw, count what was drawn. A batch that is greedy
+One step: edit the logits (penalties, logit_bias, min_new_tokens, then a grammar's mask), draw, count what was drawn. A batch that is greedy
 and edits nothing only takes the row maxima. On a GPU nothing here waits for the device.
 """
 
@@ -14,6 +14,7 @@ from engine.core.plan import SlotOpen
 from engine.executor.draw import DrawParams, draw_any, draw_nucleus, draw_top_k
 from engine.executor.gumbel import draw_keys
 from engine.executor.penalties import Penalties, PenaltyRows
+from engine.executor.token_mask import TokenMask
 from engine.executor.upload import upload
 
 
@@ -50,15 +51,22 @@ class Sampler:
         return self.sample_checked(logits, slots, output_lens)[0]
 
     def sample_checked(
-        self, logits: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int]
+        self,
+        logits: torch.Tensor,
+        slots: Sequence[int],
+        output_lens: Sequence[int],
+        *,
+        mask: TokenMask | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sample` and `bad_rows` from one look at the logits: ([n] int64, [n] bool)."""
+        """`sample` and `bad_rows` from one look at the logits: ([n] int64, [n] bool). `mask`: what may be drawn."""
         assert logits.shape == (len(slots), self._vocab_size), (logits.shape, len(slots), self._vocab_size)
         assert logits.dtype == torch.float32, logits.dtype
         batch = self._batch_of(slots)
         best = logits.max(-1)
         bad = ~best.values.isfinite()
         edited = self._edited(logits, batch, output_lens)
+        if mask is not None:
+            edited = mask.apply(edited, fallback=logits)
         if edited is not logits:
             best = edited.max(-1)
         tokens = self._drawn(edited, best.values[:, None], best.indices, batch, output_lens)

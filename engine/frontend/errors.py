@@ -54,7 +54,7 @@ def from_invalid_param(e: InvalidParam, *, names: dict[str, str] | None = None) 
 
 def from_finish(finish: FinishReason) -> ApiError:
     """The error that an abort with a status is."""
-    return ApiError(finish.status, finish.message or "the request was aborted")
+    return ApiError(finish.status, finish.message or "the request was aborted", field=finish.field or None)
 
 
 def refused(reply: ControlReply) -> ApiError:

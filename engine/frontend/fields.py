@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from engine.frontend.constraints import Constraint, GrammarFields
 from engine.frontend.errors import ApiError, bad_field, from_invalid_param
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
@@ -23,7 +24,7 @@ MAX_STREAM_INTERVAL = 1 << 20
 MAX_PRIORITY = 2**31 - 1
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(GrammarFields, kw_only=True):
     """OpenAI's sampling fields and the extra ones that SGLang and vLLM clients send beside them."""
 
     temperature: float | None = None
@@ -62,8 +63,12 @@ def build_sampling(
     min_new_tokens: int | None,
     defaults: Mapping[str, float | int] | None = None,
     names: dict[str, str] | None = None,
+    constraint: Constraint | None = None,
 ) -> SamplingParams:
     """Checked parameters; `defaults` (the checkpoint's) stand for what the body leaves open. Raises ApiError(400)."""
+    grammar: dict[str, Any] = {} if constraint is None else {constraint.spec.kind: constraint.spec.source}
+    if constraint is not None:
+        names = {**(names or {}), constraint.spec.kind: constraint.field}
     given = {name: getattr(fields, name) for name in _PLAIN if getattr(fields, name) is not None}
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     params = SamplingParams(
@@ -72,6 +77,7 @@ def build_sampling(
         min_new_tokens=min_new_tokens or 0,
         stop=stop,
         stop_token_ids=tuple(fields.stop_token_ids or ()),
+        **grammar,
     )
     try:
         check_sampling_params(params, vocab_size=vocab_size)

@@ -42,6 +42,7 @@ E2E_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80,
 
 QUEUE_GAUGES = {
     "waiting": ("num_queue_reqs", "requests in the waiting queue"),
+    "grammar": ("num_grammar_queue_reqs", "requests whose grammar is being compiled"),
     "bootstrap": ("num_prefill_bootstrap_queue_reqs", "requests in the prefill bootstrap queue"),
     "inflight": ("num_prefill_inflight_queue_reqs", "requests in the prefill inflight queue"),
     "prealloc": ("num_decode_prealloc_queue_reqs", "requests in the decode prealloc queue"),
@@ -51,6 +52,10 @@ QUEUE_GAUGES = {
 SCHEDULER_COUNTERS = {
     "transfer_failed": ("num_transfer_failed_reqs", "requests whose KV transfer failed"),
     "bootstrap_failed": ("num_bootstrap_failed_reqs", "requests whose bootstrap failed"),
+    "grammar_compiled": ("num_grammar_compiled", "grammars that were compiled"),
+    "grammar_cache_hits": ("num_grammar_cache_hit", "requests whose grammar was compiled before"),
+    "grammar_failed": ("num_grammar_failed", "requests whose grammar did not compile"),
+    "grammar_timeouts": ("num_grammar_timeout", "requests whose grammar did not compile in time"),
 }
 
 

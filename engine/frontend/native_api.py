@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.answers import absorb
+from engine.frontend.constraints import plain_constraint
 from engine.frontend.errors import bad_field, decode_body
 from engine.frontend.fields import (
     Host,
@@ -34,6 +35,7 @@ from engine.sampling_params import SamplingParams
 
 DEFAULT_NEW_TOKENS = 128
 MAX_TOP_LOGPROBS = 100
+INSIDE = "sampling_params."
 
 _REFUSED = (
     "input_embeds",
@@ -46,7 +48,7 @@ _REFUSED = (
     "session_params",
     "custom_logit_processor",
 )
-_REFUSED_SAMPLING = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "no_stop_trim", "custom_params")
+_REFUSED_SAMPLING = ("stop_regex", "no_stop_trim", "custom_params")
 
 
 class SamplingBody(SamplingFields, kw_only=True):
@@ -55,10 +57,6 @@ class SamplingBody(SamplingFields, kw_only=True):
     sampling_seed: int | None = None
     beam_width: int | None = None
     stop_regex: Any = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
     no_stop_trim: Any = None
     custom_params: Any = None
 
@@ -240,14 +238,20 @@ def _params(s: Services, body: GenerateBody, num_prompts: int) -> list[SamplingP
 
 
 def _one_params(s: Services, p: SamplingBody) -> SamplingParams:
-    refuse(p, _REFUSED_SAMPLING, inside="sampling_params.")
+    refuse(p, _REFUSED_SAMPLING, inside=INSIDE)
     if p.beam_width is not None and p.beam_width > 1:
         raise bad_field("sampling_params.beam_width", "beam search is not supported", code="unsupported_parameter")
     if p.seed is None:
         p.seed = p.sampling_seed
     least = p.min_new_tokens
     limit = max(DEFAULT_NEW_TOKENS, least or 0) if isinstance(p.max_new_tokens, msgspec.UnsetType) else p.max_new_tokens
-    return build_sampling(p, vocab_size=s.vocab_size, max_new_tokens=limit, min_new_tokens=least)
+    return build_sampling(
+        p,
+        vocab_size=s.vocab_size,
+        max_new_tokens=limit,
+        min_new_tokens=least,
+        constraint=plain_constraint(p, inside=INSIDE),
+    )
 
 
 def _explicit_limit(p: SamplingBody | None) -> bool:
@@ -283,6 +287,7 @@ def _requests(
                     stream=bool(body.stream),
                     stream_interval=intervals[i],
                     priority=priority,
+                    grammar_field="" if sampling.grammar is None else INSIDE + sampling.grammar.kind,
                 )
             )
     return requests, [rids[i // n] for i in range(len(requests))]

@@ -3,10 +3,12 @@
 import time
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from engine.frontend.chat_template import TemplateRefused
 from engine.frontend.client import Generation
+from engine.frontend.constraints import Constraint, format_constraint, only_one, plain_constraint
 from engine.frontend.errors import ApiError, bad_field, decode_body
 from engine.frontend.fields import (
     build_bootstraps,
@@ -30,6 +32,9 @@ from engine.frontend.openai_bodies import (
 from engine.frontend.openai_view import ChatView, CompletionView
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import answer, json_response
+from engine.frontend.tool_calls import ARRAY, FORMATS, CallFormat, ToolCalls
+from engine.frontend.tool_view import ToolChatView
+from engine.frontend.tools import forced, forced_calls, strict_calls, template_tools, usable
 from engine.frontend.usage import Usage
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
@@ -44,16 +49,17 @@ async def completions(request: web.Request) -> web.StreamResponse:
     check_completion(body)
     prompts = completion_prompts(body)
     check_num_samples(len(prompts), body.n or 1, field="prompt")
-    params = _sampling(
-        s, body, max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, name="max_tokens"
-    )
+    limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    constraint = body_constraint(body)
+    params = _sampling(s, body, max_tokens=limit, name="max_tokens", constraint=constraint)
     ids = [await _prompt_ids(s, p) for p in prompts]
     logprobs = (
         None if body.logprobs is None else LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs)
     )
     id = body.rid or s.mint_id("cmpl-")
     cut = body.max_tokens is None
-    generation = _generate(s, body, id=id, prompts=ids, params=params, logprobs=logprobs, field="prompt", cut=cut)
+    requests = _requests(s, body, id=id, prompts=ids, params=params, logprobs=logprobs, field="prompt", cut=cut)
+    generation = _start(s, requests, id=id, constraint=constraint)
     echoes = [_echo(s, p) if body.echo else "" for p in prompts for _ in range(params.n)]
     view = CompletionView(
         body,
@@ -74,7 +80,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     check_chat(body)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = _sampling(s, body, max_tokens=limit, name=name)
+    format = call_format(s, body)
+    constraint = chat_constraint(body, format)
+    params = _sampling(s, body, max_tokens=limit, name=name, constraint=constraint)
+    if format is not None and body.skip_special_tokens is None and s.tokenizer.is_special(format.marker):
+        params = msgspec.structs.replace(params, skip_special_tokens=False)  # the reader must see its marker
     ids = check_prompt_ids(
         await s.encode(render_chat(s, body), field="messages", add_special_tokens=False),
         field="messages",
@@ -82,11 +92,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     )
     logprobs = LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None
     id = body.rid or s.mint_id("chatcmpl-")
-    generation = _generate(s, body, id=id, prompts=[ids], params=params, logprobs=logprobs, field="messages", cut=False)
-    view = ChatView(
+    requests = _requests(s, body, id=id, prompts=[ids], params=params, logprobs=logprobs, field="messages", cut=False)
+    generation = _start(s, requests, id=id, constraint=constraint)
+    view = _chat_view(
+        s,
         body,
+        format,
         logprobs=logprobs is not None,
-        tokenizer=s.tokenizer,
         id=id,
         model=s.served_name,
         created=int(time.time()),
@@ -124,6 +136,7 @@ def render_chat(s: Services, body: ChatBody) -> str:
     messages = template_messages(body.messages)
     prefix = messages.pop()["content"] if body.continue_final_message and messages[-1]["role"] == "assistant" else ""
     extra = {
+        "tools": template_tools([] if body.tool_choice == "none" else body.tools or []),
         **({"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}),
         **(body.chat_template_kwargs or {}),
     }
@@ -135,7 +148,43 @@ def render_chat(s: Services, body: ChatBody) -> str:
         raise bad_field("messages", str(e)) from None
 
 
-def _sampling(s: Services, body: OpenAIFields, *, max_tokens: int | None, name: str) -> SamplingParams:
+def body_constraint(body: OpenAIFields) -> Constraint | None:
+    """What the answer must look like. Raises ApiError(400)."""
+    return only_one(format_constraint(body.response_format), plain_constraint(body))
+
+
+def call_format(s: Services, body: ChatBody) -> CallFormat | None:
+    """How the answer's tool calls are written; None: there are none to be read."""
+    if not usable(body.tools, body.tool_choice):
+        return None
+    return ARRAY if forced(body.tool_choice) else FORMATS.get(s.tool_call_parser or "")
+
+
+def chat_constraint(body: ChatBody, format: CallFormat | None) -> Constraint | None:
+    """A forced call is a constraint like any other; strict functions only where nothing else constrains the answer."""
+    tools, plain = usable(body.tools, body.tool_choice), body_constraint(body)
+    if forced(body.tool_choice):
+        only = body.tool_choice != "required" or body.parallel_tool_calls is False
+        return only_one(forced_calls(tools, only_one=only), plain)
+    return plain or (strict_calls(tools, format) if format is not None else None)
+
+
+def _chat_view(s: Services, body: ChatBody, format: CallFormat | None, **kwargs: Any) -> ChatView:
+    if format is None:
+        return ChatView(body, tokenizer=s.tokenizer, **kwargs)
+    names = [tool.function.name for tool in usable(body.tools, body.tool_choice)]
+    return ToolChatView(
+        body,
+        tokenizer=s.tokenizer,
+        reader=lambda: ToolCalls(format, names),
+        mint_id=lambda: s.mint_id("call_"),
+        **kwargs,
+    )
+
+
+def _sampling(
+    s: Services, body: OpenAIFields, *, max_tokens: int | None, name: str, constraint: Constraint | None
+) -> SamplingParams:
     return build_sampling(
         body,
         vocab_size=s.vocab_size,
@@ -143,10 +192,11 @@ def _sampling(s: Services, body: OpenAIFields, *, max_tokens: int | None, name: 
         min_new_tokens=body.min_tokens,
         defaults=s.sampling_defaults,
         names={"max_new_tokens": name, "min_new_tokens": "min_tokens"},
+        constraint=constraint,
     )
 
 
-def _generate(
+def _requests(
     s: Services,
     body: OpenAIFields,
     *,
@@ -156,7 +206,8 @@ def _generate(
     logprobs: LogprobOptions | None,
     field: str,
     cut: bool,
-) -> Generation:
+) -> list[GenerateRequest]:
+    """The samples, prompt-major."""
     n = params.n
     bootstraps = build_bootstraps(
         body, mode=s.mode, num_prompts=len(prompts), n=n, default_port=s.default_bootstrap_port, mint_room=s.mint_room
@@ -170,7 +221,7 @@ def _generate(
     ]
     single = len(samplings) == 1
     interval, priority = check_stream_interval(body.stream_interval), check_priority(body.priority)
-    requests = [
+    return [
         GenerateRequest(
             rid=id if single else f"{id}-{i}",
             input_ids=prompts[i // n],
@@ -183,6 +234,11 @@ def _generate(
         )
         for i, sampling in enumerate(samplings)
     ]
+
+
+def _start(s: Services, requests: list[GenerateRequest], *, id: str, constraint: Constraint | None) -> Generation:
+    if constraint is not None:
+        requests = [msgspec.structs.replace(r, grammar_field=constraint.field) for r in requests]
     return s.client.generate(requests, groups=[id] * len(requests))
 
 

@@ -4,8 +4,10 @@ from typing import Any
 
 import msgspec
 
+from engine.frontend.constraints import ResponseFormat
 from engine.frontend.errors import bad_field
 from engine.frontend.fields import Host, Port, Room, SamplingFields, refuse
+from engine.frontend.tools import Tool, ToolChoice, check_tools
 
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
@@ -13,10 +15,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 UNSUPPORTED = (
     "stop_regex",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
     "no_stop_trim",
     "lora_path",
     "custom_logit_processor",
@@ -27,10 +25,6 @@ UNSUPPORTED = (
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    type: str
 
 
 class OpenAIFields(SamplingFields, kw_only=True):
@@ -49,10 +43,6 @@ class OpenAIFields(SamplingFields, kw_only=True):
     bootstrap_room: Room = None
     response_format: ResponseFormat | None = None
     stop_regex: Any = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
     no_stop_trim: Any = None
     lora_path: Any = None
     custom_logit_processor: Any = None
@@ -99,9 +89,10 @@ class ChatBody(OpenAIFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
-    tool_choice: Any = None
     function_call: Any = None
     audio: Any = None
     modalities: list[str] | None = None
@@ -121,10 +112,10 @@ def check_completion(body: CompletionBody) -> None:
 def check_chat(body: ChatBody) -> None:
     """Raise ApiError(400) for what is out of range or not supported."""
     _check_shared(body)
-    refuse(body, ("tools", "functions", "audio", "prediction", "web_search_options"))
-    for name in ("tool_choice", "function_call"):
-        if getattr(body, name) not in (None, "none", "auto"):
-            raise bad_field(name, "tools are not supported by this server", code="unsupported_parameter")
+    refuse(body, ("functions", "audio", "prediction", "web_search_options"))
+    if body.function_call not in (None, "none", "auto"):
+        raise bad_field("function_call", "is not supported; use tools and tool_choice", code="unsupported_parameter")
+    check_tools(body.tools, body.tool_choice)
     if body.modalities not in (None, [], ["text"]):
         raise bad_field("modalities", "only text is supported", code="unsupported_parameter")
     _in_range("top_logprobs", body.top_logprobs, MAX_TOP_LOGPROBS)
@@ -158,17 +149,25 @@ def _template_message(m: ChatMessage) -> dict[str, Any]:
     extra = {
         k: v for k in ("name", "reasoning_content", "tool_call_id", "tool_calls") if (v := getattr(m, k)) is not None
     }
+    if m.tool_calls is not None:
+        extra["tool_calls"] = [_template_call(call) for call in m.tool_calls]
     return {"role": "system" if m.role == "developer" else m.role, "content": content, **extra}
+
+
+def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Templates write the arguments themselves: they want the object, clients send its JSON text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _check_shared(body: OpenAIFields) -> None:
     refuse(body, UNSUPPORTED)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise bad_field(
-            "response_format",
-            f"{body.response_format.type} is not supported by this server; only text is",
-            code="unsupported_parameter",
-        )
     if body.stream_options is not None and not body.stream:
         raise bad_field("stream_options", "needs stream to be true")
 

@@ -79,11 +79,11 @@ class ChatView(OpenAIView):
         deltas = []
         if index not in self._begun:
             self._begun.add(index)
-            deltas.append(_delta(index, {"role": "assistant", "content": ""}))
+            deltas.append(delta_of(index, {"role": "assistant", "content": ""}))
         if output.text or output.logprob_texts:
-            deltas.append(_delta(index, {"content": output.text}, logprobs=self._logprobs_of(output)))
+            deltas.append(delta_of(index, {"content": output.text}, logprobs=self._logprobs_of(output)))
         if output.tokens.finish is not None:
-            deltas.append({**_delta(index, {}), **_ending(output)})
+            deltas.append({**delta_of(index, {}), **_ending(output)})
         return deltas
 
     def _logprobs_of(self, output: TextOutput) -> dict[str, Any] | None:
@@ -175,5 +175,5 @@ def _ending(output: TextOutput) -> dict[str, Any]:
     return {"finish_reason": finish.kind if finish else None, "matched_stop": finish.matched if finish else None}
 
 
-def _delta(index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+def delta_of(index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, "matched_stop": None}

@@ -160,6 +160,7 @@ def make_services(
         health_timeout_s=health_timeout_s,
         started_unix_s=int(time.time()),
         prng=random.Random(engine.random_seed),
+        tool_call_parser=engine.tool_call_parser,
     )
 
 

@@ -46,6 +46,7 @@ class Services:
     health_timeout_s: float
     started_unix_s: int
     prng: random.Random
+    tool_call_parser: str | None = None
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
 
     @property

@@ -67,6 +67,10 @@ class Tokenizer:
                 return bytes.fromhex(token[3:5])
         return self.token_text(token_id).encode()
 
+    def is_special(self, text: str) -> bool:
+        """Whether `text` is the name of one special token."""
+        return self.backend.token_to_id(text) in self.special_ids
+
     def ends_inside_character(self, ids: list[int], *, skip_special_tokens: bool = True) -> bool:
         """Whether the bytes of `ids` end with the beginning of a character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")

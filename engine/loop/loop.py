@@ -18,6 +18,7 @@ from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.executor.executor import Executor, Launch
+from engine.grammar.queue import GrammarQueue
 from engine.loop.control import Control, Profiler, Weights
 from engine.loop.interval_log import IntervalLog
 from engine.loop.receive_skipper import ReceiveSkipper
@@ -89,6 +90,7 @@ class EngineLoop:
         watchdog: Watchdog,
         settings: LoopSettings,
         clock: Callable[[], float],
+        grammars: GrammarQueue | None = None,
     ) -> None:
         assert settings.depth >= 1
         self._scheduler = scheduler
@@ -98,6 +100,7 @@ class EngineLoop:
         self._watchdog = watchdog
         self._settings = settings
         self._clock = clock
+        self._grammars = grammars or GrammarQueue(None)
         self._launched: deque[Launch] = deque()
         self._skipper = ReceiveSkipper(interval=settings.recv_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
@@ -115,6 +118,7 @@ class EngineLoop:
             scheduler=scheduler,
             role=role,
             control=self._control,
+            grammars=self._grammars,
             intervals=self._intervals,
             num_live=lambda: max(self._times.num_live, len(scheduler.live_rids())),  # unanswered, or with memory
         )
@@ -138,6 +142,7 @@ class EngineLoop:
         outputs += self._control.on_turn(num_launched=len(self._launched))
         for request in self._control.release():
             outputs += self._add(request, now_s)
+        outputs += self._admit_with_grammar(now_s)
         outputs += self._role.poll(now_s)
         plan = None if self._control.paused else self._scheduler.schedule(now_s)
         if plan is not None:
@@ -151,6 +156,7 @@ class EngineLoop:
         return worked
 
     def _launch(self, plan: Plan, now_s: float) -> None:
+        self._scheduler.fill_masks(plan)
         self._times.launched(plan, now_s)
         for line in self._intervals.launched(plan, now_s):
             log.info("%s", line)
@@ -170,7 +176,7 @@ class EngineLoop:
         return self._role.on_step(effects, self._clock())
 
     def _rest(self) -> None:
-        waiting = self._role.waits_for_outside()
+        waiting = self._role.waits_for_outside() or bool(self._grammars.rids())
         now_s = self._clock()
         for line in self._intervals.rested(now_s):
             log.info("%s", line)
@@ -186,7 +192,7 @@ class EngineLoop:
             case AbortRequest(all=True):
                 return self._abort_all() + self._control.drop_all()
             case AbortRequest(rid=rid):
-                return self._control.drop(rid) or self._role.abort(rid, now_s)
+                return self._control.drop(rid) or self._abort(rid, now_s)
             case FlushCache(call_id=call_id):
                 ok = self._scheduler.flush_cache()
                 text = "Cache flushed." if ok else "Requests are running; nothing was flushed."
@@ -201,7 +207,7 @@ class EngineLoop:
 
     def _abort_all(self) -> list[TokenOutput]:
         now_s = self._clock()
-        return [output for rid in self._times.live_rids() for output in self._role.abort(rid, now_s)]
+        return [output for rid in self._times.live_rids() for output in self._abort(rid, now_s)]
 
     def _add(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
         if self._control.blocks_input:
@@ -223,4 +229,15 @@ class EngineLoop:
         )
         self._gate.open(message)
         self._times.arrived(request, now_s)
+        if sampling.grammar is not None:
+            return self._grammars.add(request, field=message.grammar_field, now_s=now_s)
         return self._role.add(request, now_s)
+
+    def _admit_with_grammar(self, now_s: float) -> list[TokenOutput]:
+        if self._control.blocks_input:
+            return []
+        ready, outputs = self._grammars.poll(now_s)
+        return outputs + [output for request in ready for output in self._role.add(request, now_s)]
+
+    def _abort(self, rid: str, now_s: float) -> list[TokenOutput]:
+        return self._grammars.abort(rid) or self._role.abort(rid, now_s)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from engine.core.scheduler import Scheduler
+from engine.grammar.queue import GrammarQueue
 from engine.loop.control import Control
 from engine.loop.interval_log import IntervalLog
 from engine.loop.role import Role
@@ -22,11 +23,19 @@ class Reporter:
     """`num_live`: requests of the engine, those that only the role knows included."""
 
     def __init__(
-        self, *, scheduler: Scheduler, role: Role, control: Control, intervals: IntervalLog, num_live: Callable[[], int]
+        self,
+        *,
+        scheduler: Scheduler,
+        role: Role,
+        control: Control,
+        grammars: GrammarQueue,
+        intervals: IntervalLog,
+        num_live: Callable[[], int],
     ) -> None:
         self._scheduler = scheduler
         self._role = role
         self._control = control
+        self._grammars = grammars
         self._intervals = intervals
         self._num_live = num_live
         self._next_check_s = 0.0
@@ -42,11 +51,20 @@ class Reporter:
             call_id=call_id,
             role=self._role.name,
             running=scheduler.num_running,
-            queues={"waiting": scheduler.num_waiting, "held": self._control.num_held, **self._role.queues()},
+            queues={
+                "waiting": scheduler.num_waiting,
+                "held": self._control.num_held,
+                "grammar": len(self._grammars.rids()),
+                **self._role.queues(),
+            },
             num_pages=allocator.num_pages,
             page_size=allocator.page_size,
             pages=counts,
-            counters={**{k: float(v) for k, v in asdict(scheduler.counters).items()}, **self._role.counters()},
+            counters={
+                **{k: float(v) for k, v in asdict(scheduler.counters).items()},
+                **self._grammars.counters(),
+                **self._role.counters(),
+            },
             gauges={
                 "used_tokens": float(used * allocator.page_size),
                 "waiting_tokens": float(scheduler.waiting_tokens),

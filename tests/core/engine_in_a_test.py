@@ -91,6 +91,7 @@ class EngineInATest:
         while plan is not None and plan.wait and self.launched:
             self.collect()
         if plan is not None:
+            self.scheduler.fill_masks(plan)
             self.plans.append(plan)
             self.launched.append((plan, self.model.run(plan)))
         if self.launched and (plan is None or len(self.launched) >= self.depth):

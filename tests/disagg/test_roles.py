@@ -43,6 +43,7 @@ class RoleEngine(EngineInATest):
         self.say(self.role.poll(self.now_s))
         plan = self.scheduler.schedule()
         if plan is not None:
+            self.scheduler.fill_masks(plan)
             self.launched.append((plan, self.model.run(plan)))
         worked = bool(self.launched)
         if self.launched and (plan is None or len(self.launched) >= self.depth):

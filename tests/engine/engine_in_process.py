@@ -4,6 +4,7 @@ from collections import deque
 
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
+from engine.core.grammar import Grammar
 from engine.core.request import Request
 from engine.executor.executor import Launch
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob
@@ -26,7 +27,15 @@ class EngineInProcess:
         self.finish: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
 
-    def add(self, rid: str, prompt: list[int], *, logprobs: LogprobOptions | None = None, **sampling: object) -> None:
+    def add(
+        self,
+        rid: str,
+        prompt: list[int],
+        *,
+        logprobs: LogprobOptions | None = None,
+        grammar: Grammar | None = None,
+        **sampling: object,
+    ) -> None:
         values = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
         request = Request(
             rid=rid,
@@ -35,6 +44,7 @@ class EngineInProcess:
             eos_ids=frozenset(self.model.eos_token_ids),
             arrived_s=0.0,
             logprobs=logprobs,
+            grammar=grammar,
         )
         assert self.parts.scheduler.add(request) == []
 
@@ -48,20 +58,26 @@ class EngineInProcess:
     def turn(self) -> bool:
         plan = self.parts.scheduler.schedule()
         if plan is not None:
+            while plan.wait and self.launched:
+                self._collect()
+            self.parts.scheduler.fill_masks(plan)
             self.launched.append(self.parts.executor.launch(plan))
         if not self.launched:
             return False
         if plan is None or len(self.launched) >= self.depth:
-            launch = self.launched.popleft()
-            effects = self.parts.scheduler.collect(launch.plan, self.parts.executor.collect(launch))
-            for output in effects.outputs:
-                self.tokens.setdefault(output.rid, []).extend(output.new_ids)
-                self.logprobs.setdefault(output.rid, []).extend(output.logprobs)
-                self.input_logprobs.setdefault(output.rid, []).extend(output.input_logprobs)
-                self.cached[output.rid] = output.cached_tokens
-                if output.finish is not None:
-                    self.finish[output.rid] = output.finish
+            self._collect()
         return True
+
+    def _collect(self) -> None:
+        launch = self.launched.popleft()
+        effects = self.parts.scheduler.collect(launch.plan, self.parts.executor.collect(launch))
+        for output in effects.outputs:
+            self.tokens.setdefault(output.rid, []).extend(output.new_ids)
+            self.logprobs.setdefault(output.rid, []).extend(output.logprobs)
+            self.input_logprobs.setdefault(output.rid, []).extend(output.input_logprobs)
+            self.cached[output.rid] = output.cached_tokens
+            if output.finish is not None:
+                self.finish[output.rid] = output.finish
 
     def close(self) -> None:
         self.parts.executor.close()

@@ -10,6 +10,7 @@ import pytest
 
 from tests.frontend.conftest import CONTEXT, Worker, wait_for
 
+TOOL = {"type": "function", "function": {"name": "f"}}
 USER = [{"role": "user", "content": "x"}]
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 
@@ -91,11 +92,36 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER, "min_tokens": 9, "max_tokens": 3}, "min_tokens"),
     (CHAT, {"messages": USER, "stream": "yes"}, "stream"),
     (CHAT, {"messages": USER, "stream_options": {"include_usage": True}}, "stream_options"),
-    (CHAT, {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    (CHAT, {"messages": USER, "tools": [{"type": "magic", "function": {"name": "f"}}]}, "tools[0].type"),
+    (CHAT, {"messages": USER, "tools": [{"function": {"name": "no spaces"}}]}, "tools[0].function.name"),
+    (CHAT, {"messages": USER, "tools": [{"function": {"name": ""}}]}, "tools[0].function.name"),
+    (CHAT, {"messages": USER, "tools": [{"function": {}}]}, "tools[0].function.name"),
+    (
+        CHAT,
+        {"messages": USER, "tools": [{"function": {"name": "f", "parameters": []}}]},
+        "tools[0].function.parameters",
+    ),
+    (CHAT, {"messages": USER, "tools": [TOOL, TOOL]}, "tools"),
+    (CHAT, {"messages": USER, "tools": [{"function": {"name": f"f{i}"}} for i in range(200)]}, "tools"),
+    (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
+    (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "tool_choice"),
+    (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "required", "regex": "a"}, "regex"),
+    (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions"),
     (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT, {"messages": USER, "response_format": {}}, "response_format.type"),
-    (CHAT, {"messages": USER, "json_schema": "{}"}, "json_schema"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    (
+        CHAT,
+        {"messages": USER, "response_format": {"type": "json_schema", "json_schema": 5}},
+        "response_format.json_schema",
+    ),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
+    (CHAT, {"messages": USER, "json_schema": "{}", "ebnf": "start: a"}, "ebnf"),
+    (CHAT, {"messages": USER, "json_schema": " "}, "json_schema"),
+    (CHAT, {"messages": USER, "regex": 5}, "regex"),
+    (CHAT, {"messages": USER, "regex": "a" * (256 * 1024 + 1)}, "regex"),
     (CHAT, {"messages": USER, "modalities": ["audio"]}, "modalities"),
     (CHAT, {"messages": USER, "custom_logit_processor": "gASV"}, "custom_logit_processor"),
     (CHAT, {"messages": USER, "model": 5}, "model"),
@@ -133,7 +159,9 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
     (GENERATE, {"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
     (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": -5}}, "max_new_tokens"),
-    (GENERATE, {"text": "a", "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"regex": ""}}, "sampling_params.regex"),
+    (GENERATE, {"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf"),
+    (GENERATE, {"text": "a", "sampling_params": {"json_schema": "[" * 300_000}}, "sampling_params.json_schema"),
     (GENERATE, {"text": "a", "sampling_params": {"temperature": []}}, "sampling_params.temperature"),
     (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": 50}, "logprob_start_len"),
     (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),

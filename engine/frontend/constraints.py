@@ -1,0 +1,91 @@
+"""What a body says an answer must look like: `response_format`, and the plain grammar fields. Pure.
+
+Names and shapes are OpenAI's (text, json_object, json_schema) and SGLang's (structural_tag, and json_schema, regex, ebnf
+as fields of their own).
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.frontend.errors import bad_field
+from engine.sampling_params import GRAMMAR_KINDS, GrammarSpec
+
+ANY_OBJECT = '{"type": "object"}'
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """`field`: the part of the body that asked for it; errors name it."""
+
+    spec: GrammarSpec
+    field: str
+
+
+class GrammarFields(msgspec.Struct, kw_only=True):
+    """SGLang's plain fields; a schema may be text or JSON."""
+
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """`strict` is taken as true: what can be enforced is enforced."""
+
+    schema: dict[str, Any] | bool | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """`structures` and `triggers` belong to structural_tag (SGLang)."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[Any] | None = None
+    triggers: list[str] | None = None
+
+
+def plain_constraint(fields: GrammarFields, *, inside: str = "") -> Constraint | None:
+    """The one grammar field that is set. Raises ApiError(400) when there are several. `inside`: prefix of the name."""
+    given = [(kind, value) for kind in GRAMMAR_KINDS if (value := getattr(fields, kind)) is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise bad_field(inside + given[1][0], f"cannot be followed together with {given[0][0]}")
+    kind, value = given[0]
+    return Constraint(GrammarSpec(kind, value if isinstance(value, str) else _text(value)), inside + kind)
+
+
+def format_constraint(format: ResponseFormat | None) -> Constraint | None:
+    """What `response_format` asks for. Raises ApiError(400)."""
+    if format is None or format.type == "text":
+        return None
+    if format.type not in FORMATS:
+        raise bad_field("response_format.type", f"{format.type!r} is not one of {', '.join(FORMATS)}")
+    if format.type == "json_object":
+        return Constraint(GrammarSpec("json_schema", ANY_OBJECT), "response_format")
+    if format.type == "structural_tag":
+        tag = {"structures": format.structures or [], "triggers": format.triggers or []}
+        return Constraint(GrammarSpec("structural_tag", _text(tag)), "response_format")
+    if format.json_schema is None or format.json_schema.schema is None:
+        raise bad_field("response_format.json_schema.schema", "is missing")
+    return Constraint(GrammarSpec("json_schema", _text(format.json_schema.schema)), "response_format")
+
+
+def only_one(*constraints: Constraint | None) -> Constraint | None:
+    """Raises ApiError(400) naming the second one."""
+    given = [c for c in constraints if c is not None]
+    if len(given) > 1:
+        raise bad_field(given[1].field, f"cannot be followed together with {given[0].field}")
+    return given[0] if given else None
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

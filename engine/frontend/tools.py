@@ -1,0 +1,134 @@
+"""`tools` and `tool_choice` of a chat: what is allowed, what the template is told, what the answer is forced to. Pure.
+
+A forced call (required, or a named function) is a JSON array [{"name": ..., "parameters": {...}}] whatever the model, as
+in SGLang; what a model says by its own choice is read by the parser of its family (engine/frontend/tool_calls.py).
+"""
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from engine.frontend.constraints import Constraint
+from engine.frontend.errors import bad_field
+from engine.frontend.tool_calls import CallFormat
+from engine.sampling_params import GrammarSpec
+
+MAX_TOOLS = 128
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+CHOICES = ("none", "auto", "required")
+
+
+class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`parameters`: JSON schema of the arguments. `strict`: a call by the model's own choice must match it too."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    function: ToolFunction
+    type: str = "function"
+
+
+class ChosenFunction(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    function: ChosenFunction
+    type: str = "function"
+
+
+def check_tools(tools: list[Tool] | None, choice: str | ToolChoice | None) -> None:
+    """Raise ApiError(400) for what cannot be honoured."""
+    tools = tools or []
+    if len(tools) > MAX_TOOLS:
+        raise bad_field("tools", f"at most {MAX_TOOLS}, got {len(tools)}")
+    for i, tool in enumerate(tools):
+        if tool.type != "function":
+            raise bad_field(f"tools[{i}].type", f"only function is supported, got {tool.type!r}")
+        if not NAME.fullmatch(tool.function.name):
+            raise bad_field(f"tools[{i}].function.name", "must be 1 to 64 letters, digits, dots, dashes or underscores")
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise bad_field("tools", "two functions have the same name")
+    if isinstance(choice, str) and choice not in CHOICES:
+        raise bad_field("tool_choice", f"{choice!r} is not one of {', '.join(CHOICES)}, nor a function of tools")
+    if choice == "required" and not tools:
+        raise bad_field("tool_choice", "needs tools")
+    if isinstance(choice, ToolChoice) and choice.function.name not in names:
+        raise bad_field("tool_choice", f"{choice.function.name!r} is not among tools")
+
+
+def usable(tools: list[Tool] | None, choice: str | ToolChoice | None) -> list[Tool]:
+    """The functions that the model may call."""
+    if choice == "none":
+        return []
+    if isinstance(choice, ToolChoice):
+        return [tool for tool in tools or [] if tool.function.name == choice.function.name]
+    return tools or []
+
+
+def forced(choice: str | ToolChoice | None) -> bool:
+    return choice == "required" or isinstance(choice, ToolChoice)
+
+
+def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
+    """As chat templates read them (transformers' convention)."""
+    return [msgspec.to_builtins(tool) for tool in tools] or None
+
+
+def forced_calls(tools: list[Tool], *, only_one: bool) -> Constraint:
+    """A JSON array of calls of `tools`, at least one."""
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        **({"maxItems": 1} if only_one else {}),
+        "items": {"anyOf": [_call_schema(tool.function) for tool in tools]},
+    }
+    if definitions := _definitions(tools):
+        schema["$defs"] = definitions
+    return Constraint(GrammarSpec("json_schema", json.dumps(schema, ensure_ascii=False)), "tools")
+
+
+def strict_calls(tools: list[Tool], format: CallFormat) -> Constraint | None:
+    """Text in which a call, once begun, must match its function's schema; None when no function is strict."""
+    if not any(tool.function.strict for tool in tools):
+        return None
+    tag = {
+        "triggers": [format.trigger],
+        "structures": [
+            {
+                "begin": format.begin.replace("NAME", tool.function.name),
+                "schema": (tool.function.parameters if tool.function.strict else None) or {"type": "object"},
+                "end": format.end,
+            }
+            for tool in tools
+        ],
+    }
+    return Constraint(GrammarSpec("structural_tag", json.dumps(tag, ensure_ascii=False)), "tools")
+
+
+def _call_schema(function: ToolFunction) -> dict[str, Any]:
+    parameters = {k: v for k, v in (function.parameters or {"type": "object"}).items() if k != "$defs"}
+    return {
+        "type": "object",
+        "properties": {"name": {"enum": [function.name]}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _definitions(tools: list[Tool]) -> dict[str, Any]:
+    """`#/$defs/X` is looked up at the root: the functions' definitions move there."""
+    found: dict[str, Any] = {}
+    for i, tool in enumerate(tools):
+        definitions = (tool.function.parameters or {}).get("$defs", {})
+        for name, value in definitions.items() if isinstance(definitions, dict) else ():
+            if found.setdefault(name, value) != value:
+                raise bad_field(f"tools[{i}].function.parameters", f"another function defines $defs/{name} otherwise")
+    return found

@@ -1,0 +1,179 @@
+"""Grammars by llguidance (https://github.com/guidance-ai/llguidance): no torch, compiles in milliseconds, bounded work.
+
+Owns the view of the vocabulary that llguidance works on: the exact bytes of every token, from our own tokenizer, so that
+every tokenizer that serves text also serves grammars.
+"""
+
+import json
+import threading
+from collections.abc import Sequence
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from engine.frontend.tokenizer import Tokenizer
+from engine.grammar.compiler import GrammarInvalid
+from engine.grammar.structural import structural_lark
+from engine.sampling_params import GrammarSpec
+
+SILENT = 0
+SEVERAL = '{"grammars":'  # how llguidance begins a grammar that it made from a regex
+NO_FORCING = '%llguidance {"no_forcing": true}\n'
+NO_TOKEN = ("NoExtension", "NoExtensionBias")
+MAX_MESSAGE_CHARS = 300
+
+
+class LlguidanceCompiler:
+    """`vocab_size`: rows of the model's logits. `any_whitespace`: JSON may have spaces between its parts."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], any_whitespace: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = list(eos_ids)
+        self._any_whitespace = any_whitespace
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._writes_bytes = True
+
+    def prepare(self) -> None:
+        with self._lock:
+            if self._vocabulary is None:
+                self._load_vocabulary()
+
+    def compile(self, spec: GrammarSpec) -> "LlguidanceGrammar":
+        self.prepare()
+        assert self._vocabulary is not None
+        try:
+            source = self._source(spec)
+        except GrammarInvalid:
+            raise
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            RecursionError,
+            AssertionError,
+            GbnfToLarkError,
+        ) as error:  # of the converters
+            raise GrammarInvalid(_one_line(str(error) or type(error).__name__)) from None
+        matcher = LLMatcher(
+            self._vocabulary, source if self._writes_bytes else _without_forcing(source), log_level=SILENT
+        )
+        if matcher.is_error():
+            raise GrammarInvalid(_one_line(matcher.get_error()))
+        grammar = LlguidanceGrammar(matcher)
+        first = grammar.start()
+        first.bitmask()  # computed here, an impossible beginning is the client's error and not a failure on the way
+        if first.problem:
+            raise GrammarInvalid(f"no answer of this model can begin so ({first.problem})")
+        return grammar
+
+    def _source(self, spec: GrammarSpec) -> str:
+        match spec.kind:
+            case "json_schema":
+                return LLMatcher.grammar_from_json_schema(
+                    spec.source, overrides={"whitespace_flexible": self._any_whitespace}
+                )
+            case "regex":
+                return LLMatcher.grammar_from_regex(spec.source)
+            case "ebnf":
+                return LLMatcher.grammar_from_lark(any_to_lark(spec.source))
+            case "structural_tag":
+                special = {self._tokenizer.token_text(i) for i in self._tokenizer.special_ids}
+                return LLMatcher.grammar_from_lark(structural_lark(spec.source, special_tokens=special))
+        raise GrammarInvalid(f"{spec.kind} is no kind of grammar")
+
+    def _load_vocabulary(self) -> None:
+        vocabulary = _Vocabulary(self._tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
+        self._writes_bytes = vocabulary.writes_bytes
+        self._vocabulary = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._eos_ids or None)
+
+
+class LlguidanceGrammar:
+    """A compiled grammar, never advanced itself."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def start(self) -> "LlguidanceState":
+        return LlguidanceState(self._matcher.deep_copy())
+
+
+class LlguidanceState:
+    """One request's state. In an error (a token that does not fit, a limit) llguidance allows the end token alone."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def ended(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def problem(self) -> str:
+        text = _one_line(self._matcher.get_error())
+        return "no token of the vocabulary can follow" if text in NO_TOKEN else text
+
+    def accept(self, token: int) -> bool:
+        return self._matcher.consume_token(token) and not self._matcher.is_error()
+
+    def bitmask(self) -> bytes:
+        return self._matcher.compute_bitmask()
+
+
+class _Vocabulary:
+    """What llguidance's TokenizerWrapper asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_ids[0] if eos_ids else vocab_size - 1
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < vocab_size)
+
+        self._ids = {b: i for i, b in reversed(list(enumerate(self.tokens))) if b and i not in tokenizer.special_ids}
+        self._longest = max(map(len, self._ids), default=1)
+
+    @property
+    def writes_bytes(self) -> bool:
+        """Whether any (ASCII) text can be written: a word-level vocabulary cannot."""
+        return all(bytes([b]) in self._ids for b in range(0x20, 0x7F))
+
+    def __call__(self, text: str) -> list[int]:
+        """How the model would write forced text: its own tokens where they say just that, else the longest that fit.
+
+        (A SentencePiece tokenizer puts a space before a text, a word-level one has an unknown token: neither is `text`.)
+        """
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        exact = b"".join(self.tokens[i] for i in ids if i < len(self.tokens)) == text.encode()
+        return ids if exact else self._longest_first(text.encode())
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        """Up to the first byte that no token begins with."""
+        ids, at = [], 0
+        while at < len(text):
+            sizes = range(min(self._longest, len(text) - at), 0, -1)
+            size = next((n for n in sizes if text[at : at + n] in self._ids), 0)
+            if size == 0:
+                break
+            ids.append(self._ids[text[at : at + size]])
+            at += size
+        return ids
+
+
+def _without_forcing(source: str) -> str:
+    """Forced text is otherwise cut into tokens before its last one is known: a word-level vocabulary has none for it."""
+    if not source.startswith(SEVERAL):
+        return NO_FORCING + source.lstrip().removeprefix("%llguidance {}")
+    grammars = json.loads(source)
+    for grammar in grammars["grammars"]:
+        if lark := grammar.get("lark_grammar"):
+            grammar["lark_grammar"] = NO_FORCING + lark
+    return json.dumps(grammars)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split("<state>")[0].split())[:MAX_MESSAGE_CHARS]

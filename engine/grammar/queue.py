@@ -1,0 +1,170 @@
+"""The grammar queue: requests wait here, outside the scheduler, until their grammar is compiled in a thread.
+
+    add --cached--> ready --poll--> role.add
+       \\--compiling (a thread)--> ready, or refused: it does not compile, or not in time
+
+It owns the waiting requests, the compile threads and the bounded cache of compiled grammars (least recently used goes;
+what failed is remembered too). Called from the loop's thread only; told the time.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from engine.core.outputs import refused
+from engine.core.request import Request
+from engine.core.scheduler import ABORTED
+from engine.grammar.compiler import CompiledGrammar, Compiler, GrammarInvalid
+from engine.messages import FinishReason, TokenOutput
+from engine.sampling_params import GrammarSpec
+
+Compiled = CompiledGrammar | GrammarInvalid
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """`field`: what the client calls the grammar; an error names it."""
+
+    request: Request
+    spec: GrammarSpec
+    field: str
+    deadline_s: float
+
+
+class GrammarQueue:
+    """`compiler=None`: grammars are off. `wakeup` is called from a thread when a grammar is compiled."""
+
+    def __init__(
+        self,
+        compiler: Compiler | None,
+        *,
+        wakeup: Callable[[], None] = lambda: None,
+        timeout_s: float = 10.0,
+        max_cached: int = 256,
+        max_waiting: int = 4096,
+        num_threads: int = 2,
+    ) -> None:
+        assert max_cached >= 1 and num_threads >= 1
+        self._compiler = compiler
+        self._wakeup = wakeup
+        self._timeout_s = timeout_s
+        self._max_cached = max_cached
+        self._max_waiting = max_waiting
+        self._threads = ThreadPoolExecutor(num_threads, "grammar")
+        self._waiting: dict[str, _Waiting] = {}
+        self._compiling: dict[GrammarSpec, Future[Compiled]] = {}
+        self._cache: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
+        self._counters: Counter[str] = Counter()
+        if compiler is not None:
+            self._threads.submit(compiler.prepare)
+
+    def add(self, request: Request, *, field: str, now_s: float) -> list[TokenOutput]:
+        """Take a request that has a grammar; it comes back from `poll`. Or refuse it."""
+        spec = request.sampling.grammar
+        assert spec is not None
+        field = field or spec.kind
+        if self._compiler is None:
+            return [_refused(request, field, "grammars are off on this server (--grammar-backend none)")]
+        if request.rid in self._waiting:
+            return [_refused(request, "rid", f"a request with id {request.rid!r} is running")]
+        if len(self._waiting) >= self._max_waiting:
+            return [_refused(request, field, f"{self._max_waiting} requests wait for a grammar", status=503)]
+        self._waiting[request.rid] = _Waiting(request, spec, field, now_s + self._timeout_s)
+        if spec in self._cache:
+            self._counters["grammar_cache_hits"] += 1
+        elif spec not in self._compiling:
+            self._compile(self._compiler, spec)
+        return []
+
+    def poll(self, now_s: float) -> tuple[list[Request], list[TokenOutput]]:
+        """Requests whose grammar is ready, in order of arrival, and answers to those that will never have one."""
+        if not self._waiting:
+            return [], []
+        self._take_compiled()
+        ready: list[Request] = []
+        outputs: list[TokenOutput] = []
+        for waiting in list(self._waiting.values()):
+            compiled = self._cached(waiting.spec)
+            if isinstance(compiled, GrammarInvalid):
+                self._counters["grammar_failed"] += 1
+                outputs.append(_refused(waiting.request, waiting.field, str(compiled)))
+            elif compiled is not None:
+                waiting.request.grammar = compiled.start()
+                ready.append(waiting.request)
+            elif now_s >= waiting.deadline_s:
+                self._counters["grammar_timeouts"] += 1
+                late = f"did not compile within {self._timeout_s:g} s (--grammar-compile-timeout); simplify it"
+                outputs.append(_refused(waiting.request, waiting.field, late))
+            else:
+                continue
+            self._forget(waiting)
+        self._trim()
+        return ready, outputs
+
+    def abort(self, rid: str) -> list[TokenOutput]:
+        """End a request that waits here; nothing when it does not."""
+        waiting = self._waiting.get(rid)
+        if waiting is None:
+            return []
+        self._forget(waiting)
+        return [refused(waiting.request, ABORTED)]
+
+    def rids(self) -> list[str]:
+        return list(self._waiting)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cache)
+
+    def counters(self) -> dict[str, float]:
+        return {name: float(self._counters[name]) for name in COUNTERS}
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, compiler: Compiler, spec: GrammarSpec) -> None:
+        self._counters["grammar_compiled"] += 1
+        future = self._threads.submit(_compiled, compiler, spec)
+        self._compiling[spec] = future
+        future.add_done_callback(lambda _: self._wakeup())
+
+    def _take_compiled(self) -> None:
+        for spec in [spec for spec, future in self._compiling.items() if future.done()]:
+            future = self._compiling.pop(spec)
+            if not future.cancelled():
+                self._cache[spec] = future.result()
+
+    def _cached(self, spec: GrammarSpec) -> Compiled | None:
+        if spec not in self._cache:
+            return None
+        self._cache.move_to_end(spec)
+        return self._cache[spec]
+
+    def _forget(self, waiting: _Waiting) -> None:
+        """A compilation that nobody waits for any more is not begun."""
+        del self._waiting[waiting.request.rid]
+        future = self._compiling.get(waiting.spec)
+        if future is not None and not any(w.spec == waiting.spec for w in self._waiting.values()) and future.cancel():
+            del self._compiling[waiting.spec]
+
+    def _trim(self) -> None:
+        while len(self._cache) > self._max_cached:
+            self._cache.popitem(last=False)
+
+
+COUNTERS = ("grammar_compiled", "grammar_cache_hits", "grammar_failed", "grammar_timeouts")
+
+
+def _compiled(compiler: Compiler, spec: GrammarSpec) -> Compiled:
+    """The grammar, or why there is none: whatever a compiler raises ends one request, not the thread."""
+    try:
+        return compiler.compile(spec)
+    except GrammarInvalid as error:
+        return error
+    except Exception as error:
+        return GrammarInvalid(f"{type(error).__name__}: {error}")
+
+
+def _refused(request: Request, field: str, message: str, *, status: int = 400) -> TokenOutput:
+    return refused(request, FinishReason(kind="abort", message=f"{field}: {message}", status=status, field=field))

@@ -1,0 +1,170 @@
+"""Constrained answers and forced tool calls through real processes: unified at depth 1 and 2, and disaggregated.
+
+Random weights: what comes out is in the grammar because of the grammar alone.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.client import assert_all_back, generate_all, session
+from tests.e2e.cluster import Cluster, cluster
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+COMMON = ("--max-total-tokens", "32768", "--chunked-prefill-size", "64", "--log-level", "warning")
+DENSE = ("--constrained-json-disable-any-whitespace", "--tool-call-parser", "qwen25")
+WAYS = {
+    "unified-depth-2": ("--unified", "--stream", "threaded", "--stream-delay-ms", "1"),
+    "nixl": ("--transfer-backend", "nixl", "--stream", "threaded", "--stream-delay-ms", "1"),
+}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "bob"]}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+GRAMMARS: list[dict[str, Any]] = [
+    {"json_schema": json.dumps(PERSON)},
+    {"json_schema": PERSON},
+    {"regex": "[a-c]{3,9}-[0-9];"},
+    {"ebnf": 'root ::= "yes" | "no" | "no, " root'},
+    {},
+]
+TOOL: Any = {"type": "function", "function": {"name": "greet", "description": "says hello", "parameters": PERSON}}
+USER: Any = [{"role": "user", "content": "hello"}]
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Short and long prompts, greedy and drawn, streamed or not, plain ones among them."""
+    return [
+        {
+            "text": f"{i}: " + "say something " * (1 + 7 * (i % 3 == 0)),
+            "sampling_params": {"max_new_tokens": 60, "temperature": 0.9 * (i % 2), "seed": i, **GRAMMARS[i % 5]},
+            "stream": i % 4 == 0,
+        }
+        for i in range(20)
+    ]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Unified at depth 1."""
+    args = ("--unified", "--disable-overlap-schedule", "--model-path", checkpoint, *COMMON, *DENSE)
+    with cluster(tmp_path_factory.mktemp("unified"), *args) as c:
+        answers = asyncio.run(generate_all(c.router, bodies()))
+        asyncio.run(assert_all_back(c))
+    return answers
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest, checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp(request.param)
+    with cluster(folder, *WAYS[request.param], "--model-path", checkpoint, *COMMON, *DENSE) as c:
+        yield c
+
+
+@pytest.fixture
+def client(way: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{way.router}/v1", api_key="none", max_retries=0, timeout=60) as c:
+        yield c
+
+
+def test_answers_are_in_their_grammar_and_the_same_everywhere(way: Cluster, reference: list[dict[str, Any]]) -> None:
+    """Twice: the second time prefixes are cached, and grammars compiled."""
+    for i, answer in enumerate(reference):
+        if i % 5 < 2:
+            person = json.loads(answer["text"])
+            assert person["name"] in ("ada", "bob") and 0 <= person["age"] <= 150
+        elif i % 5 == 2:
+            assert re.fullmatch("[a-c]{3,9}-[0-9];", answer["text"])
+        elif i % 5 == 3:
+            assert re.fullmatch(r"(no, )*(yes|no)", answer["text"])
+    for _ in range(2):
+        answers = asyncio.run(generate_all(way.router, bodies()))
+        assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in reference]
+        asyncio.run(assert_all_back(way))
+
+
+def test_response_format(client: openai.OpenAI) -> None:
+    format: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    answer = client.chat.completions.create(model="default", messages=USER, max_tokens=60, response_format=format)
+    assert set(json.loads(answer.choices[0].message.content or "")) == {"name", "age"}
+    assert answer.choices[0].finish_reason == "stop"
+    free = client.chat.completions.create(
+        model="default", messages=USER, max_tokens=30, response_format={"type": "json_object"}
+    )
+    assert (free.choices[0].message.content or "").startswith("{")
+    text = client.completions.create(model="default", prompt="x", max_tokens=20, extra_body={"regex": "[a-c]{5}"})
+    assert re.fullmatch("[a-c]{5}", text.choices[0].text)
+
+
+@pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "greet"}}, "required"])
+def test_a_forced_tool_call(client: openai.OpenAI, choice: Any) -> None:
+    kwargs: Any = {"messages": USER, "max_tokens": 120, "tools": [TOOL], "tool_choice": choice, "seed": 3}
+    kwargs["parallel_tool_calls"] = False
+    whole = client.chat.completions.create(model="default", **kwargs).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
+    (call,) = whole.message.tool_calls or []
+    assert call.type == "function" and call.id.startswith("call_") and call.function.name == "greet"
+    assert set(json.loads(call.function.arguments)) == {"name", "age"}
+    names, arguments, reasons = [], "", []
+    for chunk in client.chat.completions.create(model="default", stream=True, **kwargs):
+        delta = chunk.choices[0].delta
+        assert not delta.content
+        for part in delta.tool_calls or []:
+            assert part.index == 0 and part.function is not None
+            names += [part.function.name] if part.function.name else []
+            arguments += part.function.arguments or ""
+        reasons += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
+    assert names == ["greet"] and arguments == call.function.arguments and reasons == ["tool_calls"]
+
+
+BAD = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nope"}}}}, "response_format"),
+    ({"tools": [{"function": {"name": "f", "parameters": {"type": 5}}}], "tool_choice": "required"}, "tools"),
+    ({"regex": "(a"}, "regex"),
+    ({"ebnf": "start: foo"}, "ebnf"),
+    ({"structural_tag": "{}"}, "structural_tag"),
+    ({"response_format": {"type": "structural_tag", "structures": [], "triggers": []}}, "response_format"),
+]
+
+
+def test_what_does_not_compile_is_a_4xx_that_names_the_field(way: Cluster) -> None:
+    async def ask() -> None:
+        async with session() as http:
+            for bad, field in BAD:
+                for stream in (False, True):
+                    body = {"messages": USER, "stream": stream, **bad}
+                    async with http.post(f"{way.router}/v1/chat/completions", json=body) as response:
+                        answer = await response.json()
+                        assert response.status == 400 and answer["error"]["param"] == field, answer
+                        assert answer["error"]["message"].startswith(f"{field}: ")
+            body = {"text": "x", "sampling_params": {"regex": "(a"}}
+            async with http.post(f"{way.router}/generate", json=body) as response:
+                answer = await response.json()
+                assert response.status == 400 and answer["error"]["param"] == "sampling_params.regex", answer
+
+    asyncio.run(ask())
+    (good,) = asyncio.run(generate_all(way.router, [{"text": "x", "sampling_params": {"regex": "[a-c]{5}"}}]))
+    assert re.fullmatch("[a-c]{5}", good["text"])
+    asyncio.run(assert_all_back(way))
+
+
+def test_grammar_metrics(way: Cluster) -> None:
+    async def ask() -> str:
+        async with session() as http, http.get(f"{way.workers[-1].url}/metrics") as response:
+            return await response.text()
+
+    text = asyncio.run(ask())
+    (hits,) = re.findall(r"^sglang:num_grammar_cache_hit_total\{.*\} ([0-9.]+)$", text, re.MULTILINE)
+    assert float(hits) >= 1 and "sglang:num_grammar_queue_reqs" in text

@@ -1,0 +1,150 @@
+"""Tools over HTTP: what the template is told, what the engine is asked for, how the calls in the text are shown.
+
+The stand-in's model repeats its prompt, so a prompt that holds a call makes an answer that holds it.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.frontend.constraints import Constraint
+from engine.frontend.openai_api import chat_constraint
+from engine.frontend.openai_bodies import ChatBody, ChatMessage, template_messages
+from engine.frontend.tool_calls import LLAMA3, QWEN25
+from engine.frontend.tools import ChosenFunction, Tool, ToolChoice, ToolFunction, forced_calls, template_tools
+from engine.messages import GenerateRequest
+from tests.frontend.conftest import Worker, start_worker
+
+CHAT = "/v1/chat/completions"
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+PROMPT = f"<|user|>{CALL}<|assistant|>"
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    with start_worker(tmp_path_factory.mktemp("qwen"), engine={"tool_call_parser": "qwen25"}) as w:
+        yield w
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": CALL}], "max_tokens": len(PROMPT), "tools": [TOOL], **more}
+
+
+def test_a_call_in_the_text_is_told_as_one(qwen: Worker) -> None:
+    answer = qwen.post(CHAT, body(stop="<|assistant|>")).json()["choices"][0]
+    assert answer["message"]["content"] == "<|user|>" and answer["finish_reason"] == "tool_calls"
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'} and call["id"].startswith("call_")
+
+
+def test_a_call_in_a_stream_comes_in_deltas(qwen: Worker) -> None:
+    with qwen.http.stream("POST", CHAT, json=body(stream=True, stop="<|assistant|>", n=2)) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    for index in (0, 1):
+        choices = [c for e in events for c in e["choices"] if c["index"] == index]
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content") or "" for c in choices) == "<|user|>"
+        parts = [part for c in choices for part in c["delta"].get("tool_calls", [])]
+        assert [p["function"].get("name") for p in parts if "id" in p] == ["add"]
+        assert "".join(p["function"]["arguments"] for p in parts) == '{"a": 1}'
+        assert all(p["index"] == 0 for p in parts)
+        assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["tool_calls"]
+        assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("more", [{"tool_choice": "none"}, {"tools": []}, {"tools": None}])
+def test_without_tools_the_text_stays_text(qwen: Worker, more: dict[str, Any]) -> None:
+    answer = qwen.post(CHAT, body(**more, stop="<|assistant|>")).json()["choices"][0]
+    assert answer["message"]["content"] == "<|user|>" + CALL and answer["finish_reason"] == "stop"
+    assert "tool_calls" not in answer["message"]
+
+
+def test_without_a_parser_the_text_stays_text(worker: Worker) -> None:
+    answer = worker.post(CHAT, body(stop="<|assistant|>")).json()["choices"][0]
+    assert answer["message"]["content"] == "<|user|>" + CALL
+
+
+def test_a_call_cut_by_length_says_so(qwen: Worker) -> None:
+    answer = qwen.post(CHAT, body(max_tokens=len(PROMPT) - 35)).json()["choices"][0]
+    assert answer["finish_reason"] == "length" and answer["message"]["tool_calls"]
+
+
+def last_request(worker: Worker) -> GenerateRequest:
+    return worker.scheduler.seen[-1]
+
+
+def test_what_the_engine_is_asked_for(qwen: Worker) -> None:
+    qwen.post(CHAT, body(tool_choice="required", max_tokens=3))
+    request = last_request(qwen)
+    assert request.grammar_field == "tools" and request.sampling.json_schema is not None
+    assert json.loads(request.sampling.json_schema)["minItems"] == 1
+    qwen.post(CHAT, body(tools=None, max_tokens=3, response_format={"type": "json_object"}))
+    request = last_request(qwen)
+    assert request.grammar_field == "response_format" and request.sampling.json_schema == '{"type": "object"}'
+    qwen.post("/generate", {"text": "x", "sampling_params": {"json_schema": {"type": "null"}, "max_new_tokens": 1}})
+    request = last_request(qwen)
+    assert request.grammar_field == "sampling_params.json_schema"
+    assert request.sampling.json_schema == '{"type": "null"}'
+    qwen.post(CHAT, body(max_tokens=3))
+    assert last_request(qwen).sampling.grammar is None
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    qwen.post(CHAT, body(tools=[strict], max_tokens=3))
+    assert "<tool_call>" in (last_request(qwen).sampling.structural_tag or "")
+
+
+def chat(**more: Any) -> ChatBody:
+    return ChatBody(messages=[ChatMessage(role="user", content="x")], **more)
+
+
+def schema_of(constraint: Constraint | None) -> dict[str, Any]:
+    assert constraint is not None and constraint.spec.kind == "json_schema"
+    return json.loads(constraint.spec.source)  # type: ignore[no-any-return]
+
+
+def test_forced_calls_allow_the_chosen_functions() -> None:
+    tools = [Tool(function=ToolFunction(name=name)) for name in ("f", "g")]
+    both = schema_of(chat_constraint(chat(tools=tools, tool_choice="required"), None))
+    assert [s["properties"]["name"]["enum"] for s in both["items"]["anyOf"]] == [
+        ["f"],
+        ["g"],
+    ] and "maxItems" not in both
+    one = schema_of(chat_constraint(chat(tools=tools, tool_choice="required", parallel_tool_calls=False), None))
+    assert one["maxItems"] == 1
+    choice = ToolChoice(function=ChosenFunction(name="g"))
+    named = schema_of(chat_constraint(chat(tools=tools, tool_choice=choice), None))
+    assert [s["properties"]["name"]["enum"] for s in named["items"]["anyOf"]] == [["g"]] and named["maxItems"] == 1
+
+
+def test_definitions_of_functions_move_to_the_root() -> None:
+    parameters = {"$defs": {"A": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/A"}}}
+    schema = schema_of(forced_calls([Tool(function=ToolFunction(name="f", parameters=parameters))], only_one=True))
+    assert schema["$defs"] == {"A": {"type": "integer"}}
+    assert schema["items"]["anyOf"][0]["properties"]["parameters"] == {"properties": {"a": {"$ref": "#/$defs/A"}}}
+
+
+@pytest.mark.parametrize("format", [QWEN25, LLAMA3])
+def test_strict_functions_constrain_the_calls_of_a_free_answer(format: Any) -> None:
+    tools = [Tool(function=ToolFunction(name="f", strict=True, parameters={"type": "object"}))]
+    constraint = chat_constraint(chat(tools=tools), format)
+    assert constraint is not None and constraint.spec.kind == "structural_tag" and constraint.field == "tools"
+    tag = json.loads(constraint.spec.source)
+    assert tag["structures"][0]["begin"].startswith(tag["triggers"][0]) and '"f"' in tag["structures"][0]["begin"]
+    assert chat_constraint(chat(tools=tools), None) is None
+    assert chat_constraint(chat(tools=tools, tool_choice="none"), None) is None
+
+
+def test_templates_get_tools_and_the_arguments_as_objects() -> None:
+    assert template_tools([Tool(function=ToolFunction(name="f", description="d"))]) == [
+        {"type": "function", "function": {"name": "f", "description": "d"}}
+    ]
+    assert template_tools([]) is None
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+        {"function": {"name": "g", "arguments": "no json"}},
+    ]
+    (message,) = template_messages([ChatMessage(role="assistant", tool_calls=calls)])
+    assert [c["function"]["arguments"] for c in message["tool_calls"]] == [{"a": 1}, "no json"]
+    assert calls[0]["function"]["arguments"] == '{"a": 1}', "the body is left as it is"

@@ -1,0 +1,157 @@
+"""Grammars in a whole engine, random weights: whatever the model would like to say, the answer is in the grammar."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import engine.core.new_token_ratio as new_token_ratio
+from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.grammar.llguidance_backend import LlguidanceCompiler
+from engine.sampling_params import GrammarSpec
+from tests.engine.engine_in_process import EngineInProcess
+from tests.models.tiny_checkpoints import EOS, VOCAB_SIZE, make_tiny_checkpoint
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "bob"]}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+SPECS = {
+    "schema": GrammarSpec("json_schema", json.dumps(SCHEMA)),
+    "regex": GrammarSpec("regex", r"[a-c]{3,9}-[0-9]+;"),
+    "ebnf": GrammarSpec("ebnf", 'root ::= "yes" | "no" | "no, " root'),
+    "lark": GrammarSpec("ebnf", 'start: "[" WORD ("," WORD)* "]"\nWORD: /[a-z]{1,4}/'),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: str) -> Tokenizer:
+    return load_tokenizer(Path(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> LlguidanceCompiler:
+    return LlguidanceCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], any_whitespace=False)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(path: str, compiler: LlguidanceCompiler, **flags: object) -> EngineInProcess:
+    """Every grammar four times with a drawn seed, and plain requests beside them."""
+    engine = EngineInProcess(path, **flags)
+    try:
+        for i in range(4):
+            prompt = list(range(20, 30 + 7 * i))
+            engine.add(f"plain-{i}", prompt, max_new_tokens=40, temperature=1.0, seed=i)
+            for name, spec in SPECS.items():
+                rid = f"{name}-{i}"
+                grammar = compiler.compile(spec).start()
+                engine.add(rid, prompt, grammar=grammar, max_new_tokens=80, temperature=1.0, seed=i, ignore_eos=False)
+        engine.run()
+    finally:
+        engine.close()
+    return engine
+
+
+def text_of(tokenizer: Tokenizer, engine: EngineInProcess, rid: str) -> str:
+    return tokenizer.decode(engine.tokens[rid], skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: str, compiler: LlguidanceCompiler) -> EngineInProcess:
+    return run(checkpoint, compiler)
+
+
+def test_every_answer_is_in_its_grammar(reference: EngineInProcess, tokenizer: Tokenizer) -> None:
+    for i in range(4):
+        answer = json.loads(text_of(tokenizer, reference, f"schema-{i}"))
+        assert answer["name"] in ("ada", "bob") and 0 <= answer["age"] <= 150 and set(answer) == {"name", "age"}
+        assert re.fullmatch(r"(no, )*(yes|no)", text_of(tokenizer, reference, f"ebnf-{i}"))
+        if reference.finish[f"regex-{i}"].kind == "stop":
+            assert re.fullmatch(r"[a-c]{3,9}-[0-9]+;", text_of(tokenizer, reference, f"regex-{i}"))
+        if reference.finish[f"lark-{i}"].kind == "stop":
+            assert re.fullmatch(r"\[[a-z]{1,4}(,[a-z]{1,4})*\]", text_of(tokenizer, reference, f"lark-{i}"))
+        assert reference.finish[f"schema-{i}"].kind == "stop"
+    kinds = {reference.finish[rid].kind for rid in reference.tokens if not rid.startswith("plain")}
+    assert "stop" in kinds and "abort" not in kinds
+
+
+WAYS = {
+    "depth-2": {"stream": "threaded", "stream_delay_ms": 1.0},
+    "depth-2-mixed": {"stream": "threaded", "enable_mixed_chunk": True, "chunked_prefill_size": 16},
+    "few-slots": {"max_running_requests": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_do_not_depend_on_depth_or_batch(
+    checkpoint: str, compiler: LlguidanceCompiler, reference: EngineInProcess, way: str
+) -> None:
+    """Plain requests beside the constrained ones too."""
+    engine = run(checkpoint, compiler, **WAYS[way])
+    assert engine.tokens == reference.tokens
+    assert {rid: f.kind for rid, f in engine.finish.items()} == {rid: f.kind for rid, f in reference.finish.items()}
+
+
+def test_a_retracted_request_goes_on_in_its_grammar(
+    checkpoint: str, compiler: LlguidanceCompiler, reference: EngineInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", 1)
+    engine = run(checkpoint, compiler, max_total_tokens=256, page_size=4, stream="threaded")
+    assert engine.parts.scheduler.counters.retractions > 0
+    assert engine.tokens == reference.tokens
+
+
+def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: LlguidanceCompiler) -> None:
+    """After `[ab]+` the text may go on or end: the drawn end token ends it, ignore_eos or not."""
+    for ignore_eos in (False, True):
+        engine = EngineInProcess(checkpoint)
+        grammar = compiler.compile(GrammarSpec("regex", "[ab]+")).start()
+        engine.add("r", [20, 21], grammar=grammar, max_new_tokens=500, logit_bias={EOS: 20.0}, ignore_eos=ignore_eos)
+        engine.run()
+        engine.close()
+        assert engine.finish["r"].kind == "stop" and engine.finish["r"].matched == EOS
+        assert engine.tokens["r"][-1] == EOS and len(engine.tokens["r"]) >= 2
+
+
+def test_min_new_tokens_gives_way_where_only_the_end_is_left(checkpoint: str, compiler: LlguidanceCompiler) -> None:
+    """`a` or an end token: before min_new_tokens the end is banned, and after `aa` nothing else is possible."""
+    engine = EngineInProcess(checkpoint)
+    grammar = compiler.compile(GrammarSpec("ebnf", 'start: "a" "a" b?\nb: "c"')).start()
+    never_c = {i: -100.0 for i in range(16, 272)}
+    engine.add("r", [20], grammar=grammar, max_new_tokens=9, min_new_tokens=9, logit_bias=never_c, ignore_eos=False)
+    engine.run()
+    engine.close()
+    assert engine.finish["r"].kind == "stop"
+
+
+def test_a_token_that_the_grammar_refuses_fails_its_request_alone(
+    checkpoint: str, compiler: LlguidanceCompiler, reference: EngineInProcess
+) -> None:
+    """A state that is out of step (it has seen another token) is told, and hurts nobody else."""
+    engine = EngineInProcess(checkpoint)
+    broken = compiler.compile(GrammarSpec("regex", "ab")).start()
+    assert not broken.accept(20)
+    engine.add("broken", [20, 21], grammar=broken, max_new_tokens=10)
+    engine.add("plain-0", list(range(20, 30)), max_new_tokens=40, temperature=1.0, seed=0)
+    engine.run()
+    engine.close()
+    assert engine.finish["broken"].kind == "abort" and engine.finish["broken"].status == 500
+    assert "grammar" in engine.finish["broken"].message
+    assert engine.tokens["plain-0"] == reference.tokens["plain-0"]

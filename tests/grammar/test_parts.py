@@ -1,0 +1,268 @@
+"""The small parts with literals: masks on logits, the finish check, the scheduler's waits, bad grammars, structural tags."""
+
+import json
+
+import pytest
+import torch
+
+from engine.core.finish import check_finish
+from engine.core.request import Request
+from engine.executor.token_mask import token_mask, unpacked_on_device
+from engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from engine.grammar.compiler import GrammarInvalid
+from engine.grammar.llguidance_backend import LlguidanceCompiler
+from engine.model_config import DEFAULT_MODEL_PATH
+from engine.sampling_params import GrammarSpec, SamplingParams
+from tests.core.engine_in_a_test import EngineInATest
+from tests.core.hash_model import expected_tokens
+from tests.frontend.conftest import byte_tokenizer
+
+CPU = torch.device("cpu")
+VOCAB_SIZE, EOS = 260, 256
+
+
+def bits(*tokens: int, words: int = 2) -> bytes:
+    mask = sum(1 << t for t in tokens)
+    return mask.to_bytes(4 * words, "little")
+
+
+def test_a_mask_leaves_other_rows_alone_and_allows_what_it_says() -> None:
+    """V is no multiple of 32, and tokens 31, 32 lie on the border of two words (31 is the sign bit)."""
+    logits = torch.arange(3 * 40, dtype=torch.float32).view(3, 40)
+    mask = token_mask({0: bits(0, 31, 39), 2: bits(32)}, device=CPU)
+    assert mask is not None
+    masked = mask.apply(logits, fallback=logits)
+    allowed = [{0, 31, 39}, set(range(40)), {32}]
+    for row, tokens in enumerate(allowed):
+        for t in range(40):
+            assert masked[row, t] == (logits[row, t] if t in tokens else -torch.inf)
+    assert logits.isfinite().all(), "the caller's logits are not touched"
+    assert token_mask({}, device=CPU) is None
+
+
+def test_a_gpu_unpacks_to_the_same() -> None:
+    """The device's way, run here on the CPU, and numpy's."""
+    logits = torch.zeros(1, 90)
+    data = bytes(range(7, 19))
+    mask = token_mask({0: data}, device=CPU)
+    assert mask is not None
+    expected = [data[t // 8] >> t % 8 & 1 == 1 for t in range(90)]
+    assert unpacked_on_device(mask.bits, 90)[0].tolist() == expected
+    assert mask.apply(logits, fallback=logits).isfinite()[0].tolist() == expected
+
+
+def test_where_an_edit_banned_all_that_is_allowed_the_grammar_wins() -> None:
+    logits = torch.zeros(2, 40)
+    banned = logits.clone()
+    banned[:, 5] = -torch.inf
+    mask = token_mask({0: bits(5), 1: bits(5, 6)}, device=CPU)
+    assert mask is not None
+    masked = mask.apply(banned, fallback=logits)
+    assert masked[0].isfinite().nonzero().flatten().tolist() == [5]
+    assert masked[1].isfinite().nonzero().flatten().tolist() == [6]
+
+
+class Fixed:
+    """Accepts what it is told to and ends after `length` tokens."""
+
+    problem = "no such word"
+
+    def __init__(self, length: int, refuses: int = -1) -> None:
+        self.seen: list[int] = []
+        self.masks = 0
+        self._length, self._refuses = length, refuses
+
+    @property
+    def ended(self) -> bool:
+        return len(self.seen) >= self._length
+
+    def accept(self, token: int) -> bool:
+        self.seen.append(token)
+        return token != self._refuses
+
+    def bitmask(self) -> bytes:
+        self.masks += 1
+        return b""
+
+
+def request_of(output: list[int], *, max_new_tokens: int, grammar: Fixed, eos: int = 9) -> Request:
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=(7,))
+    request = Request(
+        rid="r", input_ids=[1], sampling=sampling, eos_ids=frozenset({eos}), arrived_s=0.0, grammar=grammar
+    )
+    request.output_ids = output
+    for token in output:
+        grammar.accept(token)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("output", "max_new_tokens", "length", "kind", "matched"),
+    [
+        ([3, 4], 2, 2, "length", None),  # length comes first
+        ([3, 7], 9, 2, "stop", None),  # the grammar's end before the stop token
+        ([3, 7], 9, 3, "stop", 7),
+        ([3, 9], 9, 2, "stop", 9),  # an end token is told
+        ([3, 4], 9, 3, None, None),
+    ],
+)
+def test_the_grammar_s_end_has_its_place_among_the_checks(
+    output: list[int], max_new_tokens: int, length: int, kind: str | None, matched: int | None
+) -> None:
+    request = request_of(output, max_new_tokens=max_new_tokens, grammar=Fixed(length))
+    reason = check_finish(request, bad=False, tail_text=lambda ids: "")
+    assert (reason.kind if reason else None) == kind and (reason.matched if reason else None) == matched
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_batch_with_a_grammar_waits_for_the_tokens_before_it(depth: int) -> None:
+    """The state has seen every token but the last before each mask; plain batches do not wait."""
+    engine = EngineInATest(depth=depth)
+    grammar = Fixed(5)
+    request = engine.add("r", [1, 2, 3], max_new_tokens=20)
+    request.grammar = grammar
+    engine.run()
+    assert engine.tokens["r"] == grammar.seen == expected_tokens([1, 2, 3], 5)
+    assert engine.finish["r"].kind == "stop" and grammar.masks == 5
+    waits = sum(plan.wait for plan in engine.plans)
+    assert waits == 0 if depth == 1 else waits >= 4
+    engine.add("plain", [4, 5], max_new_tokens=5)
+    engine.run()
+    assert sum(plan.wait for plan in engine.plans) == waits
+
+
+def test_a_token_outside_the_grammar_is_an_error_of_its_request() -> None:
+    engine = EngineInATest(depth=2)
+    second = expected_tokens([1, 2, 3], 2)[1]
+    engine.add("r", [1, 2, 3], max_new_tokens=20).grammar = Fixed(9, refuses=second)
+    engine.add("plain", [4, 5], max_new_tokens=5)
+    engine.run()
+    finish = engine.finish["r"]
+    assert (finish.kind, finish.status, finish.message) == ("abort", 500, "grammar: no such word")
+    assert engine.tokens["plain"] == expected_tokens([4, 5], 5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> LlguidanceCompiler:
+    return LlguidanceCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS])
+
+
+BAD = {
+    "json": ("json_schema", "{nope"),
+    "not-an-object": ("json_schema", '"abc"'),
+    "type": ("json_schema", '{"type": "nope"}'),
+    "remote": ("json_schema", '{"$ref": "http://example.org/schema"}'),
+    "deep": ("json_schema", '{"type":"array","items":' * 5000 + "{}" + "}" * 5000),
+    "open-group": ("regex", "(a"),
+    "look-around": ("regex", "(?=a)b"),
+    "deep-regex": ("regex", "(" * 50_000 + "a" + ")" * 50_000),
+    "unknown-rule": ("ebnf", "start: foo"),
+    "no-grammar": ("ebnf", "hello world"),
+    "deep-lark": ("ebnf", "start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
+    "tag-json": ("structural_tag", "[]"),
+    "tag-empty": ("structural_tag", '{"structures": [], "triggers": ["<"]}'),
+    "tag-trigger": ("structural_tag", '{"structures": [{"begin": "<a>"}], "triggers": ["<b"]}'),
+    "tag-schema": ("structural_tag", '{"structures": [{"begin": "<a>", "schema": {"type": "no"}}], "triggers": ["<"]}'),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_grammar_is_told_in_one_line(compiler: LlguidanceCompiler, name: str) -> None:
+    with pytest.raises(GrammarInvalid) as error:
+        compiler.compile(GrammarSpec(*BAD[name]))
+    assert str(error.value) and "\n" not in str(error.value) and len(str(error.value)) <= 300
+
+
+def accepts(compiler: LlguidanceCompiler, tokenizer: Tokenizer, spec: GrammarSpec, text: str) -> bool:
+    """Whether `text` and then the end may be said, token by token, each allowed by the mask before it."""
+    state = compiler.compile(spec).start()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        mask = state.bitmask()
+        assert len(mask) == 4 * -(-VOCAB_SIZE // 32)
+        allowed = bool(mask[token // 8] >> token % 8 & 1)
+        assert state.accept(token) == allowed
+        if not allowed:
+            return False
+    return state.ended or bool(state.bitmask()[EOS // 8] >> EOS % 8 & 1)
+
+
+def test_structural_tags_force_what_follows_a_trigger(compiler: LlguidanceCompiler, tokenizer: Tokenizer) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    tag = {"triggers": ["<f"], "structures": [{"begin": "<f=x>", "schema": schema, "end": "</f>"}]}
+    spec = GrammarSpec("structural_tag", json.dumps(tag))
+    for good in ("", "free < text", 'hi <f=x>{"a": 5}</f>', '<f=x>{"a":1}</f> and <f=x>{"a":2}</f>\n'):
+        assert accepts(compiler, tokenizer, spec, good), good
+    for bad in ("<f=y>", '<f=x>{"b": 5}</f>', "hi <f", '<f=x>{"a": 5}'):
+        assert not accepts(compiler, tokenizer, spec, bad), bad
+
+
+def test_a_trigger_may_be_a_special_token(tokenizer: Tokenizer) -> None:
+    compiler = LlguidanceCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[257])
+    tag = {"triggers": ["<s>"], "structures": [{"begin": "<s>!", "schema": {"type": "integer"}, "end": "."}]}
+    state = compiler.compile(GrammarSpec("structural_tag", json.dumps(tag))).start()
+    encode = tokenizer.encode
+    for token in [*encode("ab", add_special_tokens=False), 256, *encode("!42.", add_special_tokens=False)]:
+        assert state.accept(token), state.problem
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "good", "bad"),
+    [
+        ("json_schema", '{"type": "object"}', ["{}", '{"a": [1, null]}'], ["[]", "{", "x"]),
+        ("regex", "a+b?", ["a", "aab"], ["b", "ab "]),
+        ("ebnf", 'root ::= "a" | "(" root ")"', ["a", "((a))"], ["(a", "b"]),
+        ("ebnf", 'start: "ü" /[0-9]/', ["ü7"], ["u7"]),
+    ],
+)
+def test_what_a_grammar_accepts(
+    compiler: LlguidanceCompiler, tokenizer: Tokenizer, kind: str, source: str, good: list[str], bad: list[str]
+) -> None:
+    assert all(accepts(compiler, tokenizer, GrammarSpec(kind, source), text) for text in good)
+    assert not any(accepts(compiler, tokenizer, GrammarSpec(kind, source), text) for text in bad)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> tuple[LlguidanceCompiler, Tokenizer]:
+    """Of the shipped model: one token a word, an unknown token for all others."""
+    tokenizer = load_tokenizer(DEFAULT_MODEL_PATH)
+    return LlguidanceCompiler(tokenizer, vocab_size=528, eos_ids=[2]), tokenizer
+
+
+def test_a_vocabulary_that_cannot_write_json_says_so(shipped: tuple[LlguidanceCompiler, Tokenizer]) -> None:
+    with pytest.raises(GrammarInvalid, match="no token of the vocabulary can follow"):
+        shipped[0].compile(GrammarSpec("json_schema", '{"type": "object"}'))
+
+
+def test_forced_text_is_written_with_tokens_that_say_just_that(shipped: tuple[LlguidanceCompiler, Tokenizer]) -> None:
+    """Word by word, although the tokenizer alone would drop the space before the first."""
+    compiler, tokenizer = shipped
+    mask = compiler.compile(GrammarSpec("regex", " v9[0-9]")).start().bitmask()
+    words = [tokenizer.token_text(t) for t in range(528) if mask[t // 8] >> t % 8 & 1]
+    assert words == [f" v9{i}" for i in range(10)]
+    state = compiler.compile(GrammarSpec("ebnf", 'start: " v42 k03"')).start()
+    tokens = tokenizer.encode("v42 k03", add_special_tokens=False)
+    for token in tokens:
+        mask = state.bitmask()
+        assert [t for t in range(528) if mask[t // 8] >> t % 8 & 1] == [token]
+        assert state.accept(token), state.problem
+    assert state.ended
+    dead_end = compiler.compile(GrammarSpec("regex", "( v[0-9]+Q)")).start()
+    dead_end.accept(tokens[0])
+    dead_end.bitmask()
+    assert not dead_end.accept(2) and dead_end.problem == "no token of the vocabulary can follow" and not dead_end.ended
+
+
+def test_whitespace_between_the_parts_of_json_is_a_choice(tokenizer: Tokenizer) -> None:
+    spec = GrammarSpec("json_schema", '{"type": "object"}')
+    dense = LlguidanceCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], any_whitespace=False)
+    assert accepts(dense, tokenizer, spec, '{"a":1}') and not accepts(dense, tokenizer, spec, '{"a": 1}')

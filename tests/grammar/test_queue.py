@@ -1,0 +1,180 @@
+"""The grammar queue with literals: who waits, who is refused, what is kept."""
+
+import threading
+
+import pytest
+
+from engine.core.request import Request
+from engine.grammar.compiler import GrammarInvalid
+from engine.grammar.queue import GrammarQueue
+from engine.messages import TokenOutput
+from engine.sampling_params import GrammarSpec, SamplingParams
+from tests.e2e.cluster import wait_until
+
+
+class State:
+    ended = False
+    problem = ""
+
+    def accept(self, token: int) -> bool:
+        return True
+
+    def bitmask(self) -> bytes:
+        return b""
+
+
+class Compiled:
+    def start(self) -> State:
+        return State()
+
+
+class Scripted:
+    """ "bad" does not compile, "crash" raises anything, "slow" waits for `gate`."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.compiled: list[str] = []
+
+    def prepare(self) -> None:
+        """Nothing takes long."""
+
+    def compile(self, spec: GrammarSpec) -> Compiled:
+        self.compiled.append(spec.source)
+        if spec.source == "slow":
+            assert self.gate.wait(30)
+        if spec.source == "bad":
+            raise GrammarInvalid("unclosed group")
+        if spec.source == "crash":
+            raise MemoryError("too big")
+        return Compiled()
+
+
+class Rig:
+    def __init__(self, **options: object) -> None:
+        self.compiler = Scripted()
+        self.woken = threading.Event()
+        self.queue = GrammarQueue(self.compiler, wakeup=self.woken.set, timeout_s=10.0, **options)  # type: ignore[arg-type]
+        self.ready: list[str] = []
+        self.refused: dict[str, TokenOutput] = {}
+
+    def add(self, rid: str, regex: str, *, now_s: float = 0.0, field: str = "") -> None:
+        request = Request(
+            rid=rid, input_ids=[1], sampling=SamplingParams(regex=regex), eos_ids=frozenset(), arrived_s=now_s
+        )
+        self.take(self.queue.add(request, field=field, now_s=now_s))
+
+    def take(self, outputs: list[TokenOutput]) -> None:
+        self.refused |= {output.rid: output for output in outputs}
+
+    def poll(self, now_s: float = 0.0) -> None:
+        ready, outputs = self.queue.poll(now_s)
+        assert all(request.grammar is not None for request in ready)
+        self.ready += [request.rid for request in ready]
+        self.take(outputs)
+
+    def settle(self, *, now_s: float = 0.0) -> None:
+        def is_empty() -> bool:
+            self.poll(now_s)
+            return not self.queue.rids()
+
+        wait_until(is_empty, within_s=10, what="the queue to be empty")
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_grammar_is_compiled_once_and_each_request_has_its_own_state(rig: Rig) -> None:
+    for rid in "abc":
+        rig.add(rid, "x")
+    rig.settle()
+    rig.add("d", "x")
+    rig.poll()
+    assert rig.ready == ["a", "b", "c", "d"] and rig.compiler.compiled == ["x"]
+    assert rig.queue.counters()["grammar_compiled"] == 1 and rig.queue.counters()["grammar_cache_hits"] == 1
+    assert rig.woken.is_set()
+
+
+def test_a_slow_grammar_does_not_hold_others_up_and_is_refused_in_time(rig: Rig) -> None:
+    rig.add("slow", "slow", field="response_format")
+    rig.add("fast", "x")
+    wait_until(lambda: rig.poll() or "fast" in rig.ready, within_s=10, what="the fast one")
+    rig.poll(now_s=9.9)
+    assert rig.queue.rids() == ["slow"]
+    rig.poll(now_s=10.0)
+    finish = rig.refused["slow"].finish
+    assert finish is not None and finish.status == 400 and finish.field == "response_format"
+    assert "--grammar-compile-timeout" in finish.message and rig.queue.counters()["grammar_timeouts"] == 1
+    rig.compiler.gate.set()  # too late for the first, in time for the second
+    rig.add("again", "slow", now_s=11.0)
+    rig.settle(now_s=11.0)
+    assert "again" in rig.ready and rig.compiler.compiled.count("slow") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "says"), [("bad", "regex: unclosed group"), ("crash", "regex: MemoryError: too big")]
+)
+def test_what_does_not_compile_is_told_and_remembered(rig: Rig, source: str, says: str) -> None:
+    for rid in ("a", "b"):
+        rig.add(rid, source)
+        rig.settle()
+        finish = rig.refused[rid].finish
+        assert finish is not None and (finish.kind, finish.status, finish.field) == ("abort", 400, "regex")
+        assert finish.message == says
+    assert rig.compiler.compiled == [source] and rig.ready == []
+
+
+def test_the_cache_is_bounded_and_the_least_recently_used_goes() -> None:
+    rig = Rig(max_cached=2)
+    for i, source in enumerate(["a", "b", "a", "c", "a", "b"]):
+        rig.add(f"r{i}", source)
+        rig.settle()
+        assert rig.queue.num_cached <= 2
+    assert rig.compiler.compiled == ["a", "b", "c", "b"]
+
+
+def test_an_abort_ends_the_wait(rig: Rig) -> None:
+    rig.add("slow", "slow")
+    rig.take(rig.queue.abort("slow"))
+    finish = rig.refused["slow"].finish
+    assert finish is not None and finish.kind == "abort" and finish.status == 0
+    assert rig.queue.rids() == [] and rig.queue.abort("slow") == []
+    rig.compiler.gate.set()
+    rig.poll()
+    assert rig.ready == []
+
+
+def test_the_queue_is_bounded_and_names_are_unique() -> None:
+    rig = Rig(max_waiting=1)
+    rig.add("a", "slow")
+    rig.add("b", "x")
+    finish = rig.refused["b"].finish
+    assert finish is not None and finish.status == 503
+    rig.compiler.gate.set()
+    rig.settle()
+    rig = Rig()
+    rig.add("a", "slow")
+    rig.add("a", "x")
+    finish = rig.refused["a"].finish
+    assert finish is not None and finish.field == "rid" and rig.queue.rids() == ["a"]
+    rig.compiler.gate.set()
+
+
+def test_a_compilation_nobody_waits_for_is_not_begun() -> None:
+    rig = Rig(num_threads=1)
+    rig.add("a", "slow")
+    rig.add("b", "never")
+    rig.queue.abort("b")
+    rig.compiler.gate.set()
+    rig.settle()
+    rig.add("c", "x")
+    rig.settle()
+    assert rig.compiler.compiled == ["slow", "x"]
+
+
+def test_grammars_may_be_off() -> None:
+    queue = GrammarQueue(None)
+    request = Request(rid="r", input_ids=[1], sampling=SamplingParams(regex="x"), eos_ids=frozenset(), arrived_s=0.0)
+    (output,) = queue.add(request, field="", now_s=0.0)
+    assert output.finish is not None and output.finish.status == 400 and "--grammar-backend" in output.finish.message
