@@ -87,6 +87,8 @@ class DecodeRole:
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
         bootstrap = request.bootstrap
+        if request.pooling:
+            return [refused(request, refusal("input: a decode worker makes no embeddings", status=400))]
         if bootstrap is None:
             return [refused(request, refusal("bootstrap_room: a decode worker needs one", status=400))]
         if error := self._scheduler.refusal(request):
@@ -97,7 +99,8 @@ class DecodeRole:
         except (RoomInUse, ValueError) as error:
             return [refused(request, refusal(f"bootstrap_room: {error}", status=409))]
         if request.logprobs is not None:  # the prompt's are known to prefill alone; the router merges
-            request.logprobs = LogprobOptions(start_len=-1, top_num=request.logprobs.top_num)
+            asked = request.logprobs
+            request.logprobs = LogprobOptions(start_len=-1, top_num=asked.top_num, token_ids=asked.token_ids)
         assert self._scheduler.adopt(request) is None
         self._entries[request.rid] = Entry(request, receiver, bootstrap.room, self._moves_bytes and not fake)
         return []

@@ -63,6 +63,10 @@ class EngineConfig:
     )
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
     disable_overlap_schedule: bool = flag(False, "depth 1: collect each step before the next is launched")
+    enable_return_hidden_states: bool = flag(False, "requests may ask for hidden states (`return_hidden_states`)")
+    embedding_pooling: str = flag(
+        "last", "what of a prompt's hidden states /v1/embeddings gives, at unit length", choices=("last", "mean")
+    )
     num_threads: int = flag(1, "intra-op threads of the engine process on cpu")
     stream_delay_ms: float = flag(0.0, "threaded stream: random delay up to this before each step (to shake out races)")
     random_seed: int = flag(0, "seed of the seeds that requests without one are given")

@@ -37,6 +37,8 @@ class PlanItem:
     output_len:  output tokens before this step: the position of the draw (seeds, min_new_tokens)
     extend:      part of a prompt (or of what a retracted request has to compute again), not the next token
     logprob_from: first position (prompt index) whose own logprob is wanted in this step, or None
+    hidden_from: first position whose hidden state is wanted in this step, or None
+    pool:        "last" | "mean": instead, one vector of these positions: the last state, or their sum
     """
 
     rid: str
@@ -51,6 +53,8 @@ class PlanItem:
     logprobs: LogprobOptions | None = None
     logprob_from: int | None = None
     logprob_next: int | None = None  # prompt token after this chunk (its logprob comes from this chunk's last logits)
+    hidden_from: int | None = None
+    pool: str = ""
 
     @property
     def q_len(self) -> int:
@@ -82,12 +86,16 @@ class Plan:
 
 @dataclass(slots=True)
 class ItemResult:
-    """`token`: sampled id (None when `sample` was False). `input_logprobs`: for positions from `logprob_from`."""
+    """`token`: sampled id (None when `sample` was False). `input_logprobs`: for positions from `logprob_from`.
+
+    `hidden`: float32 rows, one for each position from `hidden_from`, or one when they are pooled.
+    """
 
     token: int | None
     logprob: TokenLogprob | None = None
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     bad: bool = False  # NaN logits
+    hidden: bytes = b""
 
 
 @dataclass(slots=True)

@@ -29,6 +29,9 @@ class Request:
     bootstrap: Bootstrap | None = None
     prefill_only: bool = False
     priority: int = 0
+    keep_kv: bool = True  # others may find its KV
+    return_hidden_states: bool = False
+    pooling: str = ""  # "last" | "mean": an embedding request
 
     serial: int = 0  # order of arrival
     output_ids: list[int] = field(default_factory=list)
@@ -52,6 +55,9 @@ class Request:
     output_logprobs: list[TokenLogprob] = field(default_factory=list)  # not sent yet
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs_sent: bool = False
+    hidden_launched: int = 0  # positions whose hidden state was computed or is in flight
+    input_hidden: bytes = b""  # hidden states not sent yet, as TokenOutput has them
+    hidden: list[bytes] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.core.finish import TailText, check_finish
+from engine.core.hidden import note_launch
+from engine.core.hidden import take as take_hidden
 from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
@@ -126,7 +128,7 @@ class Scheduler:
         """An adopted request's KV has landed. A prebuilt batch of one: no forward, its first token is `first`."""
         self._kept.remove(request)
         self._running.append(request)
-        request.computed_len = request.launched_len = len(request.input_ids)
+        request.computed_len = request.launched_len = request.hidden_launched = len(request.input_ids)
         request.cached_tokens, request.admitted = cached_tokens, True
         return [self._commit_draw(request, first)]
 
@@ -289,6 +291,7 @@ class Scheduler:
     def _item(self, request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
         assert request.slot is not None
         known = request.num_tokens
+        hidden_from = note_launch(request, start, end)
         logprob_from, logprob_next = input_logprob_part(request, start, end)
         item = PlanItem(
             rid=request.rid,
@@ -303,6 +306,8 @@ class Scheduler:
             logprobs=request.logprobs,
             logprob_from=logprob_from,
             logprob_next=logprob_next,
+            hidden_from=hidden_from,
+            pool=request.pooling,
         )
         request.told_pages = len(request.pages)
         request.launched_len = end
@@ -343,6 +348,7 @@ class Scheduler:
 
     def _apply(self, request: Request, item: PlanItem, result: ItemResult, effects: StepEffects) -> None:
         request.input_logprobs += result.input_logprobs
+        take_hidden(request, item, result.hidden)
         if item.extend:
             self.memory.share(request)
             effects.progressed.append(request)

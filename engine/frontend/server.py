@@ -160,6 +160,8 @@ def make_services(
         health_timeout_s=health_timeout_s,
         started_unix_s=int(time.time()),
         prng=random.Random(engine.random_seed),
+        return_hidden_states=engine.enable_return_hidden_states,
+        embedding_pooling=engine.embedding_pooling,
     )
 
 

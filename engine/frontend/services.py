@@ -46,6 +46,8 @@ class Services:
     health_timeout_s: float
     started_unix_s: int
     prng: random.Random
+    return_hidden_states: bool = False  # requests may ask for them
+    embedding_pooling: str = "last"
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
 
     @property

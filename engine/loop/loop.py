@@ -146,7 +146,10 @@ class EngineLoop:
             arrived_s=now_s,
             logprobs=message.logprobs,
             bootstrap=message.bootstrap,
-            prefill_only=self._prefill_only,
+            prefill_only=self._prefill_only and not message.pooling,
+            keep_kv=not message.skip_cache_insert,
+            return_hidden_states=message.return_hidden_states,
+            pooling=message.pooling,
         )
         return self._role.add(request, now_s)
 
