@@ -22,6 +22,14 @@ class DisaggConfig:
     )
     disaggregation_bootstrap_timeout: float = flag(300.0, "seconds prefill waits for decode's page indices")
     disaggregation_prealloc_timeout: float = flag(300.0, "seconds decode waits for memory for a request")
+    num_reserved_decode_tokens: int = flag(
+        512, "decode takes a new request only if each it has can still grow by this, or by what growth so far suggests"
+    )
+    disaggregation_decode_retraction_backup: str = flag(
+        "auto",
+        "KV of a request that decode retracts: kept in host memory, or recomputed when it resumes; auto: recompute on cpu",
+        choices=("auto", "recompute", "host"),
+    )
     disaggregation_waiting_timeout: float = flag(
         300.0, "seconds decode waits for the first KV after it sent its indices"
     )

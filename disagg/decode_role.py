@@ -5,6 +5,8 @@
                                      |
                           pages a peer may still write: quarantined until the receiver is drained
 
+    running --memory short--> RETRACTED (the scheduler's) --memory, before any new PREALLOC--> running
+
 It is told poll states and the time; sockets and threads are the manager's.
 """
 
@@ -114,7 +116,7 @@ class DecodeRole:
     def poll(self, now_s: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
         self._end_quarantines()
-        room_left = True
+        room_left = self._scheduler.num_retracted == 0  # they come before anybody new
         for entry in list(self._entries.values()):
             state = entry.receiver.poll()
             if state is KVPoll.Failed:
@@ -209,10 +211,14 @@ class DecodeRole:
             "prealloc": count[Stage.PREALLOC],
             "transfer": count[Stage.TRANSFER],
             "quarantined": len(self._quarantined),
+            "retracted": self._scheduler.num_retracted,
+            "waiting": 0,  # the scheduler's waiting queue holds retracted ones only
         }
 
     def counters(self) -> dict[str, float]:
-        return {**self._manager.counters, **self._counters}
+        backups = self._scheduler.backups
+        own = {"backup_saved_tokens": backups.saved_tokens, "backup_restored_tokens": backups.restored_tokens}
+        return {**self._manager.counters, **self._counters, **own}
 
     def check(self) -> list[str]:
         owned = sum(e.row is not None for e in self._entries.values()) + sum(

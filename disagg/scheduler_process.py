@@ -53,11 +53,18 @@ def run(spec: SchedulerSpec) -> None:
     from engine.build import build_engine
 
     started_s = time.monotonic()
+    if spec.disagg.num_reserved_decode_tokens < 0:
+        raise ConfigError("--num-reserved-decode-tokens: must be at least 0")
     model = load_model_config(spec.engine.model_path)
     tokenizer = load_tokenizer(spec.engine.model_path)
     ports = ZmqPorts(IpcPaths(spec.ipc_dir))
     parts = build_engine(
-        spec.engine, model, tail_text=lambda ids: tail_text(tokenizer, list(ids)), progress=spec.progress
+        spec.engine,
+        model,
+        tail_text=lambda ids: tail_text(tokenizer, list(ids)),
+        progress=spec.progress,
+        host_backup=_host_backup(spec.disagg),
+        reserve_floor=spec.disagg.num_reserved_decode_tokens,
     )
     role = make_role(spec, parts, wakeup=ports.call_attention)
     loop = EngineLoop(
@@ -95,6 +102,13 @@ def run(spec: SchedulerSpec) -> None:
         role.close()
         parts.executor.close()
         ports.close()
+
+
+def _host_backup(disagg: DisaggConfig) -> bool | None:
+    """Decode alone keeps copies; None: the device decides."""
+    if disagg.disaggregation_mode != "decode" or disagg.disaggregation_decode_retraction_backup == "recompute":
+        return False
+    return True if disagg.disaggregation_decode_retraction_backup == "host" else None
 
 
 def _end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:

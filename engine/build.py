@@ -18,6 +18,7 @@ from engine.executor.executor import Executor
 from engine.executor.future_map import FutureMap
 from engine.executor.kv_pool import KVPool
 from engine.executor.model_runner import ModelRunner
+from engine.executor.page_backup import PageBackup
 from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler
 from engine.executor.stream import make_stream
@@ -39,9 +40,19 @@ class EngineParts:
 
 
 def build_engine(
-    config: EngineConfig, model_config: ModelConfig, *, tail_text: TailText, progress: bool
+    config: EngineConfig,
+    model_config: ModelConfig,
+    *,
+    tail_text: TailText,
+    progress: bool,
+    host_backup: bool | None = False,
+    reserve_floor: int = 0,
 ) -> EngineParts:
-    """Load the model and allocate its memory. Raises ConfigError for what cannot be honoured here."""
+    """Load the model and allocate its memory. Raises ConfigError for what cannot be honoured here.
+
+    `host_backup`: retracted requests' KV is copied to host memory (None: where the KV lives on a GPU).
+    `reserve_floor`: tokens of growth that `Scheduler.reserve` expects of a request at least.
+    """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
     torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
@@ -64,7 +75,9 @@ def build_engine(
         future_map=FutureMap(num_slots=num_slots, device=device),
         sampler=Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device),
         device=device,
+        backup=PageBackup(pool),
     )
+    backed = config.device != "cpu" if host_backup is None else host_backup
     stream = make_stream(
         config.stream,
         device=device,
@@ -86,6 +99,8 @@ def build_engine(
             priorities=priorities(config),
             ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
             draw=random.Random(config.random_seed).random,
+            backup_pages=pool.num_pages if backed else 0,  # the pool once more
+            reserve_floor=reserve_floor,
         ),
         executor=Executor(runner=runner, stream=stream),
         depth=depth(config),

@@ -66,6 +66,23 @@ class PlanItem:
         return self.start + len(self.tokens)
 
 
+@dataclass(slots=True, frozen=True)
+class PageSave:
+    """Copy `pages` to host memory under `key`."""
+
+    key: int
+    pages: list[int]
+
+
+@dataclass(slots=True, frozen=True)
+class PageLoad:
+    """Copy pages `start`.. of copy `key` into `pages`, and forget the copy."""
+
+    key: int
+    start: int
+    pages: list[int]
+
+
 @dataclass(slots=True)
 class Plan:
     """One step. `extend`: items may have any q_len (prefill); otherwise every q_len is 1 (decode).
@@ -73,7 +90,8 @@ class Plan:
     `extend`: some item is part of a prompt (q_len of any size); decodes may ride along. `wait`: the loop collects every
     launched step before it launches this one (it asks for depth 1).
 
-    Order the executor owes: `closes`, then `opens`, then page rows of `items`, then forward, then sampling.
+    Order the executor owes: `drops` (copies to forget), `saves`, `loads`, then `closes`, then `opens`, then page rows of `items`, then forward, then sampling. A plan
+    may have no items: then there is nothing to compute.
     """
 
     seq: int
@@ -82,6 +100,9 @@ class Plan:
     opens: list[SlotOpen] = field(default_factory=list)
     closes: list[int] = field(default_factory=list)
     wait: bool = False
+    saves: list[PageSave] = field(default_factory=list)
+    loads: list[PageLoad] = field(default_factory=list)
+    drops: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

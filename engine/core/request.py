@@ -48,6 +48,7 @@ class Request:
     computed_len: int = 0
     inflight: int = 0  # launched steps that are not collected
     pending: int = 0  # of those, how many draw a token
+    saved_len: int = 0  # tokens whose KV is copied to the host, or on its way there
     retractions: int = 0
     cached_tokens: int = 0
     admitted: bool = False

@@ -16,6 +16,7 @@ that leaves the engine may next be written by a transfer peer, who does not wait
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engine.core.backups import Backups
 from engine.core.finish import TailText, check_finish
 from engine.core.hidden import note_launch
 from engine.core.hidden import take as take_hidden
@@ -63,6 +64,8 @@ class Scheduler:
         priorities: Priorities | None = None,
         ratio: NewTokenRatio | None = None,
         draw: Draw = lambda: 0.0,
+        backup_pages: int = 0,
+        reserve_floor: int = 0,
     ) -> None:
         self.limits = limits
         self.memory = memory
@@ -73,6 +76,8 @@ class Scheduler:
         self._draw = draw
         self.table = RequestTable(limits.max_running_requests)
         self.counters = Counters()
+        self.backups = Backups(max_pages=backup_pages, page_size=limits.page_size)
+        self._reserve_floor = reserve_floor
         self._tail_text = tail_text
         self._live: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}  # in order of arrival
@@ -120,9 +125,13 @@ class Scheduler:
     def reserve(self, request: Request) -> bool:
         """Pages for an adopted request's prompt (`request.pages`), unless growth of the others needs the room."""
         coming = [*self._growing(), request]
-        expected = sum(self.ratio.growth_tokens(r) for r in coming)
+        expected = sum(max(self.ratio.growth_tokens(r), self._floor(r)) for r in coming)
         largest = max(r.max_new_tokens - len(r.output_ids) for r in coming)  # whoever it is must be able to finish
         return self.memory.reserve(request, reserved_pages=self.memory.allocator.pages_for(int(max(expected, largest))))
+
+    def _floor(self, request: Request) -> int:
+        """No request is expected to need less than this, unless it cannot use it."""
+        return min(request.max_new_tokens - len(request.output_ids), self._reserve_floor)
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """An adopted request's KV has landed. A prebuilt batch of one: no forward, its first token is `first`."""
@@ -168,14 +177,16 @@ class Scheduler:
         items, opens = self._draft(now_s)
         if not items and self.counters.retractions > before:  # their memory is free now
             items, opens = self._draft(now_s)
-        if not items:
+        if not items and not self.backups.asks_for_a_step:
             return None
         extend = any(item.extend for item in items)
         wait, self._last_was_extend = extend and self._last_was_extend and self.limits.wait_between_prefills, extend
         self._seq += 1
         self.counters.steps += 1
         closes, self._closes = self._closes, []
-        return Plan(seq=self._seq, extend=extend, items=items, opens=opens, closes=closes, wait=wait)
+        plan = Plan(seq=self._seq, extend=extend, items=items, opens=opens, closes=closes, wait=wait)
+        self.backups.attach(plan)
+        return plan
 
     def _draft(self, now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
         items, opens = self._plan_extend(now_s)
@@ -203,6 +214,10 @@ class Scheduler:
                 break
             del self._waiting[request.rid]
             self._note_admitted(request)
+            if request.saved_len > 0:
+                self.backups.restore(request)
+                self._running.append(request)
+                continue
             opens.append(self._open_slot(request))
             items.append(self._extend(request, adder))
         return items, opens
@@ -270,7 +285,7 @@ class Scheduler:
                 victim = max(self._running, key=_retraction_order)
                 self._retract(victim, ready)
                 self.ratio.on_retraction(self._running)
-                if victim.inflight > 0:
+                if victim.pages:
                     ready[:] = [r for r in ready if r not in needy[i:]]
                     return
 
@@ -330,6 +345,7 @@ class Scheduler:
         """Take the results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
         effects = StepEffects()
+        self.backups.on_collected(plan)
         for item, item_result in zip(plan.items, result.items, strict=True):
             request = self._live[item.rid]
             request.inflight -= 1
@@ -340,7 +356,7 @@ class Scheduler:
             else:
                 self.counters.wasted_draws += item.sample
         self._settle()
-        if not plan.extend:
+        if plan.items and not plan.extend:
             self.ratio.decay()
         if not self._live:
             self.ratio.reset()
@@ -408,9 +424,12 @@ class Scheduler:
         settled = [r for r in self._draining if r.inflight == 0]
         self._draining = [r for r in self._draining if r.inflight > 0]
         for request in settled:
-            if request.finish is None:
+            if request.finish is None and self.backups.begin(request):
+                self._draining.append(request)  # until its copy is made
+            elif request.finish is None:
                 self._requeue(request)
             else:
+                self.backups.drop(request)
                 self._give_back(request)
                 del self._live[request.rid]
 
@@ -462,6 +481,12 @@ class Scheduler:
         return len(self._running) + (self._chunked is not None)
 
     @property
+    def num_retracted(self) -> int:
+        """Requests that lost their memory and wait to resume."""
+        waiting = sum(r.retractions > 0 for r in self._waiting.values())
+        return waiting + sum(r.finish is None for r in self._draining)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -487,6 +512,7 @@ class Scheduler:
         """DESIGN.md section 5.1: every page has one owner, every live request one stage."""
         self.memory.check()
         self.table.check()
+        self.backups.check(list(self._live.values()))
         stages = [*self._waiting.values(), *self._running, *self._draining, *self._kept]
         stages += [self._chunked] if self._chunked is not None else []
         assert sorted(r.rid for r in stages) == sorted(self._live), "a live request is in no stage, or in two"

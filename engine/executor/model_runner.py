@@ -12,12 +12,15 @@ from engine.attention.base import AttentionBackend, StepBatch
 from engine.core.plan import Plan, PlanItem
 from engine.executor.future_map import FutureMap
 from engine.executor.hidden import hidden_rows
+from engine.executor.page_backup import PageBackup
 from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler, asked_logprobs, token_logprobs
 from engine.messages import LogprobOptions
 from engine.models.causal_lm import CausalLM
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [rows, vocab] float32
+
+_NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(slots=True)
@@ -57,7 +60,9 @@ class ModelRunner:
         future_map: FutureMap,
         sampler: Sampler,
         device: torch.device,
+        backup: PageBackup | None = None,
     ) -> None:
+        self._backup = backup
         self._model = model
         self._backend = backend
         self._page_table = page_table
@@ -66,10 +71,15 @@ class ModelRunner:
         self._device = device
 
     def run(self, plan: Plan) -> StepOutput:
+        if plan.saves or plan.loads or plan.drops:
+            assert self._backup is not None, "a plan copies pages, and nothing keeps them"
+            self._backup.run(plan)
         for slot in plan.closes:
             self._sampler.close(slot)
         for opened in plan.opens:
             self._sampler.open(opened)
+        if not plan.items:
+            return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, {})
         self._page_table.update(plan.items)
         hidden = self._forward(plan)
         output = self._draw(plan.items, hidden)
@@ -107,8 +117,7 @@ class ModelRunner:
             if item.logprob_from is not None
         }
         if not sampled:
-            empty = torch.empty(0, dtype=torch.int64)
-            return StepOutput([], empty, empty.bool(), {}, input_logprobs)
+            return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, input_logprobs)
         if len(sampled) == len(hidden):
             logits = self._model.logits(hidden)
         else:
