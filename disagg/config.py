@@ -23,7 +23,8 @@ class DisaggConfig:
     disaggregation_bootstrap_timeout: float = flag(300.0, "seconds prefill waits for decode's page indices")
     disaggregation_prealloc_timeout: float = flag(300.0, "seconds decode waits for memory for a request")
     num_reserved_decode_tokens: int = flag(
-        512, "decode takes a new request only if each it has can still grow by this, or by what growth so far suggests"
+        64,
+        "decode takes a new request only if all it has can grow: by what ended answers teach, and each by this at least",
     )
     disaggregation_decode_retraction_backup: str = flag(
         "auto",

@@ -9,6 +9,7 @@ import torch
 from engine.attention.registry import make_attention_backend
 from engine.config import ConfigError, EngineConfig
 from engine.core.finish import TailText
+from engine.core.growth import MeasuredGrowth
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
@@ -101,6 +102,7 @@ def build_engine(
             draw=random.Random(config.random_seed).random,
             backup_pages=pool.num_pages if backed else 0,  # the pool once more
             reserve_floor=reserve_floor,
+            growth=MeasuredGrowth(),
         ),
         executor=Executor(runner=runner, stream=stream),
         depth=depth(config),

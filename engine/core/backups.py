@@ -64,8 +64,8 @@ class Backups:
 
     def on_collected(self, plan: Plan) -> None:
         """The copies of a collected step are made."""
-        for copy in (*plan.saves, *plan.loads):
-            self._copying.pop(copy.key).inflight -= 1
+        for key in [*(save.key for save in plan.saves), *(load.key for load in plan.loads)]:
+            self._copying.pop(key).inflight -= 1
 
     @property
     def asks_for_a_step(self) -> bool:

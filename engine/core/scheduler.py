@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from engine.core.backups import Backups
 from engine.core.finish import TailText, check_finish
+from engine.core.growth import MeasuredGrowth
 from engine.core.hidden import note_launch
 from engine.core.hidden import take as take_hidden
 from engine.core.limits import Limits
@@ -66,6 +67,7 @@ class Scheduler:
         draw: Draw = lambda: 0.0,
         backup_pages: int = 0,
         reserve_floor: int = 0,
+        growth: MeasuredGrowth | None = None,
     ) -> None:
         self.limits = limits
         self.memory = memory
@@ -78,6 +80,7 @@ class Scheduler:
         self.counters = Counters()
         self.backups = Backups(max_pages=backup_pages, page_size=limits.page_size)
         self._reserve_floor = reserve_floor
+        self.growth = growth
         self._tail_text = tail_text
         self._live: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}  # in order of arrival
@@ -125,13 +128,16 @@ class Scheduler:
     def reserve(self, request: Request) -> bool:
         """Pages for an adopted request's prompt (`request.pages`), unless growth of the others needs the room."""
         coming = [*self._growing(), request]
-        expected = sum(max(self.ratio.growth_tokens(r), self._floor(r)) for r in coming)
+        expected = self._expected_growth(coming)
         largest = max(r.max_new_tokens - len(r.output_ids) for r in coming)  # whoever it is must be able to finish
         return self.memory.reserve(request, reserved_pages=self.memory.allocator.pages_for(int(max(expected, largest))))
 
-    def _floor(self, request: Request) -> int:
-        """No request is expected to need less than this, unless it cannot use it."""
-        return min(request.max_new_tokens - len(request.output_ids), self._reserve_floor)
+    def _expected_growth(self, coming: list[Request]) -> float:
+        """Tokens: by what ended answers say, or by the ratio until some have; a floor for each that can use it."""
+        if self.growth is not None and self.growth.known:
+            return self.growth.peak_tokens(coming, floor=self._reserve_floor)
+        floors = [min(r.max_new_tokens - len(r.output_ids), self._reserve_floor) for r in coming]
+        return sum(max(self.ratio.growth_tokens(r), f) for r, f in zip(coming, floors, strict=True))
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """An adopted request's KV has landed. A prebuilt batch of one: no forward, its first token is `first`."""
@@ -411,6 +417,8 @@ class Scheduler:
         """Final state, said once. A prefill-only request is the role's from here; others go when nothing is in flight."""
         request.finish = reason
         self.counters.aborted += reason.kind == "abort"
+        if self.growth is not None and reason.kind != "abort":
+            self.growth.note_end(len(request.output_ids))
         output = output_of(request, new_ids or [])
         if not request.prefill_only:
             self._draining.append(request)

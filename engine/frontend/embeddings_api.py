@@ -80,7 +80,8 @@ def _prompts(value: str | list[str | int | list[int]]) -> list[str | list[int]]:
     """Each a non-empty text or token ids. Raises ApiError(400)."""
     if isinstance(value, list) and value and all(isinstance(p, int) for p in value):
         return [[p for p in value if isinstance(p, int)]]
-    prompts = [value] if isinstance(value, str) else [p for p in value if not isinstance(p, int)]
+    prompts: list[str | list[int]] = [value] if isinstance(value, str) else []
+    prompts += [p for p in value if not isinstance(p, int)] if isinstance(value, list) else []
     mixed = isinstance(value, list) and (len(prompts) < len(value) or len({type(p) for p in prompts}) > 1)
     if mixed:
         raise bad_field("input", "must be a string, a list of strings, a list of token ids or a list of such lists")

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 
+from engine.core.growth import MeasuredGrowth
 from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
@@ -54,6 +55,7 @@ class EngineInATest:
             draw=random.Random(5).random,
             backup_pages=backup_pages,
             reserve_floor=reserve_floor,
+            growth=MeasuredGrowth(),
         )
         self.now_s = 0.0
         self.model = HashModel(page_size=page_size)

@@ -80,9 +80,7 @@ def test_an_abort_while_retracted_forgets_the_copy() -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(
-    requests=st.lists(
-        st.tuples(st.integers(1, 20), st.integers(1, 25), st.integers(0, 60)), min_size=1, max_size=8
-    ),
+    requests=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 25), st.integers(0, 60)), min_size=1, max_size=8),
     depth=st.integers(1, 2),
     page_size=st.sampled_from([1, 4]),
     capacity=st.integers(48, 90),
