@@ -1,6 +1,6 @@
 """How much room decode should leave for growth before it takes a new request: static floors against measured growth.
 
-    python -m benchmarks.prealloc_reserve [--json PATH]
+    python -m benchmarks.prealloc_reserve [--seed N] [--json PATH]
 
 The production scheduler in the decode role's order (retracted first, then new ones, first come, first served), with a
 model that only says when each answer ends: no sockets, no torch. Time is simulated: a step costs STEP_S, plus a part
@@ -145,7 +145,7 @@ class Run:
         return EOS if output_len + 1 >= self._samples[rid].answer else OTHER + output_len % 50
 
 
-def samples_of(workload: str, *, seed: int = 1) -> list[Sample]:
+def samples_of(workload: str, *, seed: int) -> list[Sample]:
     prompt, answer, sigma = WORKLOADS[workload]
     rng = random.Random(seed)
     return [
@@ -160,15 +160,16 @@ def samples_of(workload: str, *, seed: int = 1) -> list[Sample]:
 def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prealloc_reserve", description=__doc__)
     parser.add_argument("--json", help="write the results here too")
-    path = parser.parse_args(args).json
+    parser.add_argument("--seed", type=int, default=2, help="of the lengths (growth.SHARE was chosen on seed 1)")
+    given = parser.parse_args(args)
     results = []
     for workload in WORKLOADS:
-        samples = samples_of(workload)
+        samples = samples_of(workload, seed=given.seed)
         for reserve in RESERVES:
             results.append({"workload": workload, "reserve": reserve.name, **Run(reserve, samples).run()})
             print(results[-1], flush=True)
-    if path:
-        with open(path, "w", encoding="utf-8") as file:
+    if given.json:
+        with open(given.json, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=2)
     return 0
 

@@ -143,6 +143,8 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"text": "a", "rid": ""}, "rid"),
     (GENERATE, {"text": "a", "image_data": "x"}, "image_data"),
     (GENERATE, {"text": "a", "lora_path": "x"}, "lora_path"),
+    (GENERATE, {"text": "a", "return_hidden_states": True}, "return_hidden_states"),
+    (GENERATE, {"text": "a", "return_logprob": True, "token_ids_logprob": [10**9]}, "token_ids_logprob"),
     ("/abort_request", {}, "rid"),
     ("/abort_request", {"rid": 5}, "rid"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
