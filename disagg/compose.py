@@ -38,7 +38,13 @@ def _prefill(
     assert spec.bootstrap is not None, "the worker names a bootstrap server"
     registrar = registrar_of(manager, kv_args, server=spec.bootstrap, secret=config.secret)
     registrar.start()
-    return PrefillRole(scheduler=parts.scheduler, manager=manager, metadata=metadata, directory=registrar)
+    return PrefillRole(
+        scheduler=parts.scheduler,
+        manager=manager,
+        metadata=metadata,
+        directory=registrar,
+        page_bytes=parts.pool.page_bytes,
+    )
 
 
 def _decode(

@@ -122,10 +122,10 @@ class DecodeRole:
             if state is KVPoll.Failed:
                 outputs += self._fail(entry)
             elif entry.stage is Stage.TRANSFER and state is KVPoll.Success:
-                outputs += self._start(entry)
+                outputs += self._start(entry, now_s)
             elif entry.stage is Stage.PREALLOC:
                 if state is KVPoll.WaitingForInput and room_left:
-                    room_left = self._preallocate(entry)  # first come, first served: nobody overtakes
+                    room_left = self._preallocate(entry, now_s)  # first come, first served: nobody overtakes
                 if entry.stage is Stage.PREALLOC:
                     outputs += self._expire(entry, now_s)
         return outputs
@@ -135,7 +135,7 @@ class DecodeRole:
 
     # ---- moves
 
-    def _preallocate(self, entry: Entry) -> bool:
+    def _preallocate(self, entry: Entry, now_s: float) -> bool:
         """Pages for the whole prompt and a metadata row, told to prefill; False when there is no room now."""
         row = self._metadata.allocate()
         if row is None:
@@ -144,6 +144,7 @@ class DecodeRole:
             self._metadata.free(row)
             return False
         entry.row, entry.stage = row, Stage.TRANSFER
+        entry.request.times.queued_s = now_s
         entry.receiver.provide(entry.request.pages, row)
         return True
 
@@ -154,7 +155,7 @@ class DecodeRole:
         waited = f"no KV memory within {self._prealloc_timeout_s:g} s (--disaggregation-prealloc-timeout)"
         return self._end(entry, FinishReason(kind="abort", message=waited, status=503))
 
-    def _start(self, entry: Entry) -> list[TokenOutput]:
+    def _start(self, entry: Entry, now_s: float) -> list[TokenOutput]:
         """KV and metadata of all ranks have landed."""
         assert entry.row is not None
         try:
@@ -162,6 +163,8 @@ class DecodeRole:
         except MetadataCorrupt as error:
             self._counters["metadata_corrupt"] += 1
             return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {error}", status=500))
+        times = entry.request.times
+        times.landed_s, times.remote_queue_s, times.remote_prefill_s = now_s, first.queue_s, first.prefill_s
         self._metadata.free(entry.row)
         entry.receiver.close()
         del self._entries[entry.request.rid]
@@ -219,6 +222,9 @@ class DecodeRole:
         backups = self._scheduler.backups
         own = {"backup_saved_tokens": backups.saved_tokens, "backup_restored_tokens": backups.restored_tokens}
         return {**self._manager.counters, **self._counters, **own}
+
+    def gauges(self) -> dict[str, float]:
+        return {}
 
     def check(self) -> list[str]:
         owned = sum(e.row is not None for e in self._entries.values()) + sum(

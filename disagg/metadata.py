@@ -3,7 +3,7 @@
 A row carries what decode needs besides KV: the first token, its logprobs, what prefill found cached. `room` comes last
 and vouches for the row: a row that says another room was never written, or written by somebody else.
 
-    first_token  bad  cached_tokens  has_logprob  top_num  logprob  asked_num
+    first_token  bad  cached_tokens  has_logprob  top_num  logprob  asked_num  queue_s  prefill_s
     top_values[MAX_TOP]  top_ids[MAX_TOP]  asked_values[MAX_ASKED]  asked_ids[MAX_ASKED]  room
 """
 
@@ -17,10 +17,22 @@ from transfer_backends.contract import Region
 
 MAX_TOP = 128
 MAX_ASKED = MAX_ASKED_TOKEN_IDS
+MAX_DURATION_S = 1e6
 
-_HEAD = ("first_token", "bad", "cached_tokens", "has_logprob", "top_num", "logprob", "asked_num")
-_HEAD_FORMATS = ("<i8", "<i8", "<i8", "<i8", "<i8", "<f8", "<i8")
-_ASKED_AT = 64 + 16 * MAX_TOP  # two arrays of 8-byte numbers come before
+_HEAD = (
+    "first_token",
+    "bad",
+    "cached_tokens",
+    "has_logprob",
+    "top_num",
+    "asked_num",
+    "logprob",
+    "queue_s",
+    "prefill_s",
+)
+_HEAD_FORMATS = ("<i8", "<i8", "<i8", "<i8", "<i8", "<i8", "<f8", "<f8", "<f8")
+_TOP_AT = 128
+_ASKED_AT = _TOP_AT + 16 * MAX_TOP  # two arrays of 8-byte numbers come before
 _ROOM_AT = _ASKED_AT + 16 * MAX_ASKED
 
 ROW = np.dtype(
@@ -34,7 +46,14 @@ ROW = np.dtype(
             ("<i8", MAX_ASKED),
             "<u8",
         ],
-        "offsets": [*range(0, 56, 8), 64, 64 + 8 * MAX_TOP, _ASKED_AT, _ASKED_AT + 8 * MAX_ASKED, _ROOM_AT],
+        "offsets": [
+            *range(0, 8 * len(_HEAD), 8),
+            _TOP_AT,
+            _TOP_AT + 8 * MAX_TOP,
+            _ASKED_AT,
+            _ASKED_AT + 8 * MAX_ASKED,
+            _ROOM_AT,
+        ],
         "itemsize": _ROOM_AT + 64,
     }
 )
@@ -46,10 +65,12 @@ class MetadataCorrupt(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What a row says."""
+    """What a row says. `queue_s`, `prefill_s`: how long the prompt waited and computed on the prefill worker."""
 
     result: ItemResult
     cached_tokens: int
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 class MetadataBuffers:
@@ -84,6 +105,7 @@ class MetadataBuffers:
         entry, result = self._rows[row], first.result
         entry["first_token"] = -1 if result.token is None else result.token
         entry["bad"], entry["cached_tokens"] = result.bad, first.cached_tokens
+        entry["queue_s"], entry["prefill_s"] = first.queue_s, first.prefill_s
         entry["has_logprob"] = result.logprob is not None
         if result.logprob is not None:
             top = result.logprob.top[:MAX_TOP]
@@ -107,6 +129,8 @@ class MetadataBuffers:
         return FirstToken(
             ItemResult(token=None if token < 0 else token, logprob=logprob, bad=bool(entry["bad"])),
             int(entry["cached_tokens"]),
+            _duration(entry["queue_s"]),
+            _duration(entry["prefill_s"]),
         )
 
     def check(self) -> list[str]:
@@ -116,3 +140,8 @@ class MetadataBuffers:
 def _pairs(entry: np.void, name: str) -> list[tuple[float, int]]:
     num = int(entry[f"{name}_num"])
     return list(zip(entry[f"{name}_values"][:num].tolist(), entry[f"{name}_ids"][:num].tolist(), strict=True))
+
+
+def _duration(value: float) -> float:
+    """A peer's figure, only shown to people: whatever is no duration counts as none."""
+    return float(value) if 0.0 <= value < MAX_DURATION_S else 0.0

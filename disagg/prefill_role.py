@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Protocol
 
 from disagg.metadata import FirstToken, MetadataBuffers
+from disagg.transfer_gauges import TransferGauges
 from engine.core.outputs import StepEffects, output_of, refusal, refused
 from engine.core.plan import ItemResult
 from engine.core.request import Request
@@ -55,22 +56,34 @@ class Directory(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """`answer`: the output to send once decode has everything. `sent_pages`: of the request's row."""
+    """`answer`: the output to send once decode has everything. `sent_pages`: of the request's row.
+
+    `last_pages` went with the last chunk, at `last_sent_s`. `moves_bytes`: not a fake transfer.
+    """
 
     request: Request
     sender: KVSender
     room: int
+    moves_bytes: bool
     stage: Stage = Stage.BOOTSTRAP
     sent_pages: int = 0
     row: int | None = None
     answer: TokenOutput | None = None
+    last_pages: int = 0
+    last_sent_s: float = 0.0
 
 
 class PrefillRole:
     name = "prefill"
 
     def __init__(
-        self, *, scheduler: Scheduler, manager: Senders, metadata: MetadataBuffers, directory: Directory
+        self,
+        *,
+        scheduler: Scheduler,
+        manager: Senders,
+        metadata: MetadataBuffers,
+        directory: Directory,
+        page_bytes: int,
     ) -> None:
         self._directory = directory
         self._scheduler = scheduler
@@ -79,6 +92,8 @@ class PrefillRole:
         self._entries: dict[str, Entry] = {}
         self._computed: list[tuple[Entry, TokenOutput, ItemResult]] = []  # waiting for a metadata row
         self._counters: Counter[str] = Counter()
+        self._page_bytes = page_bytes
+        self._transfers = TransferGauges()
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
         if request.pooling:  # an embedding ends here: no decode worker, no transfer
@@ -96,7 +111,7 @@ class PrefillRole:
             return [refused(request, refusal(f"bootstrap_room: {error}", status=409))]
         if not fake:
             self._directory.add_room(request.bootstrap.room)
-        self._entries[request.rid] = Entry(request, sender, request.bootstrap.room)
+        self._entries[request.rid] = Entry(request, sender, request.bootstrap.room, moves_bytes=not fake)
         return []
 
     def abort(self, rid: str, now_s: float) -> list[TokenOutput]:
@@ -117,10 +132,10 @@ class PrefillRole:
             elif state is KVPoll.Failed:
                 outputs += self._fail(entry)
             elif entry.stage is Stage.BOOTSTRAP and state is not KVPoll.Bootstrapping:
-                outputs += self._schedule(entry)
+                outputs += self._schedule(entry, now_s)
             elif entry.stage is Stage.INFLIGHT and state is KVPoll.Success:
-                outputs += self._succeed(entry)
-        self._hand_over_computed()
+                outputs += self._succeed(entry, now_s)
+        self._hand_over_computed(now_s)
         return outputs
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
@@ -128,19 +143,20 @@ class PrefillRole:
             if not request.pooling:
                 self._send_whole_pages(self._entries[request.rid])
         for request, output, first in effects.prefilled:
+            request.times.computed_s = now_s
             self._computed.append((self._entries[request.rid], output, first))
-        self._hand_over_computed()
+        self._hand_over_computed(now_s)
         return effects.outputs
 
     # ---- moves
 
-    def _schedule(self, entry: Entry) -> list[TokenOutput]:
+    def _schedule(self, entry: Entry, now_s: float) -> list[TokenOutput]:
         """Decode has told its pages: the request may compute."""
         need = self._scheduler.memory.allocator.pages_for(len(entry.request.input_ids))
         if entry.sender.num_pages not in (None, need):
             entry.sender.abort(f"decode gave {entry.sender.num_pages} pages, the prompt needs {need}")
             return self._fail(entry)
-        entry.stage = Stage.SCHEDULED
+        entry.stage, entry.request.times.queued_s = Stage.SCHEDULED, now_s
         outputs = self._scheduler.add(entry.request)
         if outputs:  # the queue filled up meanwhile
             entry.sender.abort(outputs[0].finish.message if outputs[0].finish else "refused")
@@ -155,7 +171,7 @@ class PrefillRole:
             entry.sender.send(entry.request.pages[entry.sent_pages : whole], dst_start=entry.sent_pages, last=False)
             entry.sent_pages = whole
 
-    def _hand_over_computed(self) -> None:
+    def _hand_over_computed(self, now_s: float) -> None:
         """Last chunk and metadata row, in order of completion; without a free row they wait."""
         while self._computed:
             entry, output, first = self._computed[0]
@@ -163,21 +179,31 @@ class PrefillRole:
                 entry.row = self._metadata.allocate()
                 if entry.row is None:
                     return
-                self._send_last(entry, output, first)
+                self._send_last(entry, output, first, now_s)
             self._computed.pop(0)
 
-    def _send_last(self, entry: Entry, output: TokenOutput, first: ItemResult) -> None:
+    def _send_last(self, entry: Entry, output: TokenOutput, first: ItemResult, now_s: float) -> None:
         assert entry.row is not None
-        said = FirstToken(first, cached_tokens=entry.request.cached_tokens)
+        times = entry.request.times
+        said = FirstToken(
+            first,
+            cached_tokens=entry.request.cached_tokens,
+            queue_s=times.queue_s,
+            prefill_s=times.prefill_s,
+        )
         self._metadata.write(entry.row, room=entry.room, first=said)
         rest = entry.request.pages[entry.sent_pages :]
         entry.sender.send(rest, dst_start=entry.sent_pages, last=True, aux_idx=entry.row)
         entry.sent_pages += len(rest)
         entry.answer, entry.stage = output, Stage.INFLIGHT
+        entry.last_pages, entry.last_sent_s = len(rest), now_s
 
-    def _succeed(self, entry: Entry) -> list[TokenOutput]:
+    def _succeed(self, entry: Entry, now_s: float) -> list[TokenOutput]:
         assert entry.answer is not None
         entry.stage = Stage.ENDING
+        if entry.moves_bytes:
+            size_bytes = entry.last_pages * self._page_bytes
+            self._transfers.landed(size_bytes=size_bytes, taken_s=now_s - entry.last_sent_s)
         self._forget_when_released(entry)
         return [entry.answer]
 
@@ -224,6 +250,9 @@ class PrefillRole:
 
     def counters(self) -> dict[str, float]:
         return {**self._manager.counters, **self._counters}
+
+    def gauges(self) -> dict[str, float]:
+        return self._transfers.gauges()
 
     def check(self) -> list[str]:
         rows = sum(entry.row is not None for entry in self._entries.values())

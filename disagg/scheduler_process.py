@@ -20,8 +20,9 @@ from engine.config import ConfigError, EngineConfig
 from engine.detokenizer.incremental import tail_text
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.tokenizer import load_tokenizer
-from engine.loop.loop import EngineLoop
+from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.ports import ZmqPorts
+from engine.loop.watchdog import Watchdog
 from engine.messages import SchedulerReady
 from engine.model_config import load_model_config
 from transfer_backends.contract import BackendUnavailable, EngineError
@@ -51,6 +52,7 @@ def run(spec: SchedulerSpec) -> None:
     """Load, say `SchedulerReady`, serve until told to end. Raises ConfigError and BackendUnavailable."""
     from disagg.compose import make_role  # torch comes in here, after the flags have been read
     from engine.build import build_engine
+    from engine.executor.profiler import Profiler
 
     started_s = time.monotonic()
     if spec.disagg.num_reserved_decode_tokens < 0:
@@ -66,15 +68,24 @@ def run(spec: SchedulerSpec) -> None:
         host_backup=_host_backup(spec.disagg),
         reserve_floor=spec.disagg.num_reserved_decode_tokens,
     )
+    watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
     role = make_role(spec, parts, wakeup=ports.call_attention)
     loop = EngineLoop(
         scheduler=parts.scheduler,
         executor=parts.executor,
         role=role,
         ports=ports,
-        depth=parts.depth,
-        eos_ids=frozenset(model.eos_token_ids),
-        prefill_only=spec.disagg.disaggregation_mode == "prefill",
+        weights=parts.weights,
+        profiler=Profiler(parts.executor, name=spec.disagg.disaggregation_mode.replace("null", "unified")),
+        watchdog=watchdog,
+        settings=LoopSettings(
+            depth=parts.depth,
+            eos_ids=frozenset(model.eos_token_ids),
+            prefill_only=spec.disagg.disaggregation_mode == "prefill",
+            stream_interval=parts.config.stream_interval,
+            recv_interval=parts.config.scheduler_recv_interval,
+            log_interval=parts.config.decode_log_interval,
+        ),
         clock=time.monotonic,
     )
     _end_on_signals(loop, ports.call_attention)
@@ -96,9 +107,11 @@ def run(spec: SchedulerSpec) -> None:
             }
         )
     )
+    watchdog.start()
     try:
         loop.run()
     finally:
+        watchdog.close()
         role.close()
         parts.executor.close()
         ports.close()

@@ -31,6 +31,7 @@ PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (
 def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Raises ConfigError before anything is started."""
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s worker %(levelname)s %(message)s")
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each piece of junk would fill logs
     engine = with_model_path(engine)
     load_model_config(engine.model_path)  # a broken checkpoint is told before processes are started
     control_host = _control_host(server, disagg)

@@ -23,6 +23,7 @@ from engine.executor.page_backup import PageBackup
 from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler
 from engine.executor.stream import make_stream
+from engine.executor.weights import Weights
 from engine.model_config import ModelConfig
 from engine.models.registry import load_model
 from engine.resolve import depth, limits, num_pages, priorities, resolve
@@ -38,6 +39,7 @@ class EngineParts:
     scheduler: Scheduler
     executor: Executor
     depth: int
+    weights: Weights
 
 
 def build_engine(
@@ -86,6 +88,7 @@ def build_engine(
         max_delay_s=config.stream_delay_ms / 1000,
         seed=config.random_seed,
     )
+    executor = Executor(runner=runner, stream=stream)
     allocator = PageAllocator(num_pages=pool.num_pages, page_size=config.page_size)
     memory = Memory(allocator=allocator, cache=RadixCache(allocator, enabled=not config.disable_radix_cache))
     return EngineParts(
@@ -104,8 +107,9 @@ def build_engine(
             reserve_floor=reserve_floor,
             growth=MeasuredGrowth(),
         ),
-        executor=Executor(runner=runner, stream=stream),
+        executor=executor,
         depth=depth(config),
+        weights=Weights(config=config, model=model_config, install=lambda m: executor.call(lambda: runner.use(m))),
     )
 
 

@@ -67,6 +67,13 @@ class EngineConfig:
     embedding_pooling: str = flag(
         "last", "what of a prompt's hidden states /v1/embeddings gives, at unit length", choices=("last", "mean")
     )
+    stream_interval: int = flag(1, "tokens between two messages to a client that streams; a request may bring its own")
+    scheduler_recv_interval: int = flag(1, "pure decode steps between two looks at new requests")
+    decode_log_interval: int = flag(40, "steps between two log lines about prefill, decode and memory")
+    watchdog_timeout: float = flag(
+        300.0, "seconds that one turn of the scheduler may take before it shows its stacks and ends; 0: any time"
+    )
+    weight_version: str = flag("default", "name of the weights in meta_info, until an update gives another")
     num_threads: int = flag(1, "intra-op threads of the engine process on cpu")
     stream_delay_ms: float = flag(0.0, "threaded stream: random delay up to this before each step (to shake out races)")
     random_seed: int = flag(0, "seed of the seeds that requests without one are given")

@@ -45,6 +45,8 @@ class LogprobOptions(msgspec.Struct, frozen=True, array_like=True):
 class GenerateRequest(_Message, frozen=True):
     """One sample. `sampling` is checked and complete (max_new_tokens and seed are set, n is 1).
 
+    `stream`: somebody reads along; `stream_interval`: tokens between two messages to them (None: the engine's).
+    `priority` counts where priority scheduling is on.
     `return_hidden_states`: of the prompt and of each generated token. `pooling` ("last" | "mean" | ""): an embedding,
     one vector for the prompt; nothing is generated (max_new_tokens is 0) and no KV is kept.
     """
@@ -55,6 +57,9 @@ class GenerateRequest(_Message, frozen=True):
     logprobs: LogprobOptions | None = None
     bootstrap: Bootstrap | None = None
     skip_cache_insert: bool = False
+    stream: bool = False
+    stream_interval: int | None = None
+    priority: int = 0
     return_hidden_states: bool = False
     pooling: str = ""
 
@@ -77,11 +82,66 @@ class GetState(_Message, frozen=True):
     check: bool = False
 
 
+class PauseGeneration(_Message, frozen=True):
+    """Stop computing until `ContinueGeneration`; requests that come meanwhile wait. Asks for a `ControlReply`.
+
+    `mode`: what becomes of the live ones: "abort" ends them, "retract" takes their KV, "in_place" leaves it.
+    """
+
+    call_id: str
+    mode: str
+
+
+class ContinueGeneration(_Message, frozen=True):
+    call_id: str
+
+
+class UpdateWeights(_Message, frozen=True):
+    """Take the weights of another checkpoint of the same shape. Asks for a `ControlReply`, when all is done.
+
+    `weight_version`: its name from now on (None: as before). `abort_all`: live requests are aborted, not waited for.
+    """
+
+    call_id: str
+    model_path: str
+    weight_version: str | None = None
+    abort_all: bool = False
+
+
+class StartProfile(_Message, frozen=True):
+    """Record what torch does, until `StopProfile` or for `num_steps` steps. Asks for a `ControlReply`.
+
+    `output_dir`: folder of the trace file ("": a new temporary one). `activities`: "CPU" | "GPU".
+    """
+
+    call_id: str
+    output_dir: str = ""
+    num_steps: int | None = None
+    activities: tuple[str, ...] = ()
+    with_stack: bool = False
+    record_shapes: bool = False
+
+
+class StopProfile(_Message, frozen=True):
+    call_id: str
+
+
 class Shutdown(_Message, frozen=True):
     """End the scheduler's loop (the launcher's SIGTERM does the same)."""
 
 
-ToScheduler = GenerateRequest | AbortRequest | FlushCache | GetState | Shutdown
+ToScheduler = (
+    GenerateRequest
+    | AbortRequest
+    | FlushCache
+    | GetState
+    | PauseGeneration
+    | ContinueGeneration
+    | UpdateWeights
+    | StartProfile
+    | StopProfile
+    | Shutdown
+)
 
 # ---- scheduler -> detokenizer -> frontend
 
@@ -112,10 +172,11 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
-    """New tokens of one request. `input_logprobs` comes once, with the first output.
+    """New tokens of one request. `input_logprobs` comes once, with the first output, `times` (seconds that each stage
 
-    Hidden states are float32 in the machine's order, [hidden] a position: `input_hidden` all of the prompt's in one (once, with the first output; its
-    last row drew the first token), `hidden` one for each later token, or an embedding request's one pooled vector.
+    took, by name: engine/core/times.py) with the last. Hidden states are float32 in the machine's order, [hidden] a
+    position: `input_hidden` all of the prompt's in one (once, with the first output; its last row drew the first token),
+    `hidden` one for each later token, or an embedding request's one pooled vector.
     """
 
     rid: str
@@ -171,6 +232,19 @@ class FlushReply(_Message, frozen=True):
     message: str
 
 
+class ControlReply(_Message, frozen=True):
+    """Answer to a control message. `status`: HTTP status where it was refused. `values`: what the message asks for
+
+    (model_path and weight_version after an update, trace file of a profile, paused requests).
+    """
+
+    call_id: str
+    ok: bool
+    message: str
+    status: int = 200
+    values: dict[str, int | str] = {}
+
+
 class StateReply(_Message, frozen=True):
     """Load and self-check of the scheduler; `queues` by name (bootstrap, waiting, inflight, prealloc, transfer...).
 
@@ -196,4 +270,4 @@ class SchedulerReady(_Message, frozen=True):
     info: dict[str, int | float | str | bool | None]
 
 
-ToFrontend = TextBatch | FlushReply | StateReply | SchedulerReady
+ToFrontend = TextBatch | FlushReply | ControlReply | StateReply | SchedulerReady

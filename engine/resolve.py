@@ -102,6 +102,10 @@ def _check_ranges(config: EngineConfig) -> None:
         config.mem_fraction_static,
     )
     _require(config.num_threads >= 1, "--num-threads", "must be at least 1", config.num_threads)
+    for name in ("stream_interval", "scheduler_recv_interval", "decode_log_interval"):
+        value = getattr(config, name)
+        _require(value >= 1, "--" + name.replace("_", "-"), "must be at least 1", value)
+    _require(config.watchdog_timeout >= 0, "--watchdog-timeout", "must be at least 0", config.watchdog_timeout)
     total = config.max_total_tokens
     _require(total is None or total >= config.page_size, "--max-total-tokens", "must hold at least one page", total)
 

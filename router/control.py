@@ -17,6 +17,14 @@ from router.metrics import RouterMetrics
 from router.workers import Health, Role, Worker, WorkerTable, missing_roles
 
 FAN_OUT_TIMEOUT_S = 30.0
+UPDATE_TIMEOUT_S = 3600.0  # weights come from a disk, and running requests may finish first
+PASSED_TO_ALL = (
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+    "/start_profile",
+    "/stop_profile",
+)
 
 _ROLE_WORDS = {"regular": "unified", "null": "unified"}  # SGLang's router calls a unified worker regular
 
@@ -61,6 +69,7 @@ class Control:
             web.get("/flush_cache", self.flush_cache),
             web.post("/flush_cache", self.flush_cache),
             web.post("/abort_request", self.abort_request),
+            *(web.post(path, self.pass_to_all) for path in PASSED_TO_ALL),
             web.get("/metrics", self.get_metrics),
         ]
 
@@ -143,6 +152,11 @@ class Control:
         """Passed to every worker: only they know request ids."""
         return await self._fan_out("POST", "/abort_request", await request.read())
 
+    async def pass_to_all(self, request: web.Request) -> web.Response:
+        """Pause, continue, weights, profiles: every worker does it, at the same time."""
+        timeout_s = UPDATE_TIMEOUT_S if request.path == "/update_weights_from_disk" else FAN_OUT_TIMEOUT_S
+        return await self._fan_out("POST", request.path, await request.read(), timeout_s=timeout_s)
+
     async def get_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
@@ -153,10 +167,12 @@ class Control:
             return Role(word)
         return error_response(400, f"role: must be one of {', '.join(self._roles)}, got {word!r}", param="role")
 
-    async def _fan_out(self, method: str, path: str, body: bytes = b"") -> web.Response:
+    async def _fan_out(
+        self, method: str, path: str, body: bytes = b"", *, timeout_s: float = FAN_OUT_TIMEOUT_S
+    ) -> web.Response:
         """Call every worker that is not down; the worst status of all, with each one's answer."""
         workers = [w for w in self._table.workers() if w.health is Health.UP]
-        answers = await asyncio.gather(*(self._call(w, method, path, body) for w in workers))
+        answers = await asyncio.gather(*(self._call(w, method, path, body, timeout_s=timeout_s) for w in workers))
         status = max((a.status or 502 for a in answers), default=503)
         results = [
             {"url": w.url, "role": w.role.value, "status": a.status, "answer": a.body.decode(errors="replace")}
@@ -164,9 +180,11 @@ class Control:
         ]
         return _json({"success": status == 200, "workers": results}, status=status)
 
-    async def _call(self, worker: Worker, method: str, path: str, body: bytes = b"") -> "_Called":
+    async def _call(
+        self, worker: Worker, method: str, path: str, body: bytes = b"", *, timeout_s: float = FAN_OUT_TIMEOUT_S
+    ) -> "_Called":
         headers = {**worker_headers(self._config), **({"Content-Type": "application/json"} if body else {})}
-        timeout = aiohttp.ClientTimeout(total=FAN_OUT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(
                 method, worker.url + path, data=body or None, headers=headers, timeout=timeout, allow_redirects=False

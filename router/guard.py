@@ -70,6 +70,10 @@ async def _answered(request: web.Request, handler: _Handler) -> web.StreamRespon
         return error_response(400, str(err), param="url")
     except web.HTTPException as err:
         return _http_error(request, err)
+    except web.RequestPayloadError as err:  # broken chunks, wrong compression, a body cut short
+        response = error_response(400, f"the body cannot be read: {' '.join(str(err).split())}")
+        response.force_close()  # where the next request would begin is unknown; tell the client
+        return response
     except ConnectionError:
         raise  # the client went away while we wrote; nobody reads an answer
     except Exception:

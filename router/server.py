@@ -58,6 +58,7 @@ async def run_router(config: RouterConfig, *, on_ready: Callable[[str], None] | 
 def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
     """`run_router` on an event loop of its own (uvloop)."""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each piece of junk would fill logs
     uvloop.run(run_router(config, on_ready=on_ready))
 
 

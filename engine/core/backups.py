@@ -7,6 +7,8 @@ Copies travel in plans, in stream order. A copy in flight counts as a step in fl
 after it, because a freed page may next be written by a transfer peer, who does not wait for our stream.
 """
 
+from collections.abc import Iterable
+
 from engine.core.plan import PageLoad, PageSave, Plan
 from engine.core.request import Request
 
@@ -54,6 +56,17 @@ class Backups:
         """The request has ended."""
         if self._pages.pop(request.serial, None) is not None:
             self._drops.append(request.serial)
+            request.saved_len = 0
+
+    def forget_all(self, requests: Iterable[Request]) -> None:
+        """The weights may change: no copy is right any more, nor one that was asked for. No step may be in flight."""
+        for save in self._saves:
+            self._copying.pop(save.key).inflight -= 1
+            del self._pages[save.key]
+        self._saves.clear()
+        assert not self._copying, "copies forgotten while one is in flight"
+        for request in requests:
+            self.drop(request)
             request.saved_len = 0
 
     def attach(self, plan: Plan) -> None:

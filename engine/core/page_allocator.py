@@ -17,6 +17,7 @@ A quarantined page may still be written by a transfer peer: it is neither free n
 from collections.abc import Sequence
 
 FREE, HELD, CACHED, QUARANTINED = range(4)
+SORT_WHEN_UNSORTED = 8  # one page in so many of the free list
 _NAMES = ("free", "held", "cached", "quarantined")
 
 
@@ -29,7 +30,7 @@ class PageAllocator:
         self.page_size = page_size
         self._state = bytearray(num_pages + 1)
         self._free = list(range(num_pages, 0, -1))  # popped from the end: low ids first
-        self._sorted = True
+        self._num_unsorted = 0  # given back since the free list was in order
         self._counts = [num_pages, 0, 0, 0]
 
     @property
@@ -43,13 +44,16 @@ class PageAllocator:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, n: int) -> list[int]:
-        """`n` pages, in ascending order where more than one: adjacent pages travel as one piece of a transfer."""
+        """`n` pages, adjacent ones where that is cheap to have: they travel as one piece of a transfer.
+
+        The free list is put in order again only when enough has come back: constant work a page, whatever the pool.
+        """
         assert 0 <= n <= len(self._free), f"asked for {n} pages, {len(self._free)} are free"
         if n == 0:
             return []
-        if n > 1 and not self._sorted:
+        if n > 1 and self._num_unsorted * SORT_WHEN_UNSORTED >= len(self._free):
             self._free.sort(reverse=True)
-            self._sorted = True
+            self._num_unsorted = 0
         pages = self._free[-n:]
         del self._free[-n:]
         pages.reverse()
@@ -76,7 +80,7 @@ class PageAllocator:
 
     def _give_back(self, pages: Sequence[int]) -> None:
         self._free.extend(reversed(pages))
-        self._sorted = False
+        self._num_unsorted += len(pages)
 
     def _move(self, pages: Sequence[int], source: int, target: int) -> None:
         state = self._state

@@ -12,6 +12,7 @@ Token positions of a request, page by page (page_size 4, prompt of 6, two tokens
 from dataclasses import dataclass, field
 
 from engine.core.radix_cache import Node
+from engine.core.times import Times
 from engine.messages import Bootstrap, FinishReason, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 
@@ -59,6 +60,7 @@ class Request:
     hidden_launched: int = 0  # positions whose hidden state was computed or is in flight
     input_hidden: bytes = b""  # hidden states not sent yet, as TokenOutput has them
     hidden: list[bytes] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
 
     @property
     def num_tokens(self) -> int:

@@ -175,6 +175,35 @@ class Scheduler:
         self.memory.allocator.end_quarantine(pages)
         self.batch_is_full = False
 
+    # ---- memory of all at once
+
+    def retract_all(self) -> int:
+        """Every request that computes gives its memory back and waits again; how many. No step may be in flight.
+
+        A prompt that is being handed over keeps its pages: a peer reads them. No copy is made or kept: what waits is
+        computed again, perhaps with other weights.
+        """
+        self.backups.forget_all(self._live.values())
+        victims, self._running = self._running, []
+        if self._chunked is not None and not self._chunked.prefill_only:
+            victims.append(self._chunked)
+            self._chunked = None
+        self._draining += victims
+        self._settle(copy=False)
+        return len(victims)
+
+    @property
+    def holds_no_kv(self) -> bool:
+        """No request has pages of its own, or reads cached ones."""
+        cache = self.memory.cache
+        return self.memory.allocator.counts()["held"] == 0 and cache.num_evictable == cache.num_pages
+
+    def forget_prefixes(self) -> None:
+        """Only legal while `holds_no_kv`, with no step in flight. Copies of retracted KV go too."""
+        self.backups.forget_all(self._live.values())
+        self.memory.cache.flush()
+        self.batch_is_full = False
+
     # ---- planning
 
     def schedule(self, now_s: float = 0.0) -> Plan | None:
@@ -196,7 +225,7 @@ class Scheduler:
 
     def _draft(self, now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
         items, opens = self._plan_extend(now_s)
-        if not items or self.limits.mixed_chunk:
+        if self.limits.mixed_chunk or not any(item.extend for item in items):
             decodes, opened = self._plan_decode({item.rid for item in items})
             items, opens = items + decodes, opens + opened
         return items, opens
@@ -220,12 +249,8 @@ class Scheduler:
                 break
             del self._waiting[request.rid]
             self._note_admitted(request)
-            if request.saved_len > 0:
-                self.backups.restore(request)
-                self._running.append(request)
-                continue
             opens.append(self._open_slot(request))
-            items.append(self._extend(request, adder))
+            items.append(self._restore(request) if request.saved_len > 0 else self._extend(request, adder))
         return items, opens
 
     def _adder(self) -> PrefillAdder:
@@ -248,6 +273,8 @@ class Scheduler:
 
     def _note_full(self, request: Request) -> None:
         """No room for `request`: somebody of much lower priority makes some, or the batch is full until one ends."""
+        if self._retraction_pending:
+            return
         if self._priorities is not None:
             victims = [r for r in self._running if self._priorities.may_preempt(request, r)]
             if victims:
@@ -269,6 +296,12 @@ class Scheduler:
             (self._kept if request.prefill_only else self._running).append(request)
         return self._item(request, start, end, sample=end == total, extend=True)
 
+    def _restore(self, request: Request) -> PlanItem:
+        """Its KV comes back from the host, and it draws in the same step: whoever is retracted next, it got on by one."""
+        self.backups.restore(request)
+        self._running.append(request)
+        return self._item(request, request.launched_len, request.launched_len + 1, sample=True, extend=False)
+
     def _plan_decode(self, planned: set[str]) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Every running request by one token, as far as rows and pages reach; `planned`: already part of this step."""
         ready = [r for r in self._running if r.draws_left > 0 and r.rid not in planned]
@@ -288,12 +321,17 @@ class Scheduler:
         needy = sorted((r for r in ready if self.memory.needs_page(r)), key=_retraction_order)
         for i, request in enumerate(needy):
             while request in ready and not self.memory.grow(request):
+                if self._retraction_pending:
+                    ready[:] = [r for r in ready if r not in needy[i:]]
+                    return
                 victim = max(self._running, key=_retraction_order)
                 self._retract(victim, ready)
                 self.ratio.on_retraction(self._running)
-                if victim.pages:
-                    ready[:] = [r for r in ready if r not in needy[i:]]
-                    return
+
+    @property
+    def _retraction_pending(self) -> bool:
+        """Somebody's memory comes back at the next collect: nobody else need go for now."""
+        return any(r.finish is None for r in self._draining)
 
     def _retract(self, victim: Request, ready: list[Request]) -> None:
         self._running.remove(victim)
@@ -427,12 +465,12 @@ class Scheduler:
             self._kept.append(request)
         return output
 
-    def _settle(self) -> None:
+    def _settle(self, *, copy: bool = True) -> None:
         """Ended and retracted requests whose last step has been collected give their memory back."""
         settled = [r for r in self._draining if r.inflight == 0]
         self._draining = [r for r in self._draining if r.inflight > 0]
         for request in settled:
-            if request.finish is None and self.backups.begin(request):
+            if request.finish is None and copy and self.backups.begin(request):
                 self._draining.append(request)  # until its copy is made
             elif request.finish is None:
                 self._requeue(request)

@@ -1,12 +1,15 @@
 """The executor's face to the loop: launch a plan, collect its result. The only door between scheduler and device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.executor.model_runner import Logprobs, StepOutput
 from engine.executor.stream import Stream, Ticket
 from engine.messages import TokenLogprob
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,6 +34,10 @@ class Executor:
     def collect(self, launch: Launch) -> StepResult:
         """Wait for a step and read its results. An error of the step is raised here."""
         return _step_result(launch.plan, launch.ticket.wait())
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run `work` in stream order: after every launched step. Waits for it; what it raises is raised here."""
+        return self._stream.submit(work).wait()
 
     def close(self) -> None:
         self._stream.close()

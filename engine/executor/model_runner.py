@@ -70,6 +70,10 @@ class ModelRunner:
         self._sampler = sampler
         self._device = device
 
+    def use(self, model: CausalLM) -> None:
+        """From the next step on another model of the same shape. Call it in stream order (`Executor.call`)."""
+        self._model = model
+
     def run(self, plan: Plan) -> StepOutput:
         if plan.saves or plan.loads or plan.drops:
             assert self._backup is not None, "a plan copies pages, and nothing keeps them"

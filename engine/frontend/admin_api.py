@@ -68,14 +68,20 @@ async def health_generate(request: web.Request) -> web.Response:
 
 async def model_info(request: web.Request) -> web.Response:
     s = request.app[SERVICES]
-    return json_response({**s.model_info, "max_model_len": s.context_length})
+    return json_response({**s.model_info, **s.client.updated, "max_model_len": s.context_length})
 
 
 async def server_info(request: web.Request) -> web.Response:
     """Resolved configuration, what the scheduler said of itself, and its load; the load is missing while it is down."""
     s = request.app[SERVICES]
     load = await _load_if_up(s)
-    info = {**s.server_info, **s.client.info, "model_path": s.model_path, "served_model_name": s.served_name}
+    info = {
+        **s.server_info,
+        **s.client.info,
+        "model_path": s.model_path,
+        **s.client.updated,
+        "served_model_name": s.served_name,
+    }
     return json_response(
         {
             **info,

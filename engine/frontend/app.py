@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from engine.frontend import admin_api, embeddings_api, native_api, openai_api
+from engine.frontend import admin_api, control_api, embeddings_api, native_api, openai_api
 from engine.frontend.errors import ApiError
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import STREAMING, json_response
@@ -61,6 +61,11 @@ _POSTS: dict[str, Handler] = {
     "/v1/embeddings": embeddings_api.embeddings,
     "/flush_cache": admin_api.flush_cache,
     "/abort_request": admin_api.abort_request,
+    "/pause_generation": control_api.pause_generation,
+    "/continue_generation": control_api.continue_generation,
+    "/update_weights_from_disk": control_api.update_weights_from_disk,
+    "/start_profile": control_api.start_profile,
+    "/stop_profile": control_api.stop_profile,
     "/tokenize": admin_api.tokenize,
     "/v1/tokenize": admin_api.tokenize,
     "/detokenize": admin_api.detokenize,

@@ -16,22 +16,30 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from engine.frontend.answers import absorb, without_tokens
-from engine.frontend.errors import ApiError, bad_field, from_finish, not_ready
+from engine.frontend.errors import ApiError, bad_field, from_finish, not_ready, refused
 from engine.messages import (
     AbortRequest,
+    ContinueGeneration,
+    ControlReply,
     FlushCache,
     FlushReply,
     GenerateRequest,
     GetState,
+    PauseGeneration,
     SchedulerReady,
+    StartProfile,
     StateReply,
+    StopProfile,
     TextBatch,
     TextOutput,
     ToFrontend,
     ToScheduler,
+    UpdateWeights,
 )
 
-R = TypeVar("R", StateReply, FlushReply)
+R = TypeVar("R", StateReply, FlushReply, ControlReply)
+Reply = StateReply | FlushReply | ControlReply
+Control = PauseGeneration | ContinueGeneration | UpdateWeights | StartProfile | StopProfile
 
 MAX_RID_CHARS = 256
 CALL_TIMEOUT_S = 20.0  # a scheduler that is in a long step answers after it
@@ -149,12 +157,13 @@ class EngineClient:
         self.info: dict[str, int | float | str | bool | None] = {}
         self.ready = asyncio.Event()
         self.last_heard_s = float("-inf")
+        self.updated: dict[str, int | str] = {}  # model_path and weight_version, since the weights were changed
         self._send = send
         self._max_live = max_live
         self._closed: ApiError | None = None
         self._live: dict[str, tuple[Generation, int]] = {}
         self._names: dict[str, list[str]] = {}  # user's name -> wire rids, of live samples
-        self._calls: dict[str, asyncio.Future[StateReply | FlushReply]] = {}
+        self._calls: dict[str, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count(1)
 
     @property
@@ -224,6 +233,16 @@ class EngineClient:
     async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> FlushReply:
         return await self._call(FlushCache(call_id=f"f{next(self._numbers)}"), FlushReply, timeout_s)
 
+    async def control(self, message: Control, *, timeout_s: float = CALL_TIMEOUT_S) -> ControlReply:
+        """Raises ApiError: what the scheduler refuses, or 503 when it does not answer in time."""
+        reply = await self._call(message, ControlReply, timeout_s)
+        if not reply.ok:
+            raise refused(reply)
+        return reply
+
+    def mint_call_id(self) -> str:
+        return f"c{next(self._numbers)}"
+
     def close(self, error: ApiError) -> None:
         """Accept nothing more; samples that are live go on."""
         self._closed = self._closed or error
@@ -246,6 +265,8 @@ class EngineClient:
             self.info = message.info
             self.ready.set()
         else:
+            if isinstance(message, ControlReply) and "weight_version" in message.values:
+                self.updated = message.values  # also when whoever asked for it has gone away
             call = self._calls.get(message.call_id)
             if call is not None and not call.done():
                 call.set_result(message)
@@ -255,10 +276,10 @@ class EngineClient:
         if generation is not None:
             generation.feed(index, output)
 
-    async def _call(self, message: GetState | FlushCache, reply: type[R], timeout_s: float) -> R:
+    async def _call(self, message: GetState | FlushCache | Control, reply: type[R], timeout_s: float) -> R:
         if self._closed is not None and self._closed.code == "engine_dead":
             raise self._closed
-        call: asyncio.Future[StateReply | FlushReply] = asyncio.get_running_loop().create_future()
+        call: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[message.call_id] = call
         try:
             self._send(message)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.messages import FinishReason
+from engine.messages import ControlReply, FinishReason
 from engine.sampling_params import InvalidParam
 
 T = TypeVar("T")
@@ -55,6 +55,12 @@ def from_invalid_param(e: InvalidParam, *, names: dict[str, str] | None = None) 
 def from_finish(finish: FinishReason) -> ApiError:
     """The error that an abort with a status is."""
     return ApiError(finish.status, finish.message or "the request was aborted")
+
+
+def refused(reply: ControlReply) -> ApiError:
+    """A control message that the scheduler did not accept; its text begins with the field, where one is to blame."""
+    field, colon, _ = reply.message.partition(": ")
+    return ApiError(reply.status, reply.message, field=field if colon and field.isidentifier() else None)
 
 
 def not_ready(message: str) -> ApiError:

@@ -19,6 +19,8 @@ Room = int | list[int | None] | None
 
 MAX_ROOM = 2**63
 MAX_SAMPLES = 4096  # of one request
+MAX_STREAM_INTERVAL = 1 << 20
+MAX_PRIORITY = 2**31 - 1
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -38,6 +40,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = None
+    stream_interval: int | None = None
 
 
 class BootstrapFields(Protocol):
@@ -156,6 +159,20 @@ def _spread_rooms(value: Any, *, num_prompts: int, n: int) -> list[int | None]:
     if isinstance(value, list) and len(value) != total:
         return [None if room is None else room + i % n for i, room in enumerate(rooms)]
     return rooms
+
+
+def check_stream_interval(value: int | None, *, field: str = "stream_interval") -> int | None:
+    """Tokens between two messages of a stream; None: the server's. Raises ApiError(400)."""
+    if value is not None and not 1 <= value <= MAX_STREAM_INTERVAL:
+        raise bad_field(field, f"must be between 1 and {MAX_STREAM_INTERVAL}, got {value}")
+    return value
+
+
+def check_priority(value: int | None) -> int:
+    """Counts where --enable-priority-scheduling is on; elsewhere it is ignored. Raises ApiError(400)."""
+    if value is not None and not -MAX_PRIORITY <= value <= MAX_PRIORITY:
+        raise bad_field("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {value}")
+    return value or 0
 
 
 def check_num_samples(num_prompts: int, n: int, *, field: str) -> None:

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ M = TypeVar("M")
 
 log = logging.getLogger(__name__)
 
+IPC_PREFIX = "tandem-ipc-"
 MAX_QUEUED_MESSAGES = 100_000  # in one pipe; a peer this far behind is stuck
 MAX_MESSAGE_BYTES = 1 << 30
 LINGER_MS = 500  # what a closing sender may still deliver
@@ -38,8 +40,15 @@ class IpcPaths:
 
     @classmethod
     def create(cls, parent: str | None = None) -> "IpcPaths":
-        """Make a fresh private directory (short: a unix socket path has at most 107 characters)."""
-        return cls(tempfile.mkdtemp(prefix="tandem-", dir=parent))
+        """Make a fresh private directory (short: a unix socket path has at most 107 characters).
+
+        Directories of owners that were killed before they could remove them go on this occasion.
+        """
+        folder = Path(parent or tempfile.gettempdir())
+        for left in folder.glob(f"{IPC_PREFIX}*"):
+            if _is_orphan(left):
+                shutil.rmtree(left, ignore_errors=True)
+        return cls(tempfile.mkdtemp(prefix=f"{IPC_PREFIX}{os.getpid()}-", dir=folder))
 
     @property
     def to_scheduler(self) -> str:
@@ -55,6 +64,16 @@ class IpcPaths:
 
     def remove(self) -> None:
         shutil.rmtree(self.dir, ignore_errors=True)
+
+
+def _is_orphan(folder: Path) -> bool:
+    """Ours by user, and the process that its name tells is gone."""
+    pid = folder.name.removeprefix(IPC_PREFIX).partition("-")[0]
+    try:
+        mine = folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+    return mine and pid.isdigit() and not Path(f"/proc/{pid}").exists()
 
 
 class PullSocket(Generic[M]):

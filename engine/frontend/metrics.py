@@ -57,6 +57,9 @@ SCHEDULER_COUNTERS = {
 }
 
 
+STAGES = ("bootstrap_time", "queue_time", "prefill_time", "transfer_time", "decode_time")
+
+
 class Metrics:
     """Implements `client.Observer`."""
 
@@ -72,6 +75,14 @@ class Metrics:
         self._aborted = self._counter("num_aborted_requests", "requests that were aborted or failed")
         self._ttft = self._histogram("time_to_first_token_seconds", "time to the first token", TTFT_S)
         self._itl = self._histogram("inter_token_latency_seconds", "time between tokens", ITL_S)
+        self._queue = self._histogram("queue_time_seconds", "time between arrival and first step", E2E_S)
+        self._stages = Histogram(
+            "sglang:per_stage_req_latency_seconds",
+            "time in each stage",
+            (*LABELS, "stage"),
+            registry=self.registry,
+            buckets=E2E_S,
+        )
         self._e2e = self._histogram("e2e_request_latency_seconds", "time from request to last token", E2E_S)
 
     def on_start(self, num_prompt_tokens: int) -> None:
@@ -92,7 +103,16 @@ class Metrics:
             self._aborted.inc()
             return
         self._cached_tokens.inc(output.tokens.cached_tokens)
+        self._observe_stages(output.tokens.times)
         self._e2e.observe(elapsed_s)
+
+    def _observe_stages(self, times: dict[str, float]) -> None:
+        """The request's time line, as the scheduler saw it."""
+        for stage in STAGES:
+            if stage in times:
+                self._stages.labels(*self._label_values, stage.removesuffix("_time")).observe(times[stage])
+        if "queue_time" in times:
+            self._queue.observe(times["queue_time"])
 
     def exposition(self, state: StateReply | None) -> bytes:
         """The text format; `state` None: without the scheduler's own figures."""

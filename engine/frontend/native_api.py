@@ -4,6 +4,7 @@ Field names, defaults and answer shape are SGLang's (`GenerateReqInput`, `srt/ma
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,7 +21,9 @@ from engine.frontend.fields import (
     build_bootstraps,
     build_sampling,
     check_num_samples,
+    check_priority,
     check_prompt_ids,
+    check_stream_interval,
     fit_to_context,
     refuse,
 )
@@ -69,6 +72,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
     token_ids_logprob: list[int | list[int] | None] | None = None
+    priority: int | None = None
     return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | list[bool] | None = None
     bootstrap_host: Host = None
@@ -106,6 +110,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         hidden_states=[r.return_hidden_states for r in requests],
         texts=bool(body.return_text_in_logprobs),
         single=single and n == 1,
+        weight_version=lambda: s.weight_version,
     )
     return await answer(request, generation, view=view, stream=bool(body.stream))
 
@@ -122,6 +127,7 @@ class NativeView:
         hidden_states: list[bool],
         texts: bool,
         single: bool,
+        weight_version: Callable[[], str],
     ) -> None:
         self._names = names
         self._num_prompt_tokens = num_prompt_tokens
@@ -129,6 +135,7 @@ class NativeView:
         self._hidden_states = hidden_states
         self._texts = texts
         self._single = single
+        self._weight_version = weight_version
         self._whole: dict[int, TextOutput] = {}
         self._start_s = time.monotonic()
 
@@ -159,7 +166,7 @@ class NativeView:
             "completion_tokens": len(t.new_ids),
             "cached_tokens": t.cached_tokens,
             "num_retractions": t.retractions,
-            "weight_version": "default",
+            "weight_version": self._weight_version(),
             "e2e_latency": time.monotonic() - self._start_s,
             **t.times,
         }
@@ -274,6 +281,11 @@ def _requests(
     rids = _rids(s, body.rid, len(prompts))
     logprobs = _logprob_options(body, prompts, vocab_size=s.vocab_size)
     hidden_states = _hidden_states(s, body, len(prompts))
+    intervals = [
+        check_stream_interval(p.stream_interval if p else None, field="sampling_params.stream_interval")
+        for p in _each("sampling_params", body.sampling_params, len(prompts))
+    ]
+    priority = check_priority(body.priority)
     requests: list[GenerateRequest] = []
     for i, ids in enumerate(prompts):
         for j, sampling in enumerate(s.samples_of(params[i])):
@@ -286,6 +298,9 @@ def _requests(
                     logprobs=logprobs[i],
                     bootstrap=bootstraps[i * n + j],
                     return_hidden_states=hidden_states[i],
+                    stream=bool(body.stream),
+                    stream_interval=intervals[i],
+                    priority=priority,
                 )
             )
     return requests, [rids[i // n] for i in range(len(requests))]

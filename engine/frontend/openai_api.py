@@ -8,7 +8,15 @@ from aiohttp import web
 from engine.frontend.chat_template import TemplateRefused
 from engine.frontend.client import Generation
 from engine.frontend.errors import ApiError, bad_field, decode_body
-from engine.frontend.fields import build_bootstraps, build_sampling, check_num_samples, check_prompt_ids, fit_to_context
+from engine.frontend.fields import (
+    build_bootstraps,
+    build_sampling,
+    check_num_samples,
+    check_priority,
+    check_prompt_ids,
+    check_stream_interval,
+    fit_to_context,
+)
 from engine.frontend.openai_bodies import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
@@ -161,6 +169,7 @@ def _generate(
         )
     ]
     single = len(samplings) == 1
+    interval, priority = check_stream_interval(body.stream_interval), check_priority(body.priority)
     requests = [
         GenerateRequest(
             rid=id if single else f"{id}-{i}",
@@ -168,6 +177,9 @@ def _generate(
             sampling=sampling,
             logprobs=logprobs,
             bootstrap=bootstraps[i],
+            stream=bool(body.stream),
+            stream_interval=interval,
+            priority=priority,
         )
         for i, sampling in enumerate(samplings)
     ]

@@ -42,6 +42,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     max_tokens: int | None = None
     min_tokens: int | None = None
     rid: str | None = None
+    priority: int | None = None
     user: str | None = None
     bootstrap_host: Host = None
     bootstrap_port: Port = None

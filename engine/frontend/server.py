@@ -152,7 +152,7 @@ def make_services(
             "is_generation": True,
             "model_type": model.model_type,
             "architectures": [model.architecture],
-            "weight_version": "default",
+            "weight_version": engine.weight_version,
             "disaggregation_mode": mode,
         },
         api_key=server.api_key,

@@ -51,6 +51,11 @@ class Services:
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
 
     @property
+    def weight_version(self) -> str:
+        """Name of the weights: what the last update said, or the flag."""
+        return str(self.client.updated.get("weight_version", self.model_info["weight_version"]))
+
+    @property
     def context_length(self) -> int:
         """Longest prompt plus answer: the model's context, and not more than the KV cache can hold."""
         kv = self.client.info.get("max_total_num_tokens")

@@ -4,19 +4,28 @@ One turn:   receive -> role.poll -> schedule -> launch ------> collect the oldes
                                                   |                  ^
                                   depth 2: the next step is launched before this one's results are read
 
-It owns the launched steps and nothing else; decisions are the scheduler's and the role's.
+It owns the launched steps and nothing else; decisions are the scheduler's, the role's and the control's
+(engine/loop/control.py: pause, weights, profiles). Around them it tells who only listens: times, log, gate, watchdog.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Protocol
 
+from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.executor.executor import Executor, Launch
+from engine.loop.control import Control, Profiler, Weights
+from engine.loop.interval_log import IntervalLog
+from engine.loop.receive_skipper import ReceiveSkipper
+from engine.loop.reporter import Reporter
 from engine.loop.role import Role
+from engine.loop.stream_gate import StreamGate
+from engine.loop.timekeeper import Timekeeper
+from engine.loop.watchdog import Watchdog
 from engine.messages import (
     AbortRequest,
     FlushCache,
@@ -25,7 +34,6 @@ from engine.messages import (
     GetState,
     RequestOpened,
     Shutdown,
-    StateReply,
     ToDetokenizer,
     ToFrontend,
     TokenBatch,
@@ -37,7 +45,6 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 1.0
 OUTSIDE_WAIT_S = 0.02
-CHECK_EVERY_S = 10.0
 PROMPT_TAIL_TOKENS = 8  # what incremental detokenization needs to see of the prompt
 
 
@@ -53,6 +60,21 @@ class Ports(Protocol):
 
     def to_frontend(self, message: ToFrontend) -> None: ...
 
+    def call_attention(self) -> None:
+        """From any thread: end the current or next `wait`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """Flags of the same names; `depth`: steps launched before the oldest is collected."""
+
+    depth: int
+    eos_ids: frozenset[int]
+    prefill_only: bool
+    stream_interval: int = 1
+    recv_interval: int = 1
+    log_interval: int = 40
+
 
 class EngineLoop:
     def __init__(
@@ -62,79 +84,129 @@ class EngineLoop:
         executor: Executor,
         role: Role,
         ports: Ports,
-        depth: int,
-        eos_ids: frozenset[int],
-        prefill_only: bool,
+        weights: Weights,
+        profiler: Profiler,
+        watchdog: Watchdog,
+        settings: LoopSettings,
         clock: Callable[[], float],
     ) -> None:
-        assert depth >= 1
+        assert settings.depth >= 1
         self._scheduler = scheduler
         self._executor = executor
         self._role = role
         self._ports = ports
-        self._depth = depth
-        self._eos_ids = eos_ids
-        self._prefill_only = prefill_only
+        self._watchdog = watchdog
+        self._settings = settings
         self._clock = clock
         self._launched: deque[Launch] = deque()
-        self._next_check_s = 0.0
-        self._problems: list[str] = []
+        self._skipper = ReceiveSkipper(interval=settings.recv_interval)
+        self._gate = StreamGate(interval=settings.stream_interval)
+        self._times = Timekeeper()
+        self._intervals = IntervalLog(scheduler, steps=settings.log_interval)
+        self._control = Control(
+            scheduler=scheduler,
+            weights=weights,
+            profiler=profiler,
+            abort_all=self._abort_all,
+            reply=ports.to_frontend,
+            wakeup=ports.call_attention,
+        )
+        self._reporter = Reporter(
+            scheduler=scheduler,
+            role=role,
+            control=self._control,
+            intervals=self._intervals,
+            num_live=lambda: max(self._times.num_live, len(scheduler.live_rids())),  # unanswered, or with memory
+        )
         self.stopped = False
 
     def run(self) -> None:
         """Until a `Shutdown` comes or `stopped` is set from a signal handler."""
         while not self.stopped:
+            self._watchdog.turning()
             if not self.turn():
                 self._rest()
+        self._watchdog.resting()
 
     def turn(self) -> bool:
         """One turn; False when there was nothing to compute."""
         now_s = self._clock()
         outputs: list[TokenOutput] = []
-        for message in self._ports.receive():
-            outputs += self._handle(message, now_s)
+        if self._skipper.due(self._launched[-1].plan if self._launched else None):
+            for message in self._ports.receive():
+                outputs += self._handle(message, now_s)
+        outputs += self._control.on_turn(num_launched=len(self._launched))
+        for request in self._control.release():
+            outputs += self._add(request, now_s)
         outputs += self._role.poll(now_s)
-        plan = self._scheduler.schedule(now_s)
+        plan = None if self._control.paused else self._scheduler.schedule(now_s)
         if plan is not None:
             while plan.wait and self._launched:
                 outputs += self._collect()
-            self._launched.append(self._executor.launch(plan))
+            self._launch(plan, now_s)
         worked = bool(self._launched)
-        if self._launched and (plan is None or len(self._launched) >= self._depth):
+        if self._launched and (plan is None or len(self._launched) >= self._settings.depth):
             outputs += self._collect()
-        if outputs:
-            self._ports.to_detokenizer(TokenBatch(outputs))
+        self._tell(outputs)
         return worked
+
+    def _launch(self, plan: Plan, now_s: float) -> None:
+        self._times.launched(plan, now_s)
+        for line in self._intervals.launched(plan, now_s):
+            log.info("%s", line)
+        self._launched.append(self._executor.launch(plan))
+
+    def _tell(self, outputs: list[TokenOutput]) -> None:
+        if not outputs:
+            return
+        self._times.told(outputs, self._clock())
+        if told := self._gate.pass_on(outputs):
+            self._ports.to_detokenizer(TokenBatch(told))
 
     def _collect(self) -> list[TokenOutput]:
         launch = self._launched.popleft()
         effects = self._scheduler.collect(launch.plan, self._executor.collect(launch))
+        self._control.on_collected()
         return self._role.on_step(effects, self._clock())
 
     def _rest(self) -> None:
         waiting = self._role.waits_for_outside()
+        now_s = self._clock()
+        for line in self._intervals.rested(now_s):
+            log.info("%s", line)
         if not waiting:
-            self._check_when_due()
+            self._reporter.check_when_due(now_s)
+        self._watchdog.resting()
         self._ports.wait(OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S)
 
     def _handle(self, message: ToScheduler, now_s: float) -> list[TokenOutput]:
         match message:
             case GenerateRequest():
                 return self._add(message, now_s)
-            case AbortRequest(rid=rid, all=everything):
-                rids = self._scheduler.live_rids() if everything else [rid]
-                return [output for r in rids for output in self._role.abort(r, now_s)]
+            case AbortRequest(all=True):
+                return self._abort_all() + self._control.drop_all()
+            case AbortRequest(rid=rid):
+                return self._control.drop(rid) or self._role.abort(rid, now_s)
             case FlushCache(call_id=call_id):
                 ok = self._scheduler.flush_cache()
                 text = "Cache flushed." if ok else "Requests are running; nothing was flushed."
                 self._ports.to_frontend(FlushReply(call_id, ok, text))
             case GetState(call_id=call_id, check=check):
-                self._ports.to_frontend(self._state(call_id, check=check))
+                self._ports.to_frontend(self._reporter.state(call_id, check=check))
             case Shutdown():
                 self.stopped = True
+            case _:
+                return self._control.on_message(message)
         return []
 
+    def _abort_all(self) -> list[TokenOutput]:
+        now_s = self._clock()
+        return [output for rid in self._times.live_rids() for output in self._role.abort(rid, now_s)]
+
     def _add(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
+        if self._control.blocks_input:
+            self._control.hold(message)
+            return []
         tail = message.input_ids[-PROMPT_TAIL_TOKENS:]
         sampling = message.sampling
         self._ports.to_detokenizer(RequestOpened(message.rid, tail, sampling.stop, sampling.skip_special_tokens))
@@ -142,53 +214,16 @@ class EngineLoop:
             rid=message.rid,
             input_ids=message.input_ids,
             sampling=sampling,
-            eos_ids=self._eos_ids,
+            eos_ids=self._settings.eos_ids,
             arrived_s=now_s,
             logprobs=message.logprobs,
             bootstrap=message.bootstrap,
-            prefill_only=self._prefill_only and not message.pooling,
+            prefill_only=self._settings.prefill_only and not message.pooling,
+            priority=message.priority,
             keep_kv=not message.skip_cache_insert,
             return_hidden_states=message.return_hidden_states,
             pooling=message.pooling,
         )
+        self._gate.open(message)
+        self._times.arrived(request, now_s)
         return self._role.add(request, now_s)
-
-    # ---- self-knowledge
-
-    def _state(self, call_id: str, *, check: bool) -> StateReply:
-        if check:
-            self._problems = self._find_problems()
-        scheduler, allocator = self._scheduler, self._scheduler.memory.allocator
-        counts = allocator.counts()
-        used = counts["held"] + counts["quarantined"] + counts["cached"] - scheduler.memory.cache.num_evictable
-        return StateReply(
-            call_id=call_id,
-            role=self._role.name,
-            running=scheduler.num_running,
-            queues={"waiting": scheduler.num_waiting, **self._role.queues()},
-            num_pages=allocator.num_pages,
-            page_size=allocator.page_size,
-            pages=counts,
-            counters={**{k: float(v) for k, v in asdict(scheduler.counters).items()}, **self._role.counters()},
-            gauges={
-                "used_tokens": float(used * allocator.page_size),
-                "waiting_tokens": float(scheduler.waiting_tokens),
-                "live": float(len(scheduler.live_rids())),
-            },
-            problems=self._problems,
-        )
-
-    def _check_when_due(self) -> None:
-        now_s = self._clock()
-        if now_s >= self._next_check_s:
-            self._next_check_s = now_s + CHECK_EVERY_S
-            self._problems = self._find_problems()
-            for problem in self._problems:
-                log.error("self-check: %s", problem)
-
-    def _find_problems(self) -> list[str]:
-        try:
-            self._scheduler.check()
-        except AssertionError as error:
-            return [f"scheduler: {error}", *self._role.check()]
-        return self._role.check()

@@ -30,6 +30,8 @@ class Role(Protocol):
 
     def counters(self) -> dict[str, float]: ...
 
+    def gauges(self) -> dict[str, float]: ...
+
     def check(self) -> list[str]:
         """What is inconsistent in the role's own state; empty when all is well."""
 
@@ -64,6 +66,9 @@ class UnifiedRole:
         return {}
 
     def counters(self) -> dict[str, float]:
+        return {}
+
+    def gauges(self) -> dict[str, float]:
         return {}
 
     def check(self) -> list[str]:

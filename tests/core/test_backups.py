@@ -133,3 +133,32 @@ def test_a_floor_keeps_room_for_those_that_grow(floor: int, taken: list[bool]) -
         assert engine.scheduler.adopt(request) is None
         got.append(engine.scheduler.reserve(request))
     assert got == taken
+
+
+@pytest.mark.usefixtures("hopeful")
+def test_a_request_that_comes_back_draws_in_that_step() -> None:
+    """Or it could be retracted again, for ever, before anybody got on."""
+    engine = filled(depth=2, radix=False, backup_pages=1000)
+    engine.run()
+    loads = [plan for plan in engine.plans if plan.loads]
+    assert loads
+    for plan in loads:
+        slots = {opened.slot for opened in plan.opens}
+        assert sum(item.slot in slots and item.sample and item.q_len == 1 for item in plan.items) >= len(plan.loads)
+
+
+@pytest.mark.usefixtures("hopeful")
+def test_retracting_all_forgets_every_copy() -> None:
+    """Weights may change: what is kept would be wrong."""
+    engine = filled(depth=1, radix=False, backup_pages=1000)
+    while not engine.model.copies:
+        engine.turn()
+    saved = engine.scheduler.backups.restored_tokens
+    engine.scheduler.retract_all()
+    assert engine.scheduler.holds_no_kv and engine.scheduler.backups.num_pages == 0
+    engine.scheduler.forget_prefixes()
+    while engine.turn() and not engine.plans[-1].items:
+        pass
+    assert engine.scheduler.backups.restored_tokens == saved and engine.model.copies == {}
+    engine.run()
+    assert engine.tokens == {rid: expected_tokens(p, 30) for rid, p in PROMPTS.items()}

@@ -108,6 +108,22 @@ def test_retraction_and_resume_give_the_same_tokens() -> None:
     assert all_pages_back(engine)
 
 
+def test_short_pages_retract_one_request_at_a_time() -> None:
+    """Deep in flight the victim's memory comes some collects later: nobody else goes meanwhile."""
+    import engine.core.new_token_ratio as memory
+
+    engine = EngineInATest(page_size=4, num_pages=10, depth=4, max_running=3)
+    original, memory.CLIP_TOKENS = memory.CLIP_TOKENS, 0
+    try:
+        for i in range(3):
+            engine.add(f"r{i}", [i, 1, 2, 3], max_new_tokens=13)
+        engine.run()
+    finally:
+        memory.CLIP_TOKENS = original
+    assert engine.scheduler.counters.retractions == 1
+    assert engine.tokens == {f"r{i}": expected_tokens([i, 1, 2, 3], 13) for i in range(3)}
+
+
 def test_an_aborted_request_speaks_once_more_and_its_memory_is_back() -> None:
     engine = EngineInATest(depth=2)
     engine.add("r", list(range(9)), max_new_tokens=50)

@@ -64,7 +64,7 @@ class Cluster:
         rows_p, rows_d = MetadataBuffers(rows), MetadataBuffers(rows)
         self.wire = Wire(prefill=self.prefill.model, decode=self.decode.model, rows=(rows_p, rows_d))
         self.prefill.role = PrefillRole(
-            scheduler=self.prefill.scheduler, manager=self.wire, metadata=rows_p, directory=self.wire
+            scheduler=self.prefill.scheduler, manager=self.wire, metadata=rows_p, directory=self.wire, page_bytes=1
         )
         self.decode.role = DecodeRole(
             scheduler=self.decode.scheduler,

@@ -1,4 +1,4 @@
-"""The same tokens from every way to serve: unified at depth 1 and 2, disaggregated over NIXL and over Mooncake.
+"""The same tokens from every way to serve: unified at depth 1 and 2, mixed, disaggregated over NIXL and over Mooncake.
 
 Random weights in fp32, so that every layer's every KV slot matters and nothing ties.
 """
@@ -17,6 +17,7 @@ COMMON = ("--max-total-tokens", "65536", "--chunked-prefill-size", "128", "--log
 OVERLAP = ("--stream", "threaded", "--stream-delay-ms", "1")
 WAYS = {
     "unified-depth-2": ("--unified", *OVERLAP),
+    "mixed": ("--unified", "--enable-mixed-chunk", "--schedule-policy", "lpm", *OVERLAP),
     "nixl": ("--transfer-backend", "nixl", *OVERLAP),
     "mooncake": ("--transfer-backend", "mooncake", "--page-size", "4"),
 }

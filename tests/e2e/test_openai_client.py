@@ -19,7 +19,8 @@ from tests.e2e.conftest import SHIPPED
 
 PROMPT = "k17 v42 k03 v91 k17"
 IDS = vocab.encode(PROMPT)
-VOLATILE = ("id", "created", "e2e_latency", "cached_tokens")
+TIME_LINE = ("bootstrap_time", "queue_time", "prefill_time", "transfer_time", "decode_time")
+VOLATILE = ("id", "created", "e2e_latency", "cached_tokens", "first_token_latency", "decode_throughput", *TIME_LINE)
 USER = [{"role": "user", "content": PROMPT}]
 GREEDY = {"model": "default", "temperature": 0}
 COMPLETIONS: dict[str, dict[str, Any]] = {

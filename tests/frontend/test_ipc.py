@@ -3,15 +3,17 @@
 import asyncio
 import os
 import stat
+import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
 from engine.frontend import ipc
-from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
+from engine.frontend.ipc import IPC_PREFIX, IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.messages import AbortRequest, FlushCache, GetState, ToScheduler
 
 
@@ -100,3 +102,14 @@ def test_a_stalled_peer_is_an_error_and_not_a_wait(paths: IpcPaths, monkeypatch:
     finally:
         push.socket.close(0)
         context.term()
+
+
+def test_directories_of_killed_owners_are_swept(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = tmp_path / f"{IPC_PREFIX}{ended.pid}-abc"
+    left.mkdir()
+    (left / "scheduler").touch()
+    mine = IpcPaths.create(str(tmp_path))
+    second = IpcPaths.create(str(tmp_path))
+    assert not left.exists() and Path(mine.dir).exists() and Path(second.dir).exists()

@@ -1,0 +1,28 @@
+"""How fast KV has gone to decode lately. Pure; owned by the prefill role, which sees both ends of a transfer."""
+
+from collections import deque
+
+KEPT = 64  # transfers that the gauges look back on
+
+
+class TransferGauges:
+    """Measured from the last chunk's hand-over until every byte and the metadata row have landed: what a request waits
+
+    for. (Earlier chunks travel while the next one computes.) The loop polls, so this is its resolution: speeds are lower
+    bounds for small prompts.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, float]] = deque(maxlen=KEPT)
+
+    def landed(self, *, size_bytes: int, taken_s: float) -> None:
+        self._recent.append((size_bytes, max(taken_s, 1e-9)))
+
+    def gauges(self) -> dict[str, float]:
+        if not self._recent:
+            return {}
+        size_bytes, taken_s = (sum(column) for column in zip(*self._recent, strict=True))
+        return {
+            "kv_transfer_speed_gb_s": size_bytes / taken_s / 1e9,
+            "kv_transfer_latency_ms": taken_s / len(self._recent) * 1e3,
+        }

@@ -1,0 +1,77 @@
+"""A torch profiler around some steps: one trace file that Perfetto and chrome://tracing open.
+
+It owns the running profile. It starts and stops in the stream: torch records what its own thread does.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from engine.config import ConfigError
+from engine.executor.executor import Executor
+
+ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
+
+
+class Profiler:
+    """`name`: of the worker, part of the file's name."""
+
+    def __init__(self, executor: Executor, *, name: str) -> None:
+        self._executor = executor
+        self._name = name
+        self._running: profile | None = None
+        self._file = Path()
+
+    @property
+    def running(self) -> bool:
+        return self._running is not None
+
+    def start(self, *, output_dir: str, activities: tuple[str, ...], with_stack: bool, record_shapes: bool) -> str:
+        """The file that `stop` will write. Raises ConfigError naming the field that cannot be honoured."""
+        if self._running is not None:
+            raise ConfigError("a profile is running; stop it first (/stop_profile)")
+        chosen = _activities(activities)
+        self._file = (
+            _folder(output_dir) / f"{self._name}-{time.strftime('%Y%m%d-%H%M%S')}.{time.monotonic_ns()}.trace.json"
+        )
+        running = profile(activities=chosen, with_stack=with_stack, record_shapes=record_shapes)
+        self._executor.call(running.start)
+        self._running = running
+        return str(self._file)
+
+    def stop(self) -> str:
+        """End the profile and write its file; its path. Raises ConfigError when none runs or the disk refuses."""
+        running, self._running = self._running, None
+        if running is None:
+            raise ConfigError("no profile is running; start one first (/start_profile)")
+        self._executor.call(running.stop)
+        try:
+            running.export_chrome_trace(str(self._file))
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"output_dir: {self._file} cannot be written ({error})") from None
+        return str(self._file)
+
+
+def _activities(names: tuple[str, ...]) -> list[ProfilerActivity]:
+    for name in names:
+        if name not in ACTIVITIES:
+            raise ConfigError(f"activities: {name!r} is not one of {', '.join(ACTIVITIES)}")
+    if "GPU" in names and not torch.cuda.is_available():
+        raise ConfigError("activities: GPU: there is no CUDA device here")
+    usable = [name for name in ACTIVITIES if name == "CPU" or torch.cuda.is_available()]
+    return [ACTIVITIES[name] for name in names or usable]
+
+
+def _folder(output_dir: str) -> Path:
+    if not output_dir:
+        return Path(tempfile.mkdtemp(prefix="tandem-profile-"))
+    folder = Path(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"output_dir: {output_dir}: no file can be written there ({error})") from None

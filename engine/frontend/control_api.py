@@ -1,0 +1,97 @@
+"""Control of a running worker over HTTP: pause and continue, weights from disk, profiles.
+
+Field names and defaults are SGLang's (`srt/managers/io_struct.py`); fields that have no meaning here are ignored.
+"""
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.errors import bad_field, decode_body
+from engine.frontend.services import SERVICES
+from engine.frontend.stream import json_response
+from engine.messages import ContinueGeneration, ControlReply, PauseGeneration, StartProfile, StopProfile, UpdateWeights
+
+MODES = ("abort", "retract", "in_place")
+UPDATE_TIMEOUT_S = 3600.0  # weights come from a disk, and running requests may finish first
+PROFILE_TIMEOUT_S = 300.0  # a long trace takes long to write
+MAX_VERSION_CHARS = 256
+
+
+class PauseBody(msgspec.Struct, kw_only=True):
+    mode: str | None = None
+
+
+class UpdateWeightsBody(msgspec.Struct, kw_only=True):
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool | None = None
+    weight_version: str | None = None
+
+
+class StartProfileBody(msgspec.Struct, kw_only=True):
+    output_dir: str | None = None
+    num_steps: int | None = None
+    activities: list[str] | None = None
+    with_stack: bool | None = None
+    record_shapes: bool | None = None
+
+
+async def pause_generation(request: web.Request) -> web.Response:
+    """200 once no step runs any more. `mode`: "abort" (the default) | "retract" | "in_place"."""
+    body = decode_body(await request.read() or b"{}", PauseBody)
+    mode = body.mode or "abort"
+    if mode not in MODES:
+        raise bad_field("mode", f"must be one of {', '.join(MODES)}, got {mode!r}")
+    client = request.app[SERVICES].client
+    reply = await client.control(PauseGeneration(client.mint_call_id(), mode))
+    return json_response({"message": reply.message, "status": "ok", **reply.values})
+
+
+async def continue_generation(request: web.Request) -> web.Response:
+    client = request.app[SERVICES].client
+    reply = await client.control(ContinueGeneration(client.mint_call_id()))
+    return json_response({"message": reply.message, "status": "ok"})
+
+
+async def update_weights_from_disk(request: web.Request) -> web.Response:
+    """200 once every later token comes from the new weights. 400 for a checkpoint that does not fit: nothing changes."""
+    client = request.app[SERVICES].client
+    body = decode_body(await request.read(), UpdateWeightsBody)
+    if not body.model_path:
+        raise bad_field("model_path", "must name a checkpoint directory on the worker's disk")
+    if body.load_format not in (None, "auto", "safetensors"):
+        raise bad_field("load_format", f"must be auto or safetensors, got {body.load_format!r}")
+    if body.weight_version is not None and not 0 < len(body.weight_version) <= MAX_VERSION_CHARS:
+        raise bad_field("weight_version", f"must have 1 to {MAX_VERSION_CHARS} characters")
+    message = UpdateWeights(
+        client.mint_call_id(),
+        body.model_path,
+        weight_version=body.weight_version,
+        abort_all=bool(body.abort_all_requests),
+    )
+    reply = await client.control(message, timeout_s=UPDATE_TIMEOUT_S)
+    return json_response({"success": True, "message": reply.message, "num_paused_requests": 0, **reply.values})
+
+
+async def start_profile(request: web.Request) -> web.Response:
+    """The answer names the trace file that /stop_profile (or the end of `num_steps`) writes."""
+    client = request.app[SERVICES].client
+    body = decode_body(await request.read() or b"{}", StartProfileBody)
+    message = StartProfile(
+        client.mint_call_id(),
+        output_dir=body.output_dir or "",
+        num_steps=body.num_steps,
+        activities=tuple(body.activities or ()),
+        with_stack=bool(body.with_stack),
+        record_shapes=bool(body.record_shapes),
+    )
+    return _profile_answer(await client.control(message, timeout_s=PROFILE_TIMEOUT_S))
+
+
+async def stop_profile(request: web.Request) -> web.Response:
+    client = request.app[SERVICES].client
+    return _profile_answer(await client.control(StopProfile(client.mint_call_id()), timeout_s=PROFILE_TIMEOUT_S))
+
+
+def _profile_answer(reply: ControlReply) -> web.Response:
+    return json_response({"success": True, "message": reply.message, **reply.values})

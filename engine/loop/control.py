@@ -1,0 +1,264 @@
+"""Control of a running engine: pause and continue, other weights, profiles. The loop tells it messages and turns.
+
+    running --PauseGeneration--> pausing --launched steps collected--> paused --ContinueGeneration--> running
+    (any)   --UpdateWeights----> read in a thread --no request has KV of the old weights--> taken, answered
+
+It owns whether steps may be planned (`paused`), whether requests may enter (`blocks_input`), and those that wait for it.
+It must not know sockets; what becomes of requests is the scheduler's and the role's.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from engine.config import ConfigError
+from engine.core.scheduler import ABORTED, Scheduler
+from engine.messages import (
+    ContinueGeneration,
+    ControlReply,
+    GenerateRequest,
+    PauseGeneration,
+    StartProfile,
+    StopProfile,
+    TokenOutput,
+    UpdateWeights,
+)
+
+log = logging.getLogger(__name__)
+
+ControlMessage = PauseGeneration | ContinueGeneration | UpdateWeights | StartProfile | StopProfile
+MODES = ("abort", "retract", "in_place")
+
+AbortAll = Callable[[], list[TokenOutput]]
+
+
+class Weights(Protocol):
+    """The part of engine/executor/weights.py that is used here."""
+
+    model_path: str
+    version: str
+
+    def read(self, model_path: str, *, when_done: Callable[[], None]) -> "Future[Any]": ...
+
+    def take(self, model: Any, *, model_path: str, version: str | None) -> None: ...
+
+
+class Profiler(Protocol):
+    """The part of engine/executor/profiler.py that is used here."""
+
+    @property
+    def running(self) -> bool: ...
+
+    def start(self, *, output_dir: str, activities: tuple[str, ...], with_stack: bool, record_shapes: bool) -> str: ...
+
+    def stop(self) -> str: ...
+
+
+class Control:
+    """`abort_all` ends every live request; `reply` answers; `wakeup` ends the loop's rest, from any thread."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        weights: Weights,
+        profiler: Profiler,
+        abort_all: AbortAll,
+        reply: Callable[[ControlReply], None],
+        wakeup: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._weights = weights
+        self._profiler = profiler
+        self._abort_all = abort_all
+        self._reply = reply
+        self._wakeup = wakeup
+        self._pause: PauseGeneration | None = None  # the one that holds
+        self._unanswered: PauseGeneration | None = None
+        self._update: UpdateWeights | None = None
+        self._read: Future[Any] | None = None
+        self._model: Any = None  # has been read and fits; waits until no KV of the old weights is in use
+        self._held: dict[str, GenerateRequest] = {}
+        self._profile_steps: int | None = None  # left until the profile ends by itself
+
+    # ---- what the loop asks
+
+    @property
+    def paused(self) -> bool:
+        """No step may be planned."""
+        return self._pause is not None
+
+    @property
+    def blocks_input(self) -> bool:
+        """New requests wait: the engine is paused, or drains for other weights (that have been read and fit)."""
+        return self.paused or self._model is not None
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def hold(self, request: GenerateRequest) -> None:
+        assert self.blocks_input
+        self._held[request.rid] = request
+
+    def drop(self, rid: str) -> list[TokenOutput]:
+        """Abort a request that waits here; nothing when it does not."""
+        request = self._held.pop(rid, None)
+        if request is None:
+            return []
+        return [TokenOutput(rid=rid, new_ids=[], finish=ABORTED, prompt_tokens=len(request.input_ids))]
+
+    def drop_all(self) -> list[TokenOutput]:
+        return [output for rid in list(self._held) for output in self.drop(rid)]
+
+    # ---- events
+
+    def on_message(self, message: ControlMessage) -> list[TokenOutput]:
+        match message:
+            case PauseGeneration():
+                return self._on_pause(message)
+            case ContinueGeneration():
+                self._on_continue(message)
+            case UpdateWeights():
+                self._on_update(message)
+            case StartProfile():
+                self._on_start_profile(message)
+            case StopProfile(call_id=call_id):
+                self._stop_profile(call_id)
+        return []
+
+    def on_turn(self, *, num_launched: int) -> list[TokenOutput]:
+        """Once a turn, before planning. `num_launched`: steps in flight."""
+        outputs = self._on_read()
+        if num_launched == 0:
+            self._finish_pause()
+            self._finish_update()
+        return outputs
+
+    def release(self) -> list[GenerateRequest]:
+        """The requests that waited here and may enter now, in order of arrival."""
+        if self.blocks_input or not self._held:
+            return []
+        released, self._held = list(self._held.values()), {}
+        return released
+
+    def on_collected(self) -> None:
+        """A step has been collected."""
+        if self._profile_steps is not None:
+            self._profile_steps -= 1
+            if self._profile_steps <= 0:
+                self._stop_profile(None)
+
+    # ---- pause
+
+    def _on_pause(self, message: PauseGeneration) -> list[TokenOutput]:
+        if message.mode not in MODES:
+            self._refuse(message.call_id, f"mode: must be one of {', '.join(MODES)}, got {message.mode!r}")
+            return []
+        if self._unanswered is not None:
+            self._refuse(message.call_id, "the engine is being paused already", status=409)
+            return []
+        self._pause = self._unanswered = message
+        return [*self._abort_all(), *self.drop_all()] if message.mode == "abort" else []
+
+    def _finish_pause(self) -> None:
+        """Every launched step has been collected."""
+        pause, self._unanswered = self._unanswered, None
+        if pause is None:
+            return
+        retracted = self._scheduler.retract_all() if pause.mode == "retract" else 0
+        log.info("generation paused (%s), %d requests retracted", pause.mode, retracted)
+        self._accept(pause.call_id, "Generation paused successfully.", retracted=retracted)
+
+    def _on_continue(self, message: ContinueGeneration) -> None:
+        if self._unanswered is not None:
+            self._accept(self._unanswered.call_id, "Generation paused and continued.")
+        self._pause = self._unanswered = None
+        self._accept(message.call_id, "Generation continued successfully.")
+
+    # ---- weights
+
+    def _on_update(self, message: UpdateWeights) -> None:
+        if self._update is not None:
+            return self._refuse(message.call_id, "another update of the weights is running", status=409)
+        self._update = message
+        self._read = self._weights.read(message.model_path, when_done=self._wakeup)
+
+    def _on_read(self) -> list[TokenOutput]:
+        """The checkpoint has been read, or cannot be: then nothing has happened to anybody."""
+        if self._update is None or self._read is None or not self._read.done():
+            return []
+        read, self._read = self._read, None
+        if (error := read.exception()) is None:
+            self._model = read.result()
+            return self._abort_all() if self._update.abort_all else []
+        self._fail_update(self._update, error)
+        return []
+
+    def _finish_update(self) -> None:
+        """Wait until no KV of the old weights is in use, then take the new ones."""
+        if self._update is None or self._model is None:
+            return
+        if self.paused and not self._scheduler.holds_no_kv:
+            self._scheduler.retract_all()
+        if self._scheduler.holds_no_kv:
+            self._take(self._update, self._model)
+        elif self.paused:
+            text = "requests whose KV is being transferred hold memory, and the engine is paused; continue it first"
+            self._refuse(self._update.call_id, text, status=409)
+            self._update = self._model = None
+
+    def _take(self, update: UpdateWeights, model: Any) -> None:
+        self._update = self._model = None
+        self._scheduler.forget_prefixes()
+        self._weights.take(model, model_path=update.model_path, version=update.weight_version)
+        log.info("weights are those of %s now, version %s", update.model_path, self._weights.version)
+        values = {"model_path": self._weights.model_path, "weight_version": self._weights.version}
+        self._accept(update.call_id, "Succeeded to update model weights.", **values)
+
+    def _fail_update(self, update: UpdateWeights, error: BaseException) -> None:
+        self._update = None
+        if not isinstance(error, ConfigError):
+            log.error("reading %s failed", update.model_path, exc_info=error)
+            error = ConfigError(f"{update.model_path} cannot be read: {error}")
+        self._refuse(update.call_id, f"model_path: {error}")
+
+    # ---- profile
+
+    def _on_start_profile(self, m: StartProfile) -> None:
+        if m.num_steps is not None and m.num_steps < 1:
+            return self._refuse(m.call_id, f"num_steps: must be at least 1, got {m.num_steps}")
+        try:
+            file = self._profiler.start(
+                output_dir=m.output_dir,
+                activities=m.activities,
+                with_stack=m.with_stack,
+                record_shapes=m.record_shapes,
+            )
+        except ConfigError as error:
+            return self._refuse(m.call_id, str(error))
+        self._profile_steps = m.num_steps
+        self._accept(m.call_id, "Start profiling.", file=file)
+
+    def _stop_profile(self, call_id: str | None) -> None:
+        """`call_id` None: its steps are over; nobody waits for an answer."""
+        self._profile_steps = None
+        try:
+            file = self._profiler.stop()
+        except ConfigError as error:
+            log.error("profile: %s", error)
+            if call_id is not None:
+                self._refuse(call_id, str(error))
+            return
+        log.info("profile written to %s", file)
+        if call_id is not None:
+            self._accept(call_id, "Stop profiling.", file=file)
+
+    # ---- answers
+
+    def _accept(self, call_id: str, message: str, **values: int | str) -> None:
+        self._reply(ControlReply(call_id, True, message, values=values))
+
+    def _refuse(self, call_id: str, message: str, *, status: int = 400) -> None:
+        self._reply(ControlReply(call_id, False, message, status=status))

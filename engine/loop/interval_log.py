@@ -1,0 +1,87 @@
+"""What the engine did lately: one readable line per interval, and the two gauges that follow from it. Pure.
+
+It owns the sums since the last line. It is told steps and the time; it writes no log itself.
+"""
+
+from dataclasses import dataclass
+
+from engine.core.plan import Plan
+from engine.core.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Since `start_s`."""
+
+    start_s: float
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    new_tokens: int = 0
+    new_requests: int = 0
+
+
+class IntervalLog:
+    """`steps`: of an interval (--decode-log-interval). A rest ends one too, but says at most one line in `QUIET_S`."""
+
+    QUIET_S = 1.0
+
+    def __init__(self, scheduler: Scheduler, *, steps: int) -> None:
+        self._scheduler = scheduler
+        self._steps = steps
+        self._sums: _Sums | None = None
+        self._last_line_s = float("-inf")
+        self._cached_before = self._generated_before = 0  # the scheduler's counters when the last interval ended
+        self.gen_throughput = 0.0  # tokens a second in the last interval; 0 at rest
+        self.cache_hit_rate: float | None = None  # of the last interval with a prefill in it
+
+    def launched(self, plan: Plan, now_s: float) -> list[str]:
+        """Count a step; the lines to write now."""
+        sums = self._sums = self._sums or _Sums(now_s)
+        sums.prefill_steps += plan.extend
+        sums.decode_steps += not plan.extend
+        sums.new_tokens += sum(item.q_len for item in plan.items if item.extend)
+        sums.new_requests += len(plan.opens) if plan.extend else 0
+        if sums.prefill_steps + sums.decode_steps < self._steps:
+            return []
+        return self._end(now_s)
+
+    def rested(self, now_s: float) -> list[str]:
+        """Nothing is left to compute."""
+        lines: list[str] = []
+        if self._sums is not None and now_s - self._last_line_s >= self.QUIET_S:
+            lines = self._end(now_s)
+        self.gen_throughput = 0.0
+        return lines
+
+    def gauges(self) -> dict[str, float]:
+        hit = {} if self.cache_hit_rate is None else {"cache_hit_rate": self.cache_hit_rate}
+        return {"gen_throughput": self.gen_throughput, **hit}
+
+    def _end(self, now_s: float) -> list[str]:
+        assert self._sums is not None
+        sums, self._sums = self._sums, None
+        self._last_line_s = now_s
+        counters = self._scheduler.counters
+        elapsed_s = max(now_s - sums.start_s, 1e-9)
+        self.gen_throughput = (counters.generation_tokens - self._generated_before) / elapsed_s
+        lines = [self._prefill_line(sums, counters.cached_tokens - self._cached_before)] if sums.prefill_steps else []
+        self._cached_before, self._generated_before = counters.cached_tokens, counters.generation_tokens
+        return lines + ([self._decode_line(sums)] if sums.decode_steps else [])
+
+    def _prefill_line(self, sums: _Sums, cached: int) -> str:
+        known = sums.new_tokens + cached
+        self.cache_hit_rate = cached / known if known else 0.0
+        return (
+            f"prefill: {sums.prefill_steps} steps, {sums.new_requests} new requests, {sums.new_tokens} new tokens, "
+            f"{cached} cached ({self.cache_hit_rate:.0%}), {self._load()}"
+        )
+
+    def _decode_line(self, sums: _Sums) -> str:
+        return f"decode: {sums.decode_steps} steps, {self.gen_throughput:.1f} tokens/s, {self._load()}"
+
+    def _load(self) -> str:
+        scheduler = self._scheduler
+        counts = scheduler.memory.allocator.counts()
+        used = counts["held"] + counts["quarantined"] + counts["cached"] - scheduler.memory.cache.num_evictable
+        usage = used / scheduler.memory.allocator.num_pages
+        return f"{scheduler.num_running} running, {scheduler.num_waiting} waiting, usage {usage:.0%}"

@@ -1,0 +1,58 @@
+"""How often a request's tokens are told: every `stream_interval` of them, so that three processes handle fewer messages.
+
+It owns what is held back for each live request. It must not know what the tokens mean: what may still become a stop
+string is the detokenizer's.
+"""
+
+from engine.messages import GenerateRequest, TokenOutput
+
+FORCED_INTERVAL = 50  # of a request that nobody reads along: the detokenizer's work stays spread (SGLang's number)
+
+
+class StreamGate:
+    """`interval`: the engine's; a request may bring its own.
+
+    Of interval n the tokens 1, n+1, 2n+1... are told at once, with all that were held back: the first token is never
+    late, also where nobody reads along (its time is measured where it arrives).
+    """
+
+    def __init__(self, *, interval: int) -> None:
+        self._interval = interval
+        self._interval_of: dict[str, int] = {}
+        self._held: dict[str, TokenOutput] = {}
+
+    def open(self, request: GenerateRequest) -> None:
+        self._interval_of[request.rid] = self._interval_for(request)
+
+    def pass_on(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """What is to be told now; the end of a request is never held."""
+        return [told for output in outputs if (told := self._judge(output)) is not None]
+
+    def _interval_for(self, request: GenerateRequest) -> int:
+        if request.sampling.stop and request.sampling.min_new_tokens:
+            return 1  # a stop string may stand before the least length: the detokenizer must see where the end came
+        if not request.stream:
+            return FORCED_INTERVAL
+        return request.stream_interval or self._interval
+
+    def _judge(self, output: TokenOutput) -> TokenOutput | None:
+        rid = output.rid
+        interval = self._interval_of.get(rid, 1)
+        if (held := self._held.pop(rid, None)) is not None:
+            output = _joined(held, output)
+        if output.finish is not None:
+            self._interval_of.pop(rid, None)
+        elif interval > 1 and output.completion_tokens % interval != 1:
+            self._held[rid] = output
+            return None
+        return output
+
+
+def _joined(held: TokenOutput, new: TokenOutput) -> TokenOutput:
+    """Lists of `held` go first; of all else the newer value holds."""
+    new.new_ids = held.new_ids + new.new_ids
+    new.logprobs = held.logprobs + new.logprobs
+    new.input_logprobs = held.input_logprobs + new.input_logprobs
+    new.input_hidden = held.input_hidden + new.input_hidden
+    new.hidden = held.hidden + new.hidden
+    return new

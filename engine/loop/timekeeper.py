@@ -1,0 +1,46 @@
+"""Notes when requests pass from stage to stage (engine/core/times.py), and writes it into their last output.
+
+It owns the list of live requests: arrived, and their last output not said yet. It is told the time. What only a role sees (bootstrap, landing) the role writes.
+"""
+
+from engine.core.plan import Plan
+from engine.core.request import Request
+from engine.core.times import time_line
+from engine.messages import TokenOutput
+
+
+class Timekeeper:
+    def __init__(self) -> None:
+        self._live: dict[str, Request] = {}
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def live_rids(self) -> list[str]:
+        return list(self._live)
+
+    def arrived(self, request: Request, now_s: float) -> None:
+        request.times.arrived_s = now_s
+        self._live[request.rid] = request
+
+    def launched(self, plan: Plan, now_s: float) -> None:
+        """`opens` names the rows of requests that begin; a retracted one that begins again keeps its first time."""
+        if not plan.opens:
+            return
+        for item in plan.items:
+            request = self._live.get(item.rid)
+            if item.extend and request is not None and request.times.started_s is None:
+                request.times.started_s = now_s
+
+    def told(self, outputs: list[TokenOutput], now_s: float) -> None:
+        """Outputs that are about to be said."""
+        for output in outputs:
+            request = self._live.get(output.rid)
+            if request is None:
+                continue
+            if output.new_ids and request.times.first_token_s is None:
+                request.times.first_token_s = now_s
+            if output.finish is not None:
+                del self._live[output.rid]
+                output.times = time_line(request.times, ended_s=now_s, completion_tokens=output.completion_tokens)

@@ -1,0 +1,97 @@
+"""Means of doing harm: raw sockets, a DEALER for the control plane, and a bootstrap server that says what it is told to."""
+
+import contextlib
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+import msgspec
+import zmq
+
+from bootstrap_server.protocol import Registration, RouteReply
+from tests.e2e.cluster import Cluster
+from transfer_backends.wire import Layout, Message, Register, WireRegion, encode
+
+ANSWER_S = 10.0
+
+
+def exchange(url: str, data: bytes, *, read_s: float = ANSWER_S) -> bytes:
+    """Send bytes, half-close, and read until the other side closes. Fails when it keeps the connection open."""
+    with connect(url) as sock:
+        sock.settimeout(read_s)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            while chunk := sock.recv(65536):
+                answer += chunk
+        return answer
+
+
+def connect(url: str) -> socket.socket:
+    parts = urlsplit(url if "//" in url else f"tcp://{url}")
+    return socket.create_connection((parts.hostname, parts.port), timeout=ANSWER_S)
+
+
+def bootstrap_url(c: Cluster) -> str:
+    info = httpx.get(f"{c.of('prefill')[0].url}/server_info").json()
+    return f"http://127.0.0.1:{info['disaggregation_bootstrap_port']}"
+
+
+def route(c: Cluster) -> Registration:
+    """Who the prefill worker says it is: its control plane among others."""
+    answer = httpx.get(f"{bootstrap_url(c)}/route?room=1")
+    return msgspec.json.decode(answer.content, type=RouteReply).worker
+
+
+@contextlib.contextmanager
+def dealer(address: str, kind: int = zmq.DEALER) -> Iterator["zmq.Socket[bytes]"]:
+    with zmq.Context() as context, context.socket(kind) as sock:
+        sock.setsockopt(zmq.LINGER, 200)
+        sock.setsockopt(zmq.RCVTIMEO, int(ANSWER_S * 1000))
+        sock.connect(f"tcp://{address}")
+        yield sock
+
+
+def register(worker: Registration, **changes: object) -> bytes:
+    """A decode worker's first message, true but for `changes` (of its layout, or of itself)."""
+    layout = Layout(worker.protocol_version, "nixl", worker.signature, worker.page_size, worker.dtype)
+    theirs = {k: v for k, v in changes.items() if k in Layout.__struct_fields__}
+    region = WireRegion(4096, 16, 16384, None)
+    message = Register("stranger", worker.incarnation, msgspec.structs.replace(layout, **theirs), region, region, b"?")
+    own = {k: v for k, v in changes.items() if k in Register.__struct_fields__}
+    return frame(msgspec.structs.replace(message, **own))
+
+
+def frame(message: Message) -> bytes:
+    return encode(message, None)
+
+
+@contextlib.contextmanager
+def lying_bootstrap_server(status: int, body: bytes) -> Iterator[int]:
+    """Answers every GET so; yields its port."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()

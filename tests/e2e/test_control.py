@@ -1,0 +1,308 @@
+"""Control over real HTTP, unified and disaggregated: pauses, weights, profiles, stream intervals, time lines, the watchdog."""
+
+import asyncio
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.e2e.client import assert_all_back, generate, generate_all, session
+from tests.e2e.cluster import READY_S, Cluster, cluster, tandem, wait_until
+from tests.e2e.workload import recall_body
+from tests.engine.engine_in_process import EngineInProcess
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+COMMON = ("--max-total-tokens", "16384", "--chunked-prefill-size", "64", "--stream", "threaded")
+STAGES = {
+    "unified": {"queue_time", "prefill_time", "decode_time"},
+    "pd": {"bootstrap_time", "queue_time", "prefill_time", "transfer_time", "decode_time"},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two of one shape."""
+    folder = tmp_path_factory.mktemp("models")
+    first, second = (make_tiny_checkpoint(folder / str(seed), "qwen3", seed=seed) for seed in (1, 2))
+    return first, second
+
+
+@pytest.fixture(scope="module", params=STAGES)
+def way(
+    request: pytest.FixtureRequest, checkpoints: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Cluster]]:
+    shape = ("--unified",) if request.param == "unified" else ("--transfer-backend", "nixl")
+    args = (*shape, "--model-path", checkpoints[0], "--stream-delay-ms", "4", "--log-level", "warning", *COMMON)
+    with cluster(tmp_path_factory.mktemp(request.param), *args) as c:
+        yield request.param, c
+
+
+@pytest.fixture(autouse=True)
+def never_left_paused(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails in a pause must not stop the others."""
+    yield
+    if "way" in request.fixturenames:
+        asyncio.run(_continue(request.getfixturevalue("way")[1]))
+
+
+async def _continue(c: Cluster) -> None:
+    async with session() as http:
+        await post(http, f"{c.router}/continue_generation", {})
+
+
+def body(start: int = 20, *, new: int = 60, **more: Any) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True, **more.pop("sampling", {})}
+    return {"input_ids": list(range(start, start + 40)), "sampling_params": sampling, **more}
+
+
+def expected(checkpoint: str, wanted: dict[str, Any]) -> list[int]:
+    engine = EngineInProcess(checkpoint)
+    try:
+        engine.add("r", wanted["input_ids"], max_new_tokens=wanted["sampling_params"]["max_new_tokens"])
+        engine.run()
+        return engine.tokens["r"]
+    finally:
+        engine.close()
+
+
+async def post(http: aiohttp.ClientSession, url: str, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    async with http.post(url, json=asked) as response:
+        return response.status, json.loads(await response.read() or b"{}")
+
+
+async def first_tokens(stream: aiohttp.ClientResponse) -> None:
+    async for line in stream.content:
+        if line.startswith(b"data: {"):
+            return
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_holds_everything_and_changes_no_token(
+    way: tuple[str, Cluster], checkpoints: tuple[str, str], mode: str
+) -> None:
+    asyncio.run(_pause_and_continue(way[1], mode, expected(checkpoints[0], body())))
+    asyncio.run(assert_all_back(way[1]))
+
+
+async def _pause_and_continue(c: Cluster, mode: str, wanted: list[int]) -> None:
+    async with session() as http, http.post(f"{c.router}/generate", json=body(stream=True)) as running:
+        await first_tokens(running)
+        status, said = await post(http, f"{c.router}/pause_generation", {"mode": mode})
+        assert status == 200, said
+        later = asyncio.create_task(generate(http, c.router, body(100, new=4)))
+        decode = c.workers[-1].url
+        before = await _counters(http, decode)
+        for _ in range(10):  # each a round trip to the scheduler: it turns, and computes nothing
+            assert (await _counters(http, decode))["steps"] == before["steps"]
+        assert not later.done()
+        assert (await post(http, f"{c.router}/continue_generation", {}))[0] == 200
+        last: dict[str, Any] = {}
+        async for line in running.content:
+            last = json.loads(line[6:]) if line.startswith(b"data: {") else last
+        assert last["output_ids"] == wanted
+        assert last["meta_info"]["num_retractions"] == (mode == "retract")
+        assert len((await later)["output_ids"]) == 4
+
+
+async def _counters(http: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    async with http.get(f"{url}/check") as response:
+        return (await response.json())["counters"]  # type: ignore[no-any-return]
+
+
+def test_a_pause_may_abort_and_its_errors_name_the_field(way: tuple[str, Cluster]) -> None:
+    asyncio.run(_pause_aborts(way[1]))
+    asyncio.run(assert_all_back(way[1]))
+
+
+async def _pause_aborts(c: Cluster) -> None:
+    async with session() as http:
+        worker = c.workers[-1].url
+        status, said = await post(http, f"{worker}/pause_generation", {"mode": "nap"})
+        assert status == 400 and said["error"]["param"] == "mode"
+        async with http.post(f"{c.router}/generate", json=body(stream=True, new=2000)) as running:
+            await first_tokens(running)
+            assert (await post(http, f"{c.router}/pause_generation", {}))[0] == 200
+            assert b'"type":"abort"' in await running.read()
+        held = asyncio.create_task(post(http, f"{c.router}/generate", body(rid="held")))
+        while not (await _queues(http, worker))["held"]:
+            await asyncio.sleep(0.01)
+        await post(http, f"{c.router}/abort_request", {"rid": "held"})
+        assert (await held)[1]["meta_info"]["finish_reason"]["type"] == "abort"
+        assert (await post(http, f"{c.router}/continue_generation", {}))[0] == 200
+        assert len((await generate(http, c.router, body(new=3)))["output_ids"]) == 3
+
+
+async def _queues(http: aiohttp.ClientSession, url: str) -> dict[str, int]:
+    async with http.get(f"{url}/check") as response:
+        return (await response.json())["queues"]  # type: ignore[no-any-return]
+
+
+def test_weights_come_from_disk_without_restart(
+    way: tuple[str, Cluster], checkpoints: tuple[str, str], tmp_path: Path
+) -> None:
+    first, second = checkpoints
+    wanted = {path: expected(path, body(new=24)) for path in checkpoints}
+    assert wanted[first] != wanted[second]
+    misfit = make_tiny_checkpoint(tmp_path / "misfit", "llama")
+    broken = make_tiny_checkpoint(tmp_path / "broken", "qwen3")
+    for file in Path(broken).glob("*.safetensors"):
+        file.write_bytes(b"\x08")
+    asyncio.run(_update_weights(way[1], wanted, second, bad=[misfit, broken, "/nowhere", ""]))
+    asyncio.run(_update_back(way[1], wanted, first))
+    asyncio.run(assert_all_back(way[1]))
+
+
+async def _update_weights(c: Cluster, wanted: dict[str, list[int]], second: str, *, bad: list[str]) -> None:
+    first = next(path for path in wanted if path != second)
+    async with session() as http:
+        assert (await generate(http, c.router, body(new=24)))["output_ids"] == wanted[first]  # and is cached now
+        for path in bad:
+            for worker in c.workers:
+                status, said = await post(http, f"{worker.url}/update_weights_from_disk", {"model_path": path})
+                assert status == 400 and said["error"]["param"] == "model_path", said
+        answer = await generate(http, c.router, body(new=24))
+        assert (answer["output_ids"], answer["meta_info"]["weight_version"]) == (wanted[first], "default")
+        asked = {"model_path": second, "weight_version": "step-7"}
+        running = asyncio.create_task(generate(http, c.router, body(new=24)))
+        status, said = await post(http, f"{c.router}/update_weights_from_disk", asked)
+        assert status == 200, said
+        answer = (await running)["output_ids"]
+        assert answer in wanted.values() or (len(c.workers) > 1 and len(answer) == 24)  # each side drains on its own
+        answer = await generate(http, c.router, body(new=24))
+        assert (answer["output_ids"], answer["meta_info"]["weight_version"]) == (wanted[second], "step-7")
+        async with http.get(f"{c.workers[-1].url}/model_info") as response:
+            info = await response.json()
+        assert (info["model_path"], info["weight_version"]) == (second, "step-7")
+
+
+async def _update_back(c: Cluster, wanted: dict[str, list[int]], first: str) -> None:
+    """Paused before: nothing waits, and the pause stays."""
+    async with session() as http:
+        assert (await post(http, f"{c.router}/pause_generation", {"mode": "retract"}))[0] == 200
+        asked = {"model_path": first, "weight_version": "default"}
+        assert (await post(http, f"{c.router}/update_weights_from_disk", asked))[0] == 200
+        held = asyncio.create_task(generate(http, c.router, body(new=24)))
+        assert (await post(http, f"{c.router}/continue_generation", {}))[0] == 200
+        assert (await held)["output_ids"] == wanted[first]
+
+
+def test_a_profile_is_a_trace_file(way: tuple[str, Cluster], tmp_path: Path) -> None:
+    asyncio.run(_profile(way[1], tmp_path))
+
+
+async def _profile(c: Cluster, folder: Path) -> None:
+    async with session() as http:
+        for worker in c.workers:
+            file = Path("/proc/nothing")
+            for asked, field in (({"activities": ["TPU"]}, "activities"), ({"output_dir": str(file)}, "output_dir")):
+                status, said = await post(http, f"{worker.url}/start_profile", asked)
+                assert status == 400 and said["error"]["param"] == field
+        assert (await post(http, f"{c.router}/start_profile", {"output_dir": str(folder)}))[0] == 200
+        await generate(http, c.router, body(new=4))
+        assert (await post(http, f"{c.router}/stop_profile", {}))[0] == 200
+    traces = list(folder.iterdir())
+    assert len(traces) == len(c.workers)
+    for trace in traces:
+        text = trace.read_bytes()
+        events = json.loads(gzip.decompress(text) if trace.suffix == ".gz" else text)["traceEvents"]
+        assert any("aten::" in event["name"] for event in events), trace
+
+
+def test_stream_interval_spares_messages_and_no_token(way: tuple[str, Cluster], checkpoints: tuple[str, str]) -> None:
+    wanted = expected(checkpoints[0], body(new=21))
+    sizes = asyncio.run(_stream_sizes(way[1], body(new=21, stream=True, sampling={"stream_interval": 5}), wanted))
+    assert sizes == [1, 6, 11, 16, 21]
+    assert asyncio.run(_stream_sizes(way[1], body(new=21, stream=True), wanted))[:2] == [1, 2]
+    answers = asyncio.run(generate_all(way[1].router, [body(new=21)]))
+    assert answers[0]["output_ids"] == wanted
+
+
+async def _stream_sizes(c: Cluster, asked: dict[str, Any], wanted: list[int]) -> list[int]:
+    events = []
+    async with session() as http, http.post(f"{c.router}/generate", json=asked) as stream:
+        async for line in stream.content:
+            if line.startswith(b"data: {"):
+                events.append(json.loads(line[6:]))
+    assert events[-1]["output_ids"] == wanted
+    return [len(event["output_ids"]) for event in events]
+
+
+def test_bad_intervals_and_priorities_are_refused_by_name(way: tuple[str, Cluster]) -> None:
+    async def ask() -> None:
+        async with session() as http:
+            for path, asked, field in (
+                ("/generate", body(sampling={"stream_interval": 0}), "sampling_params.stream_interval"),
+                ("/generate", body(priority=2**40), "priority"),
+                ("/generate", body(priority="high"), "priority"),
+                ("/v1/completions", {"prompt": [20], "priority": 1.5}, "priority"),
+                ("/v1/completions", {"prompt": [20], "stream_interval": -1}, "stream_interval"),
+            ):
+                status, said = await post(http, way[1].router + path, asked)
+                assert status == 400 and said["error"]["param"] == field, said
+            assert (await generate(http, way[1].router, body(new=1, priority=-3)))["output_ids"]
+
+    asyncio.run(ask())
+
+
+def test_the_time_line_accounts_for_the_whole_request(way: tuple[str, Cluster]) -> None:
+    name, c = way
+    (answer,) = asyncio.run(generate_all(c.router, [body(new=30)]))
+    meta = answer["meta_info"]
+    times = {key: value for key, value in meta.items() if key.endswith("_time")}
+    assert times.keys() == STAGES[name] and all(value >= 0 for value in times.values())
+    assert 0.5 * meta["e2e_latency"] < sum(times.values()) <= meta["e2e_latency"] + 0.05
+    assert 0 < meta["first_token_latency"] < meta["e2e_latency"]
+    assert meta["decode_throughput"] == pytest.approx(29 / times["decode_time"], rel=0.2)
+
+
+def test_a_prefill_worker_tells_how_fast_kv_goes(way: tuple[str, Cluster]) -> None:
+    name, c = way
+    if name != "pd":
+        pytest.skip("nothing is transferred")
+    asyncio.run(generate_all(c.router, [body(new=2)]))
+    text = asyncio.run(_metrics(c.of("prefill")[0].url))
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "{" in line}
+    assert values["sglang:kv_transfer_speed_gb_s"] > 0 and values["sglang:kv_transfer_latency_ms"] > 0
+    assert 'stage="decode"' in asyncio.run(_metrics(c.of("decode")[0].url))
+
+
+async def _metrics(url: str) -> str:
+    async with session() as http, http.get(f"{url}/metrics") as response:
+        return await response.text()
+
+
+def test_a_worker_logs_its_intervals_and_ends_when_its_loop_stalls(tmp_path: Path) -> None:
+    """A step that takes up to half a minute is the injected stall."""
+    serve = ("serve", "--port", "0", "--decode-log-interval", "10", "--watchdog-timeout", "1.5")
+    with tandem(tmp_path / "quick", *serve, "--scheduler-recv-interval", "4") as worker:
+        asked, wanted = recall_body(_rng(), 30, max_new_tokens=25)
+        assert asyncio.run(_one(worker.url, asked))["output_ids"] == wanted
+        lines = worker.log.read_text()
+        assert "prefill: 1 steps, 1 new requests, 62 new tokens, 0 cached (0%)" in lines
+        assert "decode: 9 steps, " in lines and "usage" in lines
+    with tandem(tmp_path / "stalls", *serve, "--stream", "threaded", "--stream-delay-ms", "30000") as worker:
+        status = asyncio.run(_status(worker.url, asked))
+        assert status == 503
+        wait_until(lambda: worker.process.poll() is not None, within_s=READY_S, what="the worker's end")
+        log = worker.log.read_text()
+        assert "--watchdog-timeout" in log and "in collect" in log and "in _run" in log
+
+
+def _rng() -> Any:
+    import random
+
+    return random.Random(4)
+
+
+async def _one(url: str, asked: dict[str, Any]) -> dict[str, Any]:
+    async with session() as http:
+        return await generate(http, url, asked)
+
+
+async def _status(url: str, asked: dict[str, Any]) -> int:
+    async with session() as http, http.post(f"{url}/generate", json=asked) as response:
+        return response.status

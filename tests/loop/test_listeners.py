@@ -1,0 +1,225 @@
+"""What listens to the loop, with literals: stream gate, time line, interval log, receive skipper, watchdog."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from engine.core.plan import Plan, PlanItem
+from engine.core.times import Times, time_line
+from engine.loop.interval_log import IntervalLog
+from engine.loop.receive_skipper import ReceiveSkipper
+from engine.loop.stream_gate import FORCED_INTERVAL, StreamGate
+from engine.loop.watchdog import EXIT_STATUS, Watchdog
+from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
+from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import EngineInATest
+
+END = FinishReason(kind="length")
+
+
+def told(gate: StreamGate, request: GenerateRequest, num_tokens: int) -> list[list[int]]:
+    """The token ids (1, 2, ...) of each message that leaves the gate."""
+    gate.open(request)
+    messages = []
+    for n in range(1, num_tokens + 1):
+        output = TokenOutput(
+            rid=request.rid,
+            new_ids=[n],
+            completion_tokens=n,
+            finish=END if n == num_tokens else None,
+            logprobs=[TokenLogprob(-0.5, n)],
+            input_logprobs=[TokenLogprob(None, 9)] if n == 1 else [],
+        )
+        for out in gate.pass_on([output]):
+            assert [lp.token_id for lp in out.logprobs] == out.new_ids and out.completion_tokens == n
+            messages.append(out.new_ids)
+    return messages
+
+
+def ask(**fields: object) -> GenerateRequest:
+    sampling = SamplingParams(**fields.pop("sampling", {}))  # type: ignore[arg-type]
+    return GenerateRequest(rid="r", input_ids=[1], sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("engine", "request_", "messages"),
+    [
+        (1, ask(stream=True), [[1], [2], [3], [4], [5], [6], [7], [8]]),
+        (3, ask(stream=True), [[1], [2, 3, 4], [5, 6, 7], [8]]),
+        (1, ask(stream=True, stream_interval=4), [[1], [2, 3, 4, 5], [6, 7, 8]]),
+        (4, ask(stream=True, stream_interval=1), [[1], [2], [3], [4], [5], [6], [7], [8]]),
+        (1, ask(), [[1], [2, 3, 4, 5, 6, 7, 8]]),
+        (1, ask(sampling={"stop": ("x",)}), [[1], [2, 3, 4, 5, 6, 7, 8]]),
+        (9, ask(sampling={"stop": ("x",), "min_new_tokens": 3}), [[1], [2], [3], [4], [5], [6], [7], [8]]),
+    ],
+)
+def test_tokens_are_told_every_interval(engine: int, request_: GenerateRequest, messages: list[list[int]]) -> None:
+    assert told(StreamGate(interval=engine), request_, 8) == messages
+
+
+def test_what_nobody_reads_along_is_flushed_every_50() -> None:
+    sizes = [len(ids) for ids in told(StreamGate(interval=1), ask(), 120)]
+    assert sizes == [1, FORCED_INTERVAL, FORCED_INTERVAL, 19]
+
+
+def test_a_gate_keeps_nothing_of_an_ended_request() -> None:
+    gate = StreamGate(interval=3)
+    told(gate, ask(stream=True), 5)
+    aborted = TokenOutput(rid="r", new_ids=[], finish=FinishReason(kind="abort"))
+    assert gate.pass_on([aborted]) == [aborted] and aborted.new_ids == []
+    assert not gate._held and not gate._interval_of
+
+
+def test_prompt_logprobs_leave_with_the_first_token_and_an_abort_takes_what_is_held() -> None:
+    gate = StreamGate(interval=5)
+    gate.open(ask(stream=True))
+    first = TokenOutput(rid="r", new_ids=[7], completion_tokens=1, input_logprobs=[TokenLogprob(None, 9)])
+    assert gate.pass_on([first]) == [first] and len(first.input_logprobs) == 1
+    assert gate.pass_on([TokenOutput(rid="r", new_ids=[8], completion_tokens=2)]) == []
+    (last,) = gate.pass_on([TokenOutput(rid="r", new_ids=[], completion_tokens=2, finish=FinishReason(kind="abort"))])
+    assert last.new_ids == [8] and last.finish is not None
+
+
+@pytest.mark.parametrize(
+    ("times", "line"),
+    [
+        (Times(), {}),
+        (Times(arrived_s=1.0), {}),
+        (
+            Times(arrived_s=1.0, started_s=3.0, first_token_s=4.0),
+            {"queue_time": 2, "prefill_time": 1, "decode_time": 5, "first_token_latency": 3, "decode_throughput": 2},
+        ),
+        (
+            Times(arrived_s=1.0, queued_s=2.0, started_s=4.0, computed_s=7.0, first_token_s=9.0),
+            {
+                "bootstrap_time": 1,
+                "queue_time": 2,
+                "prefill_time": 3,
+                "transfer_time": 2,
+                "first_token_latency": 8,
+            },
+        ),
+        (
+            Times(
+                arrived_s=1.0,
+                queued_s=2.0,
+                landed_s=7.0,
+                first_token_s=7.0,
+                remote_queue_s=1.5,
+                remote_prefill_s=2.0,
+            ),
+            {
+                "bootstrap_time": 1,
+                "queue_time": 1.5,
+                "prefill_time": 2,
+                "transfer_time": 1.5,
+                "decode_time": 2,
+                "first_token_latency": 6,
+                "decode_throughput": 5,
+            },
+        ),
+    ],
+)
+def test_the_stages_of_a_request_partition_its_life(times: Times, line: dict[str, float]) -> None:
+    tokens = 1 if times.computed_s is not None else 11
+    found = time_line(times, ended_s=9.0, completion_tokens=tokens)
+    assert found == line
+    if times.started_s is not None or times.landed_s is not None:
+        assert sum(v for k, v in found.items() if k.endswith("_time")) == 9.0 - 1.0
+
+
+def test_a_line_per_interval_and_the_gauges_that_follow() -> None:
+    engine = EngineInATest(page_size=4)
+    log = IntervalLog(engine.scheduler, steps=4)
+    lines: list[str] = []
+    for rid in ("a", "b"):
+        engine.add(rid, list(range(9)), max_new_tokens=4)
+        before = len(engine.plans)
+        engine.run()
+        for plan in engine.plans[before:]:
+            lines += log.launched(plan, float(len(lines)))
+    assert lines[0] == "prefill: 1 steps, 1 new requests, 9 new tokens, 0 cached (0%), 0 running, 0 waiting, usage 0%"
+    assert lines[2].startswith("prefill: 1 steps, 1 new requests, 1 new tokens, 8 cached (89%), ")
+    assert [line.split(",")[0] for line in lines[1::2]] == ["decode: 3 steps"] * 2
+    assert log.gauges()["cache_hit_rate"] == pytest.approx(8 / 9) and log.gauges()["gen_throughput"] > 0
+    assert log.rested(9.0) == [] and log.gauges()["gen_throughput"] == 0.0
+
+
+def test_a_rest_says_what_has_not_been_said_but_not_often() -> None:
+    engine = EngineInATest()
+    log = IntervalLog(engine.scheduler, steps=100)
+    plan = Plan(seq=1, extend=True, items=[_item(extend=True)])
+    for at_s, num_lines in ((0.0, 1), (0.5, 0), (1.5, 1)):
+        assert log.launched(plan, at_s) == []
+        assert len(log.rested(at_s)) == num_lines
+
+
+def _item(*, extend: bool) -> PlanItem:
+    return PlanItem(
+        rid="r", slot=0, tokens=[1], start=0, page_start=0, new_pages=[], sample=True, output_len=0, extend=extend
+    )
+
+
+def test_only_pure_decode_steps_skip_the_inbox() -> None:
+    decode, prefill = Plan(seq=1, extend=False, items=[]), Plan(seq=1, extend=True, items=[])
+    skipper = ReceiveSkipper(interval=3)
+    seen = [skipper.due(p) for p in (None, decode, decode, decode, decode, prefill, decode, None)]
+    assert seen == [True, False, False, True, False, True, False, True]
+    always = ReceiveSkipper(interval=1)
+    assert all(always.due(p) for p in (None, decode, decode, prefill))
+
+
+def test_a_watchdog_minds_long_turns_only() -> None:
+    now = [0.0]
+    dog = Watchdog(timeout_s=5.0, clock=lambda: now[0])
+    dog.turning()
+    now[0] = 5.0
+    assert dog.stalled_s() is None
+    now[0] = 6.0
+    assert dog.stalled_s() == 6.0
+    dog.turning()
+    assert dog.stalled_s() is None
+    dog.resting()
+    now[0] = 1e6
+    assert dog.stalled_s() is None
+    off = Watchdog(timeout_s=0.0, clock=lambda: now[0])
+    off.turning()
+    now[0] = 1e9
+    assert off.stalled_s() is None
+
+
+def test_a_watchdog_tells_a_stall_and_can_be_closed() -> None:
+    stalls: list[float] = []
+    barked = threading.Event()
+    dog = Watchdog(timeout_s=0.05, on_stall=lambda s: (stalls.append(s), barked.set())[0])
+    dog.start()
+    dog.turning()
+    assert barked.wait(10) and stalls[0] > 0.05
+    dog.close()
+    quiet = Watchdog(timeout_s=0.05, on_stall=stalls.append)
+    quiet.start()
+    quiet.resting()
+    quiet.close()
+    assert len(stalls) == 1
+
+
+STALLS = """
+import threading
+from engine.loop.watchdog import Watchdog
+
+def forever_in_here():
+    threading.Event().wait(60)
+
+dog = Watchdog(timeout_s=0.2)
+dog.start()
+dog.turning()
+forever_in_here()
+"""
+
+
+def test_a_stalled_process_shows_its_stacks_and_ends() -> None:
+    ended = subprocess.run([sys.executable, "-c", STALLS], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == EXIT_STATUS
+    assert "forever_in_here" in ended.stderr and "--watchdog-timeout" in ended.stderr
