@@ -22,6 +22,15 @@ class DisaggConfig:
     )
     disaggregation_bootstrap_timeout: float = flag(300.0, "seconds prefill waits for decode's page indices")
     disaggregation_prealloc_timeout: float = flag(300.0, "seconds decode waits for memory for a request")
+    num_reserved_decode_tokens: int = flag(
+        64,
+        "decode takes a new request only if all it has can grow: by what ended answers teach, and each by this at least",
+    )
+    disaggregation_decode_retraction_backup: str = flag(
+        "auto",
+        "KV of a request that decode retracts: kept in host memory, or recomputed when it resumes; auto: recompute on cpu",
+        choices=("auto", "recompute", "host"),
+    )
     disaggregation_waiting_timeout: float = flag(
         300.0, "seconds decode waits for the first KV after it sent its indices"
     )

@@ -5,6 +5,8 @@
                                      |
                           pages a peer may still write: quarantined until the receiver is drained
 
+    running --memory short--> RETRACTED (the scheduler's) --memory, before any new PREALLOC--> running
+
 It is told poll states and the time; sockets and threads are the manager's.
 """
 
@@ -87,6 +89,8 @@ class DecodeRole:
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
         bootstrap = request.bootstrap
+        if request.pooling:
+            return [refused(request, refusal("input: a decode worker makes no embeddings", status=400))]
         if bootstrap is None:
             return [refused(request, refusal("bootstrap_room: a decode worker needs one", status=400))]
         if error := self._scheduler.refusal(request):
@@ -97,7 +101,8 @@ class DecodeRole:
         except (RoomInUse, ValueError) as error:
             return [refused(request, refusal(f"bootstrap_room: {error}", status=409))]
         if request.logprobs is not None:  # the prompt's are known to prefill alone; the router merges
-            request.logprobs = LogprobOptions(start_len=-1, top_num=request.logprobs.top_num)
+            asked = request.logprobs
+            request.logprobs = LogprobOptions(start_len=-1, top_num=asked.top_num, token_ids=asked.token_ids)
         assert self._scheduler.adopt(request) is None
         self._entries[request.rid] = Entry(request, receiver, bootstrap.room, self._moves_bytes and not fake)
         return []
@@ -111,7 +116,7 @@ class DecodeRole:
     def poll(self, now_s: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
         self._end_quarantines()
-        room_left = True
+        room_left = self._scheduler.num_retracted == 0  # they come before anybody new
         for entry in list(self._entries.values()):
             state = entry.receiver.poll()
             if state is KVPoll.Failed:
@@ -209,10 +214,14 @@ class DecodeRole:
             "prealloc": count[Stage.PREALLOC],
             "transfer": count[Stage.TRANSFER],
             "quarantined": len(self._quarantined),
+            "retracted": self._scheduler.num_retracted,
+            "waiting": 0,  # the scheduler's waiting queue holds retracted ones only
         }
 
     def counters(self) -> dict[str, float]:
-        return {**self._manager.counters, **self._counters}
+        backups = self._scheduler.backups
+        own = {"backup_saved_tokens": backups.saved_tokens, "backup_restored_tokens": backups.restored_tokens}
+        return {**self._manager.counters, **self._counters, **own}
 
     def gauges(self) -> dict[str, float]:
         return {}

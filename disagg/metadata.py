@@ -3,8 +3,8 @@
 A row carries what decode needs besides KV: the first token, its logprobs, what prefill found cached. `room` comes last
 and vouches for the row: a row that says another room was never written, or written by somebody else.
 
-    first_token  bad  cached_tokens  has_logprob  top_num  logprob  queue_s  prefill_s
-    top_values[MAX_TOP]  top_ids[MAX_TOP]  room
+    first_token  bad  cached_tokens  has_logprob  top_num  logprob  asked_num  queue_s  prefill_s
+    top_values[MAX_TOP]  top_ids[MAX_TOP]  asked_values[MAX_ASKED]  asked_ids[MAX_ASKED]  room
 """
 
 from dataclasses import dataclass
@@ -12,30 +12,49 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.core.plan import ItemResult
-from engine.messages import TokenLogprob
+from engine.messages import MAX_ASKED_TOKEN_IDS, TokenLogprob
 from transfer_backends.contract import Region
 
 MAX_TOP = 128
+MAX_ASKED = MAX_ASKED_TOKEN_IDS
 MAX_DURATION_S = 1e6
+
+_HEAD = (
+    "first_token",
+    "bad",
+    "cached_tokens",
+    "has_logprob",
+    "top_num",
+    "asked_num",
+    "logprob",
+    "queue_s",
+    "prefill_s",
+)
+_HEAD_FORMATS = ("<i8", "<i8", "<i8", "<i8", "<i8", "<i8", "<f8", "<f8", "<f8")
+_TOP_AT = 128
+_ASKED_AT = _TOP_AT + 16 * MAX_TOP  # two arrays of 8-byte numbers come before
+_ROOM_AT = _ASKED_AT + 16 * MAX_ASKED
 
 ROW = np.dtype(
     {
-        "names": [
-            "first_token",
-            "bad",
-            "cached_tokens",
-            "has_logprob",
-            "top_num",
-            "logprob",
-            "queue_s",
-            "prefill_s",
-            "top_values",
-            "top_ids",
-            "room",
+        "names": [*_HEAD, "top_values", "top_ids", "asked_values", "asked_ids", "room"],
+        "formats": [
+            *_HEAD_FORMATS,
+            ("<f8", MAX_TOP),
+            ("<i8", MAX_TOP),
+            ("<f8", MAX_ASKED),
+            ("<i8", MAX_ASKED),
+            "<u8",
         ],
-        "formats": ["<i8", "<i8", "<i8", "<i8", "<i8", "<f8", "<f8", "<f8", ("<f8", MAX_TOP), ("<i8", MAX_TOP), "<u8"],
-        "offsets": [0, 8, 16, 24, 32, 40, 48, 56, 64, 64 + 8 * MAX_TOP, 64 + 16 * MAX_TOP],
-        "itemsize": 64 + 16 * MAX_TOP + 64,
+        "offsets": [
+            *range(0, 8 * len(_HEAD), 8),
+            _TOP_AT,
+            _TOP_AT + 8 * MAX_TOP,
+            _ASKED_AT,
+            _ASKED_AT + 8 * MAX_ASKED,
+            _ROOM_AT,
+        ],
+        "itemsize": _ROOM_AT + 64,
     }
 )
 
@@ -93,6 +112,10 @@ class MetadataBuffers:
             entry["logprob"], entry["top_num"] = result.logprob.logprob, len(top)
             entry["top_values"][: len(top)] = [value for value, _ in top]
             entry["top_ids"][: len(top)] = [token for _, token in top]
+            asked = result.logprob.asked[:MAX_ASKED]
+            entry["asked_num"] = len(asked)
+            entry["asked_values"][: len(asked)] = [value for value, _ in asked]
+            entry["asked_ids"][: len(asked)] = [token for _, token in asked]
         entry["room"] = room
 
     def read(self, row: int, *, room: int | None) -> FirstToken:
@@ -100,9 +123,9 @@ class MetadataBuffers:
         entry = self._rows[row]
         if room is not None and int(entry["room"]) != room:
             raise MetadataCorrupt(f"metadata row says room {int(entry['room'])}, expected {room}")
-        token, top_num = int(entry["first_token"]), int(entry["top_num"])
-        top = list(zip(entry["top_values"][:top_num].tolist(), entry["top_ids"][:top_num].tolist(), strict=True))
-        logprob = TokenLogprob(float(entry["logprob"]), token, top) if entry["has_logprob"] else None
+        token = int(entry["first_token"])
+        top, asked = _pairs(entry, "top"), _pairs(entry, "asked")
+        logprob = TokenLogprob(float(entry["logprob"]), token, top, asked) if entry["has_logprob"] else None
         return FirstToken(
             ItemResult(token=None if token < 0 else token, logprob=logprob, bad=bool(entry["bad"])),
             int(entry["cached_tokens"]),
@@ -112,6 +135,11 @@ class MetadataBuffers:
 
     def check(self) -> list[str]:
         return [] if len(set(self._free)) == len(self._free) else ["a metadata row is free twice"]
+
+
+def _pairs(entry: np.void, name: str) -> list[tuple[float, int]]:
+    num = int(entry[f"{name}_num"])
+    return list(zip(entry[f"{name}_values"][:num].tolist(), entry[f"{name}_ids"][:num].tolist(), strict=True))
 
 
 def _duration(value: float) -> float:

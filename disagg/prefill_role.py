@@ -96,6 +96,8 @@ class PrefillRole:
         self._transfers = TransferGauges()
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
+        if request.pooling:  # an embedding ends here: no decode worker, no transfer
+            return self._scheduler.add(request)
         if request.bootstrap is None:
             return [refused(request, refusal("bootstrap_room: a prefill worker needs one", status=400))]
         if error := self._scheduler.refusal(request):
@@ -114,7 +116,9 @@ class PrefillRole:
 
     def abort(self, rid: str, now_s: float) -> list[TokenOutput]:
         entry = self._entries.get(rid)
-        if entry is None or entry.stage is Stage.ENDING:
+        if entry is None:
+            return self._scheduler.abort(rid)
+        if entry.stage is Stage.ENDING:
             return []
         entry.sender.abort(ABORTED.message)
         return self._end(entry, ABORTED)
@@ -136,7 +140,8 @@ class PrefillRole:
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         for request in effects.progressed:
-            self._send_whole_pages(self._entries[request.rid])
+            if not request.pooling:
+                self._send_whole_pages(self._entries[request.rid])
         for request, output, first in effects.prefilled:
             request.times.computed_s = now_s
             self._computed.append((self._entries[request.rid], output, first))

@@ -56,11 +56,18 @@ def run(spec: SchedulerSpec) -> None:
     from engine.executor.profiler import Profiler
 
     started_s = time.monotonic()
+    if spec.disagg.num_reserved_decode_tokens < 0:
+        raise ConfigError("--num-reserved-decode-tokens: must be at least 0")
     model = load_model_config(spec.engine.model_path)
     tokenizer = load_tokenizer(spec.engine.model_path)
     ports = ZmqPorts(IpcPaths(spec.ipc_dir))
     parts = build_engine(
-        spec.engine, model, tail_text=lambda ids: tail_text(tokenizer, list(ids)), progress=spec.progress
+        spec.engine,
+        model,
+        tail_text=lambda ids: tail_text(tokenizer, list(ids)),
+        progress=spec.progress,
+        host_backup=_host_backup(spec.disagg),
+        reserve_floor=spec.disagg.num_reserved_decode_tokens,
     )
     watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
     role = make_role(spec, parts, wakeup=ports.call_attention)
@@ -139,6 +146,13 @@ def make_grammar_queue(
         max_cached=config.grammar_cache_size,
         max_waiting=config.max_queued_requests + config.max_running_requests,
     )
+
+
+def _host_backup(disagg: DisaggConfig) -> bool | None:
+    """Decode alone keeps copies; None: the device decides."""
+    if disagg.disaggregation_mode != "decode" or disagg.disaggregation_decode_retraction_backup == "recompute":
+        return False
+    return True if disagg.disaggregation_decode_retraction_backup == "host" else None
 
 
 def _end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ import torch
 from engine.attention.registry import make_attention_backend
 from engine.config import ConfigError, EngineConfig
 from engine.core.finish import TailText
+from engine.core.growth import MeasuredGrowth
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
@@ -18,6 +19,7 @@ from engine.executor.executor import Executor
 from engine.executor.future_map import FutureMap
 from engine.executor.kv_pool import KVPool
 from engine.executor.model_runner import ModelRunner
+from engine.executor.page_backup import PageBackup
 from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler
 from engine.executor.stream import make_stream
@@ -41,9 +43,19 @@ class EngineParts:
 
 
 def build_engine(
-    config: EngineConfig, model_config: ModelConfig, *, tail_text: TailText, progress: bool
+    config: EngineConfig,
+    model_config: ModelConfig,
+    *,
+    tail_text: TailText,
+    progress: bool,
+    host_backup: bool | None = False,
+    reserve_floor: int = 0,
 ) -> EngineParts:
-    """Load the model and allocate its memory. Raises ConfigError for what cannot be honoured here."""
+    """Load the model and allocate its memory. Raises ConfigError for what cannot be honoured here.
+
+    `host_backup`: retracted requests' KV is copied to host memory (None: where the KV lives on a GPU).
+    `reserve_floor`: tokens of growth that `Scheduler.reserve` expects of a request at least.
+    """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
     torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
@@ -66,7 +78,9 @@ def build_engine(
         future_map=FutureMap(num_slots=num_slots, device=device),
         sampler=Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device),
         device=device,
+        backup=PageBackup(pool),
     )
+    backed = config.device != "cpu" if host_backup is None else host_backup
     stream = make_stream(
         config.stream,
         device=device,
@@ -89,6 +103,9 @@ def build_engine(
             priorities=priorities(config),
             ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
             draw=random.Random(config.random_seed).random,
+            backup_pages=pool.num_pages if backed else 0,  # the pool once more
+            reserve_floor=reserve_floor,
+            growth=MeasuredGrowth(),
         ),
         executor=executor,
         depth=depth(config),

@@ -77,6 +77,10 @@ class EngineConfig:
     tool_call_parser: str | None = flag(
         None, "how the model writes tool calls; default: its calls are plain text", choices=TOOL_CALL_PARSERS
     )
+    enable_return_hidden_states: bool = flag(False, "requests may ask for hidden states (`return_hidden_states`)")
+    embedding_pooling: str = flag(
+        "last", "what of a prompt's hidden states /v1/embeddings gives, at unit length", choices=("last", "mean")
+    )
     stream_interval: int = flag(1, "tokens between two messages to a client that streams; a request may bring its own")
     scheduler_recv_interval: int = flag(1, "pure decode steps between two looks at new requests")
     decode_log_interval: int = flag(40, "steps between two log lines about prefill, decode and memory")

@@ -12,6 +12,7 @@ import msgspec
 
 from engine.sampling_params import SamplingParams
 
+MAX_ASKED_TOKEN_IDS = 128  # of LogprobOptions.token_ids: a metadata row holds so many
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # SGLang's habit: this host means "fake transfer for this request"
 
 
@@ -30,11 +31,12 @@ class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
 class LogprobOptions(msgspec.Struct, frozen=True, array_like=True):
     """Which logprobs to return. `start_len`: first prompt position whose logprob is wanted; -1: output only.
 
-    `top_num`: alternatives per position (0: the chosen token only).
+    `top_num`: alternatives per position (0: the chosen token only). `token_ids`: these ids' logprobs at each position too.
     """
 
     start_len: int = -1
     top_num: int = 0
+    token_ids: tuple[int, ...] = ()
 
 
 # ---- frontend -> scheduler
@@ -45,6 +47,8 @@ class GenerateRequest(_Message, frozen=True):
 
     `stream`: somebody reads along; `stream_interval`: tokens between two messages to them (None: the engine's).
     `priority` counts where priority scheduling is on.
+    `return_hidden_states`: of the prompt and of each generated token. `pooling` ("last" | "mean" | ""): an embedding,
+    one vector for the prompt; nothing is generated (max_new_tokens is 0) and no KV is kept.
     """
 
     rid: str
@@ -57,6 +61,8 @@ class GenerateRequest(_Message, frozen=True):
     stream_interval: int | None = None
     priority: int = 0
     grammar_field: str = ""  # what the client calls the grammar in `sampling`: errors name it
+    return_hidden_states: bool = False
+    pooling: str = ""
 
 
 class AbortRequest(_Message, frozen=True):
@@ -158,18 +164,22 @@ class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Logprob of the token at one position, with the `top` alternatives [(logprob, token_id)], best first.
 
+    `asked`: the same for `LogprobOptions.token_ids`, in their order.
     `logprob` is None for the first prompt token, which nothing predicts.
     """
 
     logprob: float | None
     token_id: int
     top: list[tuple[float, int]] = []
+    asked: list[tuple[float, int]] = []
 
 
 class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     """New tokens of one request. `input_logprobs` comes once, with the first output, `times` (seconds that each stage
 
-    took, by name: engine/core/times.py) with the last.
+    took, by name: engine/core/times.py) with the last. Hidden states are float32 in the machine's order, [hidden] a
+    position: `input_hidden` all of the prompt's in one (once, with the first output; its last row drew the first token),
+    `hidden` one for each later token, or an embedding request's one pooled vector.
     """
 
     rid: str
@@ -182,6 +192,8 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     input_logprobs: list[TokenLogprob] = []
     retractions: int = 0
     times: dict[str, float] = {}
+    input_hidden: bytes = b""
+    hidden: list[bytes] = []
 
 
 class RequestOpened(_Message, frozen=True):
@@ -204,7 +216,7 @@ class TextOutput(msgspec.Struct, array_like=True, kw_only=True):
     """`TokenOutput` with its text. `text` is the part that is new and final (a delta, never a broken character;
 
     nothing that may still become a stop string). `logprob_texts` run parallel to `tokens.logprobs`: the text of the
-    chosen token and of each alternative. `input_logprob_texts` likewise.
+    chosen token and of each alternative (`top`, then `asked`). `input_logprob_texts` likewise.
     """
 
     text: str

@@ -7,7 +7,7 @@ taken: rooms, leases, tasks and connections.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -62,13 +62,14 @@ class _Exchange:
 
 
 class Dispatcher:
-    """Answers POST /v1/chat/completions, /v1/completions and /generate."""
+    """Answers POST /v1/chat/completions, /v1/completions, /generate and /v1/embeddings (a prefill worker's alone)."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         pd = parts.config.pd_disaggregation
         self._tails: set[asyncio.Task[bytes]] = set()
         self.roles = (Role.PREFILL, Role.DECODE) if pd else (Role.UNIFIED,)
+        self._embedding_roles = self.roles[:1]  # the first computes prompts, alone or not
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The handler. `BadBody` for a body that cannot be routed."""
@@ -95,9 +96,10 @@ class Dispatcher:
         """Attempts until one answers, fails for good, or none is left."""
         config = self._parts.config
         for attempt in range(config.retry_max + 1):
-            workers = self._pick(exchange.tried)
+            roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
+            workers = self._pick(roles, exchange.tried)
             if workers is None:
-                return self._no_worker()
+                return self._no_worker(roles)
             try:
                 return await self._attempt(exchange, workers)
             except LegError as failure:
@@ -188,10 +190,10 @@ class Dispatcher:
             await race.close()
         return await end_with_event(broken.out, _failure_event(failure))
 
-    def _pick(self, tried: set[int]) -> tuple[Worker, ...] | None:
+    def _pick(self, roles: Sequence[Role], tried: set[int]) -> tuple[Worker, ...] | None:
         """One worker of each role, least loaded (or as the policy says) among those not tried yet."""
         parts = self._parts
-        chosen = [pick(parts.policy, parts.table.alive(role), avoid=tried) for role in self.roles]
+        chosen = [pick(parts.policy, parts.table.alive(role), avoid=tried) for role in roles]
         return tuple(w for w in chosen if w is not None) if None not in chosen else None
 
     def _charge(self, worker: Worker, parsed: ParsedBody) -> Lease:
@@ -207,9 +209,9 @@ class Dispatcher:
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
 
-    def _no_worker(self) -> web.Response:
+    def _no_worker(self, roles: Sequence[Role]) -> web.Response:
         """503 that names what is missing."""
-        missing = missing_roles(self._parts.table, self.roles)
+        missing = missing_roles(self._parts.table, roles)
         self._parts.metrics.errors.labels("no_worker", ",".join(missing)).inc()
         return error_response(
             503, no_worker_message(self._parts.table, missing), code="no_worker", headers={"Retry-After": RETRY_AFTER_S}

@@ -1,6 +1,6 @@
-"""Puts what only the prefill worker knows into the decode worker's answer: the prompt's logprobs, the cached tokens.
+"""Puts what only the prefill worker knows into the decode worker's answer: the prompt's logprobs and
 
-Pure. `Merger` works on decoded JSON; `SseMerger` on the bytes of an event stream. Only requests that ask for input
+hidden states, the cached tokens. Pure. `Merger` works on decoded JSON; `SseMerger` on the bytes of an event stream. Only requests that ask for input
 logprobs come here; all other answers pass the router unread. An answer of an unknown shape passes unchanged.
 """
 
@@ -105,6 +105,8 @@ def _merge_meta(prefill: dict[str, Any], meta: dict[str, Any], *, first: bool) -
     for name in _INPUT_LOGPROBS:
         if prefill.get(name) and not meta.get(name) and (first or name in meta):
             meta[name] = prefill[name]
+    if prefill.get("hidden_states") and "hidden_states" in meta:
+        meta["hidden_states"] = prefill["hidden_states"] + meta["hidden_states"]
     if prefill.get("cached_tokens") and not meta.get("cached_tokens"):
         meta["cached_tokens"] = prefill["cached_tokens"]
 

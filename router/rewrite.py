@@ -26,6 +26,7 @@ class Api(StrEnum):
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
     GENERATE = "/generate"
+    EMBEDDINGS = "/v1/embeddings"
 
 
 class BadBody(ValueError):
@@ -116,6 +117,8 @@ def _prompts(api: Api, fields: dict[str, msgspec.Raw]) -> tuple[int, int]:
         return 1, len(_raw(fields, "messages")) // BYTES_PER_TOKEN + 1
     if api is Api.COMPLETIONS:
         return _prompt_shape(_raw(fields, "prompt"))
+    if api is Api.EMBEDDINGS:
+        return _prompt_shape(_raw(fields, "input"))
     return _prompt_shape(_raw(fields, "text") or _raw(fields, "input_ids"))
 
 
@@ -146,10 +149,12 @@ def _samplings(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
 
 
 def _wants_input_logprobs(api: Api, fields: dict[str, msgspec.Raw]) -> bool:
-    if api is Api.CHAT:
+    if api in (Api.CHAT, Api.EMBEDDINGS):
         return False
     if api is Api.COMPLETIONS:
         return _raw(fields, "echo") == b"true" and _raw(fields, "logprobs") not in (b"", b"false")
+    if b"true" in _raw(fields, "return_hidden_states"):
+        return True
     start = _raw(fields, "logprob_start_len")
     return b"true" in _raw(fields, "return_logprob") and _any_not_negative(start)
 

@@ -5,6 +5,7 @@ A request is admitted when its pages fit beside what the running ones are still 
 expectation proves too low the scheduler retracts.
 """
 
+from engine.core.hidden import unseen_from
 from engine.core.new_token_ratio import expected_growth
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import Match, RadixCache
@@ -68,7 +69,7 @@ class Memory:
     def share(self, request: Request) -> None:
         """Let others find the whole pages that are computed; the request keeps reading its own row."""
         whole = min(request.computed_len, request.num_tokens) // self.allocator.page_size
-        if whole <= request.shared_pages or not self.cache.enabled:
+        if whole <= request.shared_pages or not self.cache.enabled or not request.keep_kv:
             return
         tokens = request.tokens(0, whole * self.allocator.page_size)
         inserted = self.cache.insert(tokens, request.pages[:whole])
@@ -113,8 +114,8 @@ class Memory:
 
 
 def _match_limit(request: Request) -> int:
-    """At least one token is computed; prompt logprobs need the logits from one before their start."""
-    limit = request.num_tokens - 1
+    """At least one token is computed; prompt logprobs need the logits from one before their start, hidden states all."""
+    limit = min(request.num_tokens - 1, unseen_from(request))
     if request.wants_input_logprobs:
         assert request.logprobs is not None
         limit = min(limit, max(0, request.logprobs.start_len - 1))

@@ -22,6 +22,9 @@ class StepEffects:
 def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
     """Everything new about `request` since the last output; what was taken is not said again."""
     logprobs, request.output_logprobs = request.output_logprobs, []
+    hidden, request.hidden = request.hidden, []
+    input_hidden, request.input_hidden = request.input_hidden, b""
+    aborted = request.finish is not None and request.finish.kind == "abort"
     return TokenOutput(
         rid=request.rid,
         new_ids=new_ids,
@@ -32,6 +35,8 @@ def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
         logprobs=logprobs,
         input_logprobs=_input_logprobs_once(request),
         retractions=request.retractions,
+        input_hidden=b"" if aborted else input_hidden,  # perhaps of a part only
+        hidden=hidden,
     )
 
 

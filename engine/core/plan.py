@@ -37,6 +37,8 @@ class PlanItem:
     output_len:  output tokens before this step: the position of the draw (seeds, min_new_tokens)
     extend:      part of a prompt (or of what a retracted request has to compute again), not the next token
     logprob_from: first position (prompt index) whose own logprob is wanted in this step, or None
+    hidden_from: first position whose hidden state is wanted in this step, or None
+    pool:        "last" | "mean": instead, one vector of these positions: the last state, or their sum
     """
 
     rid: str
@@ -51,6 +53,8 @@ class PlanItem:
     logprobs: LogprobOptions | None = None
     logprob_from: int | None = None
     logprob_next: int | None = None  # prompt token after this chunk (its logprob comes from this chunk's last logits)
+    hidden_from: int | None = None
+    pool: str = ""
 
     @property
     def q_len(self) -> int:
@@ -62,6 +66,23 @@ class PlanItem:
         return self.start + len(self.tokens)
 
 
+@dataclass(slots=True, frozen=True)
+class PageSave:
+    """Copy `pages` to host memory under `key`."""
+
+    key: int
+    pages: list[int]
+
+
+@dataclass(slots=True, frozen=True)
+class PageLoad:
+    """Copy pages `start`.. of copy `key` into `pages`, and forget the copy."""
+
+    key: int
+    start: int
+    pages: list[int]
+
+
 @dataclass(slots=True)
 class Plan:
     """One step. `extend`: items may have any q_len (prefill); otherwise every q_len is 1 (decode).
@@ -71,7 +92,8 @@ class Plan:
 
     `masks`: by item index, the tokens that item may draw (`Grammar.bitmask`); filled in just before the launch.
 
-    Order the executor owes: `closes`, then `opens`, then page rows of `items`, then forward, then sampling.
+    Order the executor owes: `drops` (copies to forget), `saves`, `loads`, then `closes`, then `opens`, then page rows of
+    `items`, then forward, then sampling. A plan may have no items: then there is nothing to compute.
     """
 
     seq: int
@@ -81,16 +103,23 @@ class Plan:
     closes: list[int] = field(default_factory=list)
     wait: bool = False
     masks: dict[int, bytes] = field(default_factory=dict)
+    saves: list[PageSave] = field(default_factory=list)
+    loads: list[PageLoad] = field(default_factory=list)
+    drops: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class ItemResult:
-    """`token`: sampled id (None when `sample` was False). `input_logprobs`: for positions from `logprob_from`."""
+    """`token`: sampled id (None when `sample` was False). `input_logprobs`: for positions from `logprob_from`.
+
+    `hidden`: float32 rows, one for each position from `hidden_from`, or one when they are pooled.
+    """
 
     token: int | None
     logprob: TokenLogprob | None = None
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     bad: bool = False  # NaN logits
+    hidden: bytes = b""
 
 
 @dataclass(slots=True)

@@ -32,6 +32,9 @@ class Request:
     prefill_only: bool = False
     priority: int = 0
     grammar: Grammar | None = None  # advanced with every committed token
+    keep_kv: bool = True  # others may find its KV
+    return_hidden_states: bool = False
+    pooling: str = ""  # "last" | "mean": an embedding request
 
     serial: int = 0  # order of arrival
     output_ids: list[int] = field(default_factory=list)
@@ -48,6 +51,7 @@ class Request:
     computed_len: int = 0
     inflight: int = 0  # launched steps that are not collected
     pending: int = 0  # of those, how many draw a token
+    saved_len: int = 0  # tokens whose KV is copied to the host, or on its way there
     retractions: int = 0
     cached_tokens: int = 0
     admitted: bool = False
@@ -55,6 +59,9 @@ class Request:
     output_logprobs: list[TokenLogprob] = field(default_factory=list)  # not sent yet
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs_sent: bool = False
+    hidden_launched: int = 0  # positions whose hidden state was computed or is in flight
+    input_hidden: bytes = b""  # hidden states not sent yet, as TokenOutput has them
+    hidden: list[bytes] = field(default_factory=list)
     times: Times = field(default_factory=Times)
 
     @property

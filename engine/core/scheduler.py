@@ -16,7 +16,11 @@ that leaves the engine may next be written by a transfer peer, who does not wait
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engine.core.backups import Backups
 from engine.core.finish import TailText, check_finish
+from engine.core.growth import MeasuredGrowth
+from engine.core.hidden import note_launch
+from engine.core.hidden import take as take_hidden
 from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
@@ -61,6 +65,9 @@ class Scheduler:
         priorities: Priorities | None = None,
         ratio: NewTokenRatio | None = None,
         draw: Draw = lambda: 0.0,
+        backup_pages: int = 0,
+        reserve_floor: int = 0,
+        growth: MeasuredGrowth | None = None,
     ) -> None:
         self.limits = limits
         self.memory = memory
@@ -71,6 +78,9 @@ class Scheduler:
         self._draw = draw
         self.table = RequestTable(limits.max_running_requests)
         self.counters = Counters()
+        self.backups = Backups(max_pages=backup_pages, page_size=limits.page_size)
+        self._reserve_floor = reserve_floor
+        self.growth = growth
         self._tail_text = tail_text
         self._live: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}  # in order of arrival
@@ -118,15 +128,22 @@ class Scheduler:
     def reserve(self, request: Request) -> bool:
         """Pages for an adopted request's prompt (`request.pages`), unless growth of the others needs the room."""
         coming = [*self._growing(), request]
-        expected = sum(self.ratio.growth_tokens(r) for r in coming)
+        expected = self._expected_growth(coming)
         largest = max(r.max_new_tokens - len(r.output_ids) for r in coming)  # whoever it is must be able to finish
         return self.memory.reserve(request, reserved_pages=self.memory.allocator.pages_for(int(max(expected, largest))))
+
+    def _expected_growth(self, coming: list[Request]) -> float:
+        """Tokens: by what ended answers say, or by the ratio until some have; a floor for each that can use it."""
+        if self.growth is not None and self.growth.known:
+            return self.growth.peak_tokens(coming, floor=self._reserve_floor)
+        floors = [min(r.max_new_tokens - len(r.output_ids), self._reserve_floor) for r in coming]
+        return sum(max(self.ratio.growth_tokens(r), f) for r, f in zip(coming, floors, strict=True))
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """An adopted request's KV has landed. A prebuilt batch of one: no forward, its first token is `first`."""
         self._kept.remove(request)
         self._running.append(request)
-        request.computed_len = request.launched_len = len(request.input_ids)
+        request.computed_len = request.launched_len = request.hidden_launched = len(request.input_ids)
         request.cached_tokens, request.admitted = cached_tokens, True
         return [self._commit_draw(request, first)]
 
@@ -163,16 +180,16 @@ class Scheduler:
     def retract_all(self) -> int:
         """Every request that computes gives its memory back and waits again; how many. No step may be in flight.
 
-        A prompt that is being handed over keeps its pages: a peer reads them.
+        A prompt that is being handed over keeps its pages: a peer reads them. No copy is made or kept: what waits is
+        computed again, perhaps with other weights.
         """
-        victims = list(self._running)
-        for request in victims:
-            self._retract(request, [])
+        self.backups.forget_all(self._live.values())
+        victims, self._running = self._running, []
         if self._chunked is not None and not self._chunked.prefill_only:
             victims.append(self._chunked)
-            self._draining.append(self._chunked)
             self._chunked = None
-            self._settle()
+        self._draining += victims
+        self._settle(copy=False)
         return len(victims)
 
     @property
@@ -182,7 +199,8 @@ class Scheduler:
         return self.memory.allocator.counts()["held"] == 0 and cache.num_evictable == cache.num_pages
 
     def forget_prefixes(self) -> None:
-        """Only legal while `holds_no_kv`."""
+        """Only legal while `holds_no_kv`, with no step in flight. Copies of retracted KV go too."""
+        self.backups.forget_all(self._live.values())
         self.memory.cache.flush()
         self.batch_is_full = False
 
@@ -194,7 +212,7 @@ class Scheduler:
         items, opens = self._draft(now_s)
         if not items and self.counters.retractions > before:  # their memory is free now
             items, opens = self._draft(now_s)
-        if not items:
+        if not items and not self.backups.asks_for_a_step:
             return None
         extend = any(item.extend for item in items)
         wait, self._last_was_extend = extend and self._last_was_extend and self.limits.wait_between_prefills, extend
@@ -202,7 +220,9 @@ class Scheduler:
         self._seq += 1
         self.counters.steps += 1
         closes, self._closes = self._closes, []
-        return Plan(seq=self._seq, extend=extend, items=items, opens=opens, closes=closes, wait=wait)
+        plan = Plan(seq=self._seq, extend=extend, items=items, opens=opens, closes=closes, wait=wait)
+        self.backups.attach(plan)
+        return plan
 
     def _awaits_token(self, item: PlanItem) -> bool:
         """Whether what `item` may draw follows from a token that is still in flight."""
@@ -219,7 +239,7 @@ class Scheduler:
 
     def _draft(self, now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
         items, opens = self._plan_extend(now_s)
-        if not items or self.limits.mixed_chunk:
+        if self.limits.mixed_chunk or not any(item.extend for item in items):
             decodes, opened = self._plan_decode({item.rid for item in items})
             items, opens = items + decodes, opens + opened
         return items, opens
@@ -244,7 +264,7 @@ class Scheduler:
             del self._waiting[request.rid]
             self._note_admitted(request)
             opens.append(self._open_slot(request))
-            items.append(self._extend(request, adder))
+            items.append(self._restore(request) if request.saved_len > 0 else self._extend(request, adder))
         return items, opens
 
     def _adder(self) -> PrefillAdder:
@@ -289,6 +309,12 @@ class Scheduler:
         if end == total:
             (self._kept if request.prefill_only else self._running).append(request)
         return self._item(request, start, end, sample=end == total, extend=True)
+
+    def _restore(self, request: Request) -> PlanItem:
+        """Its KV comes back from the host, and it draws in the same step: whoever is retracted next, it got on by one."""
+        self.backups.restore(request)
+        self._running.append(request)
+        return self._item(request, request.launched_len, request.launched_len + 1, sample=True, extend=False)
 
     def _plan_decode(self, planned: set[str]) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Every running request by one token, as far as rows and pages reach; `planned`: already part of this step."""
@@ -338,6 +364,7 @@ class Scheduler:
     def _item(self, request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
         assert request.slot is not None
         known = request.num_tokens
+        hidden_from = note_launch(request, start, end)
         logprob_from, logprob_next = input_logprob_part(request, start, end)
         item = PlanItem(
             rid=request.rid,
@@ -352,6 +379,8 @@ class Scheduler:
             logprobs=request.logprobs,
             logprob_from=logprob_from,
             logprob_next=logprob_next,
+            hidden_from=hidden_from,
+            pool=request.pooling,
         )
         request.told_pages = len(request.pages)
         request.launched_len = end
@@ -374,6 +403,7 @@ class Scheduler:
         """Take the results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
         effects = StepEffects()
+        self.backups.on_collected(plan)
         for item, item_result in zip(plan.items, result.items, strict=True):
             request = self._live[item.rid]
             request.inflight -= 1
@@ -384,7 +414,7 @@ class Scheduler:
             else:
                 self.counters.wasted_draws += item.sample
         self._settle()
-        if not plan.extend:
+        if plan.items and not plan.extend:
             self.ratio.decay()
         if not self._live:
             self.ratio.reset()
@@ -392,6 +422,7 @@ class Scheduler:
 
     def _apply(self, request: Request, item: PlanItem, result: ItemResult, effects: StepEffects) -> None:
         request.input_logprobs += result.input_logprobs
+        take_hidden(request, item, result.hidden)
         if item.extend:
             self.memory.share(request)
             effects.progressed.append(request)
@@ -440,6 +471,8 @@ class Scheduler:
         """Final state, said once. A prefill-only request is the role's from here; others go when nothing is in flight."""
         request.finish = reason
         self.counters.aborted += reason.kind == "abort"
+        if self.growth is not None and reason.kind != "abort":
+            self.growth.note_end(len(request.output_ids))
         output = output_of(request, new_ids or [])
         if not request.prefill_only:
             self._draining.append(request)
@@ -448,14 +481,17 @@ class Scheduler:
             self._kept.append(request)
         return output
 
-    def _settle(self) -> None:
+    def _settle(self, *, copy: bool = True) -> None:
         """Ended and retracted requests whose last step has been collected give their memory back."""
         settled = [r for r in self._draining if r.inflight == 0]
         self._draining = [r for r in self._draining if r.inflight > 0]
         for request in settled:
-            if request.finish is None:
+            if request.finish is None and copy and self.backups.begin(request):
+                self._draining.append(request)  # until its copy is made
+            elif request.finish is None:
                 self._requeue(request)
             else:
+                self.backups.drop(request)
                 self._give_back(request)
                 del self._live[request.rid]
 
@@ -507,6 +543,12 @@ class Scheduler:
         return len(self._running) + (self._chunked is not None)
 
     @property
+    def num_retracted(self) -> int:
+        """Requests that lost their memory and wait to resume."""
+        waiting = sum(r.retractions > 0 for r in self._waiting.values())
+        return waiting + sum(r.finish is None for r in self._draining)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -532,6 +574,7 @@ class Scheduler:
         """DESIGN.md section 5.1: every page has one owner, every live request one stage."""
         self.memory.check()
         self.table.check()
+        self.backups.check(list(self._live.values()))
         stages = [*self._waiting.values(), *self._running, *self._draining, *self._kept]
         stages += [self._chunked] if self._chunked is not None else []
         assert sorted(r.rid for r in stages) == sorted(self._live), "a live request is in no stage, or in two"

@@ -57,4 +57,4 @@ class Detokenizer:
 
     def _texts(self, lp: TokenLogprob) -> tuple[str, list[str]]:
         text = self._tokenizer.token_text
-        return text(lp.token_id), [text(token_id) for _, token_id in lp.top]
+        return text(lp.token_id), [text(token_id) for _, token_id in [*lp.top, *lp.asked]]

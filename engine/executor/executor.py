@@ -51,13 +51,21 @@ def _step_result(plan: Plan, output: StepOutput) -> StepResult:
         items[i].logprob = _token_logprobs(logprobs)[0]
     for i, parts in output.input_logprobs.items():
         items[i].input_logprobs = [entry for part in parts for entry in _token_logprobs(part)]
+    for i, rows in output.hidden.items():
+        items[i].hidden = rows.numpy().tobytes()
     return StepResult(seq=plan.seq, items=items)
 
 
 def _token_logprobs(logprobs: Logprobs) -> list[TokenLogprob]:
     ids = logprobs.token_ids.tolist()
     values, top_ids = logprobs.top_values.tolist(), logprobs.top_ids.tolist()
+    asked = [[] for _ in ids] if logprobs.asked is None else logprobs.asked.tolist()
     return [
-        TokenLogprob(chosen, token_id, list(zip(values[r], top_ids[r], strict=True)))
+        TokenLogprob(
+            chosen,
+            token_id,
+            list(zip(values[r], top_ids[r], strict=True)),
+            list(zip(asked[r], logprobs.asked_ids, strict=False)),
+        )
         for r, (chosen, token_id) in enumerate(zip(logprobs.chosen.tolist(), ids, strict=True))
     ]

@@ -3,7 +3,7 @@
 Nothing here waits for the device: on CUDA everything is enqueued and results are copied to pinned memory behind it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,22 +11,32 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, StepBatch
 from engine.core.plan import Plan, PlanItem
 from engine.executor.future_map import FutureMap
+from engine.executor.hidden import hidden_rows
+from engine.executor.page_backup import PageBackup
 from engine.executor.page_table import PageTable
-from engine.executor.sampler import Sampler, token_logprobs
+from engine.executor.sampler import Sampler, asked_logprobs, token_logprobs
 from engine.executor.token_mask import token_mask
+from engine.messages import LogprobOptions
 from engine.models.causal_lm import CausalLM
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [rows, vocab] float32
 
+_NO_TOKENS = torch.empty(0, dtype=torch.int64)
+
 
 @dataclass(slots=True)
 class Logprobs:
-    """Host copies for one item: chosen [n], top values [n, k], top ids [n, k]; `token_ids` [n]."""
+    """Host copies for one item: chosen [n], top values [n, k], top ids [n, k]; `token_ids` [n].
+
+    `asked` [n, len(asked_ids)]: logprobs of `asked_ids` (None when there are none).
+    """
 
     token_ids: Tensor
     chosen: Tensor
     top_values: Tensor
     top_ids: Tensor
+    asked_ids: tuple[int, ...] = ()
+    asked: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -38,6 +48,7 @@ class StepOutput:
     bad: Tensor
     logprobs: dict[int, Logprobs]  # by item index
     input_logprobs: dict[int, list[Logprobs]]
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # [n, hidden] float32, by item index
 
 
 class ModelRunner:
@@ -50,7 +61,9 @@ class ModelRunner:
         future_map: FutureMap,
         sampler: Sampler,
         device: torch.device,
+        backup: PageBackup | None = None,
     ) -> None:
+        self._backup = backup
         self._model = model
         self._backend = backend
         self._page_table = page_table
@@ -63,13 +76,20 @@ class ModelRunner:
         self._model = model
 
     def run(self, plan: Plan) -> StepOutput:
+        if plan.saves or plan.loads or plan.drops:
+            assert self._backup is not None, "a plan copies pages, and nothing keeps them"
+            self._backup.run(plan)
         for slot in plan.closes:
             self._sampler.close(slot)
         for opened in plan.opens:
             self._sampler.open(opened)
+        if not plan.items:
+            return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, {})
         self._page_table.update(plan.items)
         hidden = self._forward(plan)
-        return self._draw(plan.items, hidden, plan.masks)
+        output = self._draw(plan.items, hidden, plan.masks)
+        output.hidden = {i: self._to_host(rows) for i, rows in hidden_rows(plan.items, hidden).items()}
+        return output
 
     def _forward(self, plan: Plan) -> Tensor:
         """[T, hidden] of all new tokens, item after item."""
@@ -102,8 +122,7 @@ class ModelRunner:
             if item.logprob_from is not None
         }
         if not sampled:
-            empty = torch.empty(0, dtype=torch.int64)
-            return StepOutput([], empty, empty.bool(), {}, input_logprobs)
+            return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, input_logprobs)
         if len(sampled) == len(hidden):
             logits = self._model.logits(hidden)
         else:
@@ -118,7 +137,7 @@ class ModelRunner:
             tokens=self._to_host(tokens),
             bad=self._to_host(bad),
             logprobs={
-                i: self._logprobs(logits[r : r + 1], tokens[r : r + 1], options.top_num)
+                i: self._logprobs(logits[r : r + 1], tokens[r : r + 1], options)
                 for r, i in enumerate(sampled)
                 if (options := items[i].logprobs) is not None
             },
@@ -135,13 +154,17 @@ class ModelRunner:
         for at in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             ids = targets[at : at + PROMPT_LOGPROB_ROWS]
             logits = self._model.logits(hidden[first_row + at : first_row + at + len(ids)])
-            parts.append(self._logprobs(logits, torch.tensor(ids, device=self._device), item.logprobs.top_num))
+            parts.append(self._logprobs(logits, torch.tensor(ids, device=self._device), item.logprobs))
         return parts
 
-    def _logprobs(self, logits: Tensor, tokens: Tensor, top_num: int) -> Logprobs:
-        chosen, top_values, top_ids = token_logprobs(logits, tokens, top_num)
+    def _logprobs(self, logits: Tensor, tokens: Tensor, options: LogprobOptions) -> Logprobs:
+        chosen, top_values, top_ids = token_logprobs(logits, tokens, options.top_num)
         to_host = self._to_host
-        return Logprobs(to_host(tokens), to_host(chosen), to_host(top_values), to_host(top_ids))
+        logprobs = Logprobs(to_host(tokens), to_host(chosen), to_host(top_values), to_host(top_ids))
+        if options.token_ids:
+            ids = torch.tensor(options.token_ids, device=self._device)
+            logprobs.asked_ids, logprobs.asked = options.token_ids, to_host(asked_logprobs(logits, ids))
+        return logprobs
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":

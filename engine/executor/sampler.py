@@ -237,3 +237,8 @@ def token_logprobs(
     chosen = logits.gather(1, tokens[:, None]) - norm
     top = logits.topk(min(top_num, logits.shape[1]), dim=-1)
     return chosen[:, 0], top.values - norm, top.indices
+
+
+def asked_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Raw logprobs (as above) of the same `token_ids` [k] in every row: logits [n, V] -> [n, k] float32."""
+    return logits[:, token_ids] - logits.logsumexp(-1, keepdim=True)

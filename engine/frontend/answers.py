@@ -12,6 +12,8 @@ def absorb(into: TextOutput, new: TextOutput) -> None:
     a.new_ids += b.new_ids
     a.logprobs += b.logprobs
     a.input_logprobs += b.input_logprobs
+    a.input_hidden += b.input_hidden
+    a.hidden += b.hidden
     a.finish = b.finish or a.finish
     a.prompt_tokens = max(a.prompt_tokens, b.prompt_tokens)
     a.cached_tokens = max(a.cached_tokens, b.cached_tokens)
@@ -23,7 +25,7 @@ def absorb(into: TextOutput, new: TextOutput) -> None:
 def without_tokens(output: TextOutput) -> TextOutput:
     """The same without its new tokens: a request for 0 tokens runs as one for 1 and drops it."""
     tokens = output.tokens
-    tokens.new_ids, tokens.logprobs = [], []
+    tokens.new_ids, tokens.logprobs, tokens.hidden = [], [], []
     output.text, output.logprob_texts = "", []
     if tokens.finish is not None and tokens.finish.kind == "stop":
         tokens.finish = FinishReason(kind="length")

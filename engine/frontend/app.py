@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from engine.frontend import admin_api, control_api, native_api, openai_api
+from engine.frontend import admin_api, control_api, embeddings_api, native_api, openai_api
 from engine.frontend.errors import ApiError
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import STREAMING, json_response
@@ -58,6 +58,7 @@ _POSTS: dict[str, Handler] = {
     "/v1/completions": openai_api.completions,
     "/v1/chat/completions": openai_api.chat_completions,
     "/generate": native_api.generate,
+    "/v1/embeddings": embeddings_api.embeddings,
     "/flush_cache": admin_api.flush_cache,
     "/abort_request": admin_api.abort_request,
     "/pause_generation": control_api.pause_generation,

@@ -184,7 +184,7 @@ class EngineClient:
         names = [r.rid for r in requests]
         self._check_names({*names, *(groups or [])}, names)
         wire = [f"{name}:{next(self._numbers):x}" for name in names]
-        empty = [r.sampling.max_new_tokens == 0 for r in requests]
+        empty = [r.sampling.max_new_tokens == 0 and not r.pooling for r in requests]
         generation = Generation(self, names, wire, [len(r.input_ids) for r in requests], empty, groups or [])
         for i, name_set in enumerate(zip(names, groups or names, strict=True)):
             self._live[wire[i]] = (generation, i)

@@ -51,6 +51,9 @@ QUEUE_GAUGES = {
 }
 SCHEDULER_COUNTERS = {
     "transfer_failed": ("num_transfer_failed_reqs", "requests whose KV transfer failed"),
+    "retractions": ("num_retractions", "times that a request lost its memory"),
+    "backup_saved_tokens": ("retraction_saved_tokens", "retracted tokens whose KV was copied to the host"),
+    "backup_restored_tokens": ("retraction_restored_tokens", "retracted tokens whose KV came back from the host"),
     "bootstrap_failed": ("num_bootstrap_failed_reqs", "requests whose bootstrap failed"),
     "grammar_compiled": ("num_grammar_compiled", "grammars that were compiled"),
     "grammar_cache_hits": ("num_grammar_cache_hit", "requests whose grammar was compiled before"),

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.answers import absorb
+from engine.frontend.chosen import asked_token_ids, hidden_state_lists
 from engine.frontend.constraints import plain_constraint
 from engine.frontend.errors import bad_field, decode_body
 from engine.frontend.fields import (
@@ -42,8 +43,6 @@ _REFUSED = (
     "image_data",
     "video_data",
     "audio_data",
-    "token_ids_logprob",
-    "return_hidden_states",
     "lora_path",
     "session_params",
     "custom_logit_processor",
@@ -70,8 +69,10 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int] | None] | None = None
     priority: int | None = None
     return_text_in_logprobs: bool | None = None
+    return_hidden_states: bool | list[bool] | None = None
     bootstrap_host: Host = None
     bootstrap_port: Port = None
     bootstrap_room: Room = None
@@ -79,8 +80,6 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     image_data: Any = None
     video_data: Any = None
     audio_data: Any = None
-    token_ids_logprob: Any = None
-    return_hidden_states: Any = None
     lora_path: Any = None
     session_params: Any = None
     custom_logit_processor: Any = None
@@ -106,6 +105,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         names=generation.names,
         num_prompt_tokens=generation.num_prompt_tokens,
         logprobs=[r.logprobs for r in requests],
+        hidden_states=[r.return_hidden_states for r in requests],
         texts=bool(body.return_text_in_logprobs),
         single=single and n == 1,
         weight_version=lambda: s.weight_version,
@@ -122,6 +122,7 @@ class NativeView:
         names: list[str],
         num_prompt_tokens: list[int],
         logprobs: list[LogprobOptions | None],
+        hidden_states: list[bool],
         texts: bool,
         single: bool,
         weight_version: Callable[[], str],
@@ -129,6 +130,7 @@ class NativeView:
         self._names = names
         self._num_prompt_tokens = num_prompt_tokens
         self._logprobs = logprobs
+        self._hidden_states = hidden_states
         self._texts = texts
         self._single = single
         self._weight_version = weight_version
@@ -166,6 +168,8 @@ class NativeView:
             "e2e_latency": time.monotonic() - self._start_s,
             **t.times,
         }
+        if self._hidden_states[index]:
+            meta["hidden_states"] = hidden_state_lists(t)
         options = self._logprobs[index]
         return meta if options is None else {**meta, **self._logprob_info(output, options)}
 
@@ -178,6 +182,9 @@ class NativeView:
         if options.top_num:
             info["input_top_logprobs"] = self._top_rows(t.input_logprobs, output.input_logprob_texts)
             info["output_top_logprobs"] = self._top_rows(t.logprobs, output.logprob_texts)
+        if options.token_ids:
+            info["input_token_ids_logprobs"] = self._asked_rows(t.input_logprobs, output.input_logprob_texts)
+            info["output_token_ids_logprobs"] = self._asked_rows(t.logprobs, output.logprob_texts)
         return info
 
     def _rows(self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]) -> list[list[Any]]:
@@ -190,11 +197,20 @@ class NativeView:
         self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]
     ) -> list[list[list[Any]] | None]:
         return [
-            None
-            if lp.logprob is None
-            else [[finite(p), i, t if self._texts else None] for (p, i), t in zip(lp.top, top_texts, strict=False)]
+            None if lp.logprob is None else self._entries(lp.top, top_texts)
             for lp, (_, top_texts) in zip(logprobs, texts, strict=False)
         ]
+
+    def _asked_rows(
+        self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]
+    ) -> list[list[list[Any]] | None]:
+        return [
+            None if lp.logprob is None else self._entries(lp.asked, more_texts[len(lp.top) :])
+            for lp, (_, more_texts) in zip(logprobs, texts, strict=False)
+        ]
+
+    def _entries(self, pairs: list[tuple[float, int]], texts: list[str]) -> list[list[Any]]:
+        return [[finite(p), i, t if self._texts else None] for (p, i), t in zip(pairs, texts, strict=False)]
 
 
 def _finish_reason(finish: FinishReason | None, num_tokens: int) -> dict[str, Any] | None:
@@ -267,7 +283,8 @@ def _requests(
         body, mode=s.mode, num_prompts=len(prompts), n=n, default_port=s.default_bootstrap_port, mint_room=s.mint_room
     )
     rids = _rids(s, body.rid, len(prompts))
-    logprobs = _logprob_options(body, prompts)
+    logprobs = _logprob_options(body, prompts, vocab_size=s.vocab_size)
+    hidden_states = _hidden_states(s, body, len(prompts))
     intervals = [
         check_stream_interval(p.stream_interval if p else None, field="sampling_params.stream_interval")
         for p in _each("sampling_params", body.sampling_params, len(prompts))
@@ -284,6 +301,7 @@ def _requests(
                     sampling=sampling,
                     logprobs=logprobs[i],
                     bootstrap=bootstraps[i * n + j],
+                    return_hidden_states=hidden_states[i],
                     stream=bool(body.stream),
                     stream_interval=intervals[i],
                     priority=priority,
@@ -304,17 +322,31 @@ def _rids(s: Services, rid: str | list[str] | None, num_prompts: int) -> list[st
     return rids
 
 
-def _logprob_options(body: GenerateBody, prompts: list[list[int]]) -> list[LogprobOptions | None]:
+def _hidden_states(s: Services, body: GenerateBody, num_prompts: int) -> list[bool]:
+    wanted = [bool(w) for w in _each("return_hidden_states", body.return_hidden_states, num_prompts)]
+    if any(wanted) and not s.return_hidden_states:
+        raise bad_field(
+            "return_hidden_states",
+            "this server was started without --enable-return-hidden-states",
+            code="unsupported_parameter",
+        )
+    return wanted
+
+
+def _logprob_options(body: GenerateBody, prompts: list[list[int]], *, vocab_size: int) -> list[LogprobOptions | None]:
     wanted = _each("return_logprob", body.return_logprob, len(prompts))
     starts = _each("logprob_start_len", body.logprob_start_len, len(prompts))
     tops = _each("top_logprobs_num", body.top_logprobs_num, len(prompts))
+    asked = asked_token_ids(body.token_ids_logprob, len(prompts), vocab_size=vocab_size)
     return [
-        _one_logprob_options(start, top or 0, num_prompt_tokens=len(ids)) if want else None
-        for want, start, top, ids in zip(wanted, starts, tops, prompts, strict=True)
+        _one_logprob_options(start, top or 0, token_ids, num_prompt_tokens=len(ids)) if want else None
+        for want, start, top, token_ids, ids in zip(wanted, starts, tops, asked, prompts, strict=True)
     ]
 
 
-def _one_logprob_options(start: int | None, top: int, *, num_prompt_tokens: int) -> LogprobOptions:
+def _one_logprob_options(
+    start: int | None, top: int, token_ids: tuple[int, ...], *, num_prompt_tokens: int
+) -> LogprobOptions:
     start = -1 if start is None else start
     if not -1 <= start <= num_prompt_tokens:
         raise bad_field(
@@ -323,7 +355,7 @@ def _one_logprob_options(start: int | None, top: int, *, num_prompt_tokens: int)
         )
     if not 0 <= top <= MAX_TOP_LOGPROBS:
         raise bad_field("top_logprobs_num", f"must be between 0 and {MAX_TOP_LOGPROBS}, got {top}")
-    return LogprobOptions(start_len=-1 if start == num_prompt_tokens else start, top_num=top)
+    return LogprobOptions(start_len=-1 if start == num_prompt_tokens else start, top_num=top, token_ids=token_ids)
 
 
 def _each(field: str, value: Any, num_prompts: int) -> list[Any]:

@@ -161,6 +161,8 @@ def make_services(
         started_unix_s=int(time.time()),
         prng=random.Random(engine.random_seed),
         tool_call_parser=engine.tool_call_parser,
+        return_hidden_states=engine.enable_return_hidden_states,
+        embedding_pooling=engine.embedding_pooling,
     )
 
 

@@ -47,6 +47,8 @@ class Services:
     started_unix_s: int
     prng: random.Random
     tool_call_parser: str | None = None
+    return_hidden_states: bool = False  # requests may ask for them
+    embedding_pooling: str = "last"
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
 
     @property

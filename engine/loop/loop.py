@@ -224,8 +224,11 @@ class EngineLoop:
             arrived_s=now_s,
             logprobs=message.logprobs,
             bootstrap=message.bootstrap,
-            prefill_only=self._settings.prefill_only,
+            prefill_only=self._settings.prefill_only and not message.pooling,
             priority=message.priority,
+            keep_kv=not message.skip_cache_insert,
+            return_hidden_states=message.return_hidden_states,
+            pooling=message.pooling,
         )
         self._gate.open(message)
         self._times.arrived(request, now_s)

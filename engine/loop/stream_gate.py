@@ -53,4 +53,6 @@ def _joined(held: TokenOutput, new: TokenOutput) -> TokenOutput:
     new.new_ids = held.new_ids + new.new_ids
     new.logprobs = held.logprobs + new.logprobs
     new.input_logprobs = held.input_logprobs + new.input_logprobs
+    new.input_hidden = held.input_hidden + new.input_hidden
+    new.hidden = held.hidden + new.hidden
     return new

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 
+from engine.core.growth import MeasuredGrowth
 from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
@@ -31,6 +32,8 @@ class EngineInATest:
         policy: str = "fcfs",
         priorities: Priorities | None = None,
         conservativeness: float = 1.0,
+        backup_pages: int = 0,
+        reserve_floor: int = 0,
         **limits: object,
     ) -> None:
         allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
@@ -50,6 +53,9 @@ class EngineInATest:
             priorities=priorities,
             ratio=NewTokenRatio(conservativeness=conservativeness),
             draw=random.Random(5).random,
+            backup_pages=backup_pages,
+            reserve_floor=reserve_floor,
+            growth=MeasuredGrowth(),
         )
         self.now_s = 0.0
         self.model = HashModel(page_size=page_size)

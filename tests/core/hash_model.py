@@ -44,8 +44,10 @@ class HashModel:
         self.kv: dict[tuple[int, int], int] = {}
         self.rows: dict[int, list[int]] = {}
         self.last: dict[int, int] = {}
+        self.copies: dict[int, list[list[int | None]]] = {}  # of pages, in host memory
 
     def run(self, plan: Plan) -> StepResult:
+        self._copy_pages(plan)
         for slot in plan.closes:
             del self.rows[slot]
         for opened in plan.opens:
@@ -66,6 +68,16 @@ class HashModel:
                 self.last[item.slot] = token
             results.append(ItemResult(token))
         return StepResult(plan.seq, results)
+
+    def _copy_pages(self, plan: Plan) -> None:
+        for key in plan.drops:
+            del self.copies[key]
+        for save in plan.saves:
+            self.copies[save.key] = [[self.kv.get((p, o)) for o in range(self.page_size)] for p in save.pages]
+        for load in plan.loads:
+            copy = self.copies.pop(load.key)[load.start : load.start + len(load.pages)]
+            for page, slots in zip(load.pages, copy, strict=True):
+                self.kv.update({(page, o): v for o, v in enumerate(slots) if v is not None})
 
     def _at(self, row: list[int], position: int) -> tuple[int, int]:
         return row[position // self.page_size], position % self.page_size

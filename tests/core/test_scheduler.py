@@ -287,6 +287,7 @@ REQUESTS = st.lists(
     priorities=st.sampled_from([None, Priorities(), Priorities(low_first=True, aging_s=3.0, preempt_threshold=2)]),
     conservativeness=st.sampled_from([0.0, 1.0, 2.0]),
     mixed=st.booleans(),
+    backup_pages=st.sampled_from([0, 10, 1000]),
 )
 def test_anything_goes_and_every_invariant_holds(
     requests: list[tuple[int, int, int, int, int | None, int]],
@@ -300,6 +301,7 @@ def test_anything_goes_and_every_invariant_holds(
     priorities: Priorities | None,
     conservativeness: float,
     mixed: bool,
+    backup_pages: int,
 ) -> None:
     import engine.core.new_token_ratio as memory
 
@@ -315,6 +317,7 @@ def test_anything_goes_and_every_invariant_holds(
         conservativeness=conservativeness,
         mixed_chunk=mixed,
         wait_between_prefills=not mixed,
+        backup_pages=backup_pages,
     )
     original, memory.CLIP_TOKENS = memory.CLIP_TOKENS, clip
     try:
@@ -342,4 +345,4 @@ def test_anything_goes_and_every_invariant_holds(
             assert got == want[: len(got)]
         else:
             assert got == want
-    assert all_pages_back(engine)
+    assert all_pages_back(engine) and engine.model.copies == {}

@@ -56,10 +56,12 @@ class RoleEngine(EngineInATest):
 
 
 class Cluster:
-    def __init__(self, *, pages: tuple[int, int], page_size: int, chunk: int, depth: int, rows: int = 3) -> None:
+    def __init__(
+        self, *, pages: tuple[int, int], page_size: int, chunk: int, depth: int, rows: int = 3, **decode: object
+    ) -> None:
         make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 4}
         self.prefill = RoleEngine(num_pages=pages[0], **make)  # type: ignore[arg-type]
-        self.decode = RoleEngine(num_pages=pages[1], **make)  # type: ignore[arg-type]
+        self.decode = RoleEngine(num_pages=pages[1], **make, **decode)  # type: ignore[arg-type]
         rows_p, rows_d = MetadataBuffers(rows), MetadataBuffers(rows)
         self.wire = Wire(prefill=self.prefill.model, decode=self.decode.model, rows=(rows_p, rows_d))
         self.prefill.role = PrefillRole(
@@ -108,6 +110,32 @@ def test_tokens_cross_two_engines(depth: int, page_size: int) -> None:
     cluster.run(random.Random(1))
     assert cluster.decode.tokens == {rid: expected_tokens(p, 6) for rid, p in prompts.items()}
     assert cluster.prefill.tokens == {rid: expected_tokens(p, 1) for rid, p in prompts.items()}
+    cluster.assert_all_back()
+
+
+@pytest.mark.parametrize("backup_pages", [0, 1000])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_retracted_requests_come_before_new_ones(depth: int, backup_pages: int) -> None:
+    """Memory for the growth of two of six; none is reserved. While one is retracted nobody new gets pages."""
+    cluster = Cluster(
+        pages=(200, 16), page_size=4, chunk=8, depth=depth, backup_pages=backup_pages, conservativeness=0.0
+    )
+    prompts = {f"r{i}": [i, *range(8 + i)] for i in range(6)}
+    for i, (rid, prompt) in enumerate(prompts.items()):
+        cluster.submit(rid, prompt, i + 1, new=24)
+    rng, decode, retracted = random.Random(7), cluster.decode, 0
+    while not cluster.at_rest():
+        cluster.wire.step(rng)
+        cluster.prefill.turn()
+        before = decode.role.queues()
+        decode.turn()
+        if before["retracted"]:
+            retracted += 1
+            assert decode.role.queues()["prealloc"] == before["prealloc"]
+    assert retracted > 0 and decode.scheduler.counters.retractions > 0
+    assert decode.tokens == {rid: expected_tokens(p, 24) for rid, p in prompts.items()}
+    saved = decode.role.counters()["backup_saved_tokens"]
+    assert (saved > 0) == (backup_pages > 0) and decode.role.counters()["backup_restored_tokens"] == saved
     cluster.assert_all_back()
 
 
@@ -198,14 +226,29 @@ REQUESTS = st.lists(
     depth=st.integers(1, 2),
     page_size=st.sampled_from([1, 4]),
     capacity=st.integers(44, 150),
+    backup_pages=st.sampled_from([0, 8, 1000]),
+    conservativeness=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 2**32),
 )
 def test_aborts_at_any_moment_leave_nothing_behind(
-    requests: list[tuple[int, int, int, int, str, int]], depth: int, page_size: int, capacity: int, seed: int
+    requests: list[tuple[int, int, int, int, str, int]],
+    depth: int,
+    page_size: int,
+    capacity: int,
+    backup_pages: int,
+    conservativeness: float,
+    seed: int,
 ) -> None:
     rng = random.Random(seed)
     pages = capacity // page_size
-    cluster = Cluster(pages=(pages, pages), page_size=page_size, chunk=8, depth=depth)
+    cluster = Cluster(
+        pages=(pages, pages),
+        page_size=page_size,
+        chunk=8,
+        depth=depth,
+        backup_pages=backup_pages,
+        conservativeness=conservativeness,
+    )
     aborts: dict[int, list[tuple[str, str]]] = {}
     turn = 0
     for i, (family, length, new, gap, who, when) in enumerate(requests):

@@ -171,6 +171,8 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"text": "a", "rid": ""}, "rid"),
     (GENERATE, {"text": "a", "image_data": "x"}, "image_data"),
     (GENERATE, {"text": "a", "lora_path": "x"}, "lora_path"),
+    (GENERATE, {"text": "a", "return_hidden_states": True}, "return_hidden_states"),
+    (GENERATE, {"text": "a", "return_logprob": True, "token_ids_logprob": [10**9]}, "token_ids_logprob"),
     ("/abort_request", {}, "rid"),
     ("/abort_request", {"rid": 5}, "rid"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
@@ -225,7 +227,7 @@ def test_wrong_places_and_methods(worker: Worker) -> None:
         ("GET", COMPLETE, 405),
         ("DELETE", "/v1/models", 405),
         ("GET", "/v1/models/other", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/responses", 404),
         ("GET", "/../../etc/passwd", 404),
         ("PATCH", "/generate", 405),
     ):

@@ -1,0 +1,93 @@
+"""KV of retracted requests that is kept in host memory: which pages are copied out, back, or forgotten, and when.
+
+    retracted --begin--> saving --its step collected--> saved (memory given back) --restore--> running, no forward
+                            \\__ aborted, or no room for the copy: dropped; it waits and is computed again
+
+Copies travel in plans, in stream order. A copy in flight counts as a step in flight: the pages leave the request only
+after it, because a freed page may next be written by a transfer peer, who does not wait for our stream.
+"""
+
+from collections.abc import Iterable
+
+from engine.core.plan import PageLoad, PageSave, Plan
+from engine.core.request import Request
+
+
+class Backups:
+    """`max_pages`: of all copies together; what does not fit is computed again. 0: nothing is ever copied."""
+
+    def __init__(self, *, max_pages: int, page_size: int) -> None:
+        self._max_pages = max_pages
+        self._page_size = page_size
+        self._pages: dict[int, int] = {}  # serial of a request -> pages of its copy, also while it is made
+        self._saves: list[PageSave] = []
+        self._loads: list[PageLoad] = []
+        self._drops: list[int] = []
+        self._copying: dict[int, Request] = {}  # a copy, out or back, is asked for or in flight
+        self.saved_tokens = 0
+        self.restored_tokens = 0
+
+    def begin(self, request: Request) -> bool:
+        """Copy a retracted request's KV before it gives its memory back; False: there is none to copy, or no room."""
+        count = -(-request.computed_len // self._page_size)
+        if request.serial in self._pages or count == 0 or self.num_pages + count > self._max_pages:
+            return False
+        self._pages[request.serial] = count
+        self._saves.append(PageSave(request.serial, request.pages[:count]))
+        request.saved_len = request.computed_len
+        self._copying[request.serial] = request
+        request.inflight += 1
+        self.saved_tokens += request.saved_len
+        return True
+
+    def restore(self, request: Request) -> None:
+        """Fill the pages of a request that was admitted again; those that it found in the cache hold the same already."""
+        assert request.saved_len == request.num_tokens - 1, "all but the token drawn last is in the copy"
+        start = request.launched_len // self._page_size
+        count = self._pages.pop(request.serial)
+        self._loads.append(PageLoad(request.serial, start, request.pages[start:count]))
+        request.launched_len = request.computed_len = request.saved_len
+        request.saved_len = 0
+        self._copying[request.serial] = request
+        request.inflight += 1
+        self.restored_tokens += request.launched_len
+
+    def drop(self, request: Request) -> None:
+        """The request has ended."""
+        if self._pages.pop(request.serial, None) is not None:
+            self._drops.append(request.serial)
+            request.saved_len = 0
+
+    def forget_all(self, requests: Iterable[Request]) -> None:
+        """The weights may change: no copy is right any more, nor one that was asked for. No step may be in flight."""
+        for save in self._saves:
+            self._copying.pop(save.key).inflight -= 1
+            del self._pages[save.key]
+        self._saves.clear()
+        assert not self._copying, "copies forgotten while one is in flight"
+        for request in requests:
+            self.drop(request)
+            request.saved_len = 0
+
+    def attach(self, plan: Plan) -> None:
+        """Everything asked for since the last plan goes with this one."""
+        plan.saves, self._saves = self._saves, []
+        plan.loads, self._loads = self._loads, []
+        plan.drops, self._drops = self._drops, []
+
+    def on_collected(self, plan: Plan) -> None:
+        """The copies of a collected step are made."""
+        for key in [*(save.key for save in plan.saves), *(load.key for load in plan.loads)]:
+            self._copying.pop(key).inflight -= 1
+
+    @property
+    def asks_for_a_step(self) -> bool:
+        return bool(self._saves or self._loads or self._drops)
+
+    @property
+    def num_pages(self) -> int:
+        return sum(self._pages.values())
+
+    def check(self, live: list[Request]) -> None:
+        assert set(self._pages) <= {r.serial for r in live}, "a copy of an ended request is kept"
+        assert self.num_pages <= self._max_pages

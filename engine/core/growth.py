@@ -1,0 +1,60 @@
+"""How far present requests will grow together before enough of them have ended: learned from answers that have ended.
+
+A request that has drawn g tokens is taken to end where, of the last answers longer than g, a share SHARE had ended.
+Requests that end give their memory back, so what is needed is not the sum of all growth but its peak over time:
+
+    by remaining tokens, longest first:   r1 >= r2 >= ... >= rn,  held now: c1, c2, ...
+    when request i ends, 1..i are there:  sum(c1..ci) + i * ri        peak = the largest of these
+
+The peak is that of the Past-Future scheduler (arXiv:2507.10150, LightLLM); a quantile stands for its random draws.
+"""
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterable
+
+from engine.core.request import Request
+
+WINDOW = 1000  # answers remembered
+FEWEST = 32  # before so many have ended nothing is known
+SHARE = 0.35  # many are there at once, so their sum is near its mean: less than half is enough (docs/scheduling/logprobs.md)
+
+
+class MeasuredGrowth:
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def note_end(self, num_tokens: int) -> None:
+        """An answer ended by itself or by its limit, after so many tokens."""
+        if len(self._recent) == WINDOW:
+            oldest = self._recent.popleft()
+            del self._sorted[bisect_right(self._sorted, oldest) - 1]
+        self._recent.append(num_tokens)
+        insort(self._sorted, num_tokens)
+
+    @property
+    def known(self) -> bool:
+        return len(self._recent) >= FEWEST
+
+    def remaining(self, request: Request) -> int:
+        """Tokens that `request` will still draw; what is longer than all that was seen goes to its limit."""
+        drawn = len(request.output_ids)
+        limit = max(0, request.max_new_tokens - drawn)
+        longer = bisect_right(self._sorted, drawn)
+        if longer == len(self._sorted):
+            return limit
+        at = longer + int(SHARE * (len(self._sorted) - longer))
+        return min(limit, self._sorted[min(at, len(self._sorted) - 1)] - drawn)
+
+    def peak_tokens(self, requests: Iterable[Request], *, floor: int) -> int:
+        """Tokens beyond those held now that `requests` will need at once; each grows by `floor` at least, if it may."""
+        grown = sorted(((self._growth(r, floor), r.num_tokens) for r in requests), reverse=True)
+        held, peak = 0, 0
+        for i, (growth, tokens) in enumerate(grown, 1):
+            held += tokens
+            peak = max(peak, held + i * growth)
+        return max(0, peak - held)
+
+    def _growth(self, request: Request, floor: int) -> int:
+        return max(self.remaining(request), min(floor, request.max_new_tokens - len(request.output_ids)))

@@ -1,0 +1,118 @@
+"""POST /v1/embeddings, OpenAI's: texts or token ids -> one vector each, the pooled hidden states of the prompt.
+
+Runs on unified and prefill workers: a prompt is computed, nothing is generated, no KV stays.
+"""
+
+import array
+import base64
+import sys
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.errors import ApiError, bad_field, decode_body
+from engine.frontend.fields import check_num_samples, check_prompt_ids
+from engine.frontend.openai_api import check_model
+from engine.frontend.services import SERVICES, Services
+from engine.frontend.stream import json_response
+from engine.messages import GenerateRequest, TextOutput
+from engine.sampling_params import SamplingParams
+
+NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    rid: str | None = None
+
+
+async def embeddings(request: web.Request) -> web.Response:
+    s = request.app[SERVICES]
+    body = decode_body(await request.read(), EmbeddingBody)
+    check_model(s, body.model)
+    _check(s, body)
+    prompts = _prompts(body.input)
+    check_num_samples(len(prompts), 1, field="input")
+    ids = [await _prompt_ids(s, p) for p in prompts]
+    name = body.rid or s.mint_id("embd-")
+    requests = [
+        GenerateRequest(
+            rid=name if len(ids) == 1 else f"{name}-{i}",
+            input_ids=prompt,
+            sampling=NOTHING_NEW,
+            skip_cache_insert=True,
+            pooling=s.embedding_pooling,
+        )
+        for i, prompt in enumerate(ids)
+    ]
+    with s.client.generate(requests, groups=[name] * len(requests)) as generation:
+        answers = await generation.collect()
+    show = _base64 if body.encoding_format == "base64" else _floats
+    num_tokens = sum(len(prompt) for prompt in ids)
+    return json_response(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": i, "embedding": show(_vector(answer))}
+                for i, answer in enumerate(answers)
+            ],
+            "model": s.served_name,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+    )
+
+
+def _check(s: Services, body: EmbeddingBody) -> None:
+    if s.mode == "decode":
+        raise ApiError(400, "a decode worker makes no embeddings; send it to a prefill worker or to the router")
+    if body.encoding_format not in (None, "float", "base64"):
+        raise bad_field("encoding_format", f"must be float or base64, got {body.encoding_format!r}")
+    if body.dimensions is not None:
+        raise bad_field("dimensions", "this model has one size of vectors; leave it out", code="unsupported_parameter")
+
+
+def _prompts(value: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """Each a non-empty text or token ids. Raises ApiError(400)."""
+    if isinstance(value, list) and value and all(isinstance(p, int) for p in value):
+        return [[p for p in value if isinstance(p, int)]]
+    prompts: list[str | list[int]] = [value] if isinstance(value, str) else []
+    prompts += [p for p in value if not isinstance(p, int)] if isinstance(value, list) else []
+    mixed = isinstance(value, list) and (len(prompts) < len(value) or len({type(p) for p in prompts}) > 1)
+    if mixed:
+        raise bad_field("input", "must be a string, a list of strings, a list of token ids or a list of such lists")
+    if not prompts or not all(prompts):
+        raise bad_field("input", "must not be empty")
+    return prompts
+
+
+async def _prompt_ids(s: Services, prompt: str | list[int]) -> list[int]:
+    ids = prompt if isinstance(prompt, list) else await s.encode(prompt, field="input")
+    check_prompt_ids(ids, field="input", vocab_size=s.vocab_size)
+    if len(ids) > s.context_length:
+        raise bad_field(
+            "input", f"has {len(ids)} tokens and the context is {s.context_length}", code="context_length_exceeded"
+        )
+    return ids
+
+
+def _vector(answer: TextOutput) -> "array.array[float]":
+    """Raises ApiError(499) for one that was aborted before its end."""
+    if not answer.tokens.hidden or (answer.tokens.finish is not None and answer.tokens.finish.kind == "abort"):
+        raise ApiError(499, "the request was aborted", code="aborted")
+    return array.array("f", answer.tokens.hidden[-1])
+
+
+def _floats(vector: "array.array[float]") -> Any:
+    return vector.tolist()
+
+
+def _base64(vector: "array.array[float]") -> Any:
+    """Little-endian float32, as the OpenAI client reads it."""
+    if sys.byteorder == "big":
+        vector.byteswap()
+    return base64.b64encode(vector.tobytes()).decode()

@@ -1,0 +1,176 @@
+"""Hidden states, embeddings and logprobs of chosen ids of a real engine against transformers, however a prompt is computed."""
+
+import array
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.core import new_token_ratio
+from engine.core.request import Request
+from engine.messages import LogprobOptions, TokenOutput
+from engine.sampling_params import SamplingParams
+from tests.engine.engine_in_process import EngineInProcess
+from tests.models.tiny_checkpoints import ARCHITECTURES, make_tiny_checkpoint
+
+MAX_ERROR = 1e-4
+NEW_TOKENS = 6
+WAYS = {
+    "whole": {},
+    "chunked": {"chunked_prefill_size": 32, "page_size": 4},
+    "overlap": {"chunked_prefill_size": 64, "stream": "threaded", "stream_delay_ms": 1.0},
+    "mixed": {"chunked_prefill_size": 32, "enable_mixed_chunk": True},
+}
+
+
+@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Said:
+    """All outputs of a request, joined."""
+
+    tokens: list[int] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+
+class Engine(EngineInProcess):
+    def ask(self, rid: str, prompt: list[int], *, new: int = NEW_TOKENS, **wanted: object) -> None:
+        request = Request(
+            rid=rid,
+            input_ids=prompt,
+            sampling=SamplingParams(max_new_tokens=new, temperature=0.0, seed=0, ignore_eos=True),
+            eos_ids=frozenset(),
+            arrived_s=0.0,
+            **wanted,  # type: ignore[arg-type]
+        )
+        assert self.parts.scheduler.add(request) == []
+
+    def answers(self) -> dict[str, Said]:
+        said: dict[str, Said] = {}
+        collect = self.parts.scheduler.collect
+
+        def listen(*args: object) -> object:
+            effects = collect(*args)  # type: ignore[arg-type]
+            for output in effects.outputs:
+                one = said.setdefault(output.rid, Said())
+                one.outputs.append(output)
+                one.tokens += output.new_ids
+                blocks = [output.input_hidden] if output.input_hidden else []
+                one.rows += [torch.tensor(array.array("f", b)).view(-1, 64) for b in [*blocks, *output.hidden]]
+            return effects
+
+        self.parts.scheduler.collect = listen  # type: ignore[method-assign, assignment]
+        try:
+            self.run()
+        finally:
+            self.parts.scheduler.collect = collect  # type: ignore[method-assign]
+        return said
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(16, 272) for _ in range(length)]
+
+
+@torch.inference_mode()
+def states(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """[tokens, hidden] after the final norm."""
+    return model.model(torch.tensor([tokens])).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hidden_states_equal_transformers(checkpoint: str, reference: PreTrainedModel, way: str) -> None:
+    """Twice: what is cached is computed again, because its states are wanted."""
+    engine = Engine(checkpoint, **WAYS[way])
+    prompts = {"short": prompt_of(5, 1), "long": prompt_of(150, 2)}
+    try:
+        for _ in range(2):
+            for rid, prompt in prompts.items():
+                engine.ask(rid, prompt, return_hidden_states=True)
+            for rid, said in engine.answers().items():
+                prompt = prompts[rid]
+                assert len(said.rows[0]) == len(prompt) and len(said.rows) == len(said.tokens) == NEW_TOKENS
+                expected = states(reference, [*prompt, *said.tokens[:-1]])
+                torch.testing.assert_close(torch.cat(said.rows), expected, atol=MAX_ERROR, rtol=0)
+    finally:
+        engine.close()
+
+
+def test_a_retraction_says_no_state_twice(
+    checkpoint: str, reference: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", 1)  # admits more than the memory can hold to the end
+    engine = Engine(checkpoint, max_total_tokens=224, page_size=4)
+    prompts = {f"r{i}": prompt_of(20 + i, i) for i in range(4)}
+    try:
+        for rid, prompt in prompts.items():
+            engine.ask(rid, prompt, new=60, return_hidden_states=True)
+        answers = engine.answers()
+    finally:
+        engine.close()
+    assert engine.parts.scheduler.counters.retractions > 0
+    for rid, said in answers.items():
+        expected = states(reference, [*prompts[rid], *said.tokens[:-1]])
+        torch.testing.assert_close(torch.cat(said.rows), expected, atol=MAX_ERROR, rtol=0)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("way", ["whole", "chunked", "overlap"])
+def test_embeddings_equal_transformers_and_keep_no_kv(
+    checkpoint: str, reference: PreTrainedModel, way: str, pooling: str
+) -> None:
+    engine = Engine(checkpoint, **WAYS[way])
+    prompts = {f"r{n}": prompt_of(n, n) for n in (1, 16, 90)}
+    try:
+        for rid, prompt in prompts.items():
+            engine.ask(rid, prompt, new=0, pooling=pooling, keep_kv=False)
+        answers = engine.answers()
+        assert engine.parts.scheduler.memory.allocator.counts()["cached"] == 0
+    finally:
+        engine.close()
+    for rid, prompt in prompts.items():
+        said = answers[rid]
+        assert said.tokens == [] and len(said.rows) == 1
+        hidden = states(reference, prompt)
+        expected = torch.nn.functional.normalize(hidden[-1] if pooling == "last" else hidden.mean(0), dim=0)
+        torch.testing.assert_close(said.rows[0][0], expected, atol=MAX_ERROR, rtol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logprobs_of_chosen_ids_equal_transformers(checkpoint: str, reference: PreTrainedModel, way: str) -> None:
+    engine = Engine(checkpoint, **WAYS[way])
+    prompt, ids = prompt_of(150, 3), (271, 17, 40)
+    try:
+        engine.ask("r", prompt, logprobs=LogprobOptions(3, 1, ids))
+        said = engine.answers()["r"]
+    finally:
+        engine.close()
+    with torch.inference_mode():
+        logprobs = reference(torch.tensor([[*prompt, *said.tokens]])).logits[0].log_softmax(-1)
+    entries = [*said.outputs[0].input_logprobs, *(lp for output in said.outputs for lp in output.logprobs)]
+    assert len(entries) == len(prompt) - 3 + NEW_TOKENS
+    for position, entry in enumerate(entries, 3):
+        assert [i for _, i in entry.asked] == list(ids)
+        expected = logprobs[position - 1, list(ids)].tolist()
+        assert [value for value, _ in entry.asked] == pytest.approx(expected, abs=MAX_ERROR)
+        assert len(entry.top) == 1
