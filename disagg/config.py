@@ -27,9 +27,9 @@ class DisaggConfig:
         "decode takes a new request only if all it has can grow: by what ended answers teach, and each by this at least",
     )
     disaggregation_decode_retraction_backup: str = flag(
-        "auto",
-        "KV of a request that decode retracts: kept in host memory, or recomputed when it resumes; auto: recompute on cpu",
-        choices=("auto", "recompute", "host"),
+        "recompute",
+        "KV of a request that decode retracts: computed again when it resumes, or kept in host memory meanwhile",
+        choices=("recompute", "host"),
     )
     disaggregation_waiting_timeout: float = flag(
         300.0, "seconds decode waits for the first KV after it sent its indices"

@@ -148,11 +148,9 @@ def make_grammar_queue(
     )
 
 
-def _host_backup(disagg: DisaggConfig) -> bool | None:
-    """Decode alone keeps copies; None: the device decides."""
-    if disagg.disaggregation_mode != "decode" or disagg.disaggregation_decode_retraction_backup == "recompute":
-        return False
-    return True if disagg.disaggregation_decode_retraction_backup == "host" else None
+def _host_backup(disagg: DisaggConfig) -> bool:
+    """Decode alone keeps copies."""
+    return disagg.disaggregation_mode == "decode" and disagg.disaggregation_decode_retraction_backup == "host"
 
 
 def _end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:

@@ -48,12 +48,12 @@ def build_engine(
     *,
     tail_text: TailText,
     progress: bool,
-    host_backup: bool | None = False,
+    host_backup: bool = False,
     reserve_floor: int = 0,
 ) -> EngineParts:
     """Load the model and allocate its memory. Raises ConfigError for what cannot be honoured here.
 
-    `host_backup`: retracted requests' KV is copied to host memory (None: where the KV lives on a GPU).
+    `host_backup`: retracted requests' KV is copied to host memory.
     `reserve_floor`: tokens of growth that `Scheduler.reserve` expects of a request at least.
     """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
@@ -80,7 +80,6 @@ def build_engine(
         device=device,
         backup=PageBackup(pool),
     )
-    backed = config.device != "cpu" if host_backup is None else host_backup
     stream = make_stream(
         config.stream,
         device=device,
@@ -103,7 +102,7 @@ def build_engine(
             priorities=priorities(config),
             ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
             draw=random.Random(config.random_seed).random,
-            backup_pages=pool.num_pages if backed else 0,  # the pool once more
+            backup_pages=pool.num_pages if host_backup else 0,  # the pool once more
             reserve_floor=reserve_floor,
             growth=MeasuredGrowth(),
         ),
