@@ -16,6 +16,7 @@ from engine.executor.page_backup import PageBackup
 from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler, asked_logprobs, token_logprobs
 from engine.executor.token_mask import token_mask
+from engine.executor.upload import upload
 from engine.messages import LogprobOptions
 from engine.models.causal_lm import CausalLM
 
@@ -95,10 +96,10 @@ class ModelRunner:
         """[T, hidden] of all new tokens, item after item."""
         items = plan.items
         q_lens = [item.q_len for item in items]
-        flat = torch.tensor([t for item in items for t in item.tokens], device=self._device)
-        positions = torch.tensor([p for i in items for p in range(i.start, i.kv_len)], device=self._device)
-        slots = torch.tensor([item.slot for item in items], device=self._device)
-        token_slots = slots if not plan.extend else torch.tensor(_repeated(items), device=self._device)
+        flat = self._upload([t for item in items for t in item.tokens])
+        positions = self._upload([p for i in items for p in range(i.start, i.kv_len)])
+        slots = self._upload([item.slot for item in items])
+        token_slots = slots if not plan.extend else self._upload(_repeated(items))
         token_pages, token_offsets = self._page_table.locate(token_slots, positions)
         kv_lens = [item.kv_len for item in items]
         step = StepBatch(
@@ -126,12 +127,12 @@ class ModelRunner:
         if len(sampled) == len(hidden):
             logits = self._model.logits(hidden)
         else:
-            last_rows = torch.tensor([starts[i] + items[i].q_len - 1 for i in sampled], device=self._device)
+            last_rows = self._upload([starts[i] + items[i].q_len - 1 for i in sampled])
             logits = self._model.logits(hidden[last_rows])
         slots = [items[i].slot for i in sampled]
         mask = token_mask({r: masks[i] for r, i in enumerate(sampled) if i in masks}, device=self._device)
         tokens, bad = self._sampler.sample_checked(logits, slots, [items[i].output_len for i in sampled], mask=mask)
-        self._future_map.store(torch.tensor(slots, device=self._device), tokens)
+        self._future_map.store(self._upload(slots), tokens)
         return StepOutput(
             sampled=sampled,
             tokens=self._to_host(tokens),
@@ -154,7 +155,7 @@ class ModelRunner:
         for at in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             ids = targets[at : at + PROMPT_LOGPROB_ROWS]
             logits = self._model.logits(hidden[first_row + at : first_row + at + len(ids)])
-            parts.append(self._logprobs(logits, torch.tensor(ids, device=self._device), item.logprobs))
+            parts.append(self._logprobs(logits, self._upload(ids), item.logprobs))
         return parts
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, options: LogprobOptions) -> Logprobs:
@@ -162,9 +163,12 @@ class ModelRunner:
         to_host = self._to_host
         logprobs = Logprobs(to_host(tokens), to_host(chosen), to_host(top_values), to_host(top_ids))
         if options.token_ids:
-            ids = torch.tensor(options.token_ids, device=self._device)
+            ids = self._upload(options.token_ids)
             logprobs.asked_ids, logprobs.asked = options.token_ids, to_host(asked_logprobs(logits, ids))
         return logprobs
+
+    def _upload(self, values: list[int]) -> Tensor:
+        return upload(torch.tensor(values), self._device)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import PlanItem
+from engine.executor.upload import upload
 
 
 class PageTable:
@@ -25,8 +26,8 @@ class PageTable:
             columns += range(item.page_start, item.page_start + n)
             pages += item.new_pages
         if pages:
-            at = torch.tensor([slots, columns], device=self._device)
-            self._rows[at[0], at[1]] = torch.tensor(pages, dtype=torch.int32, device=self._device)
+            at = upload(torch.tensor([slots, columns, pages]), self._device)
+            self._rows[at[0], at[1]] = at[2].to(torch.int32)
 
     def rows(self, slots: Tensor, *, max_kv_len: int) -> Tensor:
         """[B, pages for max_kv_len] int32."""

@@ -2,19 +2,17 @@
 
 import array
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from engine.core import new_token_ratio
 from engine.core.request import Request
 from engine.messages import LogprobOptions, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.engine_in_process import EngineInProcess
-from tests.models.tiny_checkpoints import ARCHITECTURES, make_tiny_checkpoint
 
 MAX_ERROR = 1e-4
 NEW_TOKENS = 6
@@ -24,24 +22,6 @@ WAYS = {
     "overlap": {"chunked_prefill_size": 64, "stream": "threaded", "stream_delay_ms": 1.0},
     "mixed": {"chunked_prefill_size": 32, "enable_mixed_chunk": True},
 }
-
-
-@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass

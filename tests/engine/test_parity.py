@@ -1,36 +1,16 @@
 """The engine against transformers, fp32, random weights: logprobs and greedy tokens, however the prompt is computed."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from engine.messages import LogprobOptions
 from tests.engine.engine_in_process import EngineInProcess
-from tests.models.tiny_checkpoints import ARCHITECTURES, make_tiny_checkpoint
 
 MAX_ERROR = 1e-4
 NEW_TOKENS = 8
-
-
-@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
