@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from disagg.scheduler_process import end_with_parent
+
 READY_S = 120.0
 END_S = 15.0
 SETTLE_S = 30.0
@@ -48,7 +50,12 @@ def cluster(folder: Path, *args: str) -> Iterator[Cluster]:
     command = [sys.executable, "-m", "deploy", "up", "--port", "0", "--ready-file", str(ready), *args]
     with log.open("wb") as out:
         launcher = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
         )
     try:
         info = _wait_for(ready, launcher, log)
@@ -87,6 +94,7 @@ def tandem(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> It
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=end_with_parent,
             env={**os.environ, **(env or {})},
         )
     try:
