@@ -45,10 +45,6 @@ class PrefillAdder:
         self._growth_pages = sum(self._pages(ratio.growth_tokens(r)) for r in growing)
         self.num_requests = 0
 
-    def add_chunked(self, request: Request) -> int:
-        """The request whose prompt is computed in parts goes first and always goes on; returns where its chunk ends."""
-        return self._take(request)
-
     def add(self, request: Request) -> AddResult:
         """Judge `request`: CONTINUE: it is admitted (its prefix locked, its pages taken) and `take` may be called."""
         if self._no_budget(request):
@@ -57,10 +53,6 @@ class PrefillAdder:
             return AddResult.NO_TOKEN
         self._growth_pages += self._pages(expected_growth(request))
         return AddResult.CONTINUE
-
-    def take(self, request: Request) -> int:
-        """After CONTINUE: how far the prompt is computed in this step."""
-        return self._take(request)
 
     @property
     def exhausted(self) -> bool:
@@ -73,7 +65,8 @@ class PrefillAdder:
             return True
         return not self._limits.chunked and self.num_requests > 0 and request.num_tokens > self._input_left
 
-    def _take(self, request: Request) -> int:
+    def take(self, request: Request) -> int:
+        """How far the prompt of an admitted or chunked request is computed in this step; uses up the budgets."""
         start, total = request.launched_len, request.num_tokens
         end = total if total - start <= self._chunk_left else self._whole_pages(start + int(self._chunk_left))
         assert end > start

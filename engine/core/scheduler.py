@@ -15,6 +15,7 @@ that leaves the engine may next be written by a transfer peer, who does not wait
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from engine.core.backups import Backups
 from engine.core.finish import TailText, check_finish
@@ -275,7 +276,7 @@ class Scheduler:
 
     def _in_order(self, now_s: float) -> Iterable[Request]:
         if self._policy == "fcfs" and self._priorities is None:
-            return list(self._waiting.values())[: self.limits.max_running_requests]
+            return list(islice(self._waiting.values(), self.limits.max_running_requests))
         return order(
             self._policy,
             self._waiting.values(),

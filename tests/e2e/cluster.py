@@ -48,21 +48,27 @@ def cluster(folder: Path, *args: str) -> Iterator[Cluster]:
     folder.mkdir(parents=True, exist_ok=True)
     ready, log = folder / "ready.json", folder / "up.log"
     command = [sys.executable, "-m", "deploy", "up", "--port", "0", "--ready-file", str(ready), *args]
-    with log.open("wb") as out:
-        launcher = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
+    launcher = _start(command, log)
     try:
         info = _wait_for(ready, launcher, log)
         workers = tuple(Worker(w["role"], w["url"], w["pid"]) for w in info["workers"])
         yield Cluster(info["router"], workers, launcher, log)
     finally:
         end_tree(launcher)
+
+
+def _start(command: list[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """In a session of its own, its output added to `log`; the kernel ends it should this test run be killed."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+            env={**os.environ, **(env or {})},
+        )
 
 
 @dataclass(frozen=True)
@@ -87,16 +93,7 @@ def tandem(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> It
     ready, log = folder / "ready.json", folder / "log"
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "deploy", *args, "--ready-file", str(ready)]
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-            env={**os.environ, **(env or {})},
-        )
+    process = _start(command, log, env)
     try:
         info = _wait_for(ready, process, log)
         yield Started(info.get("url") or info["router"], process, log)
