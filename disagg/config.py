@@ -20,6 +20,12 @@ class DisaggConfig:
     disaggregation_control_host: str | None = flag(
         None, "address the control plane binds and tells its peers; default: --host"
     )
+    disaggregation_bootstrap_allowed: tuple[str, ...] = flag(
+        (),
+        "bootstrap servers that a decode worker may ask because a request names them: HOST, HOST:PORT or a network like "
+        "10.0.0.0/8; default: this machine's if it listens on loopback, and those that a router with the cluster's secret "
+        "vouches for",
+    )
     disaggregation_bootstrap_timeout: float = flag(300.0, "seconds prefill waits for decode's page indices")
     disaggregation_prealloc_timeout: float = flag(300.0, "seconds decode waits for memory for a request")
     num_reserved_decode_tokens: int = flag(

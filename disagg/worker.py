@@ -15,6 +15,7 @@ from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
 from disagg.children import Children
 from disagg.config import DisaggConfig
+from disagg.exposure import check_exposure
 from disagg.scheduler_process import SchedulerSpec
 from disagg.secret import read_secret
 from engine.config import ConfigError, EngineConfig, ServerConfig
@@ -35,6 +36,8 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
     engine = with_model_path(engine)
     load_model_config(engine.model_path)  # a broken checkpoint is told before processes are started
     control_host = _control_host(server, disagg)
+    check_exposure(server, disagg, control_host=control_host)
+    read_secret(disagg)
     bootstrap = _embedded_bootstrap_server(server, disagg)
     ipc, children = IpcPaths.create(), Children()
     try:

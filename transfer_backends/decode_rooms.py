@@ -266,10 +266,10 @@ class DecodeRooms:
         session.pulse.heard()
         handler(session, message, now_s)
 
-    def on_link_closed(self, link: LinkId, now_s: float) -> None:
+    def on_link_closed(self, link: LinkId, now_s: float, *, reason: str = "the connection was lost") -> None:
         session = self.sessions.by_link(link)
         if session is not None:
-            self._lose(session, "the connection was lost", now_s)
+            self._lose(session, reason, now_s)
 
     def _lose(self, session: Session, why: str, now_s: float) -> None:
         self._drop_routes(session)

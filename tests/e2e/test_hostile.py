@@ -334,7 +334,7 @@ async def _answer_falsely(
                 await asyncio.sleep(0.01)
                 continue
             link, data = control.recv_multipart()
-            for frame in _false_frames(reply, me=false.incarnation, them=decode(data, None).src):
+            for frame in _false_frames(reply, me=false.incarnation, them=decode(data).src):
                 with contextlib.suppress(zmq.ZMQError):
                     control.send_multipart([link, frame])
         return await asked
@@ -418,7 +418,7 @@ def test_a_peer_that_differs_is_refused_with_both_values(c: Cluster, name: str) 
     worker = hostile.route(c)
     with hostile.dealer(worker.control) as sock:
         sock.send(hostile.register(worker, **changes))
-        answer = decode(sock.recv(), None)
+        answer = decode(sock.recv())
     assert isinstance(answer, Refused) and said in answer.reason, answer
 
 
@@ -435,7 +435,7 @@ def test_messages_of_strangers_are_refused(c: Cluster) -> None:
     with hostile.dealer(worker.control) as sock:
         for message in messages:
             sock.send(hostile.frame(message))
-            assert isinstance(decode(sock.recv(), None), Refused)
+            assert isinstance(decode(sock.recv()), Refused)
         sock.send(hostile.frame(Bye(me, them)))
 
 
