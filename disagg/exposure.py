@@ -1,10 +1,12 @@
-"""Refuses to start a worker that others than this machine could command without a secret."""
+"""What of a worker others can reach: refuses to start one that strangers could command, and says whom it may dial."""
 
 import logging
 
 from disagg.config import DisaggConfig
+from disagg.secret import read_secret
 from engine.config import ServerConfig
-from security.addresses import require_secret
+from engine.frontend.meeting import MeetingPlaces
+from security.addresses import AllowedAddresses, is_loopback, require_secret
 
 log = logging.getLogger(__name__)
 
@@ -49,3 +51,21 @@ def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host:
     found = [("--disaggregation-control-host" if named else "--host", control_host)]
     embedded = disagg.disaggregation_mode == "prefill" and disagg.disaggregation_bootstrap_server is None
     return [*found, ("--host", server.host)] if embedded else found
+
+
+def meeting_places(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> MeetingPlaces:
+    """Which bootstrap servers a request may name. Raises `SecurityConfigError`.
+
+    This machine's own are fine only while nobody else can send us requests: else a client could point us at a service that
+    listens here for local processes alone.
+    """
+    secret = read_secret(disagg)
+    if disagg.disaggregation_mode != "decode":
+        return MeetingPlaces()
+    named = disagg.disaggregation_bootstrap_server
+    allowed = AllowedAddresses(
+        (*disagg.disaggregation_bootstrap_allowed, *([] if named is None else [named])),
+        loopback=is_loopback(server.host) and is_loopback(control_host),
+        flag="--disaggregation-bootstrap-allowed",
+    )
+    return MeetingPlaces(allowed, secret=secret)

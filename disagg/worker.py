@@ -15,13 +15,13 @@ from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
 from disagg.children import Children
 from disagg.config import DisaggConfig
-from disagg.exposure import check_exposure
+from disagg.exposure import check_exposure, meeting_places
 from disagg.scheduler_process import SchedulerSpec
 from disagg.secret import read_secret
 from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.detokenizer.process import DetokenizerConfig
 from engine.frontend.ipc import IpcPaths
-from engine.frontend.server import FrontendAddress, WorkerDied, run_frontend
+from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
 from engine.model_config import load_model_config
 from engine.resolve import with_model_path
 
@@ -37,7 +37,8 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
     load_model_config(engine.model_path)  # a broken checkpoint is told before processes are started
     control_host = _control_host(server, disagg)
     check_exposure(server, disagg, control_host=control_host)
-    read_secret(disagg)
+    meeting_places(server, disagg, control_host=control_host)  # wrong files and rules are told before anything starts
+    open_worker_gate(server)
     bootstrap = _embedded_bootstrap_server(server, disagg)
     ipc, children = IpcPaths.create(), Children()
     try:
@@ -46,7 +47,7 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
             disagg = replace(disagg, disaggregation_bootstrap_port=bootstrap.port)
         _start(children, ipc, engine=engine, server=server, disagg=disagg, control_host=control_host)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(children, ipc, engine=engine, server=server, disagg=disagg))
+            runner.run(_serve(children, ipc, engine=engine, server=server, disagg=disagg, control_host=control_host))
         return 0
     except WorkerDied as error:
         if not children.told():
@@ -85,7 +86,13 @@ def _start(
 
 
 async def _serve(
-    children: Children, ipc: IpcPaths, *, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig
+    children: Children,
+    ipc: IpcPaths,
+    *,
+    engine: EngineConfig,
+    server: ServerConfig,
+    disagg: DisaggConfig,
+    control_host: str,
 ) -> None:
     await run_frontend(
         server=server,
@@ -96,6 +103,7 @@ async def _serve(
         default_bootstrap_port=disagg.disaggregation_bootstrap_port,
         on_ready=lambda address: _say_ready(address, server, disagg),
         children_alive=children.dead,
+        meeting=meeting_places(server, disagg, control_host=control_host),
     )
 
 

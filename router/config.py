@@ -66,7 +66,8 @@ class RouterConfig:
         None, "file with the secret that workers share: the router vouches to decode for the bootstrap servers it names"
     )
     rate_limit_requests_per_second: float = flag(
-        0.0, "requests a second that one API key (without keys: one address) may make; more are answered 429; 0: no limit"
+        0.0,
+        "requests a second that one API key (without keys: one address) may make; more are answered 429; 0: no limit",
     )
     rate_limit_burst: int = flag(0, "requests that may come at once under the rate limit; 0: those of two seconds")
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
@@ -85,7 +86,9 @@ def check_config(config: RouterConfig) -> None:
         _require(port is None or 0 < port < 65536, "--prefill", f"bootstrap port must be 1 to 65535, got {port}")
     _check_numbers(config)
     _require(
-        config.rate_limit_requests_per_second >= 0, "--rate-limit-requests-per-second", "must be at least 0; 0: no limit"
+        config.rate_limit_requests_per_second >= 0,
+        "--rate-limit-requests-per-second",
+        "must be at least 0; 0: no limit",
     )
     _require(config.rate_limit_burst >= 0, "--rate-limit-burst", "must be at least 0")
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from router.config import RouterConfig
+from router.credentials import Credentials
 from router.errors import error_kind, error_response
 from router.guard import REQUEST_ID
 from router.legs import Answer, Call, LegError, Legs
@@ -25,13 +26,14 @@ from router.rewrite import Api, ParsedBody, parse_body, write_bodies
 from router.rooms import RoomMinter
 from router.sse import error_event
 from router.workers import Lease, Role, Worker, WorkerTable, missing_roles
+from security.voucher import VOUCHER_HEADER, vouch
 
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 1.0
 RETRY_AFTER_S = "1"  # told to clients when no worker is there
 
-_PASSED_HEADERS = ("authorization", "traceparent", "tracestate")
+_PASSED_HEADERS = ("traceparent", "tracestate")
 _ANSWER_HEADERS = ("Content-Type", "Retry-After")
 
 
@@ -45,6 +47,8 @@ class Parts:
     policy: Policy
     legs: Legs
     metrics: RouterMetrics
+    credentials: Credentials
+    secret: bytes | None
     on_unreachable: Callable[[LegError], None]
 
 
@@ -136,7 +140,7 @@ class Dispatcher:
         prefill_lease, decode_lease = self._charge(prefill, parsed), self._charge(decode, parsed)
         race = Race(
             asyncio.create_task(parts.legs.fetch(prefill, exchange.call, prefill_body)),
-            asyncio.create_task(parts.legs.open(decode, exchange.call, decode_body)),
+            asyncio.create_task(parts.legs.open(decode, self._vouched(exchange.call, prefill, rooms), decode_body)),
         )
         try:
             answer = await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
@@ -190,6 +194,14 @@ class Dispatcher:
             await race.close()
         return await end_with_event(broken.out, _failure_event(failure))
 
+    def _vouched(self, call: Call, prefill: Worker, rooms: Sequence[int]) -> Call:
+        """With our word for the bootstrap server that the body names, where there is a secret to give it by."""
+        secret, port = self._parts.secret, prefill.bootstrap_port
+        if secret is None or port is None:
+            return call
+        voucher = vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)
+        return Call(call.path, {**call.headers, VOUCHER_HEADER: voucher})
+
     def _pick(self, roles: Sequence[Role], tried: set[int]) -> tuple[Worker, ...] | None:
         """One worker of each role, least loaded (or as the policy says) among those not tried yet."""
         parts = self._parts
@@ -227,9 +239,7 @@ class Dispatcher:
             value = request.headers.get(name)
             if value is not None:
                 headers[name] = value
-        if self._parts.config.worker_api_key is not None:
-            headers["authorization"] = f"Bearer {self._parts.config.worker_api_key}"
-        return headers
+        return headers | self._parts.credentials.for_client(request.headers.get("Authorization", ""))
 
 
 def no_worker_message(table: WorkerTable, missing: list[Role]) -> str:

@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from router.config import RouterConfig
+from router.credentials import Credentials
 from router.legs import LegError
 from router.reports import parse_bootstrap, parse_load, parse_mode
 from router.workers import Check, Health, Role, Worker, WorkerTable
@@ -28,7 +29,10 @@ MAX_ANSWER_BYTES = 4 << 20
 class HealthMonitor:
     """Watches every worker of `table` that was given to `watch`."""
 
-    def __init__(self, *, config: RouterConfig, table: WorkerTable, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, *, config: RouterConfig, table: WorkerTable, session: aiohttp.ClientSession, credentials: Credentials
+    ) -> None:
+        self._credentials = credentials
         self._config = config
         self._table = table
         self._session = session
@@ -127,7 +131,7 @@ class HealthMonitor:
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=self._config.health_check_timeout_s)
         async with self._session.get(
-            worker.url + path, timeout=timeout, headers=worker_headers(self._config), allow_redirects=False
+            worker.url + path, timeout=timeout, headers=self._credentials.own(), allow_redirects=False
         ) as response:
             return response.status, await _read_bounded(response)
 
@@ -142,12 +146,6 @@ class _Watch:
         self.checked = asyncio.Event()
         self.load_due_s = 0.0
         self.info_due_s = 0.0
-
-
-def worker_headers(config: RouterConfig) -> dict[str, str]:
-    """The key for the router's own calls to workers."""
-    key = config.worker_api_key or config.api_key
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from security.json_depth import MAX_DEPTH, deeper_than
+
 BYTES_PER_TOKEN = 4  # of text; a guess good enough to balance by
 DEFAULT_OUTPUT_TOKENS = 128  # assumed when the request does not bound its answer
 MAX_COUNTED_OUTPUT_TOKENS = 512  # answers are mostly far shorter than the bound that clients send
@@ -68,6 +70,8 @@ _encode = msgspec.json.Encoder().encode
 
 def parse_body(api: Api, body: bytes) -> ParsedBody:
     """Read a request body. `BadBody` if it is not a JSON object or asks for more than `MAX_SAMPLES` samples."""
+    if deeper_than(body):
+        raise BadBody(None, f"the body is nested too deeply (more than {MAX_DEPTH} levels)")
     try:
         fields = _fields_decoder.decode(body)
         prompts, prompt_tokens = _prompts(api, fields)

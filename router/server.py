@@ -17,15 +17,20 @@ from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
+from router.credentials import Credentials
 from router.dispatch import Dispatcher, Parts
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs, open_session
 from router.metrics import RouterMetrics
 from router.policies import make_policy
+from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
 from router.workers import Role, Thresholds, WorkerTable
+from security.addresses import require_secret
+from security.keys import Gate, open_gate
+from security.secret import read_secret_file
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +38,9 @@ log = logging.getLogger(__name__)
 class RunningRouter:
     """A router that listens at `url`; its state, for tests and for the launcher."""
 
-    def __init__(self, *, url: str, table: WorkerTable, rooms: RoomMinter) -> None:
+    def __init__(self, *, url: str, table: WorkerTable, rooms: RoomMinter, gate: Gate) -> None:
         self.url = url
+        self.gate = gate
         self.table = table
         self.rooms = rooms
 
@@ -47,7 +53,7 @@ async def run_router(config: RouterConfig, *, on_ready: Callable[[str], None] | 
     """
     stop = asyncio.Event()
     async with start_router(config) as router:
-        with _signals(stop):
+        with _signals(stop, reload=lambda: router.gate.reload(time.monotonic())):
             if config.ready_file is not None:
                 _write_ready_file(Path(config.ready_file), router.url)
             if on_ready is not None:
@@ -66,13 +72,15 @@ def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None
 async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     """A listening router; leaving the block drains and stops it."""
     check_config(config)
+    secret, gate = _check_exposure(config)
+    credentials = Credentials(config, api=gate.api)
     table = _table(config)
     rooms = RoomMinter(secrets.randbits)
     metrics = RouterMetrics(table)
     async with open_session(
         connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s
     ) as session:
-        monitor = HealthMonitor(config=config, table=table, session=session)
+        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
         dispatcher = Dispatcher(
             Parts(
                 config=config,
@@ -81,14 +89,23 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                 policy=make_policy(config.policy, draw=secrets.randbelow),
                 legs=Legs(session),
                 metrics=metrics,
+                credentials=credentials,
+                secret=secret,
                 on_unreachable=monitor.on_unreachable,
             )
         )
         control = Control(
-            config=config, table=table, monitor=monitor, session=session, metrics=metrics, roles=dispatcher.roles
+            config=config,
+            table=table,
+            monitor=monitor,
+            session=session,
+            metrics=metrics,
+            gate=gate,
+            credentials=credentials,
+            roles=dispatcher.roles,
         )
         runner = web.AppRunner(
-            _app(config, dispatcher=dispatcher, control=control, metrics=metrics),
+            _app(config, dispatcher=dispatcher, control=control, metrics=metrics, gate=gate),
             access_log=None,
             handler_cancellation=True,  # a client that goes away ends both legs at once
             shutdown_timeout=config.shutdown_timeout_s,
@@ -99,15 +116,39 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             for worker in table.workers():
                 monitor.watch(worker)
             await monitor.first_round()
-            yield RunningRouter(url=f"http://{_url_host(config.host)}:{port}", table=table, rooms=rooms)
+            yield RunningRouter(url=f"http://{_url_host(config.host)}:{port}", table=table, rooms=rooms, gate=gate)
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
             await dispatcher.close()
             await monitor.close()
 
 
-def _app(config: RouterConfig, *, dispatcher: Dispatcher, control: Control, metrics: RouterMetrics) -> web.Application:
-    guard = make_guard(api_key=config.api_key, metrics=metrics)
+def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
+    """The cluster's secret, and who may call. Raises `SecurityConfigError` where anybody could, from anywhere."""
+    gate = open_gate(
+        api_key=config.api_key,
+        api_key_file=config.api_key_file,
+        admin_api_key=config.admin_api_key,
+        admin_api_key_file=config.admin_api_key_file,
+    )
+    warning = require_secret(
+        config.host,
+        flag="--host",
+        what="the router",
+        remedy="--api-key-file (or --api-key)",
+        has_secret=gate.is_set,
+        allow_insecure=config.allow_insecure,
+    )
+    if warning is not None:
+        log.warning(warning)
+    return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file), gate
+
+
+def _app(
+    config: RouterConfig, *, dispatcher: Dispatcher, control: Control, metrics: RouterMetrics, gate: Gate
+) -> web.Application:
+    limiter = make_limiter(config.rate_limit_requests_per_second, config.rate_limit_burst)
+    guard = make_guard(gate=gate, limiter=limiter, metrics=metrics)
     app = web.Application(middlewares=[guard], client_max_size=config.max_body_bytes)
     app.add_routes([web.post(api.value, dispatcher.handle) for api in Api])
     app.add_routes([web.put(Api.GENERATE.value, dispatcher.handle), *control.routes()])
@@ -160,15 +201,16 @@ def _write_ready_file(path: Path, url: str) -> None:
 
 
 @contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """While inside, SIGTERM and SIGINT set `stop` (where this thread may handle signals)."""
+def _signals(stop: asyncio.Event, *, reload: Callable[[], None]) -> Iterator[None]:
+    """While inside, SIGTERM and SIGINT set `stop`, SIGHUP calls `reload` (where this thread may handle signals)."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    acts = {signal.SIGTERM: stop.set, signal.SIGINT: stop.set, signal.SIGHUP: reload}
+    for number, act in acts.items():
         with suppress(NotImplementedError, RuntimeError, ValueError):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, act)
     try:
         yield
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in acts:
             with suppress(NotImplementedError, RuntimeError, ValueError):
                 loop.remove_signal_handler(number)

@@ -28,7 +28,7 @@ class KeyRing:
     def __init__(self, *, key: str | None = None, file: str | None = None, flag: str = "--api-key") -> None:
         """Raises `SecurityConfigError` for a key or a file that cannot be used."""
         if key is not None and not _is_sound(key):
-            raise SecurityConfigError(f"{flag}: must be printable ASCII without spaces")
+            raise SecurityConfigError(f"{flag}: must be printable, without spaces")
         self._flag = flag
         self._file = file
         self._own = () if key is None else (key,)
@@ -90,9 +90,7 @@ class KeyRing:
             )
         for number, key in enumerate(keys, 1):
             if not _is_sound(key):
-                raise SecurityConfigError(
-                    f"{self._flag}-file: {file}: key {number} is not printable ASCII without spaces"
-                )
+                raise SecurityConfigError(f"{self._flag}-file: {file}: key {number} is not printable, or has spaces")
         return keys
 
 
@@ -105,30 +103,37 @@ class Access(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """`name`: of its key, fit for logs and tables; empty without one."""
+
+    access: Access
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Gate:
     """Both kinds of keys of one server. Without admin keys an API key does everything; an admin key always does."""
 
     api: KeyRing
     admin: KeyRing
 
-    def access(self, authorization: str, now_s: float) -> Access:
-        """What the sender of this Authorization header may do."""
+    def caller(self, authorization: str, now_s: float) -> Caller:
+        """Who the sender of this Authorization header is."""
         self.api.refresh(now_s)
         self.admin.refresh(now_s)
-        is_admin = self.admin.holder(authorization) is not None
-        is_user = self.api.holder(authorization) is not None
-        if is_admin:
-            return Access.ADMIN
-        if is_user or not self.api.is_set:
-            return Access.USER if self.admin.is_set else Access.ADMIN
-        return Access.NONE
+        admin, user = self.admin.holder(authorization), self.api.holder(authorization)
+        if admin is not None:
+            return Caller(Access.ADMIN, admin)
+        if user is not None or not self.api.is_set:
+            return Caller(Access.USER if self.admin.is_set else Access.ADMIN, user or "")
+        return Caller(Access.NONE)
 
-    def refusal(self, access: Access, need: Access) -> tuple[int, str] | None:
+    def refusal(self, caller: Caller, need: Access) -> tuple[int, str] | None:
         """None, or (HTTP status, message)."""
-        if access >= need:
+        if caller.access >= need:
             return None
         if need is Access.ADMIN and self.admin.is_set:
-            status = 401 if access is Access.NONE or not self.api.is_set else 403
+            status = 403 if caller.name else 401
             return status, "this needs the admin key (--admin-api-key); send it as 'Authorization: Bearer KEY'"
         return 401, "the API key is missing or wrong; send 'Authorization: Bearer KEY'"
 
@@ -163,7 +168,7 @@ def _digest(key: str) -> bytes:
 
 
 def _is_sound(key: str) -> bool:
-    return key.isascii() and key.isprintable() and " " not in key and bool(key)
+    return bool(key) and key.isprintable() and " " not in key
 
 
 def _stamp(file: str) -> tuple[int, int, int] | None:

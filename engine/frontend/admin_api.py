@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from engine.frontend.access import require
 from engine.frontend.errors import ApiError, bad_field, decode_body, not_ready
 from engine.frontend.load import get_load, load_summary, v1_loads_entry
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import json_response
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply
 from engine.sampling_params import SamplingParams
+from security.keys import Access
 
 HEARD_RECENTLY_S = 1.0  # a scheduler that spoke this short ago need not be asked again
 INFO_TIMEOUT_S = 5.0
@@ -126,6 +128,7 @@ async def abort_request(request: web.Request) -> web.Response:
     s = request.app[SERVICES]
     body = decode_body(await request.read() or b"{}", AbortBody)
     if body.abort_all:
+        require(request, Access.ADMIN)
         s.client.abort_all()
     elif body.rid:
         s.client.abort(body.rid)

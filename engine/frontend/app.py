@@ -3,7 +3,6 @@
 Must not know how the engine was started, or any request's fields.
 """
 
-import hmac
 import logging
 import time
 import uuid
@@ -12,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from engine.frontend import admin_api, control_api, embeddings_api, native_api, openai_api
+from engine.frontend.access import OPEN_PATHS, check_access
 from engine.frontend.errors import ApiError
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import STREAMING, json_response
@@ -21,14 +21,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_CHARS = 128
-OPEN_PATHS = ("/health", "/health_generate", "/metrics")  # without an API key, for probes and scrapers
 MUTED_PATHS = (*OPEN_PATHS, "/get_load", "/v1/loads", "/server_info", "/get_server_info")
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 
 
 def make_app(services: Services, *, max_body_bytes: int) -> web.Application:
     """The application; serve it with `handler_cancellation=True`, so that a client that goes away aborts its request."""
-    app = web.Application(client_max_size=max_body_bytes, middlewares=[_request_id, _errors, _api_key])
+    app = web.Application(client_max_size=max_body_bytes, middlewares=[_request_id, _errors, check_access])
     app[SERVICES] = services
     app.on_response_prepare.append(_echo_request_id)
     for path, handler in _GETS.items():
@@ -110,23 +109,13 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return response
     except ConnectionError:
         raise
+    except RecursionError:
+        return _error_response(ApiError(400, "the body is nested too deeply", code="invalid_json"))
     except Exception:
         if request.get(STREAMING):
             raise
         log.exception("%s %s failed", request.method, request.path)
         return _error_response(ApiError(500, "internal error; the server's log has the details", code="internal_error"))
-
-
-@web.middleware
-async def _api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    key = request.app[SERVICES].api_key
-    if key and request.path not in OPEN_PATHS:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
-            raise ApiError(
-                401, "the API key is missing or wrong; send 'Authorization: Bearer KEY'", code="invalid_api_key"
-            )
-    return await handler(request)
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from engine.messages import ControlReply, FinishReason
 from engine.sampling_params import InvalidParam
+from security.json_depth import MAX_DEPTH, deeper_than
 
 T = TypeVar("T")
 
@@ -69,6 +70,8 @@ def not_ready(message: str) -> ApiError:
 
 def decode_body(data: bytes, type_: type[T]) -> T:
     """Strict: no coercion. Raises ApiError(400) that names the field; unknown fields are ignored."""
+    if deeper_than(data):
+        raise ApiError(400, f"the body is nested too deeply (more than {MAX_DEPTH} levels)", code="invalid_json")
     try:
         return msgspec.json.decode(data, type=type_)
     except msgspec.ValidationError as e:

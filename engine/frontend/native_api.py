@@ -33,6 +33,7 @@ from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import answer
 from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TextOutput, TokenLogprob
 from engine.sampling_params import SamplingParams
+from security.voucher import VOUCHER_HEADER
 
 DEFAULT_NEW_TOKENS = 128
 MAX_TOP_LOGPROBS = 100
@@ -100,6 +101,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         for p, ids, given in zip(params, prompts, explicit, strict=True)
     ]
     requests, groups = _requests(s, body, prompts=prompts, params=fitted, n=n)
+    s.meeting.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
     generation = s.client.generate(requests, groups=groups)
     view = NativeView(
         names=generation.names,

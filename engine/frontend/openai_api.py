@@ -38,6 +38,7 @@ from engine.frontend.tools import forced, forced_calls, strict_calls, template_t
 from engine.frontend.usage import Usage
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
+from security.voucher import VOUCHER_HEADER
 
 ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes when the client named none
 
@@ -59,6 +60,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     id = body.rid or s.mint_id("cmpl-")
     cut = body.max_tokens is None
     requests = _requests(s, body, id=id, prompts=ids, params=params, logprobs=logprobs, field="prompt", cut=cut)
+    s.meeting.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
     generation = _start(s, requests, id=id, constraint=constraint)
     echoes = [_echo(s, p) if body.echo else "" for p in prompts for _ in range(params.n)]
     view = CompletionView(
@@ -93,6 +95,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     logprobs = LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None
     id = body.rid or s.mint_id("chatcmpl-")
     requests = _requests(s, body, id=id, prompts=[ids], params=params, logprobs=logprobs, field="messages", cut=False)
+    s.meeting.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
     generation = _start(s, requests, id=id, constraint=constraint)
     view = _chat_view(
         s,

@@ -24,12 +24,14 @@ from engine.frontend.chat_template import load_chat_template
 from engine.frontend.client import EngineClient
 from engine.frontend.errors import ApiError
 from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
+from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.metrics import Metrics
 from engine.frontend.services import Services
 from engine.frontend.tokenizer import load_tokenizer, read_json
 from engine.messages import Shutdown, ToFrontend, ToScheduler
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+from security.keys import Gate, open_gate
 
 DEFAULT_MODEL_NAME = "recall"  # the model that ships with Tandem
 WATCH_INTERVAL_S = 0.1
@@ -69,13 +71,15 @@ async def run_frontend(
     extras: Sequence[Extra] = (),
     drain_s: float = 2.0,
     health_timeout_s: float = HEALTH_TIMEOUT_S,
+    meeting: MeetingPlaces | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Call it in the main thread (it sets signal handlers).
 
     on_listening: HTTP answers now (health: 503). on_ready: the scheduler said `SchedulerReady`.
     children_alive: None, or what died; then everything live fails with 503 and WorkerDied is raised.
     extras: entered before HTTP listens and left after it has closed (the prefill worker's bootstrap server).
-    extra_info: shown flat by /server_info; no secrets. drain_s: how long running requests may go on after the signal.
+    extra_info: shown flat by /server_info; no secrets. meeting: bootstrap servers that requests may name (default: none is
+    ever dialled by this worker). drain_s: how long running requests may go on after the signal.
     Raises ConfigError for a checkpoint or port that cannot be used, WorkerDied.
     """
     loop = asyncio.get_running_loop()
@@ -93,7 +97,9 @@ async def run_frontend(
             extra_info=extra_info or {},
             default_bootstrap_port=default_bootstrap_port,
             health_timeout_s=health_timeout_s,
+            meeting=meeting,
         )
+        loop.add_signal_handler(signal.SIGHUP, lambda: services.gate.reload(time.monotonic()))
         pull.attach(loop, services.client.on_message)
         async with AsyncExitStack() as stack:
             for extra in extras:
@@ -123,8 +129,10 @@ def make_services(
     extra_info: Mapping[str, Any],
     default_bootstrap_port: int,
     health_timeout_s: float,
+    gate: Gate | None = None,
+    meeting: MeetingPlaces | None = None,
 ) -> Services:
-    """Load tokenizer, template and limits of the checkpoint. Raises ConfigError."""
+    """Load tokenizer, template and limits of the checkpoint. Raises ConfigError, SecurityConfigError."""
     model_path = engine.model_path or DEFAULT_MODEL_PATH
     model = load_model_config(model_path)
     tokenizer = load_tokenizer(model_path)
@@ -155,7 +163,8 @@ def make_services(
             "weight_version": engine.weight_version,
             "disaggregation_mode": mode,
         },
-        api_key=server.api_key,
+        gate=gate or open_worker_gate(server),
+        meeting=meeting or MeetingPlaces(),
         dead=dead,
         health_timeout_s=health_timeout_s,
         started_unix_s=int(time.time()),
@@ -182,7 +191,17 @@ def load_sampling_defaults(model_path: str, *, vocab_size: int) -> dict[str, flo
 
 def _server_info(server: ServerConfig, engine: EngineConfig, extra: Mapping[str, Any]) -> dict[str, Any]:
     info = {**dataclasses.asdict(server), **dataclasses.asdict(engine), "tp_size": 1, "dp_size": 1, **extra}
-    return {name: value for name, value in info.items() if name != "api_key" and "secret" not in name}
+    return {name: value for name, value in info.items() if "api_key" not in name and "secret" not in name}
+
+
+def open_worker_gate(server: ServerConfig) -> Gate:
+    """Raises SecurityConfigError for a key or key file that cannot be used."""
+    return open_gate(
+        api_key=server.api_key,
+        api_key_file=server.api_key_file,
+        admin_api_key=server.admin_api_key,
+        admin_api_key_file=server.admin_api_key_file,
+    )
 
 
 def _name_of(model_path: str) -> str:

@@ -17,9 +17,11 @@ from aiohttp import web
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.client import EngineClient
 from engine.frontend.errors import bad_field
+from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.metrics import Metrics
 from engine.frontend.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
+from security.keys import Gate
 
 INLINE_CHARS = 2000  # shorter texts are tokenized in the event loop: that costs less than a thread switch
 
@@ -41,7 +43,8 @@ class Services:
     sampling_defaults: Mapping[str, float | int]
     server_info: Mapping[str, Any]
     model_info: Mapping[str, Any]
-    api_key: str | None
+    gate: Gate
+    meeting: MeetingPlaces
     dead: Callable[[], str | None]
     health_timeout_s: float
     started_unix_s: int
