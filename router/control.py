@@ -16,6 +16,7 @@ from router.errors import error_response
 from router.guard import require_admin
 from router.health import HealthMonitor
 from router.metrics import RouterMetrics
+from router.openapi import make_document
 from router.workers import Health, Role, Worker, WorkerTable, missing_roles
 from security.keys import Gate
 
@@ -78,6 +79,7 @@ class Control:
             web.post("/abort_request", self.abort_request),
             *(web.post(path, self.pass_to_all) for path in PASSED_TO_ALL),
             web.get("/metrics", self.get_metrics),
+            web.get("/openapi.json", self.openapi),
         ]
 
     async def liveness(self, request: web.Request) -> web.Response:
@@ -175,6 +177,15 @@ class Control:
     async def get_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
+    async def openapi(self, request: web.Request) -> web.Response:
+        """Own routes, and generation as the first worker that is up describes it (decode before prefill)."""
+        for role in reversed(self._roles):
+            for worker in self._table.alive(role):
+                answer = await self._call(worker, "GET", "/openapi.json", self._credentials.own())
+                if answer.status == 200:
+                    return _json(make_document(_decoded(answer.body)))
+        return _json(make_document(None))
+
     def _asked_role(self, asked: dict[str, Any]) -> Role | web.Response:
         word = asked.get("role", asked.get("worker_type", self._roles[0].value if len(self._roles) == 1 else None))
         word = _ROLE_WORDS.get(word, word) if isinstance(word, str) else word
@@ -256,12 +267,16 @@ def _authorization(request: web.Request) -> str:
     return request.headers.get("Authorization", "")
 
 
+def _decoded(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def _aborts_all(body: bytes) -> bool:
     """Whether a worker could read it so; what is no JSON object is for the workers to refuse."""
-    try:
-        asked = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
+    asked = _decoded(body)
     return isinstance(asked, dict) and bool(asked.get("abort_all"))
 
 

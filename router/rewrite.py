@@ -19,7 +19,7 @@ DEFAULT_OUTPUT_TOKENS = 128  # assumed when the request does not bound its answe
 MAX_COUNTED_OUTPUT_TOKENS = 512  # answers are mostly far shorter than the bound that clients send
 MAX_SAMPLES = 4096  # of one request
 
-_BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
+BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
 _NULL = b"null"
 _FIRST_INSIDE = re.compile(rb"\[\s*(.)")
 
@@ -102,7 +102,7 @@ def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequ
     Prefill's answer is not forwarded, so it is never streamed: its errors then come with a real status.
     """
     assert len(rooms) == parsed.num_samples, (len(rooms), parsed.num_samples)
-    fields: dict[str, object] = {k: v for k, v in parsed.fields.items() if k not in _BOOTSTRAP_FIELDS}
+    fields: dict[str, object] = {k: v for k, v in parsed.fields.items() if k not in BOOTSTRAP_FIELDS}
     many = len(rooms) > 1
     fields["bootstrap_host"] = [host] * len(rooms) if many else host
     fields["bootstrap_port"] = [port] * len(rooms) if many else port

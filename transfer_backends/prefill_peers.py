@@ -32,6 +32,8 @@ from transfer_backends.wire import (
 Link = Hashable
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
+ADDRESS_SPACE = 1 << 64
+MAX_ITEMS = 1 << 31  # page ids are int32
 
 
 class Phase(Enum):
@@ -151,6 +153,8 @@ class PeerTable:
         theirs = (message.kv.item_bytes, message.aux.item_bytes)
         if theirs != self._items:
             return f"bytes of a page and of a metadata row differ: prefill has {self._items}, decode has {theirs}"
+        if not all(_is_mapped(region) for region in (message.kv, message.aux)):
+            return "a region of memory does not fit into an address space"
         if message.src not in self._peers and len(self._peers) >= self._config.max_peers:
             return f"prefill has {len(self._peers)} decode workers, more than it may (max_peers)"
         return None
@@ -291,6 +295,11 @@ class PeerTable:
             if peer.link != link or self._peers.get(peer.incarnation) is not peer:
                 problems.append(f"decode peer {peer.incarnation}: link table and peer table differ")
         return problems
+
+
+def _is_mapped(region: WireRegion) -> bool:
+    """Whether no address of it wraps around: what is inside the region is then inside the memory that decode meant."""
+    return 0 < region.num_items <= MAX_ITEMS and region.base_ptr + region.num_items * region.item_bytes <= ADDRESS_SPACE
 
 
 def _region(wire: WireRegion) -> Region:

@@ -13,6 +13,7 @@ from aiohttp import web
 from engine.frontend import admin_api, control_api, embeddings_api, native_api, openai_api
 from engine.frontend.access import OPEN_PATHS, check_access
 from engine.frontend.errors import ApiError
+from engine.frontend.openapi import DOCUMENT, make_document, openapi
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import STREAMING, json_response
 
@@ -29,6 +30,7 @@ def make_app(services: Services, *, max_body_bytes: int) -> web.Application:
     """The application; serve it with `handler_cancellation=True`, so that a client that goes away aborts its request."""
     app = web.Application(client_max_size=max_body_bytes, middlewares=[_request_id, _errors, check_access])
     app[SERVICES] = services
+    app[DOCUMENT] = make_document(_GETS, _POSTS)
     app.on_response_prepare.append(_echo_request_id)
     for path, handler in _GETS.items():
         app.router.add_get(path, handler)
@@ -52,6 +54,7 @@ _GETS: dict[str, Handler] = {
     "/metrics": admin_api.metrics,
     "/flush_cache": admin_api.flush_cache,
     "/check": admin_api.check,
+    "/openapi.json": openapi,
 }
 _POSTS: dict[str, Handler] = {
     "/v1/completions": openai_api.completions,

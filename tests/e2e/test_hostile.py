@@ -281,6 +281,20 @@ def test_dead_bootstrap_hosts_fail_in_bounded_time_and_slow_nobody(c: Cluster) -
         assert 400 <= answer.status_code <= 503 and "bootstrap" in answer.json()["error"]["message"], answer.text[:500]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [(GENERATE, {"text": ["k17", "k18"]}), (COMPLETE, {"prompt": "k17"}), (CHAT, USER)]
+)
+def test_a_bootstrap_server_that_the_worker_does_not_know_is_not_asked(c: Cluster, path: str, body: Any) -> None:
+    """An address that leads here, and is no loopback address: no connection comes."""
+    with socket.create_server(("0.0.0.0", 0)) as trap:
+        trap.settimeout(0.0)
+        meeting = {"bootstrap_host": "0.0.0.0", "bootstrap_port": trap.getsockname()[1], "bootstrap_room": 77}
+        assert_refused(answer := httpx.post(url_of(c, "decode") + path, json={**body, **meeting}, timeout=30))
+        assert answer.json()["error"]["param"] == "bootstrap_host", answer.text
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+
+
 def test_bootstrap_servers_that_lie(c: Cluster) -> None:
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(hostile.lying_bootstrap_server(*lie)) for lie in LIES.values()]
