@@ -16,13 +16,14 @@ TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokeni
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS
 
-.PHONY: help setup run test bench lint format clean
+.PHONY: help setup run test bench fuzz lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
 	@echo "make test [TESTS=...]  run the tests"
 	@echo "make setup             make $(VENV) with everything in it"
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
+	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
 	@echo "make lint | format     check | mend style, types and import order"
 	@echo "make clean             remove $(VENV) and caches"
 
@@ -42,6 +43,15 @@ test: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)
 
+# Schemathesis lives apart: its pytest plugin and its versions are no affair of ours.
+FUZZ_VENV := .venv-fuzz
+$(FUZZ_VENV)/bin/schemathesis:
+	$(BIN)/python -m venv $(FUZZ_VENV)
+	$(FUZZ_VENV)/bin/pip install -q "schemathesis>=4.32,<5"
+
+fuzz: $(STAMP) $(FUZZ_VENV)/bin/schemathesis
+	$(BIN)/python -m tests.fuzz.run --schemathesis $(FUZZ_VENV)/bin/schemathesis --report docs/reports/fuzz.md $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,5 +63,5 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(FUZZ_VENV) .schemathesis .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

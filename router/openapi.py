@@ -66,6 +66,7 @@ def make_document(worker: Any) -> dict[str, Any]:
     paths = {path: {m: _operation(path, body) for m, body in methods.items()} for path, methods in _OWN.items()}
     for path in (*(str(api) for api in Api), *_PASSED):
         paths[path] = {"post": _operation(path, _worker_body(worker, path))}
+    paths[Api.GENERATE]["put"] = paths[Api.GENERATE]["post"]  # SGLang takes both
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tandem router", "version": "1"},

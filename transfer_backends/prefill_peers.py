@@ -134,7 +134,7 @@ class PeerTable:
         if message.dst not in ("", self.incarnation):
             self.refuse(link, message.src, "the prefill worker was restarted", stale=True)
             return None
-        reason = self._objection(message)
+        reason = self._objection(link, message)
         if reason is not None:
             self.refuse(link, message.src, reason)
             return None
@@ -147,7 +147,12 @@ class PeerTable:
             self._welcome(known)
         return known
 
-    def _objection(self, message: Register) -> str | None:
+    def _objection(self, link: Link, message: Register) -> str | None:
+        holder = self._by_link.get(link)
+        if holder is not None and holder.incarnation != message.src:
+            return (
+                "this connection belongs to another decode worker"  # which would be forgotten by it, and never dropped
+            )
         if message.layout.version != self._layout.version or message.layout != self._layout:
             return layout_conflict(self._layout, message.layout, me="prefill", them="decode")
         theirs = (message.kv.item_bytes, message.aux.item_bytes)
@@ -291,6 +296,9 @@ class PeerTable:
         problems = [
             f"decode peer {p.incarnation}: {p.num_ops} operations" for p in self._peers.values() if p.num_ops < 0
         ]
+        for peer in self._peers.values():
+            if not peer.lost and self._by_link.get(peer.link) is not peer:
+                problems.append(f"decode peer {peer.incarnation}: its link is another's")
         for link, peer in self._by_link.items():
             if peer.link != link or self._peers.get(peer.incarnation) is not peer:
                 problems.append(f"decode peer {peer.incarnation}: link table and peer table differ")

@@ -78,6 +78,7 @@ def make_document(gets: Iterable[str], posts: Iterable[str]) -> bytes:
         paths.setdefault(_plain(path), {})["get"] = _operation(path, error, body=None)
     for path in posts:
         paths.setdefault(_plain(path), {})["post"] = _operation(path, error, body=_body(path))
+    paths["/generate"]["put"] = paths["/generate"]["post"]  # SGLang takes both
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",

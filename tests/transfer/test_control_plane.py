@@ -329,6 +329,36 @@ def test_a_decode_key_that_is_not_the_cluster_s_is_refused(pairs: Any) -> None:
     pair.works(2)
 
 
+def test_one_connection_is_one_decode_worker(pairs: Any) -> None:
+    """Found by fuzzing: a second life that registers on a connection hid the first one, which then was never dropped."""
+    pair = pairs()
+    layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
+    regions = WireRegion(1 << 20, 64, 64, None), WireRegion(1 << 20, 64, 512, None)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
+        link.setsockopt(zmq.LINGER, 0)
+        link.connect(f"tcp://{pair.prefill.control_address}")
+        for life in ("one", "two"):
+            link.send(encode(Register(life, pair.prefill.incarnation, layout, *regions, b"fake")))
+        until(lambda: pair.prefill.counters.get("refused", 0) == 1)
+        assert pair.prefill.counters["peers"] == 1 and pair.prefill.check() == []
+    until(lambda: pair.prefill.counters["peers"] == 0)
+
+
+@pytest.mark.parametrize("region", [(2**63 - 1, 2**62), (0, 0), (1 << 20, 2**31 + 1)])
+def test_a_region_that_wraps_around_is_refused(pairs: Any, region: tuple[int, int]) -> None:
+    pair = pairs()
+    layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
+    base, count = region
+    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
+        link.setsockopt(zmq.LINGER, 0)
+        link.connect(f"tcp://{pair.prefill.control_address}")
+        regions = WireRegion(base, count, 64, None), WireRegion(1 << 20, 64, 512, None)
+        link.send(encode(Register("one", pair.prefill.incarnation, layout, *regions, b"fake")))
+        link.setsockopt(zmq.RCVTIMEO, 5000)
+        assert b"address space" in link.recv()
+    assert pair.prefill.counters["peers"] == 0
+
+
 class Tap:
     """A wire between decode and prefill that records what decode sends, and can say it again."""
 
