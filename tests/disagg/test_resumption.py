@@ -70,10 +70,10 @@ def test_prefill_computes_what_decode_retracted(depth: int, page_size: int, radi
     assert told["recomputed"] == through and told["recomputed_tokens"] > 0
 
 
-def retracted_after(new: int, *, evict: int) -> tuple[Cluster, list[Work]]:
-    """Two requests with the same prompt of 10 tokens: one drew 8 and ended; the other is retracted after `new`."""
+def running(new: int) -> tuple[Cluster, random.Random]:
+    """Two requests with the same prompt of 10 tokens: one drew 8 and ended; the other, "long", runs and has drawn `new`."""
     cluster = Cluster(pages=(99, 99), page_size=4, chunk=8, depth=1, resume_elsewhere=True)
-    rng, works = random.Random(0), list[Work]()
+    rng = random.Random(0)
     cluster.submit("short", list(range(10)), 1, new=8)
     cluster.run(rng)
     cluster.submit("long", list(range(10)), 2, new=40)
@@ -81,8 +81,18 @@ def retracted_after(new: int, *, evict: int) -> tuple[Cluster, list[Work]]:
         cluster.wire.step(rng)
         cluster.prefill.turn()
         cluster.decode.turn()
+    return cluster, rng
+
+
+def retract(cluster: Cluster) -> None:
     (request,) = cluster.decode.scheduler.stages.running
     cluster.decode.scheduler._departures.retract(request)
+
+
+def retracted_after(new: int, *, evict: int) -> tuple[Cluster, list[Work]]:
+    cluster, rng = running(new)
+    works = list[Work]()
+    retract(cluster)
     cluster.decode.scheduler.memory.cache.evict(evict)
     take = cluster.wire.take_asked
 
@@ -110,6 +120,43 @@ def test_what_is_still_cached_is_neither_computed_nor_sent() -> None:
 def test_less_than_a_page_is_no_work_for_prefill() -> None:
     cluster, works = retracted_after(20, evict=0)
     assert works == [] and resumed(cluster) == (0, 1)
+
+
+def test_nobody_new_gets_memory_before_it() -> None:
+    """There is memory for both, and only the newcomer's handshake is done."""
+    cluster, rng = running(20)
+    retract(cluster)
+    cluster.decode.turn()
+    cluster.submit("new", list(range(5)), 3, new=4)
+    cluster.wire.room(3).to_decode.popleft()()
+    cluster.decode.turn()
+    queues = cluster.decode.role.queues()
+    assert (queues["retracted"], queues["resuming"], queues["prealloc"], queues["transfer"]) == (1, 0, 1, 0)
+    cluster.run(rng)
+    assert cluster.decode.tokens["new"] == expected_tokens(list(range(5)), 4)
+    assert cluster.decode.tokens["long"] == expected_tokens(list(range(10)), 40)
+    cluster.assert_all_back()
+
+
+def test_an_abort_right_after_the_retraction() -> None:
+    """The role has not even heard of the retraction."""
+    cluster, rng = running(20)
+    retract(cluster)
+    cluster.decode.abort("long")
+    assert cluster.decode.finish["long"].kind == "abort"
+    cluster.run(rng)
+    cluster.assert_all_back()
+
+
+def test_after_retract_all_decode_computes_by_itself() -> None:
+    """Its weights may be others than prefill's by now."""
+    cluster, rng = running(20)
+    assert cluster.decode.scheduler.retract_all() == 1
+    cluster.decode.scheduler.memory.cache.evict(99)
+    cluster.run(rng)
+    assert cluster.decode.tokens["long"] == expected_tokens(list(range(10)), 40)
+    assert resumed(cluster) == (0, 1) and not cluster.wire.room(2, 1).asks
+    cluster.assert_all_back()
 
 
 def test_nobody_answers_and_decode_computes_it_itself() -> None:
