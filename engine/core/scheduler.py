@@ -49,6 +49,7 @@ class Counters:
     preemptions: int = 0
     steps: int = 0
     wasted_draws: int = 0
+    late_draws: int = 0
 
 
 class Scheduler:
@@ -217,11 +218,14 @@ class Scheduler:
             return None
         extend = any(item.extend for item in items)
         wait, self._last_was_extend = extend and self._last_was_extend and self.limits.wait_between_prefills, extend
-        wait = wait or any(self._awaits_token(item) for item in items)
+        draw_late = any(self._awaits_token(item) for item in items)
         self._seq += 1
         self.counters.steps += 1
+        self.counters.late_draws += draw_late
         closes, self._closes = self._closes, []
-        plan = Plan(seq=self._seq, extend=extend, items=items, opens=opens, closes=closes, wait=wait)
+        plan = Plan(
+            seq=self._seq, extend=extend, items=items, opens=opens, closes=closes, wait=wait, draw_late=draw_late
+        )
         self.backups.attach(plan)
         return plan
 
@@ -231,7 +235,7 @@ class Scheduler:
         return item.sample and request.grammar is not None and request.pending > 1
 
     def fill_masks(self, plan: Plan) -> None:
-        """What the items of `plan` may draw, from the tokens known now. Call it just before the launch (`plan.wait`)."""
+        """What the items of `plan` may draw, from the tokens known now. Call it just before the draw is launched."""
         for i, item in enumerate(plan.items):
             request = self._live[item.rid]
             if item.sample and request.grammar is not None and request.finish is None:

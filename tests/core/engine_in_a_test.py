@@ -94,7 +94,7 @@ class EngineInATest:
     def turn(self) -> bool:
         """One turn of the loop; False when there is nothing left to do."""
         plan = self.scheduler.schedule(self.now_s)
-        while plan is not None and plan.wait and self.launched:
+        while plan is not None and (plan.wait or plan.draw_late) and self.launched:
             self.collect()
         if plan is not None:
             self.scheduler.fill_masks(plan)

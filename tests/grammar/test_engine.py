@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 import engine.core.new_token_ratio as new_token_ratio
+from engine.core.plan import Plan
+from engine.executor.executor import Launch
+from engine.executor.model_runner import Forward, StepOutput
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.grammar.llguidance_backend import LlguidanceCompiler
 from engine.sampling_params import GrammarSpec
@@ -92,6 +96,38 @@ def test_every_answer_is_in_its_grammar(reference: EngineInProcess, tokenizer: T
     assert "stop" in kinds and "abort" not in kinds
 
 
+def test_a_forward_is_launched_while_the_token_before_it_is_not_drawn(
+    checkpoint: str, compiler: LlguidanceCompiler
+) -> None:
+    """The stream is held at the first step: the second one's forward is on it all the same, and its draw is not."""
+    engine = EngineInProcess(checkpoint, stream="threaded")
+    runner = engine.parts.executor._runner
+    order: list[str] = []
+    gate = threading.Event()
+    launch_forward, draw = engine.parts.executor.launch_forward, runner.draw
+
+    def launch_and_open(plan: Plan) -> Launch:
+        launch = launch_forward(plan)
+        order.append(f"forward {plan.seq} launched")
+        gate.set()
+        return launch
+
+    def held_draw(plan: Plan, forward: Forward) -> StepOutput:
+        assert gate.wait(60.0)
+        order.append(f"draw {plan.seq}")
+        return draw(plan, forward)
+
+    engine.parts.executor.launch_forward, runner.draw = launch_and_open, held_draw  # type: ignore[method-assign]
+    try:
+        grammar = compiler.compile(SPECS["regex"]).start()
+        engine.add("r", [20, 21], grammar=grammar, max_new_tokens=2, temperature=1.0, seed=1)
+        engine.run()
+    finally:
+        gate.set()
+        engine.close()
+    assert order == ["forward 2 launched", "draw 1", "draw 2"]
+
+
 WAYS = {
     "depth-2": {"stream": "threaded", "stream_delay_ms": 1.0},
     "depth-2-mixed": {"stream": "threaded", "enable_mixed_chunk": True, "chunked_prefill_size": 16},
@@ -106,6 +142,7 @@ def test_tokens_do_not_depend_on_depth_or_batch(
     """Plain requests beside the constrained ones too."""
     engine = run(checkpoint, compiler, **WAYS[way])
     assert engine.tokens == reference.tokens
+    assert (engine.parts.scheduler.counters.late_draws > 0) == way.startswith("depth-2")
     assert {rid: f.kind for rid, f in engine.finish.items()} == {rid: f.kind for rid, f in reference.finish.items()}
 
 

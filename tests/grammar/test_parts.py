@@ -16,6 +16,7 @@ from engine.sampling_params import GrammarSpec, SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 from tests.frontend.conftest import byte_tokenizer
+from tests.grammar.fixed import Fixed
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, EOS = 260, 256
@@ -62,29 +63,6 @@ def test_where_an_edit_banned_all_that_is_allowed_the_grammar_wins() -> None:
     assert masked[1].isfinite().nonzero().flatten().tolist() == [6]
 
 
-class Fixed:
-    """Accepts what it is told to and ends after `length` tokens."""
-
-    problem = "no such word"
-
-    def __init__(self, length: int, refuses: int = -1) -> None:
-        self.seen: list[int] = []
-        self.masks = 0
-        self._length, self._refuses = length, refuses
-
-    @property
-    def ended(self) -> bool:
-        return len(self.seen) >= self._length
-
-    def accept(self, token: int) -> bool:
-        self.seen.append(token)
-        return token != self._refuses
-
-    def bitmask(self) -> bytes:
-        self.masks += 1
-        return b""
-
-
 def request_of(output: list[int], *, max_new_tokens: int, grammar: Fixed, eos: int = 9) -> Request:
     sampling = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=(7,))
     request = Request(
@@ -115,8 +93,8 @@ def test_the_grammar_s_end_has_its_place_among_the_checks(
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_batch_with_a_grammar_waits_for_the_tokens_before_it(depth: int) -> None:
-    """The state has seen every token but the last before each mask; plain batches do not wait."""
+def test_the_draw_of_a_constrained_batch_waits_for_the_tokens_before_it(depth: int) -> None:
+    """The state has seen every token but the last before each mask; plain batches draw at once."""
     engine = EngineInATest(depth=depth)
     grammar = Fixed(5)
     request = engine.add("r", [1, 2, 3], max_new_tokens=20)
@@ -124,11 +102,13 @@ def test_a_batch_with_a_grammar_waits_for_the_tokens_before_it(depth: int) -> No
     engine.run()
     assert engine.tokens["r"] == grammar.seen == expected_tokens([1, 2, 3], 5)
     assert engine.finish["r"].kind == "stop" and grammar.masks == 5
-    waits = sum(plan.wait for plan in engine.plans)
-    assert waits == 0 if depth == 1 else waits >= 4
+    late = sum(plan.draw_late for plan in engine.plans)
+    assert late == engine.scheduler.counters.late_draws
+    assert late == 0 if depth == 1 else late >= 4
+    assert not any(plan.wait for plan in engine.plans), "the forward waits for nobody"
     engine.add("plain", [4, 5], max_new_tokens=5)
     engine.run()
-    assert sum(plan.wait for plan in engine.plans) == waits
+    assert sum(plan.draw_late for plan in engine.plans) == late
 
 
 def test_a_token_outside_the_grammar_is_an_error_of_its_request() -> None:
