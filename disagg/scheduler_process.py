@@ -68,6 +68,7 @@ def run(spec: SchedulerSpec) -> None:
         progress=spec.progress,
         host_backup=_host_backup(spec.disagg),
         reserve_floor=spec.disagg.num_reserved_decode_tokens,
+        num_token_ids=tokenizer.num_ids,
     )
     watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
     role = make_role(spec, parts, wakeup=ports.call_attention)

@@ -18,7 +18,9 @@ def check_reads(request: Request, start: int, end: int) -> None:
     """Planning tokens start..end-1: with draws in flight it is just the one in the cell, else only what the host knows."""
     known, pending = request.num_tokens, request.pending
     if pending == 0:
-        assert end <= known, f"{request.rid}: position {end - 1} is read, and only {known} tokens are known or in flight"
+        assert end <= known, (
+            f"{request.rid}: position {end - 1} is read, and only {known} tokens are known or in flight"
+        )
     else:
         last = known + pending - 1
         assert (start, end) == (last, last + 1), f"{request.rid}: positions {start}..{end - 1}, the cell holds {last}"

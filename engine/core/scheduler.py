@@ -43,7 +43,9 @@ class Scheduler:
         backup_pages: int = 0,
         reserve_floor: int = 0,
         growth: MeasuredGrowth | None = None,
+        vocab_size: int | None = None,
     ) -> None:
+        """`vocab_size`: token ids that have a meaning, of all that the model may draw; None: all."""
         self.limits = limits
         self.memory = memory
         self.ratio = ratio or NewTokenRatio()
@@ -84,6 +86,7 @@ class Scheduler:
             ratio=self.ratio,
             counters=self.counters,
             tail_text=tail_text,
+            vocab_size=vocab_size,
         )
 
     # ---- steps

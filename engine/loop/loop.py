@@ -43,6 +43,7 @@ from engine.messages import (
     TokenOutput,
     ToScheduler,
 )
+from engine.stop_regex import compile_all
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class EngineLoop:
             return []
         tail = message.input_ids[-PROMPT_TAIL_TOKENS:]
         sampling = message.sampling
-        self._ports.to_detokenizer(RequestOpened(message.rid, tail, sampling.stop, sampling.skip_special_tokens))
+        self._ports.to_detokenizer(_opened(message, tail))
         request = Request(
             rid=message.rid,
             input_ids=message.input_ids,
@@ -224,6 +225,7 @@ class EngineLoop:
             keep_kv=not message.skip_cache_insert,
             return_hidden_states=message.return_hidden_states,
             pooling=message.pooling,
+            stop_patterns=compile_all(sampling.stop_regex),
         )
         self._gate.open(message)
         self._times.arrived(request, now_s)
@@ -239,3 +241,15 @@ class EngineLoop:
 
     def _abort(self, rid: str, now_s: float) -> list[TokenOutput]:
         return self._grammars.abort(rid) or self._role.abort(rid, now_s)
+
+
+def _opened(message: GenerateRequest, prompt_tail: list[int]) -> RequestOpened:
+    sampling = message.sampling
+    return RequestOpened(
+        rid=message.rid,
+        prompt_tail=prompt_tail,
+        stop=sampling.stop,
+        skip_special_tokens=sampling.skip_special_tokens,
+        stop_regex=sampling.stop_regex,
+        no_stop_trim=sampling.no_stop_trim,
+    )

@@ -14,10 +14,14 @@ from engine.sampling_params import SamplingParams
 class EngineInProcess:
     """`depth=None`: what the configuration resolves to."""
 
-    def __init__(self, model_path: str, *, depth: int | None = None, **flags: object) -> None:
+    def __init__(
+        self, model_path: str, *, depth: int | None = None, num_token_ids: int | None = None, **flags: object
+    ) -> None:
         config = EngineConfig(model_path=model_path, **{"max_total_tokens": 8192, **flags})  # type: ignore[arg-type]
         self.model = load_model_config(model_path)
-        self.parts: EngineParts = build_engine(config, self.model, tail_text=lambda ids: "", progress=False)
+        self.parts: EngineParts = build_engine(
+            config, self.model, tail_text=lambda ids: "", progress=False, num_token_ids=num_token_ids
+        )
         self.pipeline = Pipeline(
             scheduler=self.parts.scheduler,
             executor=self.parts.executor,
