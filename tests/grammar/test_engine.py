@@ -14,7 +14,8 @@ from engine.core.plan import Plan
 from engine.executor.executor import Launch
 from engine.executor.model_runner import Forward, StepOutput
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
-from engine.grammar.llguidance_backend import LlguidanceCompiler
+from engine.grammar.compiler import Compiler
+from engine.grammar.registry import make_compiler
 from engine.sampling_params import GrammarSpec
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import EOS, VOCAB_SIZE, make_tiny_checkpoint
@@ -43,9 +44,11 @@ def tokenizer(checkpoint: str) -> Tokenizer:
     return load_tokenizer(Path(checkpoint))
 
 
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> LlguidanceCompiler:
-    return LlguidanceCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], any_whitespace=False)
+@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
+def compiler(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Compiler:
+    compiler = make_compiler(request.param, tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], any_whitespace=False)
+    assert compiler is not None
+    return compiler
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +59,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def run(path: str, compiler: LlguidanceCompiler, **flags: object) -> EngineInProcess:
+def run(path: str, compiler: Compiler, **flags: object) -> EngineInProcess:
     """Every grammar four times with a drawn seed, and plain requests beside them."""
     engine = EngineInProcess(path, **flags)
     try:
@@ -78,7 +81,7 @@ def text_of(tokenizer: Tokenizer, engine: EngineInProcess, rid: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint: str, compiler: LlguidanceCompiler) -> EngineInProcess:
+def reference(checkpoint: str, compiler: Compiler) -> EngineInProcess:
     return run(checkpoint, compiler)
 
 
@@ -96,9 +99,7 @@ def test_every_answer_is_in_its_grammar(reference: EngineInProcess, tokenizer: T
     assert "stop" in kinds and "abort" not in kinds
 
 
-def test_a_forward_is_launched_while_the_token_before_it_is_not_drawn(
-    checkpoint: str, compiler: LlguidanceCompiler
-) -> None:
+def test_a_forward_is_launched_while_the_token_before_it_is_not_drawn(checkpoint: str, compiler: Compiler) -> None:
     """The stream is held at the first step: the second one's forward is on it all the same, and its draw is not."""
     engine = EngineInProcess(checkpoint, stream="threaded")
     runner = engine.parts.executor._runner
@@ -137,7 +138,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_do_not_depend_on_depth_or_batch(
-    checkpoint: str, compiler: LlguidanceCompiler, reference: EngineInProcess, way: str
+    checkpoint: str, compiler: Compiler, reference: EngineInProcess, way: str
 ) -> None:
     """Plain requests beside the constrained ones too."""
     engine = run(checkpoint, compiler, **WAYS[way])
@@ -147,7 +148,7 @@ def test_tokens_do_not_depend_on_depth_or_batch(
 
 
 def test_a_retracted_request_goes_on_in_its_grammar(
-    checkpoint: str, compiler: LlguidanceCompiler, reference: EngineInProcess, monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, compiler: Compiler, reference: EngineInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", 1)
     engine = run(checkpoint, compiler, max_total_tokens=256, page_size=4, stream="threaded")
@@ -155,7 +156,7 @@ def test_a_retracted_request_goes_on_in_its_grammar(
     assert engine.tokens == reference.tokens
 
 
-def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: LlguidanceCompiler) -> None:
+def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: Compiler) -> None:
     """After `[ab]+` the text may go on or end: the drawn end token ends it, ignore_eos or not."""
     for ignore_eos in (False, True):
         engine = EngineInProcess(checkpoint)
@@ -167,7 +168,7 @@ def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: Llguidan
         assert engine.tokens["r"][-1] == EOS and len(engine.tokens["r"]) >= 2
 
 
-def test_min_new_tokens_gives_way_where_only_the_end_is_left(checkpoint: str, compiler: LlguidanceCompiler) -> None:
+def test_min_new_tokens_gives_way_where_only_the_end_is_left(checkpoint: str, compiler: Compiler) -> None:
     """`a` or an end token: before min_new_tokens the end is banned, and after `aa` nothing else is possible."""
     engine = EngineInProcess(checkpoint)
     grammar = compiler.compile(GrammarSpec("ebnf", 'start: "a" "a" b?\nb: "c"')).start()
@@ -179,7 +180,7 @@ def test_min_new_tokens_gives_way_where_only_the_end_is_left(checkpoint: str, co
 
 
 def test_a_token_that_the_grammar_refuses_fails_its_request_alone(
-    checkpoint: str, compiler: LlguidanceCompiler, reference: EngineInProcess
+    checkpoint: str, compiler: Compiler, reference: EngineInProcess
 ) -> None:
     """A state that is out of step (it has seen another token) is told, and hurts nobody else."""
     engine = EngineInProcess(checkpoint)
