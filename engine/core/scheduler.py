@@ -45,8 +45,12 @@ class Scheduler:
         reserve_floor: int = 0,
         growth: MeasuredGrowth | None = None,
         resume_elsewhere: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
-        """`resume_elsewhere`: the role decides where the KV of retracted requests comes from (`take_retracted`)."""
+        """`resume_elsewhere`: the role decides where the KV of retracted requests comes from (`take_retracted`).
+
+        `vocab_size`: token ids that have a meaning, of all that the model may draw; None: all.
+        """
         self.limits = limits
         self.memory = memory
         self.ratio = ratio or NewTokenRatio()
@@ -90,6 +94,7 @@ class Scheduler:
             ratio=self.ratio,
             counters=self.counters,
             tail_text=tail_text,
+            vocab_size=vocab_size,
         )
 
     # ---- steps
@@ -99,7 +104,7 @@ class Scheduler:
         return self._planner.schedule(now_s)
 
     def fill_masks(self, plan: Plan) -> None:
-        """What the items of `plan` may draw, from the tokens known now. Call it just before the launch (`plan.wait`)."""
+        """What the items of `plan` may draw, from the tokens known now. Call it just before the draw is launched."""
         self._planner.fill_masks(plan)
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:

@@ -52,6 +52,8 @@ QUEUE_GAUGES = {
 SCHEDULER_COUNTERS = {
     "transfer_failed": ("num_transfer_failed_reqs", "requests whose KV transfer failed"),
     "retractions": ("num_retractions", "times that a request lost its memory"),
+    "wasted_draws": ("num_wasted_draws", "tokens drawn after their request had ended, and dropped"),
+    "late_draws": ("num_late_draws", "steps whose draw waited for grammar masks while their forward ran"),
     "backup_saved_tokens": ("retraction_saved_tokens", "retracted tokens whose KV was copied to the host"),
     "backup_restored_tokens": ("retraction_restored_tokens", "retracted tokens whose KV came back from the host"),
     "resumed_computed": ("num_resumed_computed", "retracted requests whose KV this worker computed again"),
