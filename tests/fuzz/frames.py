@@ -107,6 +107,20 @@ SOUND = st.one_of(
         PAGES,
         st.integers(0, NUM_ROWS),
     ),
+    _tagged("Recompute", NAMES, NAMES, ROOMS, ATTEMPTS, PAGES, COUNTS, PAGES, COUNTS, COUNTS, st.booleans()),
+    _tagged(
+        "Recompute",
+        st.just(DECODE),
+        st.just(PREFILL),
+        st.integers(1, 6),
+        st.integers(1, 2),
+        PAGES,
+        st.integers(0, NUM_ROWS),
+        PAGES,
+        st.integers(0, 3),
+        st.just(0),
+        st.booleans(),
+    ),
     _tagged("Abort", NAMES, NAMES, ROOMS, ATTEMPTS, REASONS),
     _tagged("Status", NAMES, NAMES, ROOMS, ATTEMPTS, STATES, COUNTS, REASONS),
     _tagged(
@@ -150,7 +164,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 
 FRAMES = st.one_of(SOUND, SOUND, SOUND, mutated(), JUNK, st.binary(max_size=64))
-CALLS = st.sampled_from(["open", "send", "abort", "close", "provide", "engine", "route", "drop"])
+CALLS = st.sampled_from(["open", "send", "abort", "close", "provide", "engine", "route", "drop", "take"])
 STEPS = st.one_of(
     st.tuples(st.just("to-prefill"), FRAMES, st.integers(0, 2)),
     st.tuples(st.just("to-decode"), FRAMES, st.integers(0, 2)),
@@ -235,6 +249,12 @@ class Story:
         if self.posts:
             self.prefill.on_op_final(self.posts.pop(0), ok=room % 2 == 0, error="fuzz", now_s=self.now_s)
 
+    def take(self, room: int) -> None:
+        """The role takes what decode wants computed, and opens its rooms."""
+        for asked in self.prefill.take_asked():
+            with contextlib.suppress(RoomInUse):
+                self.prefill.open(asked.room, asked.attempt, self.now_s)
+
     def route(self, room: int) -> None:
         self.decode.on_route(BOOTSTRAP, room, Route("127.0.0.1:1", PREFILL, shared=room == 6), self.now_s)
 
@@ -285,6 +305,7 @@ class Story:
             self.tick(1.0)
             self.decode.on_proof(PREFILL, Liveness.DEAD, self.now_s)
             self.settle()
+            self.take(0)
             for link in sorted(self.links):
                 self.decode.on_link_closed(link, self.now_s)
             for key in list(self.prefill.machine):
