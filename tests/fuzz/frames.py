@@ -23,6 +23,7 @@ from transfer_backends.wire import (
     Layout,
     MalformedFrame,
     Message,
+    Register,
     WireRegion,
     decode,
 )
@@ -168,6 +169,7 @@ CALLS = st.sampled_from(["open", "send", "abort", "close", "provide", "engine", 
 STEPS = st.one_of(
     st.tuples(st.just("to-prefill"), FRAMES, st.integers(0, 2)),
     st.tuples(st.just("to-decode"), FRAMES, st.integers(0, 2)),
+    st.tuples(st.just("offer"), PAGES, st.integers(1, 3)),
     st.tuples(st.just("call"), CALLS, st.integers(1, 6)),
     st.tuples(st.just("time"), st.sampled_from([0.0, 0.1, 1.0, 3.0]), st.just(0)),
 )
@@ -178,11 +180,16 @@ Steps = list[tuple[str, Any, int]]
 
 @dataclass
 class Story:
-    """Both cores; `num_frames` were read, `num_taken` of them were messages that changed something or were answered."""
+    """Both cores, one decode worker registered, three rooms open.
+
+    `num_frames` were read, `num_taken` of them were messages that changed something or were answered, `num_writes` led to
+    an operation of the engine.
+    """
 
     now_s: float = 0.0
     num_frames: int = 0
     num_taken: int = 0
+    num_writes: int = 0
     posts: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -190,11 +197,24 @@ class Story:
         self.prefill = PrefillRooms(incarnation=PREFILL, mark=mark, kv_args=ARGS, caps=CAPS, config=CONFIG)
         self.decode = DecodeRooms(incarnation=DECODE, kv_args=ARGS, caps=CAPS, descriptor=b"d", config=CONFIG)
         self.links: set[int] = set()
+        region = (
+            WireRegion(KV.base_ptr, NUM_PAGES, PAGE_BYTES, None),
+            WireRegion(AUX.base_ptr, NUM_ROWS, ROW_BYTES, None),
+        )
+        self.prefill.on_message("link-0", Register(DECODE, PREFILL, LAYOUT, *region, b"d"), self.now_s)
+        self.settle()
+        for room in (1, 2, 3):
+            self.open(room)
 
     def run(self, steps: Steps) -> None:
         for kind, what, number in steps:
             if kind == "call":
                 self.call(what, number)
+            elif kind == "offer":  # pages, wherever they are, and at once the bytes for them
+                self.read(
+                    "to-prefill", msgspec.msgpack.encode(["TransferInfo", DECODE, PREFILL, number, 0, what, 0]), 0
+                )
+                self.call("send", number)
             elif kind == "time":
                 self.tick(what)
             else:
@@ -280,6 +300,7 @@ class Story:
                 self.prefill.on_fenced(command.incarnation, ok=True, now_s=self.now_s)
         while (post := self.prefill.next_post(self.now_s)) is not None:
             self.posts.append(post)
+            self.num_writes += 1
             for start, length in zip(post.pieces.dst.tolist(), post.pieces.lengths.tolist(), strict=True):
                 inside = [r for r in (KV, AUX) if r.base_ptr <= start and start + length <= r.base_ptr + r.size_bytes]
                 assert inside, f"a write of {length} bytes to {start:#x}, outside of every region"
@@ -301,8 +322,8 @@ class Story:
             self.decode.on_link_closed(link, self.now_s)
         for room in range(1, 7):
             self.call("abort", room)
-        for _ in range(40):
-            self.tick(1.0)
+        for _ in range(12):
+            self.tick(3.0)
             self.decode.on_proof(PREFILL, Liveness.DEAD, self.now_s)
             self.settle()
             self.take(0)
