@@ -9,6 +9,7 @@ class RequestTable:
         self.num_slots = num_slots
         self._rows: list[Request | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
+        self._closed: list[int] = []  # since the last plan
 
     @property
     def num_free(self) -> int:
@@ -22,13 +23,18 @@ class RequestTable:
         request.slot, request.told_pages = slot, 0
         return slot
 
-    def close(self, request: Request) -> int:
+    def close(self, request: Request) -> None:
         slot = request.slot
         assert slot is not None and self._rows[slot] is request
         self._rows[slot] = None
         self._free.append(slot)
         request.slot = None
-        return slot
+        self._closed.append(slot)
+
+    def take_closed(self) -> list[int]:
+        """Slots closed since the last call: the next plan tells the executor."""
+        closed, self._closed = self._closed, []
+        return closed
 
     def requests(self) -> list[Request]:
         return [r for r in self._rows if r is not None]

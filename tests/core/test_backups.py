@@ -52,7 +52,7 @@ def test_pages_leave_only_after_their_copy_was_collected() -> None:
         engine.launched.append((plan, engine.model.run(plan)))
         engine.collect()
     (save,) = plan.saves
-    request = next(r for r in engine.scheduler._live.values() if r.serial == save.key)
+    request = next(r for r in engine.scheduler.stages.live.values() if r.serial == save.key)
     assert request.pages == save.pages and engine.scheduler.num_retracted == 1
     engine.launched.append((plan, engine.model.run(plan)))
     engine.collect()

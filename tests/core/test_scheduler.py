@@ -188,7 +188,7 @@ def test_a_full_batch_never_pays_for_a_hopeless_judgement() -> None:
     engine.add("b", [4, 5, 6], max_new_tokens=40)
     for _ in range(20):
         engine.turn()
-    assert judged == ["b"] and engine.scheduler.batch_is_full
+    assert judged == ["b"] and engine.scheduler.stages.batch_is_full
     engine.run()
     assert judged == ["b", "b"] and engine.tokens["b"] == expected_tokens([4, 5, 6], 40)
 

@@ -342,26 +342,25 @@ def test_hostile_frames(pairs: Any) -> None:
     pair = pairs()
     sender, receiver = pair.meet(1)
     me = pair.prefill.incarnation
-    with zmq.Context() as context:
-        with context.socket(zmq.DEALER) as evil:
-            evil.linger = 0
-            evil.connect(f"tcp://{pair.prefill.control_address}")
-            for frame in hostile_frames(me):
-                evil.send(frame)
-            evil.send_multipart([b"a", b"b", b"c"])
-            with context.socket(zmq.PUSH) as wrong_kind:
-                wrong_kind.linger = 0
-                wrong_kind.connect(f"tcp://{pair.prefill.control_address}")
-                host, _, port = pair.prefill.control_address.rpartition(":")
-                with socket.create_connection((host, int(port))) as raw:
-                    raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-                # The sockets stay open until all has arrived: closing drops what is still on its way.
-                until(lambda: pair.prefill.counters.get("junk_frames", 0) >= 10)
-                until(lambda: pair.prefill.counters.get("protocol_errors", 0) >= 6)
-            with evil.get_monitor_socket(zmq.EVENT_DISCONNECTED) as events:
-                evil.send(b"\x00" * (9 << 20))  # longer than a frame may be: ZMQ drops the connection
-                assert events.poll(10_000)
-                evil.disable_monitor()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as evil:
+        evil.linger = 0
+        evil.connect(f"tcp://{pair.prefill.control_address}")
+        for frame in hostile_frames(me):
+            evil.send(frame)
+        evil.send_multipart([b"a", b"b", b"c"])
+        with context.socket(zmq.PUSH) as wrong_kind:
+            wrong_kind.linger = 0
+            wrong_kind.connect(f"tcp://{pair.prefill.control_address}")
+            host, _, port = pair.prefill.control_address.rpartition(":")
+            with socket.create_connection((host, int(port))) as raw:
+                raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            # The sockets stay open until all has arrived: closing drops what is still on its way.
+            until(lambda: pair.prefill.counters.get("junk_frames", 0) >= 10)
+            until(lambda: pair.prefill.counters.get("protocol_errors", 0) >= 6)
+        with evil.get_monitor_socket(zmq.EVENT_DISCONNECTED) as events:
+            evil.send(b"\x00" * (9 << 20))  # longer than a frame may be: ZMQ drops the connection
+            assert events.poll(10_000)
+            evil.disable_monitor()
     assert sender.poll() is KVPoll.WaitingForInput
     sender.send([4, 5, 6], dst_start=0, last=True, aux_idx=0)
     until(lambda: receiver.poll() is KVPoll.Success)

@@ -1,0 +1,18 @@
+"""What a scheduler counts."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start; they only grow."""
+
+    requests: int = 0
+    aborted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    retractions: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    wasted_draws: int = 0

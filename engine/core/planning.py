@@ -1,0 +1,241 @@
+"""Which requests compute what in the next step: prefill first, then everybody by one token, as far as memory reaches.
+
+Depth is not its business: a second plan before the first result builds on tokens that do not exist yet (placeholders,
+engine/core/plan.py). It relies only on steps running in the order in which they were planned.
+"""
+
+from collections.abc import Iterable
+from itertools import islice
+
+from engine.core.backups import Backups
+from engine.core.counters import Counters
+from engine.core.departures import Departures
+from engine.core.hidden import note_launch
+from engine.core.limits import Limits
+from engine.core.memory import Memory
+from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.outputs import input_logprob_part
+from engine.core.plan import Plan, PlanItem, SlotOpen
+from engine.core.policy import Draw, Priorities, order
+from engine.core.prefill_adder import AddResult, PrefillAdder
+from engine.core.request import Request
+from engine.core.request_table import RequestTable
+from engine.core.stages import Stages
+
+
+class Planner:
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        memory: Memory,
+        stages: Stages,
+        departures: Departures,
+        table: RequestTable,
+        backups: Backups,
+        ratio: NewTokenRatio,
+        counters: Counters,
+        policy: str,
+        priorities: Priorities | None,
+        draw: Draw,
+    ) -> None:
+        self._limits = limits
+        self._memory = memory
+        self._stages = stages
+        self._departures = departures
+        self._table = table
+        self._backups = backups
+        self._ratio = ratio
+        self._counters = counters
+        self._policy = policy
+        self._priorities = priorities
+        self._draw = draw
+        self._seq = 0
+        self._last_was_extend = False
+
+    def schedule(self, now_s: float = 0.0) -> Plan | None:
+        """The next step, or None when there is nothing to do before a collect (or at all)."""
+        before = self._counters.retractions
+        items, opens = self._draft(now_s)
+        if not items and self._counters.retractions > before:  # their memory is free now
+            items, opens = self._draft(now_s)
+        if not items and not self._backups.asks_for_a_step:
+            return None
+        extend = any(item.extend for item in items)
+        wait, self._last_was_extend = extend and self._last_was_extend and self._limits.wait_between_prefills, extend
+        wait = wait or any(self._awaits_token(item) for item in items)
+        self._seq += 1
+        self._counters.steps += 1
+        plan = Plan(seq=self._seq, extend=extend, items=items, opens=opens, closes=self._table.take_closed(), wait=wait)
+        self._backups.attach(plan)
+        return plan
+
+    def _awaits_token(self, item: PlanItem) -> bool:
+        """Whether what `item` may draw follows from a token that is still in flight."""
+        request = self._stages.live[item.rid]
+        return item.sample and request.grammar is not None and request.pending > 1
+
+    def fill_masks(self, plan: Plan) -> None:
+        """What the items of `plan` may draw, from the tokens known now. Call it just before the launch (`plan.wait`)."""
+        for i, item in enumerate(plan.items):
+            request = self._stages.live[item.rid]
+            if item.sample and request.grammar is not None and request.finish is None:
+                assert request.pending == 1, f"{request.rid}: a mask before the token it follows from"
+                plan.masks[i] = request.grammar.bitmask()
+
+    def _draft(self, now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
+        items, opens = self._plan_extend(now_s)
+        if self._limits.mixed_chunk or not any(item.extend for item in items):
+            decodes, opened = self._plan_decode({item.rid for item in items})
+            items, opens = items + decodes, opens + opened
+        return items, opens
+
+    def _plan_extend(self, now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
+        """Prefill first: the chunked request goes on, then waiting ones in the policy's order while budgets last."""
+        items: list[PlanItem] = []
+        opens: list[SlotOpen] = []
+        if self._stages.chunked is None and (self._stages.batch_is_full or not self._stages.waiting):
+            return items, opens
+        adder = self._adder()
+        if self._stages.chunked is not None:
+            items.append(self._extend(self._stages.chunked, adder))
+        for request in self._in_order(now_s):
+            if self._stages.chunked is not None or adder.exhausted:
+                break
+            result = AddResult.NO_TOKEN if self._table.num_free == 0 else adder.add(request)
+            if result is AddResult.NO_TOKEN:
+                self._note_full(request)
+            if result is not AddResult.CONTINUE:
+                break
+            del self._stages.waiting[request.rid]
+            self._note_admitted(request)
+            opens.append(self._open_slot(request))
+            items.append(self._restore(request) if request.saved_len > 0 else self._extend(request, adder))
+        return items, opens
+
+    def _adder(self) -> PrefillAdder:
+        riders = sum(r.draws_left > 0 for r in self._stages.running) if self._limits.mixed_chunk else 0
+        return PrefillAdder(
+            limits=self._limits,
+            memory=self._memory,
+            ratio=self._ratio,
+            growing=self._stages.growing(),
+            decode_tokens=riders,
+        )
+
+    def _in_order(self, now_s: float) -> Iterable[Request]:
+        if self._policy == "fcfs" and self._priorities is None:
+            return list(islice(self._stages.waiting.values(), self._limits.max_running_requests))
+        return order(
+            self._policy,
+            self._stages.waiting.values(),
+            match_prefix=self._memory.match_prefix,
+            draw=self._draw,
+            priorities=self._priorities,
+            now_s=now_s,
+        )
+
+    def _note_full(self, request: Request) -> None:
+        """No room for `request`: somebody of much lower priority makes some, or the batch is full until one ends."""
+        if self._stages.retraction_pending:
+            return
+        if self._priorities is not None:
+            victims = [r for r in self._stages.running if self._priorities.may_preempt(request, r)]
+            if victims:
+                self._departures.retract(min(victims, key=lambda r: (r.priority * self._priority_sign, -r.serial)))
+                self._counters.preemptions += 1
+                return
+        self._stages.batch_is_full = bool(self._stages.running or self._stages.draining or self._stages.kept)
+
+    @property
+    def _priority_sign(self) -> int:
+        return -1 if self._priorities is not None and self._priorities.low_first else 1
+
+    def _extend(self, request: Request, adder: PrefillAdder) -> PlanItem:
+        """Plan as much of `request`'s known tokens as the step allows; it stays `chunked` while some are left."""
+        start, total = request.launched_len, request.num_tokens
+        end = adder.take(request)
+        self._stages.chunked = request if end < total else None
+        if end == total:
+            (self._stages.kept if request.prefill_only else self._stages.running).append(request)
+        return self._item(request, start, end, sample=end == total, extend=True)
+
+    def _restore(self, request: Request) -> PlanItem:
+        """Its KV comes back from the host, and it draws in the same step: whoever is retracted next, it got on by one."""
+        self._backups.restore(request)
+        self._stages.running.append(request)
+        return self._item(request, request.launched_len, request.launched_len + 1, sample=True, extend=False)
+
+    def _note_admitted(self, request: Request) -> None:
+        if not request.admitted:
+            request.admitted = True
+            request.cached_tokens = request.launched_len
+            self._counters.cached_tokens += request.launched_len
+
+    def _plan_decode(self, planned: set[str]) -> tuple[list[PlanItem], list[SlotOpen]]:
+        """Every running request by one token, as far as rows and pages reach; `planned`: already part of this step."""
+        ready = [r for r in self._stages.running if r.draws_left > 0 and r.rid not in planned]
+        unslotted = sum(r.slot is None for r in ready) - self._table.num_free
+        while unslotted > 0:  # more adopted requests than rows: the latest wait
+            unslotted -= ready.pop().slot is None
+        self._grow(ready)
+        opens = [self._open_slot(r) for r in ready if r.slot is None]
+        items = [self._item(r, r.launched_len, r.launched_len + 1, sample=True, extend=False) for r in ready]
+        return items, opens
+
+    def _grow(self, ready: list[Request]) -> None:
+        """A page for each request whose next token starts one. Where memory is short the last in order are retracted.
+
+        A victim with a step in flight gives its memory back at the next collect: until then the needy sit out.
+        """
+        needy = sorted((r for r in ready if self._memory.needs_page(r)), key=_retraction_order)
+        for i, request in enumerate(needy):
+            while request in ready and not self._memory.grow(request):
+                if self._stages.retraction_pending:
+                    ready[:] = [r for r in ready if r not in needy[i:]]
+                    return
+                victim = max(self._stages.running, key=_retraction_order)
+                self._departures.retract(victim)
+                ready[:] = [r for r in ready if r is not victim]
+                self._ratio.on_retraction(self._stages.running)
+
+    def _item(self, request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
+        assert request.slot is not None
+        known = request.num_tokens
+        hidden_from = note_launch(request, start, end)
+        logprob_from, logprob_next = input_logprob_part(request, start, end)
+        item = PlanItem(
+            rid=request.rid,
+            slot=request.slot,
+            tokens=request.tokens(start, end) if start < known else [-(request.slot + 1)],
+            start=start,
+            page_start=request.told_pages,
+            new_pages=request.pages[request.told_pages :],
+            sample=sample,
+            output_len=len(request.output_ids) + request.pending,
+            extend=extend,
+            logprobs=request.logprobs,
+            logprob_from=logprob_from,
+            logprob_next=logprob_next,
+            hidden_from=hidden_from,
+            pool=request.pooling,
+        )
+        request.told_pages = len(request.pages)
+        request.launched_len = end
+        request.inflight += 1
+        request.pending += sample
+        return item
+
+    def _open_slot(self, request: Request) -> SlotOpen:
+        return SlotOpen(
+            slot=self._table.open(request),
+            sampling=request.sampling,
+            prompt_ids=list(request.input_ids),
+            output_ids=list(request.output_ids),
+            eos_ids=tuple(sorted(request.eos_ids)),
+        )
+
+
+def _retraction_order(request: Request) -> tuple[int, int, str]:
+    """Victims come from the end: longest output first, then shortest input; rid breaks ties."""
+    return (len(request.output_ids), -len(request.input_ids), request.rid)

@@ -1,0 +1,93 @@
+"""What a finished step means: tokens committed, KV shared, ends noticed, memory given back."""
+
+from engine.core.backups import Backups
+from engine.core.counters import Counters
+from engine.core.departures import Departures
+from engine.core.finish import TailText, check_finish
+from engine.core.hidden import take as take_hidden
+from engine.core.memory import Memory
+from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.outputs import StepEffects, output_of, refusal
+from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
+from engine.core.request import Request
+from engine.core.request_table import RequestTable
+from engine.core.stages import Stages
+from engine.messages import TokenOutput
+
+
+class Results:
+    def __init__(
+        self,
+        *,
+        memory: Memory,
+        stages: Stages,
+        departures: Departures,
+        table: RequestTable,
+        backups: Backups,
+        ratio: NewTokenRatio,
+        counters: Counters,
+        tail_text: TailText,
+    ) -> None:
+        self._memory = memory
+        self._stages = stages
+        self._departures = departures
+        self._table = table
+        self._backups = backups
+        self._ratio = ratio
+        self._counters = counters
+        self._tail_text = tail_text
+
+    def collect(self, plan: Plan, result: StepResult) -> StepEffects:
+        """Take the results of the oldest launched step."""
+        assert result.seq == plan.seq and len(result.items) == len(plan.items)
+        effects = StepEffects()
+        self._backups.on_collected(plan)
+        for item, item_result in zip(plan.items, result.items, strict=True):
+            request = self._stages.live[item.rid]
+            request.inflight -= 1
+            request.pending -= item.sample
+            request.computed_len = max(request.computed_len, item.kv_len)
+            if request.finish is None:
+                self._apply(request, item, item_result, effects)
+            else:
+                self._counters.wasted_draws += item.sample
+        self._departures.settle()
+        if plan.items and not plan.extend:
+            self._ratio.decay()
+        if not self._stages.live:
+            self._ratio.reset()
+        return effects
+
+    def _apply(self, request: Request, item: PlanItem, result: ItemResult, effects: StepEffects) -> None:
+        request.input_logprobs += result.input_logprobs
+        take_hidden(request, item, result.hidden)
+        if item.extend:
+            self._memory.share(request)
+            effects.progressed.append(request)
+        if not item.sample:
+            return
+        output = self.commit_draw(request, result)
+        if request.prefill_only:
+            self._table.close(request)  # its pages are still read, its row is not
+            effects.prefilled.append((request, output, result))
+        else:
+            effects.outputs.append(output)
+
+    def commit_draw(self, request: Request, result: ItemResult) -> TokenOutput:
+        """Append the drawn token, run the finish checks, say what is new."""
+        new_ids = []
+        if request.max_new_tokens > 0:  # 0: only the prompt's logprobs were asked for
+            assert result.token is not None
+            request.output_ids.append(result.token)
+            new_ids = [result.token]
+            self._counters.generation_tokens += 1
+            if result.logprob is not None:
+                request.output_logprobs.append(result.logprob)
+            if request.grammar is not None and not result.bad and not request.grammar.accept(result.token):
+                request.abort = refusal(f"grammar: {request.grammar.problem}", status=500)
+        reason = check_finish(request, bad=result.bad, tail_text=self._tail_text)
+        if reason is None:
+            return output_of(request, new_ids)
+        if not request.prefill_only:
+            self._stages.unstage(request)
+        return self._departures.finish(request, reason, new_ids)

@@ -1,0 +1,88 @@
+"""Live requests and the stage that each is in: the one place where a request moves from one to another.
+
+add ---> waiting ---> chunked / running ---> (ended) ---> draining ---> gone
+            ^                |                               |
+            +--- retracted --+              kept: the role decides when its memory goes
+"""
+
+from engine.core.request import Request
+
+
+class Stages:
+    """`batch_is_full`: the last waiting request that was judged found no room, and nothing has become free since; a full
+    decode batch then never pays for another judgement.
+    """
+
+    def __init__(self) -> None:
+        self.live: dict[str, Request] = {}
+        self.waiting: dict[str, Request] = {}  # in order of arrival
+        self.chunked: Request | None = None  # the one whose prompt is computed in parts
+        self.running: list[Request] = []
+        self.draining: list[Request] = []  # ended or retracted, a step in flight
+        self.kept: list[Request] = []  # the role's: KV is being handed over, or comes from elsewhere
+        self.batch_is_full = False
+        self._registered = 0
+
+    def register(self, request: Request) -> None:
+        assert request.rid not in self.live
+        self.live[request.rid] = request
+        self._registered += 1
+        request.serial = self._registered
+
+    def unstage(self, request: Request) -> None:
+        """Out of whichever stage it is in, before it ends."""
+        if request is self.chunked:
+            self.chunked = None
+            return
+        if self.waiting.pop(request.rid, None) is not None:
+            return
+        for stage in (self.running, self.draining):
+            if request in stage:
+                stage.remove(request)
+                return
+        raise AssertionError(f"{request.rid} is in no stage")
+
+    def requeue(self, request: Request) -> None:
+        """It waits again, at its old place in line."""
+        self.waiting = {r.rid: r for r in sorted([request, *self.waiting.values()], key=lambda r: r.serial)}
+
+    def take_computing(self) -> list[Request]:
+        """Everybody who computes for itself, out of its stage. A prompt that is being handed over stays: a peer reads it."""
+        taken, self.running = self.running, []
+        if self.chunked is not None and not self.chunked.prefill_only:
+            taken.append(self.chunked)
+            self.chunked = None
+        return taken
+
+    def take_settled(self) -> list[Request]:
+        """Ended and retracted requests whose last step has been collected, out of their stage."""
+        settled = [r for r in self.draining if r.inflight == 0]
+        self.draining = [r for r in self.draining if r.inflight > 0]
+        return settled
+
+    def growing(self) -> list[Request]:
+        """Requests that may need more pages than they have."""
+        chunked = [self.chunked] if self.chunked is not None else []
+        coming = [r for r in self.kept if not r.prefill_only and r.pages and r.finish is None]
+        return self.running + chunked + coming
+
+    @property
+    def retraction_pending(self) -> bool:
+        """Somebody's memory comes back at the next collect: nobody else need go for now."""
+        return any(r.finish is None for r in self.draining)
+
+    @property
+    def num_retracted(self) -> int:
+        """Requests that lost their memory and wait to resume."""
+        return sum(r.retractions > 0 for r in self.waiting.values()) + sum(r.finish is None for r in self.draining)
+
+    def all(self) -> list[Request]:
+        chunked = [self.chunked] if self.chunked is not None else []
+        return [*self.waiting.values(), *self.running, *self.draining, *self.kept, *chunked]
+
+    def check(self) -> None:
+        """Every live request is in one stage."""
+        assert sorted(r.rid for r in self.all()) == sorted(self.live), "a live request is in no stage, or in two"
+        for request in self.all():
+            assert 0 <= request.pending <= request.inflight
+            assert request.computed_len <= request.launched_len
