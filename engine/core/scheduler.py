@@ -134,11 +134,15 @@ class Scheduler:
         return None
 
     def reserve(self, request: Request) -> bool:
-        """Pages for an adopted request's prompt (`request.pages`), unless growth of the others needs the room."""
+        """Pages for an adopted request's prompt (`request.pages`), unless growth of the others needs the room.
+
+        Whoever is largest must be able to finish, counted in pages as it will take them: a request that may run at all
+        must fit when it is alone.
+        """
         coming = [*self.stages.growing(), request]
-        expected = self._expected_growth(coming)
-        largest = max(r.max_new_tokens - len(r.output_ids) for r in coming)  # whoever it is must be able to finish
-        return self.memory.reserve(request, reserved_pages=self.memory.allocator.pages_for(int(max(expected, largest))))
+        expected = int(self._expected_growth(coming)) // self.memory.allocator.page_size
+        largest = max(self.memory.growth_pages(r, r.max_new_tokens - len(r.output_ids)) for r in coming)
+        return self.memory.reserve(request, reserved_pages=max(expected, largest))
 
     def _expected_growth(self, coming: list[Request]) -> float:
         """Tokens: by what ended answers say, or by the ratio until some have; a floor for each that can use it."""

@@ -310,6 +310,7 @@ class Driver(EngineInATest):
         counters, plans = self.scheduler.counters, self.plans
         kinds = Counter(f"end:{finish.kind}-{finish.status}" for finish in self.finish.values())
         return kinds + Counter(
+            {f"role:{self.setup.role}": 1},
             steps=counters.steps,
             stories=1,
             requests=len(self.lives),

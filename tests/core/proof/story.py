@@ -88,8 +88,8 @@ def _setups() -> st.SearchStrategy[Setup]:
         Setup,
         role=st.sampled_from(ROLES),
         page_size=st.sampled_from([1, 2, 4]),
-        capacity=st.integers(36, 110),
-        max_running=st.integers(1, 6),
+        capacity=st.sampled_from(range(46, 111)),
+        max_running=st.sampled_from(range(1, 8)),
         depth=st.sampled_from([1, 2, 2, 3]),
         lag=st.booleans(),
         chunk_pages=st.sampled_from([None, 1, 2, 3, 8]),
@@ -99,12 +99,12 @@ def _setups() -> st.SearchStrategy[Setup]:
         policy=st.sampled_from(POLICIES),
         priorities=st.sampled_from([None, Priorities(), Priorities(low_first=True, aging_s=3.0, preempt_threshold=2)]),
         conservativeness=st.sampled_from([0.0, 1.0, 2.0]),
-        clip=st.sampled_from([0, 0, 3, 4096]),
+        clip=st.sampled_from([0, 0, 0, 3, 4096]),
         backup_pages=st.sampled_from([0, 8, 1000]),
         reserve_floor=st.sampled_from([0, 4]),
         max_prefill_tokens=st.sampled_from([16, 64]),
         prefill_max_requests=st.sampled_from([None, None, 1, 2]),
-        max_queued=st.sampled_from([1000, 1000, 2]),
+        max_queued=st.sampled_from([1000, 1000, 1000, 4]),
         gives_nan=st.booleans(),
     )
 
@@ -113,9 +113,9 @@ def _asks() -> st.SearchStrategy[Ask]:
     return st.builds(
         Ask,
         family=st.integers(0, 3),
-        length=st.integers(0, 36),
-        new=st.integers(0, 24),
-        priority=st.integers(-12, 12),
+        length=st.sampled_from([0, *range(1, 29)]),
+        new=st.sampled_from(range(21)),
+        priority=st.sampled_from(range(-12, 13)),
         stop=st.sampled_from(["", "", "", "eos", "ids", "string"]),
         stop_at=st.integers(0, 10),
         min_new=st.sampled_from([0, 0, 0, 5]),
@@ -127,15 +127,15 @@ def _asks() -> st.SearchStrategy[Ask]:
     )
 
 
-SELDOM = ["abort"] * 6 + ["continue"] * 4 + ["pause-retract"] * 2 + ["flush", "update", "pause-in_place", "pause-abort"]
+KINDS = {"turns": 40, "move": 30, "abort": 6, "continue": 4, "pause-retract": 2, "pause-in_place": 1, "pause-abort": 1}
+KINDS |= {"flush": 1, "update": 1}
 
 
 def _events() -> st.SearchStrategy[Event]:
-    often = st.builds(Event, st.sampled_from(["turns", "turns", "turns", "move", "move"]), st.integers(0, 9))
-    seldom = st.builds(Event, st.sampled_from(SELDOM), st.integers(0, 9))
-    return st.one_of(often, often, often, seldom)
+    kinds = [kind for kind, weight in KINDS.items() for _ in range(weight)]
+    return st.builds(Event, st.sampled_from(kinds), st.sampled_from(range(10)))
 
 
 def stories(*, min_events: int = 25, max_events: int = 60) -> st.SearchStrategy[Story]:
-    event = st.one_of(_asks(), _asks(), _events(), _events(), _events())
+    event = st.one_of(_asks(), _events(), _asks(), _events(), _events())
     return st.builds(Story, _setups(), st.lists(event, min_size=min_events, max_size=max_events).map(tuple))
