@@ -6,23 +6,37 @@ ends the run with status 1; what was driven goes to --report.
 
 import argparse
 import json
+import logging
 import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 from tqdm import tqdm
 
 from tests.core.proof.driver import play
-from tests.core.proof.story import Story, stories
+from tests.core.proof.story import stories
+from tests.disagg.two_role_stories import play as play_two_roles
+from tests.disagg.two_role_stories import two_role_stories
 
-STORIES_A_ROUND = 100
+STORIES_A_ROUND = 100  # of each kind
+
+T = TypeVar("T")
 
 
 def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
-    """The stories of seed `number`; raises what a wrong one raises."""
+    """The stories of seed `number`, of one engine and of two roles; raises what a wrong one raises."""
+    seen = _drive(number, stories(), lambda story: play(story).tally(), shrink=shrink)
+    seen += _drive(number, two_role_stories(), play_two_roles, shrink=shrink)
+    return seen
+
+
+def _drive(number: int, drawn: SearchStrategy[T], tell: Callable[[T], Counter[str]], *, shrink: bool) -> Counter[str]:
     seen: Counter[str] = Counter()
 
     @seed(number)
@@ -33,9 +47,9 @@ def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
         phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )
-    @given(story=stories())
-    def drive(story: Story) -> None:
-        seen.update(play(story).tally())
+    @given(story=drawn)
+    def drive(story: T) -> None:
+        seen.update(tell(story))
 
     drive()
     return seen
@@ -48,6 +62,7 @@ def main() -> int:
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--report", type=Path, default=None)
     args = parser.parse_args()
+    logging.disable(logging.WARNING)  # the roles say which transfer failed
     first = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     seen: Counter[str] = Counter()
     started_s, number = time.monotonic(), first

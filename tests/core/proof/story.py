@@ -109,7 +109,7 @@ def _setups() -> st.SearchStrategy[Setup]:
     )
 
 
-def _asks() -> st.SearchStrategy[Ask]:
+def asks() -> st.SearchStrategy[Ask]:
     return st.builds(
         Ask,
         family=st.integers(0, 3),
@@ -137,5 +137,5 @@ def _events() -> st.SearchStrategy[Event]:
 
 
 def stories(*, min_events: int = 25, max_events: int = 60) -> st.SearchStrategy[Story]:
-    event = st.one_of(_asks(), _events(), _asks(), _events(), _events())
+    event = st.one_of(asks(), _events(), asks(), _events(), _events())
     return st.builds(Story, _setups(), st.lists(event, min_size=min_events, max_size=max_events).map(tuple))

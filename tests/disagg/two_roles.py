@@ -1,0 +1,114 @@
+"""A prefill and a decode engine under their production roles, joined by the test's wire, in one thread."""
+
+import random
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from disagg.decode_role import DecodeRole
+from disagg.metadata import MetadataBuffers
+from disagg.prefill_role import PrefillRole
+from engine.core.outputs import StepEffects
+from engine.core.request import Request
+from engine.messages import Bootstrap
+from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import EngineInATest
+from tests.disagg.wire_in_a_test import Wire
+
+
+class RoleEngine(EngineInATest):
+    """An engine under a role instead of alone."""
+
+    role: PrefillRole | DecodeRole
+    now_s = 0.0
+    overlapped = 0  # steps launched before the last was collected
+
+    def submit(
+        self, rid: str, prompt: list[int], room: int, *, new: int, prefill_only: bool, **wishes: object
+    ) -> None:
+        """`wishes`: other fields of the request; sampling as a whole where it is not only greedy."""
+        request = Request(
+            rid=rid,
+            input_ids=prompt,
+            arrived_s=self.now_s,
+            bootstrap=Bootstrap("127.0.0.1", 1, room),
+            prefill_only=prefill_only,
+            **{"sampling": SamplingParams(max_new_tokens=new), "eos_ids": frozenset(), **wishes},  # type: ignore[arg-type]
+        )
+        self.say(self.role.add(request, self.now_s))
+
+    def abort(self, rid: str) -> None:
+        self.say(self.role.abort(rid, self.now_s))
+
+    def turn(self) -> bool:
+        self.say(self.role.poll(self.now_s))
+        plan = self.scheduler.schedule()
+        while plan is not None and plan.wait and self.launched:
+            self.collect()
+        if plan is not None:
+            self.launch(plan)
+            self.overlapped += len(self.launched) > 1
+        worked = bool(self.launched)
+        if self.launched and (plan is None or len(self.launched) >= self.depth):
+            self.collect()
+        self.scheduler.check()
+        assert self.role.check() == []
+        return worked
+
+    def on_step(self, effects: StepEffects) -> None:
+        self.say(self.role.on_step(effects, self.now_s))
+
+
+class Cluster:
+    """`both`: for both engines; `decode`: for that one."""
+
+    def __init__(
+        self,
+        *,
+        pages: tuple[int, int],
+        page_size: int,
+        chunk: int | None,
+        depth: int,
+        rows: int = 3,
+        both: Mapping[str, object] = MappingProxyType({}),
+        **decode: object,
+    ) -> None:
+        make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 4, **both}
+        self.prefill = RoleEngine(num_pages=pages[0], **make)  # type: ignore[arg-type]
+        self.decode = RoleEngine(num_pages=pages[1], **{**make, **decode})  # type: ignore[arg-type]
+        rows_p, rows_d = MetadataBuffers(rows), MetadataBuffers(rows)
+        self.wire = Wire(prefill=self.prefill.model, decode=self.decode.model, rows=(rows_p, rows_d))
+        self.prefill.role = PrefillRole(
+            scheduler=self.prefill.scheduler, manager=self.wire, metadata=rows_p, directory=self.wire, page_bytes=1
+        )
+        self.decode.role = DecodeRole(
+            scheduler=self.decode.scheduler,
+            manager=self.wire,
+            metadata=rows_d,
+            moves_bytes=True,
+            prealloc_timeout_s=1000.0,
+        )
+
+    def submit(self, rid: str, prompt: list[int], room: int, *, new: int) -> None:
+        """To both, as the router does."""
+        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True)
+        self.decode.submit(rid, prompt, room, new=new, prefill_only=False)
+
+    def run(self, rng: random.Random, max_turns: int = 20_000) -> None:
+        """Until nothing is left anywhere."""
+        for _ in range(max_turns):
+            moved = rng.random() < 0.7 and self.wire.step(rng)
+            worked = self.prefill.turn() if rng.random() < 0.5 else self.decode.turn()
+            if not moved and not worked and self.at_rest():
+                return
+        raise AssertionError(
+            f"the cluster did not come to rest: {self.prefill.role.queues()} {self.decode.role.queues()}"
+        )
+
+    def at_rest(self) -> bool:
+        engines = (self.prefill, self.decode)
+        return not any(e.role.waits_for_outside() or e.launched or not e.scheduler.idle for e in engines)
+
+    def assert_all_back(self) -> None:
+        for engine in (self.prefill, self.decode):
+            counts = engine.scheduler.memory.allocator.counts()
+            assert counts["held"] == counts["quarantined"] == 0 and engine.role.check() == []
