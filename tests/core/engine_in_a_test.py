@@ -9,14 +9,14 @@ from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
 from engine.core.outputs import StepEffects
-from engine.core.plan import Plan, StepResult
+from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.policy import Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
-from tests.core.hash_model import HashModel
+from tests.core.hash_model import HashModel, next_token, prefix_hash
 
 
 class EngineInATest:
@@ -74,7 +74,23 @@ class EngineInATest:
     def add(
         self, rid: str, prompt: list[int], *, eos: int | None = None, priority: int = 0, **sampling: object
     ) -> Request:
-        request = Request(
+        request = self._request(rid, prompt, eos=eos, priority=priority, **sampling)
+        self.say(self.scheduler.add(request))
+        return request
+
+    def land(self, rid: str, prompt: list[int], **sampling: object) -> Request:
+        """A request whose prompt was computed elsewhere: adopted, its KV written, its first token known."""
+        request = self._request(rid, prompt, **sampling)
+        assert self.scheduler.adopt(request) is None and self.scheduler.reserve(request)
+        self.model.write(request.pages, prompt)
+        first = ItemResult(next_token(prefix_hash(prompt)))
+        self.say(self.scheduler.start_decoding(request, first, cached_tokens=0))
+        return request
+
+    def _request(
+        self, rid: str, prompt: list[int], *, eos: int | None = None, priority: int = 0, **sampling: object
+    ) -> Request:
+        return Request(
             rid=rid,
             input_ids=prompt,
             sampling=SamplingParams(**{"max_new_tokens": 8, **sampling}),  # type: ignore[arg-type]
@@ -82,8 +98,6 @@ class EngineInATest:
             arrived_s=self.now_s,
             priority=priority,
         )
-        self.say(self.scheduler.add(request))
-        return request
 
     def abort(self, rid: str) -> None:
         self.say(self.scheduler.abort(rid))

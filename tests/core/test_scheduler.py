@@ -3,6 +3,7 @@
 import pytest
 
 from engine.core.policy import Priorities
+from engine.messages import LogprobOptions
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 
@@ -217,6 +218,53 @@ def test_decodes_ride_along_with_a_chunk(depth: int) -> None:
     mixed = [p for p in engine.plans if len({item.extend for item in p.items}) == 2]
     assert len(mixed) >= 4 and all(sum(item.q_len for item in p.items) <= 8 for p in mixed)
     assert engine.tokens == {"running": expected_tokens([1, 2, 3], 12), "long": expected_tokens(list(range(30)), 2)}
+
+
+def test_a_chunked_prompt_goes_on_by_a_page_although_riders_have_the_budget() -> None:
+    """They may have come since its first chunk: from a prefill worker, or resumed."""
+    engine = EngineInATest(page_size=4, chunk=8, max_running=20, mixed_chunk=True)
+    engine.add("long", list(range(20)), max_new_tokens=2)
+    engine.turn()
+    for i in range(7):
+        engine.land(f"r{i}", [i], max_new_tokens=20)
+    engine.run()
+    parts = [item.q_len for plan in engine.plans for item in plan.items if item.rid == "long" and item.extend]
+    assert parts == [8, 4, 4, 4] and engine.tokens["long"] == expected_tokens(list(range(20)), 2)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_has_a_row_goes_on_although_others_have_none(depth: int) -> None:
+    """A decode worker adopts more than it has rows; after a retraction those without one stand before the one that has."""
+    engine = EngineInATest(page_size=4, max_running=1, depth=depth)
+    engine.land("first", [1], max_new_tokens=9)
+    engine.turn()
+    engine.land("second", [2], max_new_tokens=9)
+    while engine.launched:
+        engine.collect()
+    engine.scheduler.retract_all()
+    engine.land("third", [3], max_new_tokens=9)
+    engine.run()
+    assert engine.tokens == {rid: expected_tokens([i], 9) for i, rid in enumerate(("first", "second", "third"), 1)}
+
+
+@pytest.mark.parametrize(("length", "new"), [(5, 35), (4, 36), (1, 39)])
+def test_a_request_that_fills_the_memory_is_given_its_pages(length: int, new: int) -> None:
+    """Forty tokens in ten pages: what may run at all must not wait for ever."""
+    engine = EngineInATest(page_size=4, num_pages=10, conservativeness=2.0)
+    engine.land("r", list(range(length)), max_new_tokens=new)
+    engine.run()
+    assert engine.tokens["r"] == expected_tokens(list(range(length)), new)
+
+
+def test_prompt_logprobs_come_once_although_the_prompt_was_retracted_half_way() -> None:
+    engine = EngineInATest(page_size=4, chunk=8)
+    request = engine.add("r", list(range(20)), max_new_tokens=2)
+    request.logprobs = LogprobOptions(0)
+    engine.turn()
+    assert engine.scheduler.retract_all() == 1
+    engine.run()
+    said = [entry.token_id for output in engine.outputs["r"] for entry in output.input_logprobs]
+    assert said == list(range(20))
 
 
 def test_two_prefills_in_a_row_ask_for_depth_1() -> None:

@@ -301,8 +301,10 @@ class Driver(EngineInATest):
             assert tokens <= limits.chunked_prefill_size, f"a step of {tokens} tokens"
         for item in items:
             request = self.lives[item.rid].request
+            assert item.sample or item.kv_len % limits.page_size == 0, "a chunk ends inside a page"
             last = -(-item.kv_len // limits.page_size)
             written = request.pages[item.start // limits.page_size : last]
+            assert not item.sample or item.output_len < max(1, request.max_new_tokens), "a step past the length"
             assert set(written) <= set(request.pages[request.shared_pages :]), "a step writes into shared pages"
 
     def tally(self) -> Counter[str]:

@@ -120,14 +120,14 @@ def asks() -> st.SearchStrategy[Ask]:
         stop_at=st.integers(0, 10),
         min_new=st.sampled_from([0, 0, 0, 5]),
         grammar=st.sampled_from([None, None, None, (0, 4), (1, 9), (2, 40)]),
-        logprob_from=st.sampled_from([None, None, -1, 0, 3, 20]),
+        logprob_from=st.sampled_from([None, None, -1, 0, 3, 12]),
         hidden=st.sampled_from([False, False, False, True]),
         pooling=st.sampled_from(["", "", "", "", "", "last", "mean"]),
         keep_kv=st.sampled_from([True, True, True, False]),
     )
 
 
-KINDS = {"turns": 40, "move": 30, "abort": 6, "continue": 4, "pause-retract": 2, "pause-in_place": 1, "pause-abort": 1}
+KINDS = {"turns": 40, "move": 30, "abort": 6, "continue": 6, "pause-retract": 5, "pause-in_place": 1, "pause-abort": 1}
 KINDS |= {"flush": 1, "update": 1}
 
 
