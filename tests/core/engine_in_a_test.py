@@ -7,8 +7,8 @@ from engine.core.growth import MeasuredGrowth
 from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
-from engine.core.page_allocator import PageAllocator
 from engine.core.outputs import StepEffects
+from engine.core.page_allocator import PageAllocator
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.policy import Priorities
 from engine.core.radix_cache import RadixCache

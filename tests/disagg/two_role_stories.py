@@ -48,7 +48,7 @@ def two_role_stories() -> st.SearchStrategy[TwoRoleStory]:
     return st.builds(
         TwoRoleStory,
         page_size=st.sampled_from([1, 2, 4]),
-        capacity=st.tuples(st.sampled_from(range(48, 120)), st.sampled_from(range(48, 72))),
+        capacity=st.tuples(st.sampled_from(range(48, 120)), st.sampled_from(range(48, 64))),
         chunk_pages=st.sampled_from([1, 2, 4]),
         depth=st.sampled_from([1, 2]),
         decode_depth=st.sampled_from([1, 2, 3]),
@@ -72,7 +72,12 @@ class _Play:
             chunk=story.chunk_pages * size,
             depth=story.depth,
             rows=story.rows,
-            both={"max_running": 8, "lag": story.lag, "mixed_chunk": story.mixed, "conservativeness": story.conservativeness},
+            both={
+                "max_running": 8,
+                "lag": story.lag,
+                "mixed_chunk": story.mixed,
+                "conservativeness": story.conservativeness,
+            },
             backup_pages=story.backup_pages,
         )
         self.cluster.decode.depth = story.decode_depth

@@ -22,9 +22,7 @@ class RoleEngine(EngineInATest):
     now_s = 0.0
     overlapped = 0  # steps launched before the last was collected
 
-    def submit(
-        self, rid: str, prompt: list[int], room: int, *, new: int, prefill_only: bool, **wishes: object
-    ) -> None:
+    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, prefill_only: bool, **wishes: object) -> None:
         """`wishes`: other fields of the request; sampling as a whole where it is not only greedy."""
         request = Request(
             rid=rid,

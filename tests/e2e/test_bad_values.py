@@ -111,7 +111,11 @@ OPENAI: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {**USER, "max_completion_tokens": HUGE}, "messages"),
     (CHAT, {**USER, "response_format": {"type": "xml"}}, "response_format"),
     (CHAT, {**USER, "response_format": "json"}, "response_format"),
-    (CHAT, {**USER, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format"),
+    (
+        CHAT,
+        {**USER, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+        "response_format",
+    ),
     (CHAT, {**USER, "response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "response_format"),
     (CHAT, {**USER, "tools": {}, "tool_choice": "auto"}, "tools"),
     (CHAT, {**USER, "tools": [5]}, "tools"),
@@ -132,7 +136,10 @@ OPENAI: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETE, {"prompt": "k17", "echo": 5}, "echo"),
 ]
 RAW: list[tuple[str, bytes, str]] = [
-    *((GENERATE, b'{"text": "k17", "sampling_params": {"temperature": %s}}' % v, "") for v in (b"NaN", b"Infinity", b"-Infinity")),
+    *(
+        (GENERATE, b'{"text": "k17", "sampling_params": {"temperature": %s}}' % v, "")
+        for v in (b"NaN", b"Infinity", b"-Infinity")
+    ),
     (GENERATE, b'{"text": "k17", "sampling_params": {"top_p": NaN}}', ""),
     (GENERATE, b'{"text": "\xff\xfe"}', ""),
     (GENERATE, b'{"text": "\\ud800"}', ""),
@@ -140,7 +147,11 @@ RAW: list[tuple[str, bytes, str]] = [
     (COMPLETE, b'{"prompt": "k17", "stop": "\\ud800"}', ""),
     (COMPLETE, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
     (CHAT, b'{"messages": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}", ""),
-    (GENERATE, b'{"text": "k17", "sampling_params": {"json_schema": ' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}}", ""),
+    (
+        GENERATE,
+        b'{"text": "k17", "sampling_params": {"json_schema": ' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}}",
+        "",
+    ),
 ]
 
 
@@ -167,7 +178,9 @@ async def _refusals(c: Cluster, http: aiohttp.ClientSession) -> list[str]:
     """What is wrong about the answers to bad values."""
     wrong = []
     for path, body, field in cases():
-        async with http.post(c.router + path, data=io.BytesIO(body), headers={"Content-Type": "application/json"}) as response:
+        async with http.post(
+            c.router + path, data=io.BytesIO(body), headers={"Content-Type": "application/json"}
+        ) as response:
             said = await response.text()
             error = json.loads(said).get("error", {}) if said.startswith("{") else {}
             named = field in (error.get("param") or "") and field in error.get("message", "")

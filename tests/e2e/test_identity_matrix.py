@@ -22,9 +22,7 @@ NEW_TOKENS = (48, 44, 40, 36)
 ROOMY, TIGHT = 8192, 464  # tokens; four requests fit when they begin (96 each) and not when the first ends (128 each)
 CELLS = list(product((1, 2), (False, True), (False, True), (False, True), (False, True)))
 NAMES = [
-    "-".join(
-        [f"depth{d}", *(n for n, on in zip(("chunked", "mixed", "retracted", "pd"), rest, strict=True) if on)]
-    )
+    "-".join([f"depth{d}", *(n for n, on in zip(("chunked", "mixed", "retracted", "pd"), rest, strict=True) if on)])
     for d, *rest in CELLS
 ]
 

@@ -80,8 +80,10 @@ class Driver(EngineInATest):
         elif event.kind == "turns":
             for _ in range(event.n):
                 self.turn()
-        elif event.kind == "abort":
+        elif event.kind in ("abort", "abort-retracted"):
             living = [rid for rid in self.lives if rid not in self.finish]
+            if event.kind == "abort-retracted":
+                living = [rid for rid in living if self.scheduler.stages.waiting.get(rid) and self._retracted(rid)]
             if living:
                 self._abort(self.lives[living[event.n % len(living)]])
         elif event.kind == "move":
@@ -96,6 +98,9 @@ class Driver(EngineInATest):
             self.paused, self.pause_mode = False, ""
         else:
             self._pause(event.kind.removeprefix("pause-"))
+
+    def _retracted(self, rid: str) -> bool:
+        return self.lives[rid].request.retractions > 0
 
     def come_to_rest(self) -> None:
         self.paused, self.pause_mode = False, ""
@@ -122,7 +127,9 @@ class Driver(EngineInATest):
         role = self.setup.role
         pooling = ask.pooling if role != "decode" else ""
         prefill_only = role == "prefill" and not pooling
-        new = 0 if pooling else ask.new
+        allocator = self.scheduler.memory.allocator
+        whole = allocator.num_pages * allocator.page_size - ask.length
+        new = 0 if pooling else whole if ask.fill else ask.new
         wishes = wishes_of(ask, new=min(new, 1) if prefill_only else new, gives_nan=self.setup.gives_nan)
         request = Request(
             rid=f"r{len(self.lives)}",
@@ -353,7 +360,9 @@ def play(story: Story) -> Driver:
         driver.come_to_rest()
     driver.check_cache()
     counts = driver.scheduler.memory.allocator.counts()
-    assert counts["held"] == counts["quarantined"] == 0 and driver.scheduler.memory.cache.num_evictable == counts["cached"]
+    assert (
+        counts["held"] == counts["quarantined"] == 0 and driver.scheduler.memory.cache.num_evictable == counts["cached"]
+    )
     assert driver.model.copies == {}, "a copy of an ended request is left"
     for life in driver.lives.values():
         judge(

@@ -160,12 +160,6 @@ MUTANTS = (
         "        self._copying[request.serial] = request\n        self.saved_tokens",
     ),
     Mutant(
-        "other weights use copies of old KV",
-        "engine/core/departures.py",
-        "        self._backups.forget_all(self._stages.live.values())\n",
-        "",
-    ),
-    Mutant(
         "other weights find old prefixes",
         "engine/core/scheduler.py",
         "        self.backups.forget_all(self.stages.live.values())\n        self.memory.cache.flush()",
@@ -180,12 +174,12 @@ MUTANTS = (
     Mutant(
         "the length is checked behind the stop token",
         "engine/core/finish.py",
-        "    if len(request.output_ids) >= request.max_new_tokens:\n        return FinishReason(kind=\"length\")\n"
+        '    if len(request.output_ids) >= request.max_new_tokens:\n        return FinishReason(kind="length")\n'
         "    if reason := _grammar_end(request):\n        return reason\n    if reason := _stop_token(request):\n"
         "        return reason\n",
         "    if reason := _grammar_end(request):\n        return reason\n    if reason := _stop_token(request):\n"
         "        return reason\n    if len(request.output_ids) >= request.max_new_tokens:\n"
-        "        return FinishReason(kind=\"length\")\n",
+        '        return FinishReason(kind="length")\n',
     ),
     Mutant(
         "a stop counts before the least length",
@@ -203,7 +197,7 @@ MUTANTS = (
         "who has a row waits with those that have none",
         "engine/core/planning.py",
         "[r for r in ready if r.slot is None][self._table.num_free :]",
-        "ready[self._table.num_free :] if any(r.slot is None for r in ready) else []",
+        "ready[len(ready) - max(0, sum(r.slot is None for r in ready) - self._table.num_free) :]",
     ),
     Mutant(
         "the largest request is counted with a page too many",

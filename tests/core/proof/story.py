@@ -60,6 +60,7 @@ class Ask:
     hidden: bool
     pooling: str
     keep_kv: bool
+    fill: bool  # `new` is as much as the whole memory holds
 
     @property
     def prompt(self) -> list[int]:
@@ -68,7 +69,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Event:
-    """`kind`: "turns" (n of them), "abort" (request n), "move" (the outside goes on with its n-th request), "flush",
+    """`kind`: "turns" (n of them), "abort" (request n), "abort-retracted" (n-th of those), "move" (the outside goes on with its n-th request), "flush",
 
     "update" (other weights), "continue", or "pause-" and a mode.
     """
@@ -88,7 +89,7 @@ def _setups() -> st.SearchStrategy[Setup]:
         Setup,
         role=st.sampled_from(ROLES),
         page_size=st.sampled_from([1, 2, 4]),
-        capacity=st.sampled_from(range(46, 111)),
+        capacity=st.sampled_from(range(46, 90)),
         max_running=st.sampled_from(range(1, 8)),
         depth=st.sampled_from([1, 2, 2, 3]),
         lag=st.booleans(),
@@ -98,7 +99,7 @@ def _setups() -> st.SearchStrategy[Setup]:
         radix=st.sampled_from([True, True, False]),
         policy=st.sampled_from(POLICIES),
         priorities=st.sampled_from([None, Priorities(), Priorities(low_first=True, aging_s=3.0, preempt_threshold=2)]),
-        conservativeness=st.sampled_from([0.0, 1.0, 2.0]),
+        conservativeness=st.sampled_from([0.0, 0.0, 0.0, 1.0, 2.0]),
         clip=st.sampled_from([0, 0, 0, 3, 4096]),
         backup_pages=st.sampled_from([0, 8, 1000]),
         reserve_floor=st.sampled_from([0, 4]),
@@ -124,10 +125,20 @@ def asks() -> st.SearchStrategy[Ask]:
         hidden=st.sampled_from([False, False, False, True]),
         pooling=st.sampled_from(["", "", "", "", "", "last", "mean"]),
         keep_kv=st.sampled_from([True, True, True, False]),
+        fill=st.sampled_from([False] * 19 + [True]),
     )
 
 
-KINDS = {"turns": 40, "move": 30, "abort": 6, "continue": 6, "pause-retract": 5, "pause-in_place": 1, "pause-abort": 1}
+KINDS = {
+    "turns": 40,
+    "move": 30,
+    "abort": 6,
+    "abort-retracted": 3,
+    "continue": 6,
+    "pause-retract": 5,
+    "pause-in_place": 1,
+    "pause-abort": 1,
+}
 KINDS |= {"flush": 1, "update": 1}
 
 

@@ -64,14 +64,14 @@ def _logprobs(request: Request, ask: Ask, said: list[TokenOutput], right: list[f
         assert [entry.logprob for entry in prompt] == [logprob for _, logprob in wanted]
 
 
-def _hidden(
-    request: Request, said: list[TokenOutput], tokens: list[int], weights: list[int], *, landed: bool
-) -> None:
+def _hidden(request: Request, said: list[TokenOutput], tokens: list[int], weights: list[int], *, landed: bool) -> None:
     prompt, rows = b"".join(output.input_hidden for output in said), [row for output in said for row in output.hidden]
     if request.pooling:
         assert prompt == b"" and len(rows) == 1
         if len(weights) == 1:
-            assert list(array.array("f", rows[0])) == pytest.approx(pooled_of(request.input_ids, request.pooling, weights[0]))
+            assert list(array.array("f", rows[0])) == pytest.approx(
+                pooled_of(request.input_ids, request.pooling, weights[0])
+            )
         return
     if not request.return_hidden_states:
         assert prompt == b"" and rows == []
