@@ -142,12 +142,6 @@ MUTANTS = (
         "        if request.slot is not None and request.finish is not None:\n            self._table.close(request)",
     ),
     Mutant(
-        "a copy of an ended request is kept",
-        "engine/core/departures.py",
-        "                self._backups.drop(request)\n",
-        "",
-    ),
-    Mutant(
         "a copy comes back one page short",
         "engine/core/backups.py",
         "self._loads.append(PageLoad(request.serial, start, request.pages[start:count]))",
