@@ -34,12 +34,16 @@ class Memory:
         match = self.match_prefix(request)
         self.cache.lock(match.node)
         need = self.allocator.pages_for(len(known)) - len(match.pages)
-        growth = self.allocator.pages_for(len(known) + expected_growth(request)) - self.allocator.pages_for(len(known))
-        if need + growth + reserved_pages > self.available:
+        if need + self.growth_pages(request, expected_growth(request)) + reserved_pages > self.available:
             self.cache.unlock(match.node)
             return False
         self._hold(request, match, need)
         return True
+
+    def growth_pages(self, request: Request, num_tokens: int) -> int:
+        """Pages that `num_tokens` more than those known now will take."""
+        known = request.num_tokens
+        return self.allocator.pages_for(known + num_tokens) - self.allocator.pages_for(known)
 
     def match_prefix(self, request: Request) -> Match:
         """The cached prefix that `request` may use: at least one token is computed."""

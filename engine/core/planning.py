@@ -187,9 +187,9 @@ class Planner:
     def _plan_decode(self, planned: set[str]) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Every running request by one token, as far as rows and pages reach; `planned`: already part of this step."""
         ready = [r for r in self._stages.running if r.draws_left > 0 and r.rid not in planned]
-        unslotted = sum(r.slot is None for r in ready) - self._table.num_free
-        while unslotted > 0:  # more adopted requests than rows: the latest wait
-            unslotted -= ready.pop().slot is None
+        late = {r.rid for r in [r for r in ready if r.slot is None][self._table.num_free :]}
+        if late:  # more adopted requests than rows: the latest wait, those that have one go on
+            ready = [r for r in ready if r.rid not in late]
         self._grow(ready)
         opens = [self._open_slot(r) for r in ready if r.slot is None]
         items = [self._item(r, r.launched_len, r.launched_len + 1, sample=True, extend=False) for r in ready]

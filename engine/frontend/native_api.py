@@ -255,6 +255,7 @@ def _one_params(s: Services, p: SamplingBody) -> SamplingParams:
     refuse(p, _REFUSED_SAMPLING, inside=INSIDE)
     if p.beam_width is not None and p.beam_width > 1:
         raise bad_field("sampling_params.beam_width", "beam search is not supported", code="unsupported_parameter")
+    names = {"seed": "sampling_seed"} if p.seed is None else None
     if p.seed is None:
         p.seed = p.sampling_seed
     least = p.min_new_tokens
@@ -264,6 +265,7 @@ def _one_params(s: Services, p: SamplingBody) -> SamplingParams:
         vocab_size=s.vocab_size,
         max_new_tokens=limit,
         min_new_tokens=least,
+        names=names,
         constraint=plain_constraint(p, inside=INSIDE),
     )
 
