@@ -107,6 +107,7 @@ class Scheduler:
         if error := self.refusal(request):
             return [refused(request, error)]
         self._register(request)
+        self.memory.prefetch(request)
         self.stages.waiting[request.rid] = request
         if self._preempts:
             self.stages.batch_is_full = False  # it may preempt
@@ -202,7 +203,7 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Only legal while `holds_no_kv`, with no step in flight. Copies of retracted KV go too."""
         self.backups.forget_all(self.stages.live.values())
-        self.memory.cache.flush()
+        self.memory.forget_prefixes(files=False)
         self.stages.batch_is_full = False
 
     # ---- taking requests
@@ -259,7 +260,7 @@ class Scheduler:
         """Forget all prefixes; False (and nothing changed) while requests live."""
         if not self.idle:
             return False
-        self.memory.cache.flush()
+        self.memory.forget_prefixes(files=True)
         return True
 
     def check(self) -> None:
