@@ -113,6 +113,10 @@ class Scheduler:
             self.stages.batch_is_full = False  # it may preempt
         return []
 
+    def prefetch(self, request: Request) -> None:
+        """A request that will be added soon: what of its prefix lies on disk is read meanwhile."""
+        self.memory.prefetch(request)
+
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         """End a request, wherever it is. A kept one is only marked: its role ends it (`end_kept`, `release`)."""
         request = self.stages.live.get(rid)

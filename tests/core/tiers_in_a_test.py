@@ -35,7 +35,9 @@ class TieredEngine(EngineInATest):
     ) -> None:
         self.files = {} if files is None else files
         self.disk_pages = disk_pages
-        index = DiskIndex(max_bytes=disk_pages, file_bytes=1, files=[(k, 1) for k in self.files]) if disk_pages else None
+        index = (
+            DiskIndex(max_bytes=disk_pages, file_bytes=1, files=[(k, 1) for k in self.files]) if disk_pages else None
+        )
         for key in index.excess if index else ():
             del self.files[key]
         self.host = HostCache(
