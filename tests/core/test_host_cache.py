@@ -94,6 +94,18 @@ def test_other_weights_find_nothing() -> None:
     assert engine.outputs["c"][0].cached_tokens == 12, "the first weights' files are still right"
 
 
+def test_a_request_that_waits_while_weights_change_is_looked_up_under_the_new_ones() -> None:
+    engine = restarted(written())
+    engine.add("b", PROMPT, max_new_tokens=2)
+    engine.scheduler.forget_prefixes()
+    engine.host.use_identity(identity("w1"))
+    engine.disk_turn()
+    engine.run()
+    engine.disk_turn()
+    assert engine.outputs["b"][0].cached_tokens == 0
+    assert len(engine.files) == 6, "its pages are written under the new weights' keys"
+
+
 def test_a_flush_empties_host_and_disk_even_while_files_are_written() -> None:
     engine = TieredEngine(host_pages=16, num_pages=8, disk_pages=100)
     engine.answer("a", PROMPT, max_new_tokens=2)

@@ -1,5 +1,6 @@
 """The whole engine of one process (real model, pool, kernels, streams, scheduler), driven without sockets."""
 
+import time
 from collections import deque
 
 from engine.build import EngineParts, build_engine
@@ -56,7 +57,8 @@ class EngineInProcess:
         assert counts["held"] == counts["quarantined"] == 0
 
     def turn(self) -> bool:
-        plan = self.parts.scheduler.schedule()
+        self.parts.disk.turn()
+        plan = self.parts.scheduler.schedule(time.monotonic())
         if plan is not None:
             while plan.wait and self.launched:
                 self._collect()
@@ -80,4 +82,5 @@ class EngineInProcess:
                 self.finish[output.rid] = output.finish
 
     def close(self) -> None:
+        self.parts.disk.close()
         self.parts.executor.close()
