@@ -222,6 +222,8 @@ class HostCache:
     def _read(self, disk: DiskIndex, key: bytes) -> bool:
         if not disk.has(key) or len(self._reading) >= max(1, self.pages.num_pages // 2):
             return False
+        if self.pages.next_to_go() in self._from_disk:  # who came first keeps what was read for it
+            return False
         host_page = self._take()
         if host_page is None:
             return False
@@ -305,6 +307,7 @@ class HostCache:
             gauges |= {
                 "hicache_disk_used_bytes": float(self.disk.num_bytes),
                 "hicache_disk_files": float(self.disk.num_files),
+                "hicache_disk_pending": float(self._num_writing + len(self._reading)),
             }
         return gauges
 

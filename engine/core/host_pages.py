@@ -55,6 +55,12 @@ class HostPages:
     def is_pinned(self, page: int) -> bool:
         return page in self._pins
 
+    def next_to_go(self) -> int | None:
+        """The page whose bytes the next `take` costs; None: none, or there is no page to take."""
+        if self._free or not self._idle:
+            return None
+        return self._page_of[next(iter(self._idle))]
+
     def name(self, page: int, key: bytes) -> None:
         """`page` holds the bytes of `key`, or will when the copy that pins it has run."""
         assert page in self._pins and page not in self._key_of and key not in self._page_of

@@ -15,7 +15,7 @@ from engine.hicache.page_folder import PageFolder
 
 log = logging.getLogger(__name__)
 
-END_S = 5.0
+END_S = 2.0
 PageView = Callable[[int], memoryview]
 
 
@@ -48,12 +48,12 @@ class Disk:
         return done
 
     def close(self) -> None:
-        """What is queued is not done any more."""
-        self._closing.set()
+        """What is queued is written if that does not take long: the next process finds it."""
         for work in (self._reads, self._writes):
             work.put(None)
         for thread in self._threads:
             thread.join(END_S)
+        self._closing.set()
         self._folder.close()
 
     def _run(self, queue_: "queue.SimpleQueue[DiskWork | None]") -> None:

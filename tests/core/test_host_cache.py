@@ -183,6 +183,21 @@ def test_a_broken_file_is_a_miss(policy: str) -> None:
     assert engine.outputs["b"][0].cached_tokens in (4, 8)
 
 
+def test_what_was_read_for_one_that_waits_is_not_lost_to_reads_for_later_ones() -> None:
+    files = restarted(written()).files
+    second = [30, *PROMPT]
+    engine = TieredEngine(host_pages=40, num_pages=8, disk_pages=100, files=files)
+    engine.answer("x", second, max_new_tokens=1)
+    engine.disk_turn()
+    small = TieredEngine(host_pages=4, num_pages=8, disk_pages=100, files=files)
+    for rid, prompt in (("b", PROMPT), ("c", second), ("d", PROMPT)):
+        small.add(rid, prompt, max_new_tokens=2)
+        small.disk_turn()
+    small.run()
+    assert small.outputs["b"][0].cached_tokens == 8, "half of the host at once"
+    assert small.tokens["c"] == expected_tokens(second, 2)
+
+
 def test_an_abort_while_files_are_read_for_it_changes_nothing() -> None:
     engine = restarted(written(), prefetch_policy="wait_complete")
     engine.add("b", PROMPT, max_new_tokens=2)

@@ -196,7 +196,7 @@ def pages_of(**flags: float) -> int:
 def test_host_pages_follow_the_ratio_or_the_size() -> None:
     assert pages_of(hicache_ratio=1.5) == 150
     assert pages_of(hicache_ratio=1.5, hicache_size=0.0004) == 400
-    with pytest.raises(ConfigError, match="--hicache-ratio 6.0: .* are free"):
+    with pytest.raises(ConfigError, match=r"--hicache-ratio 6\.0: .* are free; lower it"):
         pages_of(hicache_ratio=6.0)
     with pytest.raises(ConfigError, match="--hicache-size 1e-09: holds no page"):
         pages_of(hicache_size=1e-9)

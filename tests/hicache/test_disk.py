@@ -71,6 +71,14 @@ def test_victims_go_first_and_a_write_is_not_tried_while_one_stays(rig: Rig) -> 
     assert rig.folder.scan() == [(KEYS[2], file_bytes(identity()))]
 
 
+def test_what_is_queued_at_the_end_is_written(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    for key in KEYS:
+        rig.disk.submit(DiskWrite(key, 0, identity()))
+    rig.disk.close()
+    assert {key for key, _ in rig.folder.scan()} == set(KEYS)
+
+
 def test_even_a_bug_in_the_work_ends_as_a_result(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     assert not rig.do(DiskRead(KEYS[0], 99, identity())).ok
     assert not rig.do(DiskWrite(KEYS[0], 99, identity())).ok
