@@ -10,6 +10,7 @@ from engine.executor.kv_pool import KVPool
 from engine.model_config import ModelConfig
 
 LAYOUT_VERSION = 1  # of engine/executor/kv_pool.py
+SAMPLE_BYTES, NUM_SAMPLES = 16 << 10, 64  # of each file of a checkpoint
 
 
 def kv_identity(pool: KVPool, model: ModelConfig, *, dtype: str, version: str, fingerprint: str) -> KVIdentity:
@@ -33,15 +34,20 @@ def hashed_if_long(text: str) -> str:
 
 
 def fingerprint(model_path: str) -> str:
-    """Of a checkpoint's files, by name, size and time of their last change: reading gigabytes would take minutes.
+    """Of a checkpoint's files: name, size, time of the last change, and samples of what is in them.
 
-    Raises ConfigError.
+    Reading gigabytes would take minutes; samples, because images and archives may give all files one time. Raises
+    ConfigError.
     """
     digest = hashlib.sha256()
     try:
         for file in sorted([*Path(model_path).glob("*.safetensors"), Path(model_path) / "config.json"]):
             status = file.stat()
             digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+            with file.open("rb") as opened:
+                for at in range(0, status.st_size, max(SAMPLE_BYTES, status.st_size // NUM_SAMPLES)):
+                    opened.seek(at)
+                    digest.update(opened.read(SAMPLE_BYTES))
     except OSError as error:
         raise ConfigError(f"{model_path}: {error}") from error
     return digest.hexdigest()[:32]
