@@ -24,11 +24,11 @@ class HostPool:
     def __init__(self, pool: KVPool, *, num_pages: int) -> None:
         self.num_pages = num_pages
         self.page_bytes = pool.page_bytes
-        self._device_pages = pool.buffer.view(1 + pool.num_pages, pool.page_bytes)
+        self._device_pages = _words(pool.buffer, 1 + pool.num_pages)
         self._on_cpu = pool.device.type == "cpu"
         size_bytes = num_pages * pool.page_bytes
         buffer = _lazy_bytes(size_bytes) if self._on_cpu else _pinned_bytes(size_bytes)
-        self._pages = buffer.view(num_pages, pool.page_bytes)
+        self._pages = _words(buffer, num_pages)
         self._bytes = buffer.numpy().data
         self._per_copy = max(1, STAGING_BYTES // pool.page_bytes)
 
@@ -44,24 +44,31 @@ class HostPool:
             self._copy_back(plan.from_host[at : at + self._per_copy])
 
     def _copy_out(self, copies: list[PageCopy]) -> None:
-        staged = self._device_pages[self._index([c.page for c in copies])]
         if self._on_cpu:
-            self._pages[self._index([c.host_page for c in copies])] = staged
+            for copy in copies:
+                self._pages[copy.host_page].copy_(self._device_pages[copy.page])
             return
+        staged = self._device_pages[self._index([c.page for c in copies])]
         for at, host_page, n in runs([c.host_page for c in copies]):
             self._pages[host_page : host_page + n].copy_(staged[at : at + n], non_blocking=True)
 
     def _copy_back(self, copies: list[PageCopy]) -> None:
         if self._on_cpu:
-            staged = self._pages[self._index([c.host_page for c in copies])]
-        else:
-            staged = torch.empty(len(copies), self.page_bytes, dtype=torch.uint8, device=self._device_pages.device)
-            for at, host_page, n in runs([c.host_page for c in copies]):
-                staged[at : at + n].copy_(self._pages[host_page : host_page + n], non_blocking=True)
+            for copy in copies:
+                self._device_pages[copy.page].copy_(self._pages[copy.host_page])
+            return
+        staged = torch.empty(len(copies), *self._pages.shape[1:], dtype=torch.int64, device=self._device_pages.device)
+        for at, host_page, n in runs([c.host_page for c in copies]):
+            staged[at : at + n].copy_(self._pages[host_page : host_page + n], non_blocking=True)
         self._device_pages[self._index([c.page for c in copies])] = staged
 
     def _index(self, pages: list[int]) -> Tensor:
         return upload(torch.tensor(pages, dtype=torch.int64), self._device_pages.device)
+
+
+def _words(buffer: Tensor, num_pages: int) -> Tensor:
+    """[num_pages, page_bytes / 8] int64: a gather moves words, not bytes (a page is a multiple of 64 bytes)."""
+    return buffer.view(torch.int64).view(num_pages, -1)
 
 
 def runs(pages: list[int]) -> Iterator[tuple[int, int, int]]:
