@@ -65,6 +65,12 @@ class GenerateRequest(_Message, frozen=True):
     pooling: str = ""
 
 
+class GenerateBatch(_Message, frozen=True):
+    """The samples of one HTTP request: they arrive together, so no step begins with a part of them."""
+
+    requests: list[GenerateRequest]
+
+
 class AbortRequest(_Message, frozen=True):
     """End request `rid` (exact match), or every request when `all` is set. Unknown rids are ignored."""
 
@@ -133,6 +139,7 @@ class Shutdown(_Message, frozen=True):
 
 ToScheduler = (
     GenerateRequest
+    | GenerateBatch
     | AbortRequest
     | FlushCache
     | GetState
