@@ -69,7 +69,7 @@ def build_engine(
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
     torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
-    before = fingerprint(config.model_path)
+    before = fingerprint(config.model_path) if config.enable_hierarchical_cache else ""
     model = load_model(
         config.model_path,
         model_config,

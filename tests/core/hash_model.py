@@ -41,6 +41,7 @@ class HashModel:
 
     def __init__(self, *, page_size: int) -> None:
         self.page_size = page_size
+        self.salt = 0  # other weights: other KV of the same tokens
         self.kv: dict[tuple[int, int], int] = {}
         self.rows: dict[int, list[int]] = {}
         self.last: dict[int, int] = {}
@@ -62,7 +63,7 @@ class HashModel:
             tokens = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
             value = self._read(row, item.start)
             for position, token in enumerate(tokens, item.start):
-                value = step_hash(value, token)
+                value = step_hash(value + self.salt, token)
                 self.kv[self._at(row, position)] = value
             token = next_token(value) if item.sample else None
             if token is not None:
@@ -95,5 +96,5 @@ class HashModel:
         """Every slot of `pages` holds the prefix hash of `tokens`."""
         value = 0
         for position, token in enumerate(tokens):
-            value = step_hash(value, token)
+            value = step_hash(value + self.salt, token)
             assert self.kv[self._at(pages, position)] == value, f"wrong KV at position {position}"

@@ -120,6 +120,17 @@ def test_a_flush_empties_host_and_disk_even_while_files_are_written() -> None:
     assert engine.outputs["b"][0].cached_tokens == 0
 
 
+def test_a_read_that_ends_after_a_flush_is_dropped() -> None:
+    engine = restarted(written())
+    engine.add("b", PROMPT, max_new_tokens=2)
+    engine.abort("b")
+    engine.work += engine.host.take_work()
+    reads = list(engine.work)
+    assert len(reads) == 3 and engine.scheduler.flush_cache()
+    engine.disk_turn()
+    assert engine.files == {} and engine.host.pages.num_named == engine.host.pages.num_pinned == 0
+
+
 def restarted(engine: TieredEngine, **flags: object) -> TieredEngine:
     engine.disk_turn()
     return TieredEngine(host_pages=16, num_pages=8, disk_pages=100, files=engine.files, **flags)  # type: ignore[arg-type]
@@ -286,3 +297,45 @@ def test_any_load_reads_right_kv_from_any_tier(
     engine.disk_turn()
     engine.disk_turn()
     assert engine.host.pages.num_pinned == 0, "a pin is left when nothing is under way"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    loads=LOADS,
+    depth=st.integers(1, 2),
+    host_pages=st.integers(1, 16),
+    disk_pages=st.sampled_from([5, 40]),
+    write_policy=st.sampled_from(["write_through", "write_back"]),
+    disk_does=st.lists(st.integers(0, 3), min_size=1, max_size=8),
+    every=st.integers(2, 9),
+    flush=st.booleans(),
+)
+def test_weights_that_change_at_any_moment_never_read_kv_of_others(
+    loads: list[tuple[int, int, int]],
+    depth: int,
+    host_pages: int,
+    disk_pages: int,
+    write_policy: str,
+    disk_does: list[int],
+    every: int,
+    flush: bool,
+) -> None:
+    """Two sets of weights in turns, whose KV differs, while files are read and written; every slot is verified."""
+    engine = TieredEngine(
+        host_pages=host_pages, disk_pages=disk_pages, write_policy=write_policy, depth=depth, num_pages=12
+    )
+    for turn in range(3000):
+        if turn % 2 == 0 and turn // 2 < len(loads):
+            family, length, new = loads[turn // 2]
+            engine.add(f"r{turn // 2}", [family, *range(length)], max_new_tokens=new)
+        engine.disk_turn(disk_does[turn % len(disk_does)])
+        if turn % every == every - 1 and turn < 8 * len(loads):
+            while engine.launched:
+                engine.collect()
+            engine.scheduler.retract_all()
+            engine.scheduler.memory.forget_prefixes(files=flush)
+            engine.model.salt = 1 - engine.model.salt
+            engine.host.use_identity(identity(f"w{engine.model.salt}"))
+        if not engine.turn() and turn > 8 * len(loads):
+            break
+    assert engine.scheduler.idle and len(engine.finish) == len(loads)
