@@ -1,14 +1,12 @@
 """The bytes of the host tier: pages out of the KV pool and back, in stream order. Which ones is the plan's business."""
 
-import contextlib
-import mmap
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from engine.core.plan import PageCopy, Plan
-from engine.executor.kv_pool import KVPool
+from engine.executor.kv_pool import KVPool, zeroed_bytes
 from engine.executor.upload import upload
 
 STAGING_BYTES = 64 << 20  # of device memory that a copy may take beside the pool
@@ -27,7 +25,7 @@ class HostPool:
         self._device_pages = _words(pool.buffer, 1 + pool.num_pages)
         self._on_cpu = pool.device.type == "cpu"
         size_bytes = num_pages * pool.page_bytes
-        buffer = _lazy_bytes(size_bytes) if self._on_cpu else _pinned_bytes(size_bytes)
+        buffer = zeroed_bytes(size_bytes, pool.device) if self._on_cpu else _pinned_bytes(size_bytes)
         self._pages = _words(buffer, num_pages)
         self._bytes = buffer.numpy().data
         self._per_copy = max(1, STAGING_BYTES // pool.page_bytes)
@@ -78,14 +76,6 @@ def runs(pages: list[int]) -> Iterator[tuple[int, int, int]]:
         if i == len(pages) or pages[i] != pages[i - 1] + 1:
             yield start, pages[start], i - start
             start = i
-
-
-def _lazy_bytes(size_bytes: int) -> Tensor:
-    """Zero, and mapped when it is first touched."""
-    region = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(region, dtype=torch.uint8)
 
 
 def _pinned_bytes(size_bytes: int) -> Tensor:

@@ -30,6 +30,7 @@ class Disk:
         self._reads: queue.SimpleQueue[DiskWork | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[DiskWork | None] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._write_fails = False  # the last one did; the writing thread's
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=f"hicache-{name}", daemon=True)
             for name, work in (("read", self._reads), ("write", self._writes))
@@ -89,7 +90,10 @@ class Disk:
             return DiskDone(work, ok=False, undeleted=undeleted)
         try:
             self._folder.write(work.key, self._page_of(work.host_page), work.identity)
+            self._write_fails = False
             return DiskDone(work, ok=True)
         except OSError as error:
-            log.warning("hierarchical cache: a page cannot be written: %s", error)
+            if not self._write_fails:  # a full disk is one line, not one a page
+                log.warning("hierarchical cache: pages cannot be written: %s", error)
+            self._write_fails = True
             return DiskDone(work, ok=False)

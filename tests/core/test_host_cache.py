@@ -67,6 +67,17 @@ def test_two_requests_of_one_step_load_a_prefix_once() -> None:
     assert engine.tokens["b"] == engine.tokens["c"] == expected_tokens(PROMPT, 2)
 
 
+def test_a_request_that_leaves_no_kv_behind_reads_the_host_and_leaves_none() -> None:
+    engine = TieredEngine(host_pages=16, num_pages=8)
+    engine.answer("a", PROMPT, max_new_tokens=2)
+    engine.scheduler.memory.cache.flush()
+    request = engine.add("b", PROMPT, max_new_tokens=2)
+    request.keep_kv = False
+    engine.run()
+    assert engine.outputs["b"][0].cached_tokens == 12 and engine.tokens["b"] == expected_tokens(PROMPT, 2)
+    assert engine.scheduler.memory.cache.num_pages == 0 and engine.host.pages.num_pinned == 0
+
+
 def test_a_full_host_forgets_the_ends_of_chains_first() -> None:
     engine = TieredEngine(host_pages=4, num_pages=8)
     engine.answer("a", PROMPT, max_new_tokens=1)

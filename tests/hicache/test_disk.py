@@ -1,5 +1,6 @@
 """The disk threads: every piece of work ends, and what goes wrong is said as a result."""
 
+import errno
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,19 @@ def test_victims_go_first_and_a_write_is_not_tried_while_one_stays(rig: Rig) -> 
     stuck.rmdir()
     assert rig.do(DiskWrite(KEYS[2], 0, identity(), victims=(KEYS[1],))).ok
     assert rig.folder.scan() == [(KEYS[2], file_bytes(identity()))]
+
+
+def test_a_disk_that_takes_nothing_is_said_once_until_it_does_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.folder, "write", full)
+        assert not any(rig.do(DiskWrite(key, 0, identity())).ok for key in KEYS)
+    assert caplog.text.count("No space left") == 1
+    assert rig.do(DiskWrite(KEYS[0], 0, identity())).ok
 
 
 def test_what_is_queued_at_the_end_is_written(tmp_path: Path) -> None:
