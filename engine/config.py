@@ -9,7 +9,7 @@ from typing import Any
 from engine.core.host_cache import PREFETCH_POLICIES, WRITE_POLICIES
 from engine.core.policy import POLICIES
 
-GRAMMAR_BACKENDS = ("llguidance", "none")
+GRAMMAR_BACKENDS = ("llguidance", "xgrammar", "none")
 TOOL_CALL_PARSERS = ("qwen25", "qwen", "llama3")
 
 
