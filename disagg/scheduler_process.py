@@ -70,8 +70,12 @@ def run(spec: SchedulerSpec) -> None:
         host_backup=_resumes_by(spec.disagg, "host"),
         resume_elsewhere=_resumes_by(spec.disagg, "prefill"),
         reserve_floor=spec.disagg.num_reserved_decode_tokens,
+        host_tier=spec.disagg.disaggregation_mode != "decode",
+        wakeup=ports.call_attention,
         num_token_ids=tokenizer.num_ids,
     )
+    if spec.engine.enable_hierarchical_cache and spec.disagg.disaggregation_mode == "decode":
+        log.info("--enable-hierarchical-cache: prefixes are matched on the prefill worker; nothing to keep here")
     watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
     role = make_role(spec, parts, wakeup=ports.call_attention)
     grammars = make_grammar_queue(spec.engine, model, tokenizer, wakeup=ports.call_attention)
@@ -93,6 +97,7 @@ def run(spec: SchedulerSpec) -> None:
         ),
         clock=time.monotonic,
         grammars=grammars,
+        disk=parts.disk,
     )
     _end_on_signals(loop, ports.call_attention)
     allocator = parts.scheduler.memory.allocator
@@ -119,6 +124,7 @@ def run(spec: SchedulerSpec) -> None:
     finally:
         grammars.close()
         watchdog.close()
+        parts.disk.close()
         role.close()
         parts.executor.close()
         ports.close()

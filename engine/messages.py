@@ -202,6 +202,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     times: dict[str, float] = {}
     input_hidden: bytes = b""
     hidden: list[bytes] = []
+    cached_by_tier: list[int] = []  # of cached_tokens: from device, host, disk; empty: there is one tier
 
 
 class RequestOpened(_Message, frozen=True):

@@ -60,7 +60,8 @@ class Planner:
         items, opens = self._draft(now_s)
         if not items and self._counters.retractions > before:  # their memory is free now
             items, opens = self._draft(now_s)
-        if not items and not self._backups.asks_for_a_step:
+        host = self._memory.host
+        if not items and not self._backups.asks_for_a_step and (host is None or not host.asks_for_a_step):
             return None
         extend = any(item.extend for item in items)
         wait, self._last_was_extend = extend and self._last_was_extend and self._limits.wait_between_prefills, extend
@@ -78,6 +79,8 @@ class Planner:
             draw_late=draw_late,
         )
         self._backups.attach(plan)
+        if host is not None:
+            host.attach(plan)
         return plan
 
     def _awaits_token(self, item: PlanItem) -> bool:
@@ -112,6 +115,8 @@ class Planner:
         for request in self._in_order(now_s):
             if self._stages.chunked is not None or adder.exhausted:
                 break
+            if self._memory.awaits(request, now_s):
+                continue
             result = AddResult.NO_TOKEN if self._table.num_free == 0 else adder.add(request)
             if result is AddResult.NO_TOKEN:
                 self._note_full(request)

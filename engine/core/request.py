@@ -66,6 +66,12 @@ class Request:
     times: Times = field(default_factory=Times)
     stop_patterns: tuple[StopPattern, ...] = ()  # compiled `sampling.stop_regex`
 
+    page_keys: list[bytes] = field(default_factory=list)  # of its whole pages, as far as they were asked for
+    page_keys_seed: bytes = b""
+    prefetching: list[bytes] = field(default_factory=list)  # keys that were being read from disk for it
+    prefetch_until_s: float | None = None
+    cached_by_tier: list[int] = field(default_factory=list)  # of `cached_tokens`: device, host, disk; empty: one tier
+
     @property
     def num_tokens(self) -> int:
         """Tokens known on the host."""

@@ -118,10 +118,15 @@ class Scheduler:
         if error := self.refusal(request):
             return [refused(request, error)]
         self._register(request)
+        self.memory.prefetch(request)
         self.stages.waiting[request.rid] = request
         if self._preempts:
             self.stages.batch_is_full = False  # it may preempt
         return []
+
+    def prefetch(self, request: Request) -> None:
+        """A request that will be added soon: what of its prefix lies on disk is read meanwhile."""
+        self.memory.prefetch(request)
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         """End a request, wherever it is. A kept one is only marked: its role ends it (`end_kept`, `release`)."""
@@ -223,7 +228,7 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Only legal while `holds_no_kv`, with no step in flight. Copies of retracted KV go too."""
         self.backups.forget_all(self.stages.live.values())
-        self.memory.cache.flush()
+        self.memory.forget_prefixes(files=False)
         self.stages.batch_is_full = False
 
     # ---- taking requests
@@ -280,7 +285,7 @@ class Scheduler:
         """Forget all prefixes; False (and nothing changed) while requests live."""
         if not self.idle:
             return False
-        self.memory.cache.flush()
+        self.memory.forget_prefixes(files=True)
         return True
 
     def check(self) -> None:

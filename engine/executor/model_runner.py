@@ -12,6 +12,7 @@ from engine.attention.base import AttentionBackend, StepBatch
 from engine.core.plan import Plan, PlanItem
 from engine.executor.future_map import FutureMap
 from engine.executor.hidden import hidden_rows
+from engine.executor.host_pool import HostPool
 from engine.executor.page_backup import PageBackup
 from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler, asked_logprobs, token_logprobs
@@ -70,8 +71,10 @@ class ModelRunner:
         sampler: Sampler,
         device: torch.device,
         backup: PageBackup | None = None,
+        host_pool: HostPool | None = None,
     ) -> None:
         self._backup = backup
+        self._host_pool = host_pool
         self._model = model
         self._backend = backend
         self._page_table = page_table
@@ -91,6 +94,9 @@ class ModelRunner:
 
     def forward(self, plan: Plan, out: Forward) -> None:
         """All that comes before the draw. Reads no masks."""
+        if plan.to_host or plan.from_host:
+            assert self._host_pool is not None, "a plan copies to a host tier, and there is none"
+            self._host_pool.run(plan)
         if plan.saves or plan.loads or plan.drops:
             assert self._backup is not None, "a plan copies pages, and nothing keeps them"
             self._backup.run(plan)

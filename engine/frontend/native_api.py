@@ -166,6 +166,8 @@ class NativeView:
             "e2e_latency": time.monotonic() - self._start_s,
             **t.times,
         }
+        if t.cached_by_tier:
+            meta["cached_tokens_details"] = dict(zip(("device", "host", "storage"), t.cached_by_tier, strict=True))
         if self._hidden_states[index]:
             meta["hidden_states"] = hidden_state_lists(t)
         options = self._logprobs[index]

@@ -20,6 +20,7 @@ from engine.core.scheduler import Scheduler
 from engine.executor.executor import Executor
 from engine.grammar.queue import GrammarQueue
 from engine.loop.control import Control, Profiler, Weights
+from engine.loop.disk_pump import DiskPump
 from engine.loop.interval_log import IntervalLog
 from engine.loop.pipeline import Pipeline
 from engine.loop.receive_skipper import ReceiveSkipper
@@ -94,6 +95,7 @@ class EngineLoop:
         settings: LoopSettings,
         clock: Callable[[], float],
         grammars: GrammarQueue | None = None,
+        disk: DiskPump | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._role = role
@@ -102,6 +104,7 @@ class EngineLoop:
         self._settings = settings
         self._clock = clock
         self._grammars = grammars or GrammarQueue(None)
+        self._disk = disk or DiskPump()
         self._pipeline = Pipeline(scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step)
         self._skipper = ReceiveSkipper(interval=settings.recv_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
@@ -145,6 +148,7 @@ class EngineLoop:
             outputs += self._add(request, now_s)
         outputs += self._admit_with_grammar(now_s)
         outputs += self._role.poll(now_s)
+        self._disk.turn()
         plan = None if self._control.paused else self._scheduler.schedule(now_s)
         worked = plan is not None or self._pipeline.num_launched > 0
         if plan is not None:
@@ -170,7 +174,7 @@ class EngineLoop:
         return self._role.on_step(effects, self._clock())
 
     def _rest(self) -> None:
-        waiting = self._role.waits_for_outside() or bool(self._grammars.rids())
+        waiting = self._role.waits_for_outside() or bool(self._grammars.rids()) or self._disk.busy
         now_s = self._clock()
         for line in self._intervals.rested(now_s):
             log.info("%s", line)

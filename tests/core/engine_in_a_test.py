@@ -4,6 +4,7 @@ import random
 from collections import deque
 
 from engine.core.growth import MeasuredGrowth
+from engine.core.host_cache import HostCache
 from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
@@ -38,6 +39,7 @@ class EngineInATest:
         conservativeness: float = 1.0,
         backup_pages: int = 0,
         reserve_floor: int = 0,
+        host: HostCache | None = None,
         resume_elsewhere: bool = False,
         vocab_size: int | None = None,
         **limits: object,
@@ -50,7 +52,7 @@ class EngineInATest:
             chunked_prefill_size=chunk,
             **{"max_prefill_tokens": 64, **limits},  # type: ignore[arg-type]
         )
-        memory = Memory(allocator=allocator, cache=RadixCache(allocator, enabled=radix))
+        memory = Memory(allocator=allocator, cache=RadixCache(allocator, enabled=radix, below=host), host=host)
         self.scheduler = Scheduler(
             limits=bounds,
             memory=memory,

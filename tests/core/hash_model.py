@@ -82,6 +82,7 @@ class HashModel:
         self.rows: dict[int, list[int]] = {}
         self.last: dict[int, int] = {}
         self.copies: dict[int, list[list[Slot | None]]] = {}  # of pages, in host memory
+        self.host: dict[int, list[Slot]] = {}  # host page -> its slots
 
     def run(self, plan: Plan) -> StepResult:
         self._copy_pages(plan)
@@ -110,6 +111,10 @@ class HashModel:
         return result
 
     def _copy_pages(self, plan: Plan) -> None:
+        for out in plan.to_host:
+            self.host[out.host_page] = [self.kv[out.page, o] for o in range(self.page_size)]
+        for back in plan.from_host:
+            self.kv.update({(back.page, o): v for o, v in enumerate(self.host[back.host_page])})
         for key in plan.drops:
             del self.copies[key]
         for save in plan.saves:

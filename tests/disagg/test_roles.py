@@ -125,7 +125,7 @@ def test_10_000_steps_of_anything_leave_nothing_behind() -> None:
     """Fixed examples (derandomized); `make soak-core` draws others."""
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=115, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(story=two_role_stories())
     def drive(story: TwoRoleStory) -> None:
         seen.update(play(story))

@@ -1,5 +1,7 @@
 """The whole engine of one process (real model, pool, kernels, streams, scheduler), driven without sockets."""
 
+import time
+
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.grammar import Grammar
@@ -63,7 +65,8 @@ class EngineInProcess:
         assert counts["held"] == counts["quarantined"] == 0
 
     def turn(self) -> bool:
-        plan = self.parts.scheduler.schedule()
+        self.parts.disk.turn()
+        plan = self.parts.scheduler.schedule(time.monotonic())
         worked = plan is not None or self.pipeline.num_launched > 0
         self.pipeline.advance(plan)
         return worked
@@ -79,4 +82,5 @@ class EngineInProcess:
         return effects.outputs
 
     def close(self) -> None:
+        self.parts.disk.close()
         self.parts.executor.close()
