@@ -21,9 +21,11 @@ from engine.detokenizer.incremental import tail_text
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.grammar.queue import GrammarQueue
+from engine.loop.adapter_control import AdapterControl
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.ports import ZmqPorts
 from engine.loop.watchdog import Watchdog
+from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_config import ModelConfig, load_model_config
 from transfer_backends.contract import BackendUnavailable, EngineError
@@ -69,6 +71,15 @@ def run(spec: SchedulerSpec) -> None:
         host_backup=_host_backup(spec.disagg),
         reserve_floor=spec.disagg.num_reserved_decode_tokens,
     )
+    adapters = AdapterControl(
+        store=parts.adapters,
+        max_loaded=parts.config.max_loaded_loras,
+        forget_prefixes_of=parts.scheduler.memory.cache.forget,
+        reply=ports.to_frontend,
+        wakeup=ports.call_attention,
+    )
+    for name, path in named_paths(parts.config).items():
+        adapters.load_now(name, path)
     watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
     role = make_role(spec, parts, wakeup=ports.call_attention)
     grammars = make_grammar_queue(spec.engine, model, tokenizer, wakeup=ports.call_attention)
@@ -90,6 +101,7 @@ def run(spec: SchedulerSpec) -> None:
         ),
         clock=time.monotonic,
         grammars=grammars,
+        adapters=adapters,
     )
     _end_on_signals(loop, ports.call_attention)
     allocator = parts.scheduler.memory.allocator

@@ -24,14 +24,18 @@ from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler
 from engine.executor.stream import make_stream
 from engine.executor.weights import Weights
+from engine.lora.bank import AdapterBank
+from engine.lora.store import AdapterStore
 from engine.model_config import ModelConfig
+from engine.models.causal_lm import CausalLM
+from engine.models.checkpoint import DTYPES
 from engine.models.registry import load_model
 from engine.resolve import depth, limits, num_pages, priorities, resolve
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A ready engine. `config` is resolved."""
+    """A ready engine. `config` is resolved. `adapters`: None where requests may name none."""
 
     config: EngineConfig
     model: ModelConfig
@@ -40,6 +44,7 @@ class EngineParts:
     executor: Executor
     depth: int
     weights: Weights
+    adapters: AdapterStore | None = None
 
 
 def build_engine(
@@ -69,6 +74,7 @@ def build_engine(
     )
     pool = _allocate_pool(config, model.cache_specs(), device)
     num_slots = config.max_running_requests
+    bank = AdapterBank(device) if config.enable_lora else None
     runner = ModelRunner(
         model=model,
         backend=make_attention_backend(config.attention_backend, pool, num_heads=model_config.num_heads),
@@ -79,6 +85,7 @@ def build_engine(
         sampler=Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device),
         device=device,
         backup=PageBackup(pool),
+        adapters=bank,
     )
     stream = make_stream(
         config.stream,
@@ -109,6 +116,18 @@ def build_engine(
         executor=executor,
         depth=depth(config),
         weights=Weights(config=config, model=model_config, install=lambda m: executor.call(lambda: runner.use(m))),
+        adapters=None if bank is None else _adapter_store(config, model, bank, executor),
+    )
+
+
+def _adapter_store(config: EngineConfig, model: CausalLM, bank: AdapterBank, executor: Executor) -> AdapterStore:
+    return AdapterStore(
+        bank=bank,
+        sites=[site.shape for site in model.linear_sites()],
+        dtype=DTYPES[config.dtype],
+        device=torch.device(config.device),
+        max_rank=config.max_lora_rank,
+        in_order=executor.call,
     )
 
 

@@ -46,7 +46,7 @@ class Memory:
 
     def match_prefix(self, request: Request) -> Match:
         """The cached prefix that `request` may use: at least one token is computed."""
-        return self.cache.match(request.tokens(0, _match_limit(request)))
+        return self.cache.match(request.tokens(0, _match_limit(request)), adapter=request.adapter)
 
     def reserve(self, request: Request, *, reserved_pages: int) -> bool:
         """Pages for the whole prompt, whose KV comes from elsewhere; or change nothing."""
@@ -72,7 +72,7 @@ class Memory:
         if whole <= request.shared_pages or not self.cache.enabled or not request.keep_kv:
             return
         tokens = request.tokens(0, whole * self.allocator.page_size)
-        inserted = self.cache.insert(tokens, request.pages[:whole])
+        inserted = self.cache.insert(tokens, request.pages[:whole], adapter=request.adapter)
         request.dup_pages += request.pages[request.shared_pages : inserted.existing]
         request.shared_pages = whole
         self.cache.lock(inserted.node)

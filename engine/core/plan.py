@@ -39,6 +39,7 @@ class PlanItem:
     logprob_from: first position (prompt index) whose own logprob is wanted in this step, or None
     hidden_from: first position whose hidden state is wanted in this step, or None
     pool:        "last" | "mean": instead, one vector of these positions: the last state, or their sum
+    adapter:     number of the adapter that computes it, 0: the model alone
     """
 
     rid: str
@@ -55,6 +56,7 @@ class PlanItem:
     logprob_next: int | None = None  # prompt token after this chunk (its logprob comes from this chunk's last logits)
     hidden_from: int | None = None
     pool: str = ""
+    adapter: int = 0
 
     @property
     def q_len(self) -> int:

@@ -7,6 +7,7 @@ engine/core/plan.py). It relies only on steps running in the order in which they
 from collections.abc import Iterable
 from itertools import islice
 
+from engine.core.adapter_budget import AdapterBudget
 from engine.core.backups import Backups
 from engine.core.counters import Counters
 from engine.core.departures import Departures
@@ -96,17 +97,20 @@ class Planner:
         opens: list[SlotOpen] = []
         if self._stages.chunked is None and (self._stages.batch_is_full or not self._stages.waiting):
             return items, opens
-        adder = self._adder()
+        adder, adapters = self._adder(), self._stages.adapter_budget(self._limits, now_s=now_s)
         if self._stages.chunked is not None:
             items.append(self._extend(self._stages.chunked, adder))
-        for request in self._in_order(now_s):
+        for request in self._in_order(adapters, now_s):
             if self._stages.chunked is not None or adder.exhausted:
                 break
+            if not adapters.has_place(request):
+                continue
             result = AddResult.NO_TOKEN if self._table.num_free == 0 else adder.add(request)
             if result is AddResult.NO_TOKEN:
                 self._note_full(request)
             if result is not AddResult.CONTINUE:
                 break
+            adapters.take(request)
             del self._stages.waiting[request.rid]
             self._note_admitted(request)
             opens.append(self._open_slot(request))
@@ -123,12 +127,14 @@ class Planner:
             decode_tokens=riders,
         )
 
-    def _in_order(self, now_s: float) -> Iterable[Request]:
+    def _in_order(self, adapters: AdapterBudget, now_s: float) -> Iterable[Request]:
+        """Those whose adapter has a place in this step; who waits for one holds up nobody."""
+        may_run = (r for r in self._stages.waiting.values() if adapters.has_place(r))
         if self._policy == "fcfs" and self._priorities is None:
-            return list(islice(self._stages.waiting.values(), self._limits.max_running_requests))
+            return list(islice(may_run, self._limits.max_running_requests))
         return order(
             self._policy,
-            self._stages.waiting.values(),
+            may_run,
             match_prefix=self._memory.match_prefix,
             draw=self._draw,
             priorities=self._priorities,
@@ -219,6 +225,7 @@ class Planner:
             logprob_next=logprob_next,
             hidden_from=hidden_from,
             pool=request.pooling,
+            adapter=request.adapter,
         )
         request.told_pages = len(request.pages)
         request.launched_len = end
