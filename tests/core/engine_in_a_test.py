@@ -67,7 +67,14 @@ class EngineInATest:
         self.plans: list[Plan] = []
 
     def add(
-        self, rid: str, prompt: list[int], *, eos: int | None = None, priority: int = 0, **sampling: object
+        self,
+        rid: str,
+        prompt: list[int],
+        *,
+        eos: int | None = None,
+        priority: int = 0,
+        adapter: int = 0,
+        **sampling: object,
     ) -> Request:
         request = Request(
             rid=rid,
@@ -76,6 +83,7 @@ class EngineInATest:
             eos_ids=frozenset() if eos is None else frozenset({eos}),
             arrived_s=self.now_s,
             priority=priority,
+            adapter=adapter,
         )
         self.say(self.scheduler.add(request))
         return request

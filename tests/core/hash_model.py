@@ -13,8 +13,8 @@ def step_hash(before: int, token: int) -> int:
     return (before * 1000003 + token + 1) % (2**61 - 1)
 
 
-def prefix_hash(tokens: list[int]) -> int:
-    value = 0
+def prefix_hash(tokens: list[int], adapter: int = 0) -> int:
+    value = adapter
     for token in tokens:
         value = step_hash(value, token)
     return value
@@ -24,9 +24,9 @@ def next_token(prefix: int) -> int:
     return (prefix >> 7) % VOCAB
 
 
-def expected_tokens(prompt: list[int], n: int, eos: int | None = None) -> list[int]:
-    """What greedy generation must give."""
-    value, out = prefix_hash(prompt), []
+def expected_tokens(prompt: list[int], n: int, eos: int | None = None, *, adapter: int = 0) -> list[int]:
+    """What greedy generation must give. An adapter changes the KV of every token."""
+    value, out = prefix_hash(prompt, adapter), []
     while len(out) < n:
         token = next_token(value)
         out.append(token)
@@ -59,7 +59,7 @@ class HashModel:
             assert len(row) == item.page_start
             row += item.new_pages
             tokens = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
-            value = self._read(row, item.start)
+            value = self._read(row, item.start) if item.start else item.adapter
             for position, token in enumerate(tokens, item.start):
                 value = step_hash(value, token)
                 self.kv[self._at(row, position)] = value
@@ -84,7 +84,7 @@ class HashModel:
 
     def _read(self, row: list[int], end: int) -> int:
         """The hash at end - 1; it vouches for the slots before it only if those still hold what led to it."""
-        return self.kv[self._at(row, end - 1)] if end else 0
+        return self.kv[self._at(row, end - 1)]
 
     def verify(self, pages: list[int], tokens: list[int]) -> None:
         """Every slot of `pages` holds the prefix hash of `tokens`."""
