@@ -24,7 +24,7 @@ class RoleEngine(EngineInATest):
     role: PrefillRole | DecodeRole
     now_s = 0.0
 
-    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, prefill_only: bool) -> None:
+    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, prefill_only: bool, adapter: int = 0) -> None:
         request = Request(
             rid=rid,
             input_ids=prompt,
@@ -33,6 +33,7 @@ class RoleEngine(EngineInATest):
             arrived_s=self.now_s,
             bootstrap=Bootstrap("127.0.0.1", 1, room),
             prefill_only=prefill_only,
+            adapter=adapter,
         )
         self.say(self.role.add(request, self.now_s))
 
@@ -57,9 +58,18 @@ class RoleEngine(EngineInATest):
 
 class Cluster:
     def __init__(
-        self, *, pages: tuple[int, int], page_size: int, chunk: int, depth: int, rows: int = 3, **decode: object
+        self,
+        *,
+        pages: tuple[int, int],
+        page_size: int,
+        chunk: int,
+        depth: int,
+        rows: int = 3,
+        places: int = 0,
+        **decode: object,
     ) -> None:
-        make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 4}
+        """`places`: adapters in a batch of either. `decode`: what decode alone is given."""
+        make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 4, "max_loras_per_batch": places}
         self.prefill = RoleEngine(num_pages=pages[0], **make)  # type: ignore[arg-type]
         self.decode = RoleEngine(num_pages=pages[1], **make, **decode)  # type: ignore[arg-type]
         rows_p, rows_d = MetadataBuffers(rows), MetadataBuffers(rows)
@@ -75,9 +85,9 @@ class Cluster:
             prealloc_timeout_s=1000.0,
         )
 
-    def submit(self, rid: str, prompt: list[int], room: int, *, new: int) -> None:
-        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True)
-        self.decode.submit(rid, prompt, room, new=new, prefill_only=False)
+    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, adapter: int = 0) -> None:
+        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True, adapter=adapter)
+        self.decode.submit(rid, prompt, room, new=new, prefill_only=False, adapter=adapter)
 
     def run(self, rng: random.Random, max_turns: int = 20_000) -> None:
         """Until nothing is left anywhere."""

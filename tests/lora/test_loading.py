@@ -91,9 +91,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize("case", TENSORS)
-def test_tensors_that_do_not_fit_are_named(
-    checkpoint: str, shapes: list[SiteShape], tmp_path: Path, case: str
-) -> None:
+def test_tensors_that_do_not_fit_are_named(checkpoint: str, shapes: list[SiteShape], tmp_path: Path, case: str) -> None:
     change, message = TENSORS[case]
     adapter = make_tiny_adapter(tmp_path, checkpoint, seed=1)
     rewrite(adapter, change)

@@ -26,7 +26,9 @@ def make_tiny_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": list(targets), "bias": "none"}
     write_json(folder / "adapter_config.json", config | {"use_dora": False, "modules_to_save": None} | fields)
-    save_file(adapter_tensors(checkpoint, seed, rank, targets, layers, ranks or {}), folder / "adapter_model.safetensors")
+    save_file(
+        adapter_tensors(checkpoint, seed, rank, targets, layers, ranks or {}), folder / "adapter_model.safetensors"
+    )
     return str(folder)
 
 
