@@ -45,7 +45,7 @@ def test_who_uses_an_adapter_that_leaves_goes_on_and_nobody_new_comes() -> None:
     adapters = loaded("a")
     adapters.acquire("old", "a")
     adapters.begin_unload("a")
-    with pytest.raises(AdapterRefused, match="lora_path: .* is being unloaded"):
+    with pytest.raises(AdapterRefused, match=r"lora_path: .* is being unloaded"):
         adapters.acquire("new", "a")
     assert adapters.acquire("old", "a") == 1  # it waited, and asks again
     adapters.check()
@@ -168,6 +168,24 @@ def test_who_has_no_place_is_passed_over_and_holds_up_nobody(policy: str) -> Non
     assert engine.tokens["other-3"] == expected_tokens([1, 2, 3], 4, adapter=2)
     ends = list(engine.finish)
     assert ends.index("model") < ends.index("first") < min(ends.index(f"other-{i}") for i in range(5))
+
+
+def test_the_step_that_fills_the_last_place_goes_on_behind_it() -> None:
+    engine = EngineInATest(max_loras_per_batch=1)
+    for rid, adapter in (("a", 1), ("b", 2), ("model", 0), ("a2", 1)):
+        engine.add(rid, [1, 2], adapter=adapter)
+    engine.turn()
+    assert [item.rid for item in engine.plans[0].items] == ["a", "model", "a2"]
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
+def test_nobody_waits_for_a_prefix_of_another_adapter(policy: str) -> None:
+    """Of two that share an uncached prefix the second goes last; other adapters share nothing."""
+    engine = EngineInATest(policy=policy, max_loras_per_batch=2, chunk=None, max_prefill_tokens=1000)
+    for rid, adapter in (("a", 1), ("a2", 1), ("b", 2)):
+        engine.add(rid, list(range(40)), adapter=adapter)
+    engine.turn()
+    assert [item.rid for item in engine.plans[0].items] == ["a", "b", "a2"]
 
 
 def test_nobody_starves_while_others_keep_coming() -> None:

@@ -128,8 +128,12 @@ def test_what_cannot_be_read_changes_nothing() -> None:
         reply = rig.replies[name]
         assert (reply.ok, reply.status, reply.adapters) == (False, 400, {"a": "/a"})
         assert reply.message.startswith(f"lora_path: /{name}")
+    rig.load("bad")  # mended
+    assert rig.replies["load-bad"].adapters == {"a": "/a", "bad": "/bad"}
     rig.run()
-    assert rig.store.events == [("install", 1)] and rig.tokens["running"] == expected_tokens([1, 2, 3], 10, adapter=1)
+    assert rig.store.events == [("install", 1), ("install", 4)] and rig.tokens["running"] == expected_tokens(
+        [1, 2, 3], 10, adapter=1
+    )
 
 
 @pytest.mark.parametrize("message", [LoadAdapter("c", "a", "/a"), UnloadAdapter("c", "a")])
