@@ -74,7 +74,7 @@ def build_engine(
     )
     pool = _allocate_pool(config, model.cache_specs(), device)
     num_slots = config.max_running_requests
-    bank = AdapterBank(device) if config.enable_lora else None
+    bank = AdapterBank() if config.enable_lora else None
     runner = ModelRunner(
         model=model,
         backend=make_attention_backend(config.attention_backend, pool, num_heads=model_config.num_heads),

@@ -185,6 +185,8 @@ class Planner:
         while unslotted > 0:  # more adopted requests than rows: the latest wait
             unslotted -= ready.pop().slot is None
         self._grow(ready)
+        if self._limits.max_loras_per_batch:
+            ready.sort(key=lambda r: r.adapter)  # tokens of one adapter lie together: its part of the work is one slice
         opens = [self._open_slot(r) for r in ready if r.slot is None]
         items = [self._item(r, r.launched_len, r.launched_len + 1, sample=True, extend=False) for r in ready]
         return items, opens

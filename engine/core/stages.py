@@ -5,6 +5,8 @@ add ---> waiting ---> chunked / running ---> (ended) ---> draining ---> gone
             +--- retracted --+              kept: the role decides when its memory goes
 """
 
+from itertools import chain
+
 from engine.core.adapter_budget import AdapterBudget
 from engine.core.limits import Limits
 from engine.core.request import Request
@@ -72,7 +74,7 @@ class Stages:
         """For the next step, or the next request that is given memory before its KV comes from elsewhere."""
         if limits.max_loras_per_batch == 0:
             return AdapterBudget(limits, growing=(), waiting=())
-        waiting = [*self.waiting.values(), *(r for r in self.kept if not r.pages and r.finish is None)]
+        waiting = chain(self.waiting.values(), (r for r in self.kept if not r.pages and r.finish is None))
         return AdapterBudget(limits, growing=self.growing(), waiting=waiting, now_s=now_s)
 
     @property

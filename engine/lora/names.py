@@ -47,11 +47,6 @@ def check_lora(config: EngineConfig) -> None:
             raise ConfigError(f"{flag}: must be at least 1, got {value}")
     if config.lora_drain_wait_threshold < 0:
         raise ConfigError(f"--lora-drain-wait-threshold: must be at least 0, got {config.lora_drain_wait_threshold}")
-    limit = config.max_loaded_loras
-    if limit is not None and limit < config.max_loras_per_batch:
-        raise ConfigError(
-            f"--max-loaded-loras: must be at least --max-loras-per-batch ({config.max_loras_per_batch}), got {limit}"
-        )
-    if limit is not None and len(named_paths(config)) > limit:
-        raise ConfigError(f"--lora-paths: {len(config.lora_paths)} adapters are more than --max-loaded-loras {limit}")
-    named_paths(config)
+    named, limit = named_paths(config), config.max_loaded_loras
+    if limit is not None and len(named) > limit:
+        raise ConfigError(f"--lora-paths: {len(named)} adapters are more than --max-loaded-loras {limit}")

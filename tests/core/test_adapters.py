@@ -170,6 +170,15 @@ def test_who_has_no_place_is_passed_over_and_holds_up_nobody(policy: str) -> Non
     assert ends.index("model") < ends.index("first") < min(ends.index(f"other-{i}") for i in range(5))
 
 
+def test_the_tokens_of_an_adapter_lie_together() -> None:
+    engine = EngineInATest(max_loras_per_batch=2)
+    for i, adapter in enumerate((2, 0, 1, 2, 1)):
+        engine.add(f"{i}", [i], adapter=adapter)
+    engine.turn()
+    engine.turn()
+    assert [item.adapter for item in engine.plans[-1].items] == [0, 1, 1, 2, 2]
+
+
 def test_the_step_that_fills_the_last_place_goes_on_behind_it() -> None:
     engine = EngineInATest(max_loras_per_batch=1)
     for rid, adapter in (("a", 1), ("b", 2), ("model", 0), ("a2", 1)):
