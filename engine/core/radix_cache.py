@@ -149,7 +149,8 @@ class RadixCache:
         """Drop everything; only legal while nothing is locked."""
         assert self.num_evictable == self.num_pages, "flush with locked nodes"
         self.evict(self.num_pages)
-        self._root.children.clear()  # branches, empty now
+        for branch in list(self._root.children.values()):
+            self._remove(branch)  # empty now
 
     # ---- inside
 

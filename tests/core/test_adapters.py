@@ -237,6 +237,9 @@ def test_adapters_share_no_prefix_in_the_tree() -> None:
     cache.flush()
     cache.check()
     assert allocator.num_free == 16 and cache.root.children == {}
+    cache.insert([1, 2], more := allocator.allocate(1), adapter=1)
+    assert cache.match([1, 2], adapter=1).pages == more and cache.evict(2) == 1  # what the flush left behind is no leaf
+    cache.check()
 
 
 @settings(max_examples=60, deadline=None)
