@@ -67,6 +67,12 @@ class GenerateRequest(_Message, frozen=True):
     lora: str = ""
 
 
+class GenerateBatch(_Message, frozen=True):
+    """The samples of one HTTP request: they arrive together, so no step begins with a part of them."""
+
+    requests: list[GenerateRequest]
+
+
 class AbortRequest(_Message, frozen=True):
     """End request `rid` (exact match), or every request when `all` is set. Unknown rids are ignored."""
 
@@ -150,6 +156,7 @@ class Shutdown(_Message, frozen=True):
 
 ToScheduler = (
     GenerateRequest
+    | GenerateBatch
     | AbortRequest
     | FlushCache
     | GetState

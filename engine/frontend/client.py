@@ -23,6 +23,7 @@ from engine.messages import (
     ControlReply,
     FlushCache,
     FlushReply,
+    GenerateBatch,
     GenerateRequest,
     GetState,
     LoadAdapter,
@@ -196,8 +197,9 @@ class EngineClient:
             for name in set(name_set):
                 self._names.setdefault(name, []).append(wire[i])
         try:
-            for i, request in enumerate(requests):
-                self._send(_on_wire(request, wire[i], empty=empty[i]))
+            sent = [_on_wire(r, rid, empty=e) for r, rid, e in zip(requests, wire, empty, strict=True)]
+            self._send(sent[0] if len(sent) == 1 else GenerateBatch(sent))
+            for request in requests:
                 self.observer.on_start(len(request.input_ids))
         except BaseException:
             generation.__exit__(None, None, None)

@@ -32,6 +32,7 @@ from engine.messages import (
     AbortRequest,
     FlushCache,
     FlushReply,
+    GenerateBatch,
     GenerateRequest,
     GetState,
     LoadAdapter,
@@ -197,6 +198,8 @@ class EngineLoop:
         match message:
             case GenerateRequest():
                 return self._add(message, now_s)
+            case GenerateBatch(requests=requests):
+                return [output for request in requests for output in self._add(request, now_s)]
             case AbortRequest(all=True):
                 return self._abort_all() + self._control.drop_all()
             case AbortRequest(rid=rid):

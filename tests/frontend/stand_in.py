@@ -16,6 +16,7 @@ from engine.messages import (
     FinishReason,
     FlushCache,
     FlushReply,
+    GenerateBatch,
     GenerateRequest,
     GetState,
     RequestOpened,
@@ -43,6 +44,7 @@ class StandIn:
 
     def __init__(self, ipc: IpcPaths, tokenizer: Tokenizer) -> None:
         self.seen: list[GenerateRequest] = []
+        self.batches: list[list[str]] = []  # rids that came in one message
         self.aborted: list[str] = []
         self.problems: list[str] = []
         self.may_break = threading.Event()  # cleared: BREAK waits after its second token until this is set
@@ -86,6 +88,10 @@ class StandIn:
     def _handle(self, message: ToScheduler) -> None:
         if isinstance(message, GenerateRequest):
             self._open(message)
+        elif isinstance(message, GenerateBatch):
+            self.batches.append([r.rid for r in message.requests])
+            for one in message.requests:
+                self._open(one)
         elif isinstance(message, AbortRequest):
             self.aborted += [message.rid] if not message.all else list(self._running)
             for rid in [r for r in self._running if message.all or r == message.rid]:

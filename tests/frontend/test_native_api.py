@@ -40,6 +40,8 @@ def test_generate_batch_with_own_parameters_and_ids(worker: Worker) -> None:
     ).json()
     assert [a["output_ids"] for a in answers] == [[70], [70], [71], [71]]
     assert [a["meta_info"]["id"] for a in answers] == ["r_0-0", "r_0-1", "r_1-0", "r_1-1"]
+    sent = worker.scheduler.batches[-1]  # all in one message: no step begins with a part of them
+    assert [rid.rsplit(":", 1)[0] for rid in sent] == ["r_0-0", "r_0-1", "r_1-0", "r_1-1"]
 
 
 def test_default_limit_is_cut_to_what_fits_and_an_explicit_one_is_not(worker: Worker) -> None:
