@@ -16,6 +16,7 @@ class SlotOpen:
     """A row of the request table was given to a request: state the executor keeps per slot.
 
     `prompt_ids` and `output_ids` (tokens already generated, after a retraction or a hand-over) feed the penalties.
+    `adapter`: number of the LoRA adapter that computes it; 0: the model alone.
     """
 
     slot: int
@@ -23,6 +24,7 @@ class SlotOpen:
     prompt_ids: list[int]
     output_ids: list[int]
     eos_ids: tuple[int, ...]
+    adapter: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,7 +41,6 @@ class PlanItem:
     logprob_from: first position (prompt index) whose own logprob is wanted in this step, or None
     hidden_from: first position whose hidden state is wanted in this step, or None
     pool:        "last" | "mean": instead, one vector of these positions: the last state, or their sum
-    adapter:     number of the adapter that computes it, 0: the model alone
     """
 
     rid: str
@@ -56,7 +57,6 @@ class PlanItem:
     logprob_next: int | None = None  # prompt token after this chunk (its logprob comes from this chunk's last logits)
     hidden_from: int | None = None
     pool: str = ""
-    adapter: int = 0
 
     @property
     def q_len(self) -> int:

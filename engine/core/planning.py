@@ -227,7 +227,6 @@ class Planner:
             logprob_next=logprob_next,
             hidden_from=hidden_from,
             pool=request.pooling,
-            adapter=request.adapter,
         )
         request.told_pages = len(request.pages)
         request.launched_len = end
@@ -242,6 +241,7 @@ class Planner:
             prompt_ids=list(request.input_ids),
             output_ids=list(request.output_ids),
             eos_ids=tuple(sorted(request.eos_ids)),
+            adapter=request.adapter,
         )
 
 

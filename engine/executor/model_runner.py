@@ -92,6 +92,8 @@ class ModelRunner:
             self._sampler.close(slot)
         for opened in plan.opens:
             self._sampler.open(opened)
+            if self._adapters is not None:
+                self._adapters.open(opened)
         if not plan.items:
             return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, {})
         self._page_table.update(plan.items)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from engine.core.plan import PlanItem
+from engine.core.plan import PlanItem, SlotOpen
 from engine.layers.linear import Delta, LinearSite
 from engine.lora.segments import adapter_runs
 from engine.lora.weights import AdapterWeights, SiteWeights
@@ -17,6 +17,7 @@ from engine.lora.weights import AdapterWeights, SiteWeights
 class AdapterBank:
     def __init__(self) -> None:
         self._adapters: dict[int, AdapterWeights] = {}
+        self._of_slot: dict[int, int] = {}  # slot -> adapter of who has it, or had it last
         self._active: list[tuple[slice, AdapterWeights]] = []  # tokens of this step, and what they compute with
 
     def attach(self, sites: Sequence[LinearSite]) -> None:
@@ -34,9 +35,13 @@ class AdapterBank:
         self._active = []
         return self._adapters.pop(number)
 
+    def open(self, opened: SlotOpen) -> None:
+        """Whoever has the slot from now on computes with this adapter."""
+        self._of_slot[opened.slot] = opened.adapter
+
     def begin(self, items: Iterable[PlanItem]) -> None:
         """The step that comes computes `items`, one after another in its tokens."""
-        runs = adapter_runs((item.adapter, item.q_len) for item in items)
+        runs = adapter_runs((self._of_slot[item.slot], item.q_len) for item in items)
         self._active = [(run.rows, self._adapters[run.adapter]) for run in runs]
 
     def _delta(self, index: int) -> Delta:

@@ -43,6 +43,7 @@ class HashModel:
         self.page_size = page_size
         self.kv: dict[tuple[int, int], int] = {}
         self.rows: dict[int, list[int]] = {}
+        self.adapters: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.copies: dict[int, list[list[int | None]]] = {}  # of pages, in host memory
 
@@ -53,13 +54,14 @@ class HashModel:
         for opened in plan.opens:
             assert opened.slot not in self.rows, "a slot is opened twice"
             self.rows[opened.slot] = []
+            self.adapters[opened.slot] = opened.adapter
         results = []
         for item in plan.items:
             row = self.rows[item.slot]
             assert len(row) == item.page_start
             row += item.new_pages
             tokens = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
-            value = self._read(row, item.start) if item.start else item.adapter
+            value = self._read(row, item.start) if item.start else self.adapters[item.slot]
             for position, token in enumerate(tokens, item.start):
                 value = step_hash(value, token)
                 self.kv[self._at(row, position)] = value

@@ -72,7 +72,8 @@ class Rig(EngineInATest):
         self.control.check()
         for plan, _ in self.launched:
             gone = {number for event, number in self.store.events if event == "remove"}
-            live = {i.adapter for i in plan.items if self.scheduler.stages.live[i.rid].finish is None}
+            requests = [self.scheduler.stages.live[item.rid] for item in plan.items]
+            live = {request.adapter for request in requests if request.finish is None}
             assert not gone & live, "an adapter was removed under a request"
         return super().turn()
 
