@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.hash_model import expected_tokens
-from tests.disagg.test_roles import Cluster
+from tests.disagg.roles_in_a_test import Cluster
 
 
 def test_decode_passes_over_who_has_no_place() -> None:
@@ -32,10 +32,10 @@ def test_decode_passes_over_who_has_no_place() -> None:
     depth=st.integers(1, 2),
     places=st.integers(1, 2),
     pages=st.tuples(st.integers(16, 40), st.integers(16, 40)),
-    backup_pages=st.sampled_from([0, 100]),
+    kept=st.sampled_from([{}, {"backup_pages": 100}, {"resume_elsewhere": True}]),
 )
 def test_tokens_cross_whatever_the_batches_hold(
-    seed: int, depth: int, places: int, pages: tuple[int, int], backup_pages: int
+    seed: int, depth: int, places: int, pages: tuple[int, int], kept: dict[str, int]
 ) -> None:
     """Two adapters and the model on shared prompts, memory short on either side, retractions."""
     rng = random.Random(seed)
@@ -46,7 +46,7 @@ def test_tokens_cross_whatever_the_batches_hold(
         depth=depth,
         places=places,
         lora_drain_wait_s=rng.choice([None, 0.0]),
-        backup_pages=backup_pages,
+        **kept,
     )
     asked = {}
     for i in range(8):

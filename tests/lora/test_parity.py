@@ -161,7 +161,7 @@ def test_an_adapter_leaves_in_stream_order_and_new_weights_keep_the_others(
         engine.add("all", prompt, max_new_tokens=12, adapter=NUMBERS["all"])
         for _ in range(5):
             engine.turn()
-        assert engine.launched
+        assert engine.pipeline.num_launched
         store.remove(NUMBERS["rslora"])
         store.install(9, store.read(models["adapters"]["rslora"]))
         engine.add("rslora", prompt, max_new_tokens=12, adapter=9)
