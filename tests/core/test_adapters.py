@@ -281,3 +281,13 @@ def test_whatever_is_batched_each_adapter_sees_its_own_kv_only(
     assert engine.tokens == {rid: expected_tokens(p, n, adapter=a) for rid, (p, n, a) in asked.items()}
     for plan in engine.plans:
         assert len({asked[item.rid][2] for item in plan.items} - {0}) <= places
+
+
+def test_who_has_an_adapter_resumes_here() -> None:
+    """A prefill worker that is asked for KV is told no adapter."""
+    engine = EngineInATest(num_pages=8, conservativeness=0.01, max_loras_per_batch=1, resume_elsewhere=True)
+    for rid in ("a", "b"):
+        engine.add(rid, [ord(rid)] * 4, adapter=1, max_new_tokens=20)
+    engine.run()
+    assert engine.scheduler.counters.retractions > 0 and not engine.scheduler.stages.untaken
+    assert engine.tokens == {rid: expected_tokens([ord(rid)] * 4, 20, adapter=1) for rid in ("a", "b")}
