@@ -50,6 +50,8 @@ _PASSED = (
     "/pause_generation",
     "/continue_generation",
     "/update_weights_from_disk",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
     "/start_profile",
     "/stop_profile",
 )

@@ -63,6 +63,9 @@ PAGES = st.one_of(
     st.lists(st.integers(0, NUM_PAGES - 1), max_size=6, unique=True).map(
         lambda ids: b"".join(i.to_bytes(4, "little") for i in ids)
     ),
+    st.lists(st.sampled_from([0, NUM_PAGES - 1, NUM_PAGES, 2**31 - 1]), max_size=3, unique=True).map(
+        lambda ids: b"".join(i.to_bytes(4, "little") for i in ids)
+    ),
     st.binary(max_size=20),
 )
 LAYOUT = Layout(PROTOCOL_VERSION, "fuzz", "m", 16, "f32")
