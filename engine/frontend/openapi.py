@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.access import need_of
+from engine.frontend.adapters import LoadBody, UnloadBody
 from engine.frontend.admin_api import AbortBody, DetokenizeBody, TokenizeBody
 from engine.frontend.control_api import PauseBody, StartProfileBody, UpdateWeightsBody
 from engine.frontend.embeddings_api import EmbeddingBody
@@ -27,6 +28,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/abort_request": AbortBody,
     "/pause_generation": PauseBody,
     "/update_weights_from_disk": UpdateWeightsBody,
+    "/load_lora_adapter": LoadBody,
+    "/unload_lora_adapter": UnloadBody,
     "/start_profile": StartProfileBody,
     "/tokenize": TokenizeBody,
     "/v1/tokenize": TokenizeBody,
