@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,14 +30,18 @@ PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (
 
 
 def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status. Raises ConfigError before anything is started."""
+    """Serve until SIGTERM (after a drain) or SIGINT; returns the exit status. Raises ConfigError before anything is started."""
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s worker %(levelname)s %(message)s")
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each piece of junk would fill logs
     engine = with_model_path(engine)
     load_model_config(engine.model_path)  # a broken checkpoint is told before processes are started
+    if not server.drain_timeout >= 0:
+        raise ConfigError(f"--drain-timeout: must be at least 0, got {server.drain_timeout:g}")
     control_host = _control_host(server, disagg)
     bootstrap = _embedded_bootstrap_server(server, disagg)
     ipc, children = IpcPaths.create(), Children()
+    signal.signal(signal.SIGTERM, _leave)  # until the frontend catches signals: what is begun is undone in order
+    signal.signal(signal.SIGINT, _leave)
     try:
         if bootstrap is not None:
             _listen(bootstrap, disagg)
@@ -50,10 +55,21 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
             print(f"tandem serve: error: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
+        _ignore_signals()  # the rest is bounded, and what it removes nobody else would
         children.end()
         ipc.remove()
         if bootstrap is not None:
             bootstrap.close()
+
+
+def _leave(signum: int, frame: object) -> None:
+    _ignore_signals()
+    raise SystemExit(0)
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _start(
@@ -93,6 +109,7 @@ async def _serve(
         default_bootstrap_port=disagg.disaggregation_bootstrap_port,
         on_ready=lambda address: _say_ready(address, server, disagg),
         children_alive=children.dead,
+        drain_s=server.drain_timeout,
     )
 
 

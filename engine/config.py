@@ -103,3 +103,6 @@ class ServerConfig:
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
     max_body_bytes: int = flag(64 << 20, "longest request body")
     ready_file: str | None = flag(None, "write JSON here once the server is healthy")
+    drain_timeout: float = flag(
+        30.0, "seconds that running requests get after SIGTERM; then they are handed back (503); a second signal: none"
+    )

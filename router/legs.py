@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
+from router.reports import says_draining
 from router.workers import Worker
 
 RETRYABLE_STATUSES = frozenset((500, 502, 503))
@@ -43,6 +44,11 @@ class LegError(Exception):
         self.status = status
         self.headers = headers or {}
         self.body = body
+
+    @property
+    def draining(self) -> bool:
+        """The worker ends in good order: it takes nothing new, or could not finish this one."""
+        return self.status == 503 and says_draining(self.body)
 
     @property
     def retryable(self) -> bool:

@@ -31,7 +31,7 @@ _DISAGG_SKIP = (
     "disaggregation_control_host",
 )
 _ROUTER_SKIP = ("host", "port", "ready_file", "pd_disaggregation")
-_SHARED = ("api_key", "log_level", "max_body_bytes")  # one flag for workers and router
+_SHARED = ("api_key", "log_level", "max_body_bytes", "drain_timeout")  # one flag for workers and router
 
 
 def run(argv: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem up",
-        description="Start a cluster on this machine: a router, prefill and decode workers. Ctrl-C ends all of it.",
+        description="Start a cluster on this machine: a router, prefill and decode workers. Ctrl-C ends all of it, SIGTERM drains it first.",
     )
     add_flags(parser, ClusterConfig, title="cluster")
     add_flags(parser, EngineConfig, title="every worker's model, memory and scheduling", only_given=True)
@@ -107,7 +107,13 @@ async def _supervise(
 ) -> int:
     display = make_display()
     display.message(f"tandem up: {', '.join(spec.name for spec in specs)} (logs: {log_dir})")
-    supervisor = Supervisor(specs, log_dir=log_dir, display=display, start_timeout_s=config.start_timeout)
+    supervisor = Supervisor(
+        specs,
+        log_dir=log_dir,
+        display=display,
+        start_timeout_s=config.start_timeout,
+        drain_timeout_s=getattr(args, "drain_timeout", ServerConfig.drain_timeout),
+    )
 
     async def on_ready(children: Sequence[Child]) -> None:
         api_key: str | None = getattr(args, "api_key", None)

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from engine.frontend.answers import absorb, without_tokens
-from engine.frontend.errors import ApiError, bad_field, from_finish, not_ready, refused
+from engine.frontend.errors import DRAINING, ApiError, bad_field, from_finish, not_ready, refused
 from engine.messages import (
     AbortRequest,
     ContinueGeneration,
@@ -175,6 +175,11 @@ class EngineClient:
     def closed(self) -> ApiError | None:
         """Why no request is accepted any more (None: they are)."""
         return self._closed
+
+    @property
+    def is_draining(self) -> bool:
+        """It ends in good order: live samples go on."""
+        return self._closed is not None and self._closed.code == DRAINING
 
     def generate(self, requests: list[GenerateRequest], *, groups: list[str] | None = None) -> Generation:
         """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` one more name to abort it by.
