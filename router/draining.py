@@ -85,6 +85,10 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def requests(self) -> list[LiveRequest]:
+        """In order of arrival."""
+        return list(self._requests.values())
+
     @property
     def full(self) -> bool:
         return len(self._requests) >= self._max_live
@@ -112,5 +116,5 @@ class LiveRequests:
                 await asyncio.wait_for(at_once.wait(), POLL_S)
         if self._requests:
             log.warning("draining: %d requests have not ended and are handed back", len(self))
-        for request in list(self._requests.values()):
+        for request in self.requests():
             request.hand_back()

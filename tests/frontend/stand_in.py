@@ -49,6 +49,7 @@ class StandIn:
         self.problems: list[str] = []
         self.may_break = threading.Event()  # cleared: BREAK waits after its second token until this is set
         self.may_break.set()
+        self.prealloc = 2  # requests that its state shows in that queue
         self.silent = False  # answers nothing at all
         self._tokenizer = tokenizer
         self._pull: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
@@ -170,7 +171,7 @@ class StandIn:
             call_id=m.call_id,
             role="null",
             running=len(self._running),
-            queues={"waiting": 0, "prealloc": 2},
+            queues={"waiting": 0, "prealloc": self.prealloc},
             num_pages=NUM_PAGES,
             page_size=PAGE_SIZE,
             pages={"free": NUM_PAGES - held, "cached": 0, "held": held, "quarantined": 0},

@@ -10,6 +10,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from engine.frontend.ipc import IpcPaths
 from tests.frontend.conftest import ROOT, start_worker, wait_for, write_checkpoint
 
@@ -56,6 +58,46 @@ def test_sigterm_lets_running_requests_finish_then_fails_the_rest(tmp_path: Path
         thread.join()
         assert statuses == [503]
         wait_for(lambda: w.scheduler.num_running == 0)  # it was aborted
+        assert "Traceback" not in w.stderr.read_text()
+
+
+def test_a_draining_worker_says_so_takes_nothing_new_and_goes_on_with_what_runs(tmp_path: Path) -> None:
+    with start_worker(tmp_path, drain_s=60.0) as w:
+        w.scheduler.may_break.clear()
+        with w.http.stream("POST", "/generate", json={"text": "BREAK", "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            w.process.send_signal(signal.SIGTERM)
+            health = wait_for(lambda: (r := w.http.get("/health")).status_code == 503 and r)
+            assert health.json() == {"status": "draining", "num_live_reqs": 1} and health.headers["retry-after"] == "1"
+            refused = w.post("/generate", {"text": "a"})
+            assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "draining"
+            assert w.http.get("/server_info").json()["status"] == "draining"
+            assert w.process.poll() is None
+            w.scheduler.may_break.set()  # the request ends as it would have: with an error of its own
+            last = [line for line in lines if line.startswith("data: ")][-1]
+        assert json.loads(last[6:])["error"]["message"] == "the transfer broke"
+        assert w.http.get("/health").json() == {"status": "draining", "num_live_reqs": 0}  # until queues are empty, too
+        w.scheduler.prealloc = 0
+        assert w.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+def test_ctrl_c_or_a_second_signal_ends_a_worker_at_once(tmp_path: Path, signals: list[signal.Signals]) -> None:
+    """A request that never ends is handed back, with a word that routers understand."""
+    with start_worker(tmp_path, drain_s=600.0) as w:
+        with w.http.stream("POST", "/generate", json={"text": "SLOW", "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            w.process.send_signal(signals[0])
+            for number in signals[1:]:
+                wait_for(lambda: w.http.get("/health").status_code == 503)
+                w.process.send_signal(number)
+            last = [line for line in lines if line.startswith("data: ")][-1]
+        assert json.loads(last[6:])["error"]["code"] == "draining"
+        assert w.process.wait(10) == 0
+        wait_for(lambda: w.scheduler.num_running == 0)
         assert "Traceback" not in w.stderr.read_text()
 
 
