@@ -37,6 +37,8 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
     load_model_config(engine.model_path)  # a broken checkpoint is told before processes are started
     if not server.drain_timeout >= 0:
         raise ConfigError(f"--drain-timeout: must be at least 0, got {server.drain_timeout:g}")
+    if server.default_deadline is not None and not server.default_deadline > 0:
+        raise ConfigError(f"--default-deadline: must be greater than 0, got {server.default_deadline:g}")
     control_host = _control_host(server, disagg)
     bootstrap = _embedded_bootstrap_server(server, disagg)
     ipc, children = IpcPaths.create(), Children()

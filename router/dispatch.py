@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from router.config import RouterConfig
+from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
 from router.guard import REQUEST_ID
@@ -34,7 +35,7 @@ RETRY_AFTER_S = "1"  # told to clients when no worker is there
 
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
 
-_PASSED_HEADERS = ("authorization", "traceparent", "tracestate")
+_PASSED_HEADERS = ("authorization", "traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER)
 _ANSWER_HEADERS = ("Content-Type", "Retry-After")
 
 
@@ -123,7 +124,16 @@ class Dispatcher:
     async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
         """Attempts until one answers, fails for good, or none is left."""
         config = self._parts.config
+        if not self._parts.rooms.has_room_for(exchange.parsed.num_samples):
+            return error_response(
+                429,
+                "the router has too many samples in flight",
+                code="queue_full",
+                headers={"Retry-After": RETRY_AFTER_S},
+            )
         for attempt in range(config.retry_max + 1):
+            if attempt:
+                exchange.call = exchange.call.later(time.monotonic() - exchange.started_s)
             roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
             workers = self._pick(roles, exchange.tried)
             if workers is None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
 
+MAX_WORKERS = 4096
+
 
 class Role(StrEnum):
     PREFILL = "prefill"
@@ -133,6 +135,8 @@ class WorkerTable:
         url = url.rstrip("/")
         if any(w.url == url for w in self._workers):
             raise WorkerTableError(f"url: {url} is already in the table")
+        if len(self._workers) >= MAX_WORKERS:
+            raise WorkerTableError(f"url: {MAX_WORKERS} workers are in the table, no more fit")
         worker = Worker(
             worker_id=self._next_id,
             url=url,

@@ -87,6 +87,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 async def generate(request: web.Request) -> web.StreamResponse:
     s = request.app[SERVICES]
+    timeout_s = s.timeout_of(request)
     body = decode_body(await request.read(), GenerateBody)
     refuse(body, _REFUSED)
     prompts, single = await _prompts(s, body)
@@ -100,7 +101,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         for p, ids, given in zip(params, prompts, explicit, strict=True)
     ]
     requests, groups = _requests(s, body, prompts=prompts, params=fitted, n=n)
-    generation = s.client.generate(requests, groups=groups)
+    generation = s.client.generate(requests, groups=groups, timeout_s=timeout_s)
     view = NativeView(
         names=generation.names,
         num_prompt_tokens=generation.num_prompt_tokens,

@@ -59,7 +59,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     id = body.rid or s.mint_id("cmpl-")
     cut = body.max_tokens is None
     requests = _requests(s, body, id=id, prompts=ids, params=params, logprobs=logprobs, field="prompt", cut=cut)
-    generation = _start(s, requests, id=id, constraint=constraint)
+    generation = _start(s, requests, id=id, constraint=constraint, timeout_s=s.timeout_of(request))
     echoes = [_echo(s, p) if body.echo else "" for p in prompts for _ in range(params.n)]
     view = CompletionView(
         body,
@@ -93,7 +93,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     logprobs = LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None
     id = body.rid or s.mint_id("chatcmpl-")
     requests = _requests(s, body, id=id, prompts=[ids], params=params, logprobs=logprobs, field="messages", cut=False)
-    generation = _start(s, requests, id=id, constraint=constraint)
+    generation = _start(s, requests, id=id, constraint=constraint, timeout_s=s.timeout_of(request))
     view = _chat_view(
         s,
         body,
@@ -236,10 +236,12 @@ def _requests(
     ]
 
 
-def _start(s: Services, requests: list[GenerateRequest], *, id: str, constraint: Constraint | None) -> Generation:
+def _start(
+    s: Services, requests: list[GenerateRequest], *, id: str, constraint: Constraint | None, timeout_s: float | None
+) -> Generation:
     if constraint is not None:
         requests = [msgspec.structs.replace(r, grammar_field=constraint.field) for r in requests]
-    return s.client.generate(requests, groups=[id] * len(requests))
+    return s.client.generate(requests, groups=[id] * len(requests), timeout_s=timeout_s)
 
 
 async def _prompt_ids(s: Services, prompt: str | list[int]) -> list[int]:

@@ -34,6 +34,7 @@ from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_
 DEFAULT_MODEL_NAME = "recall"  # the model that ships with Tandem
 WATCH_INTERVAL_S = 0.1
 HTTP_CLOSE_S = 1.0  # for answers that are being written when the server ends
+SPARE_REQUESTS = 1024  # HTTP requests in progress beyond the samples that may be live
 HEALTH_TIMEOUT_S = 20.0
 DEFAULT_BOOTSTRAP_PORT = 8998
 
@@ -136,7 +137,13 @@ def make_services(
     context = engine.context_length or model.max_position_embeddings
     max_live = engine.max_running_requests + engine.max_queued_requests
     return Services(
-        client=EngineClient(send=send, now_s=now_s, observer=metrics, max_live=max_live),
+        client=EngineClient(
+            send=send,
+            now_s=now_s,
+            observer=metrics,
+            max_live=max_live,
+            early_rejection=server.enable_early_rejection and mode != "decode",  # there the wait is for prefill
+        ),
         tokenizer=tokenizer,
         template=load_chat_template(model_path, config=tokenizer.config, special_tokens=tokenizer.special_tokens),
         metrics=metrics,
@@ -166,6 +173,7 @@ def make_services(
         tool_call_parser=engine.tool_call_parser,
         return_hidden_states=engine.enable_return_hidden_states,
         embedding_pooling=engine.embedding_pooling,
+        default_deadline_s=server.default_deadline,
     )
 
 
@@ -216,7 +224,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 @asynccontextmanager
 async def _serving(services: Services, server: ServerConfig) -> AsyncIterator[FrontendAddress]:
-    app = make_app(services, max_body_bytes=server.max_body_bytes)
+    app = make_app(services, max_body_bytes=server.max_body_bytes, max_open=services.client.max_live + SPARE_REQUESTS)
     runner = web.AppRunner(
         app, handler_cancellation=True, access_log=None, logger=_http_log(), shutdown_timeout=HTTP_CLOSE_S
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.frontend.forecast import MIN_STARTED
 from engine.frontend.ipc import IpcPaths
 from tests.frontend.conftest import ROOT, start_worker, wait_for, write_checkpoint
 
@@ -113,6 +114,33 @@ def test_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
             assert w.post("/generate", {"text": ["a"] * 4}).status_code == 400
         w.wait_idle()
         assert wait_for(lambda: w.post("/generate", {"text": "a"}).status_code == 200)
+
+
+def test_a_request_whose_first_token_would_come_too_late_is_refused_at_once(tmp_path: Path) -> None:
+    """Only where the flag says so, and not before a rate was measured."""
+    soon, late = {"x-request-timeout": "3600"}, {"x-envoy-expected-rq-timeout-ms": "0.000001"}
+    with start_worker(tmp_path, server={"enable_early_rejection": True, "default_deadline": 1800.0}) as w:
+        assert w.post("/generate", {"text": "a"}, headers=late).status_code == 200
+        for _ in range(MIN_STARTED):
+            assert w.post("/generate", {"text": "a"}).status_code == 200
+        completion = {"prompt": "a", "max_tokens": 2}
+        for path, body in (("/generate", {"text": "a"}), ("/v1/completions", completion)):
+            refused = w.post(path, body, headers=late)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "deadline"
+            assert int(refused.headers["retry-after"]) >= 1
+            assert w.post(path, body, headers=soon).status_code == 200
+        bad = w.post("/generate", {"text": "a"}, headers={"x-request-timeout": "soon"})
+        assert bad.status_code == 400 and bad.json()["error"]["param"] == "x-request-timeout"
+        assert (
+            'sglang:num_early_rejections_total{engine_type="unified",model_name="tiny"} 2.0'
+            in w.http.get("/metrics").text
+        )
+
+
+def test_without_the_flag_a_timeout_refuses_nothing(tmp_path: Path) -> None:
+    with start_worker(tmp_path) as w:
+        for _ in range(MIN_STARTED + 1):
+            assert w.post("/generate", {"text": "a"}, headers={"x-request-timeout": "1e-9"}).status_code == 200
 
 
 def test_api_key(tmp_path: Path) -> None:

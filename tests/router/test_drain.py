@@ -11,6 +11,7 @@ import uvloop
 from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError, check_config
+from router.deadline import less_time
 from router.reports import says_draining
 from router.workers import Check, Health, Role, WorkerTable
 from tests.e2e.cluster import tandem
@@ -172,6 +173,44 @@ def test_one_request_more_than_the_router_serves_at_a_time_is_429() -> None:
             await until(lambda: len(c.router.live) == 0)
             c.decodes[0].behave = answer_ok
             assert (await c.post("/generate", BODY))[0] == 200
+            await c.settled()
+
+    uvloop.run(scenario())
+
+
+def test_a_retry_has_less_of_the_clients_time() -> None:
+    headers = {"x-request-timeout": "10", "x-envoy-expected-rq-timeout-ms": "500.5", "traceparent": "t"}
+    assert less_time(headers, 0.25) == {
+        "x-request-timeout": "9.750",
+        "x-envoy-expected-rq-timeout-ms": "250.500",
+        "traceparent": "t",
+    }
+    assert float(less_time(headers, 11.0)["x-request-timeout"]) > 0
+    junk = {"x-request-timeout": "nan", "x-envoy-expected-rq-timeout-ms": "soon"}
+    assert less_time(junk, 1.0) == junk
+
+    async def scenario() -> None:
+        async with cluster(decode=2) as c:
+            c.decodes[0].behave = always(503, {"error": {"code": "deadline"}})
+            assert (await c.post("/generate", BODY, headers={"X-Request-Timeout": "5"}))[0] == 200
+            first, second = (float(w.seen[0].headers["x-request-timeout"]) for w in c.decodes)
+            assert first == 5.0 > second > 0.0
+            await c.settled()
+
+    uvloop.run(scenario())
+
+
+def test_the_tables_that_callers_fill_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr("router.rooms.MAX_LIVE_ROOMS", 2)
+        monkeypatch.setattr("router.workers.MAX_WORKERS", 2)
+        async with cluster() as c:
+            body = {"text": "a", "sampling_params": {"n": 3}}
+            status, headers, _ = await c.post("/generate", body)
+            assert (status, headers["Retry-After"]) == (429, "1")
+            assert (await c.post("/generate", {**body, "sampling_params": {"n": 2}}))[0] == 200
+            status, _, answer = await c.post("/workers", {"url": "http://h:1", "role": "decode"})
+            assert status == 400 and "no more fit" in json.loads(answer)["error"]["message"]
             await c.settled()
 
     uvloop.run(scenario())
