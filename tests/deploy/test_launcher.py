@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from deploy.launcher.ports import free_ports
+from engine.frontend.ipc import IpcPaths
 
 LAUNCH = Path(__file__).with_name("launch_scripted.py")
 Start = Callable[..., "Launch"]
@@ -141,6 +142,26 @@ def test_a_later_death_is_told_and_the_others_go_on(start: Start, tmp_path: Path
     said = launch.said()
     assert "worker-0 ended (signal SIGKILL)" in said and "the others go on" in said
     assert launch.process.returncode == 0
+
+
+@pytest.mark.parametrize("victim", ["worker", "launcher"])
+def test_sockets_of_a_killed_worker_are_removed(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """By the launcher, or, when that was killed itself, by the guard; nobody else's."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    launch = start([], [])
+    pid, other = launch.pids().values()
+    made = {number: Path(IpcPaths.create(str(tmp_path)).dir) for number in (pid, other, os.getpid())}
+    for number, path in made.items():
+        (path / "scheduler").touch()
+        made[number] = path.rename(path.with_name(path.name.replace(f"-{os.getpid()}-", f"-{number}-")))
+    os.kill(pid if victim == "worker" else launch.process.pid, signal.SIGKILL)
+    until(lambda: not made[pid].exists())
+    if victim == "launcher":
+        until(lambda: not made[other].exists())
+    assert made[os.getpid()].exists() and made[other].exists() == (victim == "worker")
 
 
 def test_the_last_death_ends_the_launcher_with_status_1(start: Start) -> None:
