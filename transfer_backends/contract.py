@@ -40,7 +40,8 @@ class KVArgs:
 
     kv:  one item is one page with all its layers (docs/architecture.md, "KV pages"); item index = page id
     aux: one item is one row of the metadata buffer
-    `signature` names model and layout; `signature`, `page_size`, `dtype` and both `item_bytes` must equal the peer's.
+    `signature` names model and layout; `signature`, `page_size`, `dtype`, both `item_bytes` and `kv_checksum` (the name of
+    the checksum that goes with the pages, or "off") must equal the peer's.
     """
 
     kv: Region
@@ -48,6 +49,7 @@ class KVArgs:
     signature: str
     page_size: int
     dtype: str
+    kv_checksum: str = "off"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,9 @@ from transfer_backends.decode_sessions import Effects, LinkId, LookUp, Phase, Se
 from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, PeerProtocolError, RoomKey, TransferMachine
 from transfer_backends.liveness import Liveness
 from transfer_backends.wire import (
-    PROTOCOL_VERSION,
     Abort,
     Bye,
     Drained,
-    Layout,
     Message,
     Ping,
     Pong,
@@ -35,6 +33,7 @@ from transfer_backends.wire import (
     TransferInfo,
     WireRegion,
     clip,
+    layout_of,
     pack_pages,
 )
 
@@ -67,7 +66,7 @@ class DecodeRooms:
     def __init__(
         self, *, incarnation: str, kv_args: KVArgs, caps: Caps, descriptor: bytes, config: TransferConfig
     ) -> None:
-        layout = Layout(PROTOCOL_VERSION, caps.name, kv_args.signature, kv_args.page_size, kv_args.dtype)
+        layout = layout_of(kv_args, backend=caps.name)
         kv, aux = _wire(kv_args.kv), _wire(kv_args.aux)
         self.sessions = SessionTable(
             incarnation=incarnation,

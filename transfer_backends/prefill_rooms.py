@@ -30,11 +30,9 @@ from transfer_backends.prefill_inbox import Inbox, Offer
 from transfer_backends.prefill_peers import Effects, Link, Peer, PeerTable, Phase
 from transfer_backends.prefill_sending import Chunk, Post, Room, check_send, plan_posts
 from transfer_backends.wire import (
-    PROTOCOL_VERSION,
     Abort,
     Bye,
     Drained,
-    Layout,
     MalformedFrame,
     Message,
     Ping,
@@ -43,6 +41,7 @@ from transfer_backends.wire import (
     Status,
     TransferInfo,
     clip,
+    layout_of,
     unpack_pages,
 )
 
@@ -54,7 +53,7 @@ class PrefillRooms:
     def __init__(
         self, *, incarnation: str, mark: ProcessMark, kv_args: KVArgs, caps: Caps, config: TransferConfig
     ) -> None:
-        layout = Layout(PROTOCOL_VERSION, caps.name, kv_args.signature, kv_args.page_size, kv_args.dtype)
+        layout = layout_of(kv_args, backend=caps.name)
         items = (kv_args.kv.item_bytes, kv_args.aux.item_bytes)
         self.peers = PeerTable(incarnation=incarnation, mark=mark, layout=layout, items=items, config=config)
         self.machine = TransferMachine()

@@ -51,6 +51,7 @@ QUEUE_GAUGES = {
 }
 SCHEDULER_COUNTERS = {
     "transfer_failed": ("num_transfer_failed_reqs", "requests whose KV transfer failed"),
+    "kv_checksum_failed": ("num_kv_checksum_failed_reqs", "requests whose KV arrived corrupted"),
     "retractions": ("num_retractions", "times that a request lost its memory"),
     "backup_saved_tokens": ("retraction_saved_tokens", "retracted tokens whose KV was copied to the host"),
     "backup_restored_tokens": ("retraction_restored_tokens", "retracted tokens whose KV came back from the host"),

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2 as httpx
 import psutil
 import pytest
 
@@ -30,7 +31,13 @@ def temp() -> Iterator[Path]:
 def two_pairs(temp: Path) -> Iterator[Cluster]:
     patch = pytest.MonkeyPatch()
     patch.setenv("TMPDIR", str(temp))
-    extra = ("--prefill=2", "--decode=2", "--health-check-interval-s=0.2", "--drain-timeout=60")
+    extra = (
+        "--prefill=2",
+        "--decode=2",
+        "--health-check-interval-s=0.2",
+        "--drain-timeout=60",
+        "--disaggregation-kv-checksum",
+    )
     with cluster(temp / "up", "--run-dir", str(temp / "logs"), *extra, *SHIPPED) as c:
         patch.undo()
         yield c
@@ -58,6 +65,13 @@ def test_no_request_notices_that_workers_leave(two_pairs: Cluster, temp: Path) -
         assert "Traceback" not in (temp / "logs" / f"{name}.log").read_text()
     stay = tuple(w for w in two_pairs.workers if w not in leaving)
     asyncio.run(assert_all_back(Cluster(two_pairs.router, stay, two_pairs.launcher, two_pairs.log)))
+
+
+def test_every_page_that_nixl_moved_had_its_checksum_compared(two_pairs: Cluster) -> None:
+    """(The requests of the test before.)"""
+    decode = two_pairs.of("decode")[1]
+    counters = httpx.get(f"{decode.url}/check").json()["counters"]
+    assert counters["kv_checksum_verified"] > 0 and "kv_checksum_failed" not in counters
 
 
 def test_sigterm_to_tandem_up_lets_every_request_end(two_pairs: Cluster, temp: Path) -> None:

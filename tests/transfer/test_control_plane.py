@@ -18,7 +18,17 @@ from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
 from transfer_backends.liveness import Liveness, liveness, own_mark
 from transfer_backends.prefill_manager import PrefillManager
-from transfer_backends.wire import Abort, Layout, Ping, Register, Status, TransferInfo, WireRegion, encode
+from transfer_backends.wire import (
+    PROTOCOL_VERSION,
+    Abort,
+    Layout,
+    Ping,
+    Register,
+    Status,
+    TransferInfo,
+    WireRegion,
+    encode,
+)
 
 SHORT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "handshake_timeout_s": 0.4}
 
@@ -304,7 +314,7 @@ def test_secret(pairs: Any, secrets: Any, good: bool) -> None:
 
 
 def hostile_frames(me: str) -> list[bytes]:
-    layout = Layout(1, "fake", "model-a", 16, "float32")
+    layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
     region = WireRegion(1 << 20, 64, 64, None)
     aux = WireRegion(1 << 20, 64, 512, None)
     good = encode(Register("evil", me, layout, region, aux, b"fake"), None)
@@ -321,7 +331,9 @@ def hostile_frames(me: str) -> list[bytes]:
         encode(Ping("evil", me, 1), None),  # before it registered
         encode(Abort("evil", me, 1, 0, "kill"), None),
         encode(Register("evil", "another life", layout, region, aux, b"fake"), None),
-        encode(Register("evil", me, Layout(2, "fake", "model-a", 16, "float32"), region, aux, b""), None),
+        encode(
+            Register("evil", me, Layout(PROTOCOL_VERSION + 1, "fake", "model-a", 16, "float32"), region, aux, b""), None
+        ),
         encode(Register("evil", me, layout, WireRegion(1, 64, 128, None), aux, b""), None),
         good,
         good[:-3],
