@@ -6,7 +6,8 @@ from dataclasses import replace
 from disagg.decode_role import DecodeRole
 from disagg.metadata import Checksum, MetadataBuffers
 from disagg.prefill_role import PrefillRole
-from disagg.registration import look_up_with, registrar_of
+from disagg.recompute import Bounds
+from disagg.registration import look_up_any_with, look_up_with, registrar_of
 from disagg.scheduler_process import SchedulerSpec
 from disagg.secret import read_secret
 from engine.build import EngineParts
@@ -47,6 +48,7 @@ def _prefill(
         directory=registrar,
         page_bytes=parts.pool.page_bytes,
         checksum=_checksum(spec, parts),
+        bounds=_bounds(parts),
     )
 
 
@@ -60,6 +62,7 @@ def _decode(
         make_engine(backend, _options(spec)),
         config,
         lookup=look_up_with(config.secret),
+        lookup_any=look_up_any_with(config.secret),
     )
     manager.set_wakeup(wakeup)
     manager.start()
@@ -71,6 +74,11 @@ def _decode(
         prealloc_timeout_s=spec.disagg.disaggregation_prealloc_timeout,
         checksum=_checksum(spec, parts),
     )
+
+
+def _bounds(parts: EngineParts) -> Bounds:
+    assert parts.config.context_length is not None, "resolved"
+    return Bounds(vocab_size=parts.model.vocab_size, context_length=parts.config.context_length)
 
 
 def _checksum(spec: SchedulerSpec, parts: EngineParts) -> Checksum | None:

@@ -66,7 +66,8 @@ def run(spec: SchedulerSpec) -> None:
         model,
         tail_text=lambda ids: tail_text(tokenizer, list(ids)),
         progress=spec.progress,
-        host_backup=_host_backup(spec.disagg),
+        host_backup=_resumes_by(spec.disagg, "host"),
+        resume_elsewhere=_resumes_by(spec.disagg, "prefill"),
         reserve_floor=spec.disagg.num_reserved_decode_tokens,
     )
     watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
@@ -148,9 +149,9 @@ def make_grammar_queue(
     )
 
 
-def _host_backup(disagg: DisaggConfig) -> bool:
-    """Decode alone keeps copies."""
-    return disagg.disaggregation_mode == "decode" and disagg.disaggregation_decode_retraction_backup == "host"
+def _resumes_by(disagg: DisaggConfig, way: str) -> bool:
+    """The flag is decode's: the other roles compute again what they retract."""
+    return disagg.disaggregation_mode == "decode" and disagg.disaggregation_decode_retraction_backup == way
 
 
 def _end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:

@@ -49,11 +49,12 @@ def build_engine(
     tail_text: TailText,
     progress: bool,
     host_backup: bool = False,
+    resume_elsewhere: bool = False,
     reserve_floor: int = 0,
 ) -> EngineParts:
     """Load the model and allocate its memory. Raises ConfigError for what cannot be honoured here.
 
-    `host_backup`: retracted requests' KV is copied to host memory.
+    `host_backup`: retracted requests' KV is copied to host memory. `resume_elsewhere`: their KV is the role's affair.
     `reserve_floor`: tokens of growth that `Scheduler.reserve` expects of a request at least.
     """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
@@ -105,6 +106,7 @@ def build_engine(
             backup_pages=pool.num_pages if host_backup else 0,  # the pool once more
             reserve_floor=reserve_floor,
             growth=MeasuredGrowth(),
+            resume_elsewhere=resume_elsewhere,
         ),
         executor=executor,
         depth=depth(config),

@@ -167,6 +167,8 @@ class Planner:
         return self._item(request, request.launched_len, request.launched_len + 1, sample=True, extend=False)
 
     def _note_admitted(self, request: Request) -> None:
+        self._counters.resumed_restored += request.saved_len > 0
+        self._counters.resumed_computed += request.saved_len == 0 and request.retractions > 0
         if not request.admitted:
             request.admitted = True
             request.cached_tokens = request.launched_len

@@ -34,6 +34,7 @@ class EngineInATest:
         conservativeness: float = 1.0,
         backup_pages: int = 0,
         reserve_floor: int = 0,
+        resume_elsewhere: bool = False,
         **limits: object,
     ) -> None:
         allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
@@ -56,6 +57,7 @@ class EngineInATest:
             backup_pages=backup_pages,
             reserve_floor=reserve_floor,
             growth=MeasuredGrowth(),
+            resume_elsewhere=resume_elsewhere,
         )
         self.now_s = 0.0
         self.model = HashModel(page_size=page_size)

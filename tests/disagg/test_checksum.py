@@ -8,7 +8,7 @@ import pytest
 from disagg.metadata import FirstToken, KVCorrupt, MetadataBuffers, verify
 from engine.core.plan import ItemResult
 from tests.core.hash_model import HashModel, expected_tokens
-from tests.disagg.test_roles import Cluster
+from tests.disagg.roles_in_a_test import Cluster
 from transfer_backends.contract import KVArgs, Region
 from transfer_backends.wire import layout_conflict, layout_of
 
