@@ -62,6 +62,7 @@ class TransferConfig:
     handshake_timeout_s: float = 10.0  # decode: look-up + registration
     heartbeat_interval_s: float = 1.0
     heartbeat_max_failures: int = 3
+    transfer_retries: int = 1  # prefill: times that a transfer with a failed write begins anew, to the same live peer
     drain_timeout_s: float = 30.0  # decode: abort -> acknowledgement; after it the pages count as stuck
     control_host: str = "127.0.0.1"
     control_port: int = 0  # prefill's; 0: a free one
