@@ -11,8 +11,10 @@ import httpx2 as httpx
 import psutil
 import pytest
 
+from bootstrap_server.app import BootstrapServer
+from bootstrap_server.config import BootstrapConfig
 from tests.e2e.client import assert_all_back
-from tests.e2e.cluster import Cluster, cluster, wait_until
+from tests.e2e.cluster import Cluster, cluster, tandem, wait_until
 from tests.e2e.conftest import SHIPPED
 from tests.e2e.test_cluster_life import BOUNDED_S, assert_nothing_is_left, start_load
 
@@ -87,3 +89,17 @@ def test_sigterm_to_tandem_up_lets_every_request_end(two_pairs: Cluster, temp: P
 
     assert asyncio.run(end_under_load()) == ["right"] * NUM_REQUESTS
     assert_nothing_is_left(family, temp)
+
+
+def test_a_prefill_worker_leaves_the_bootstrap_server(temp: Path) -> None:
+    server = BootstrapServer(BootstrapConfig(port=0, lease=600.0), shared=True)
+    server.start()
+    try:
+        at = f"--disaggregation-bootstrap-server=127.0.0.1:{server.port}"
+        with tandem(temp / "alone", "serve", "--disaggregation-mode=prefill", "--port=0", at, *SHIPPED) as prefill:
+            wait_until(lambda: server.registry.num_workers == 1, within_s=BOUNDED_S, what="registered")
+            prefill.process.send_signal(signal.SIGTERM)
+            assert prefill.process.wait(BOUNDED_S) == 0
+            assert server.registry.num_workers == 0
+    finally:
+        server.close()

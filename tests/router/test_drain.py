@@ -216,7 +216,7 @@ def test_the_tables_that_callers_fill_are_bounded(monkeypatch: pytest.MonkeyPatc
     uvloop.run(scenario())
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT]])
 def test_a_router_process_ends_with_status_0(tmp_path: Path, signals: list[signal.Signals]) -> None:
     with tandem(tmp_path, "router", "--pd-disaggregation", "--port", "0") as router:
         for number in signals:
