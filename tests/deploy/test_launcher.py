@@ -24,10 +24,13 @@ Start = Callable[..., "Launch"]
 class Launch:
     """A running launcher and where it writes."""
 
-    def __init__(self, tmp_path: Path, specs: list[tuple[str, int, list[str]]], timeout_s: float = 60) -> None:
+    def __init__(
+        self, tmp_path: Path, specs: list[tuple[str, int, list[str]]], timeout_s: float = 60, drain_s: float = 0.0
+    ) -> None:
         self.ports = [port for _, port, _ in specs]
         self.ready_file = tmp_path / "ready.json"
-        argv = [sys.executable, str(LAUNCH), str(tmp_path), str(self.ready_file), json.dumps(specs), str(timeout_s)]
+        times = [str(timeout_s), str(drain_s)]
+        argv = [sys.executable, str(LAUNCH), str(tmp_path), str(self.ready_file), json.dumps(specs), *times]
         self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
     def pids(self) -> dict[str, int]:
@@ -55,7 +58,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(*extras: list[str], **options: Any) -> Launch:
         ports = free_ports(len(extras))
-        specs = [(f"worker-{i}", port, extra) for i, (port, extra) in enumerate(zip(ports, extras, strict=True))]
+        names = options.pop("names", [f"worker-{i}" for i in range(len(extras))])
+        specs = list(zip(names, ports, extras, strict=True))
         launches.append(Launch(tmp_path, specs, **options))
         return launches[-1]
 
@@ -102,6 +106,29 @@ def test_a_child_deaf_to_sigterm_and_its_grandchild_end_within_5_s(start: Start,
     assert 3.0 < time.monotonic() - before < 5.0
     assert launch.process.returncode == 0
     until(lambda: not any(map(alive, pids)))
+
+
+def test_sigterm_drains_the_router_before_the_workers_and_a_second_signal_ends_all(
+    start: Start, tmp_path: Path
+) -> None:
+    """The router here never ends by itself."""
+    note = tmp_path / "note"
+    launch = start([], ["--note-sigterm", str(note)], names=["worker", "router"], drain_s=600.0)
+    pids = launch.pids()
+    launch.process.terminate()
+    until(note.exists)
+    assert alive(pids["worker"])
+    launch.process.send_signal(signal.SIGINT)
+    launch.said()
+    assert launch.process.returncode == 0 and not any(map(alive, pids.values()))
+
+
+def test_workers_drain_once_the_router_is_gone(start: Start) -> None:
+    launch = start([], [], names=["worker", "router"], drain_s=600.0)
+    pids = launch.pids()
+    launch.process.terminate()
+    launch.said()
+    assert launch.process.returncode == 0 and not any(map(alive, pids.values()))
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path) -> None:

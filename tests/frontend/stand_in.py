@@ -49,6 +49,7 @@ class StandIn:
         self.problems: list[str] = []
         self.may_break = threading.Event()  # cleared: BREAK waits after its second token until this is set
         self.may_break.set()
+        self.num_states = 0  # times that it was asked how it is
         self.prealloc = 2  # requests that its state shows in that queue
         self.silent = False  # answers nothing at all
         self._tokenizer = tokenizer
@@ -106,6 +107,7 @@ class StandIn:
                 FlushReply(call_id=message.call_id, ok=idle, message="flushed" if idle else "requests are running")
             )
         elif isinstance(message, GetState):
+            self.num_states += 1
             self._to_frontend.send(self._state(message))
         else:
             assert isinstance(message, Shutdown)

@@ -79,7 +79,9 @@ def test_a_draining_worker_says_so_takes_nothing_new_and_goes_on_with_what_runs(
             w.scheduler.may_break.set()  # the request ends as it would have: with an error of its own
             last = [line for line in lines if line.startswith("data: ")][-1]
         assert json.loads(last[6:])["error"]["message"] == "the transfer broke"
-        assert w.http.get("/health").json() == {"status": "draining", "num_live_reqs": 0}  # until queues are empty, too
+        asked = w.scheduler.num_states
+        wait_for(lambda: w.scheduler.num_states > asked + 2)  # until queues are empty, too
+        assert w.http.get("/health").json() == {"status": "draining", "num_live_reqs": 0}
         w.scheduler.prealloc = 0
         assert w.process.wait(10) == 0
 

@@ -12,6 +12,9 @@ from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.deadline import less_time
+from router.dispatch import no_worker_message
+from router.health import HealthMonitor
+from router.legs import LegError
 from router.reports import says_draining
 from router.workers import Check, Health, Role, WorkerTable
 from tests.e2e.cluster import tandem
@@ -86,6 +89,17 @@ def test_a_request_that_a_draining_worker_hands_back_goes_elsewhere_and_nothing_
             await c.settled()
 
     uvloop.run(scenario())
+
+
+def test_its_word_takes_it_out_of_the_pool_before_the_next_check() -> None:
+    table = WorkerTable()
+    worker = table.add("http://h:1", role=Role.DECODE)
+    table.on_check(worker, Check.OK, now_s=0.0)
+    monitor = HealthMonitor(config=RouterConfig(), table=table, session=None)  # type: ignore[arg-type]
+    monitor.on_unreachable(LegError(worker, reason="status", status=503, body=b'{"error":{"code":"queue_full"}}'))
+    assert table.alive(Role.DECODE) == [worker]
+    monitor.on_unreachable(LegError(worker, reason="status", status=503, body=json.dumps(DRAINING).encode()))
+    assert worker.health is Health.DRAINING and "draining" in no_worker_message(table, [Role.DECODE])
 
 
 async def until_draining(c: Cluster, *, timeout_s: float = 60.0) -> "tuple[asyncio.Task[None], asyncio.Event]":
