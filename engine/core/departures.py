@@ -85,6 +85,7 @@ class Departures:
     def _requeue(self, request: Request, *, elsewhere: bool) -> None:
         """Give memory back (what is computed stays findable) and wait again; generated tokens are known tokens now."""
         self._give_back(request)
+        request.input_logprobs.clear()  # not said yet: of a part of the prompt, which is computed again
         request.retractions += 1
         self._counters.retractions += 1
         if elsewhere:

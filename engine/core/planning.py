@@ -10,6 +10,7 @@ from itertools import islice
 from engine.core.backups import Backups
 from engine.core.counters import Counters
 from engine.core.departures import Departures
+from engine.core.futures import check_reads
 from engine.core.hidden import note_launch
 from engine.core.limits import Limits
 from engine.core.memory import Memory
@@ -59,15 +60,27 @@ class Planner:
         items, opens = self._draft(now_s)
         if not items and self._counters.retractions > before:  # their memory is free now
             items, opens = self._draft(now_s)
-        if not items and not self._backups.asks_for_a_step:
+        host = self._memory.host
+        if not items and not self._backups.asks_for_a_step and (host is None or not host.asks_for_a_step):
             return None
         extend = any(item.extend for item in items)
         wait, self._last_was_extend = extend and self._last_was_extend and self._limits.wait_between_prefills, extend
-        wait = wait or any(self._awaits_token(item) for item in items)
+        draw_late = any(self._awaits_token(item) for item in items)
         self._seq += 1
         self._counters.steps += 1
-        plan = Plan(seq=self._seq, extend=extend, items=items, opens=opens, closes=self._table.take_closed(), wait=wait)
+        self._counters.late_draws += draw_late
+        plan = Plan(
+            seq=self._seq,
+            extend=extend,
+            items=items,
+            opens=opens,
+            closes=self._table.take_closed(),
+            wait=wait,
+            draw_late=draw_late,
+        )
         self._backups.attach(plan)
+        if host is not None:
+            host.attach(plan)
         return plan
 
     def _awaits_token(self, item: PlanItem) -> bool:
@@ -76,7 +89,7 @@ class Planner:
         return item.sample and request.grammar is not None and request.pending > 1
 
     def fill_masks(self, plan: Plan) -> None:
-        """What the items of `plan` may draw, from the tokens known now. Call it just before the launch (`plan.wait`)."""
+        """What the items of `plan` may draw, from the tokens known now. Call it just before the draw is launched."""
         for i, item in enumerate(plan.items):
             request = self._stages.live[item.rid]
             if item.sample and request.grammar is not None and request.finish is None:
@@ -102,6 +115,8 @@ class Planner:
         for request in self._in_order(now_s):
             if self._stages.chunked is not None or adder.exhausted:
                 break
+            if self._memory.awaits(request, now_s):
+                continue
             result = AddResult.NO_TOKEN if self._table.num_free == 0 else adder.add(request)
             if result is AddResult.NO_TOKEN:
                 self._note_full(request)
@@ -177,9 +192,9 @@ class Planner:
     def _plan_decode(self, planned: set[str]) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Every running request by one token, as far as rows and pages reach; `planned`: already part of this step."""
         ready = [r for r in self._stages.running if r.draws_left > 0 and r.rid not in planned]
-        unslotted = sum(r.slot is None for r in ready) - self._table.num_free
-        while unslotted > 0:  # more adopted requests than rows: the latest wait
-            unslotted -= ready.pop().slot is None
+        late = {r.rid for r in [r for r in ready if r.slot is None][self._table.num_free :]}
+        if late:  # more adopted requests than rows: the latest wait, those that have one go on
+            ready = [r for r in ready if r.rid not in late]
         self._grow(ready)
         opens = [self._open_slot(r) for r in ready if r.slot is None]
         items = [self._item(r, r.launched_len, r.launched_len + 1, sample=True, extend=False) for r in ready]
@@ -204,6 +219,7 @@ class Planner:
     def _item(self, request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
         assert request.slot is not None
         known = request.num_tokens
+        check_reads(request, start, end)
         hidden_from = note_launch(request, start, end)
         logprob_from, logprob_next = input_logprob_part(request, start, end)
         item = PlanItem(

@@ -9,6 +9,7 @@ The idea is SGLang's RadixAttention (arXiv:2312.07104); page-aligned matching as
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.core.page_allocator import PageAllocator
 
@@ -16,7 +17,7 @@ from engine.core.page_allocator import PageAllocator
 class Node:
     """`key`: the tokens of this edge, a multiple of page_size long; `pages`: one per page_size tokens of the key."""
 
-    __slots__ = ("children", "key", "last_used", "locks", "noted", "pages", "parent", "serial")
+    __slots__ = ("children", "key", "keys", "last_used", "locks", "noted", "pages", "parent", "serial", "uses")
 
     def __init__(self, *, key: tuple[int, ...], pages: list[int], parent: "Node | None", serial: int) -> None:
         self.key = key
@@ -27,6 +28,8 @@ class Node:
         self.last_used = 0
         self.noted = -1  # the last_used under which the eviction heap has it; -1: not there
         self.serial = serial
+        self.keys: list[bytes] = []  # of its pages, where a tier below listens
+        self.uses = 0  # that tier's: requests that computed or read it
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,11 +51,20 @@ class Inserted:
     node: Node
 
 
+class Below(Protocol):
+    """A tier that keeps what the tree forgets. Told before a leaf's pages are free, and after they are cached."""
+
+    def on_cached(self, node: Node) -> None: ...
+
+    def on_evict(self, node: Node) -> None: ...
+
+
 class RadixCache:
     """With `enabled=False` nothing is ever found or kept: the same code path, an empty tree."""
 
-    def __init__(self, allocator: PageAllocator, *, enabled: bool = True) -> None:
+    def __init__(self, allocator: PageAllocator, *, enabled: bool = True, below: Below | None = None) -> None:
         self.enabled = enabled
+        self._below = below
         self._allocator = allocator
         self._page_size = allocator.page_size
         self._serial = 0
@@ -80,8 +92,11 @@ class RadixCache:
         self._note_leaf(node)
         return Match(pages, node)
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> Inserted:
-        """Make `tokens` findable; `len(tokens) == len(pages) * page_size`, pages held by the caller."""
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], keys: Sequence[bytes] = ()) -> Inserted:
+        """Make `tokens` findable; `len(tokens) == len(pages) * page_size`, pages held by the caller.
+
+        `keys`: what the tier below calls these pages, where there is one.
+        """
         assert len(tokens) == len(pages) * self._page_size
         if not self.enabled:
             return Inserted(existing=len(pages), node=self._root)
@@ -96,6 +111,9 @@ class RadixCache:
         self.num_pages += len(leaf.pages)
         self.num_evictable += len(leaf.pages)
         self._note_leaf(leaf)
+        if self._below is not None:
+            leaf.keys = list(keys[existing:])
+            self._below.on_cached(leaf)
         return Inserted(existing=existing, node=leaf)
 
     def lock(self, node: Node) -> None:
@@ -130,7 +148,9 @@ class RadixCache:
     def flush(self) -> None:
         """Drop everything; only legal while nothing is locked."""
         assert self.num_evictable == self.num_pages, "flush with locked nodes"
+        below, self._below = self._below, None
         self.evict(self.num_pages)
+        self._below = below
 
     # ---- inside
 
@@ -164,7 +184,8 @@ class RadixCache:
         assert 0 < num_pages < len(node.pages) and node.parent is not None
         cut, parent = num_pages * self._page_size, node.parent
         upper = self._new_node(node.key[:cut], node.pages[:num_pages], parent)
-        upper.locks, upper.last_used = node.locks, node.last_used
+        upper.locks, upper.last_used, upper.uses = node.locks, node.last_used, node.uses
+        upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
         node.key, node.pages, node.parent = node.key[cut:], node.pages[num_pages:], upper
         upper.children[node.key[: self._page_size]] = node
         return upper
@@ -178,6 +199,8 @@ class RadixCache:
     def _remove(self, node: Node) -> int:
         assert node.parent is not None
         del node.parent.children[node.key[: self._page_size]]
+        if self._below is not None:
+            self._below.on_evict(node)
         self._allocator.evict(node.pages)
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)
@@ -222,6 +245,7 @@ class RadixCache:
         pages = evictable = 0
         for node in self._nodes():
             assert node.pages and len(node.key) == len(node.pages) * self._page_size
+            assert len(node.keys) == (0 if self._below is None else len(node.pages))
             assert node.parent is not None and node.parent.children[node.key[: self._page_size]] is node
             assert node.locks >= max((c.locks for c in node.children.values()), default=0)
             assert all(self._allocator.state_of(p) == "cached" for p in node.pages)

@@ -45,8 +45,12 @@ class Scheduler:
         reserve_floor: int = 0,
         growth: MeasuredGrowth | None = None,
         resume_elsewhere: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
-        """`resume_elsewhere`: the role decides where the KV of retracted requests comes from (`take_retracted`)."""
+        """`resume_elsewhere`: the role decides where the KV of retracted requests comes from (`take_retracted`).
+
+        `vocab_size`: token ids that have a meaning, of all that the model may draw; None: all.
+        """
         self.limits = limits
         self.memory = memory
         self.ratio = ratio or NewTokenRatio()
@@ -90,6 +94,7 @@ class Scheduler:
             ratio=self.ratio,
             counters=self.counters,
             tail_text=tail_text,
+            vocab_size=vocab_size,
         )
 
     # ---- steps
@@ -99,7 +104,7 @@ class Scheduler:
         return self._planner.schedule(now_s)
 
     def fill_masks(self, plan: Plan) -> None:
-        """What the items of `plan` may draw, from the tokens known now. Call it just before the launch (`plan.wait`)."""
+        """What the items of `plan` may draw, from the tokens known now. Call it just before the draw is launched."""
         self._planner.fill_masks(plan)
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
@@ -113,10 +118,15 @@ class Scheduler:
         if error := self.refusal(request):
             return [refused(request, error)]
         self._register(request)
+        self.memory.prefetch(request)
         self.stages.waiting[request.rid] = request
         if self._preempts:
             self.stages.batch_is_full = False  # it may preempt
         return []
+
+    def prefetch(self, request: Request) -> None:
+        """A request that will be added soon: what of its prefix lies on disk is read meanwhile."""
+        self.memory.prefetch(request)
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         """End a request, wherever it is. A kept one is only marked: its role ends it (`end_kept`, `release`)."""
@@ -218,7 +228,7 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Only legal while `holds_no_kv`, with no step in flight. Copies of retracted KV go too."""
         self.backups.forget_all(self.stages.live.values())
-        self.memory.cache.flush()
+        self.memory.forget_prefixes(files=False)
         self.stages.batch_is_full = False
 
     # ---- taking requests
@@ -275,7 +285,7 @@ class Scheduler:
         """Forget all prefixes; False (and nothing changed) while requests live."""
         if not self.idle:
             return False
-        self.memory.cache.flush()
+        self.memory.forget_prefixes(files=True)
         return True
 
     def check(self) -> None:

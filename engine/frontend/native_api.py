@@ -47,7 +47,7 @@ _REFUSED = (
     "session_params",
     "custom_logit_processor",
 )
-_REFUSED_SAMPLING = ("stop_regex", "no_stop_trim", "custom_params")
+_REFUSED_SAMPLING = ("custom_params",)
 
 
 class SamplingBody(SamplingFields, kw_only=True):
@@ -55,8 +55,6 @@ class SamplingBody(SamplingFields, kw_only=True):
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
     beam_width: int | None = None
-    stop_regex: Any = None
-    no_stop_trim: Any = None
     custom_params: Any = None
 
 
@@ -169,6 +167,8 @@ class NativeView:
             "e2e_latency": time.monotonic() - self._start_s,
             **t.times,
         }
+        if t.cached_by_tier:
+            meta["cached_tokens_details"] = dict(zip(("device", "host", "storage"), t.cached_by_tier, strict=True))
         if self._hidden_states[index]:
             meta["hidden_states"] = hidden_state_lists(t)
         options = self._logprobs[index]
@@ -258,6 +258,7 @@ def _one_params(s: Services, p: SamplingBody) -> SamplingParams:
     refuse(p, _REFUSED_SAMPLING, inside=INSIDE)
     if p.beam_width is not None and p.beam_width > 1:
         raise bad_field("sampling_params.beam_width", "beam search is not supported", code="unsupported_parameter")
+    names = {"seed": "sampling_seed"} if p.seed is None else None
     if p.seed is None:
         p.seed = p.sampling_seed
     least = p.min_new_tokens
@@ -267,6 +268,7 @@ def _one_params(s: Services, p: SamplingBody) -> SamplingParams:
         vocab_size=s.vocab_size,
         max_new_tokens=limit,
         min_new_tokens=least,
+        names=names,
         constraint=plain_constraint(p, inside=INSIDE),
     )
 

@@ -45,7 +45,7 @@ class Reporter:
         if check:
             self._problems = self._find_problems()
         scheduler, allocator = self._scheduler, self._scheduler.memory.allocator
-        counts = allocator.counts()
+        counts, host = allocator.counts(), scheduler.memory.host
         used = counts["held"] + counts["quarantined"] + counts["cached"] - scheduler.memory.cache.num_evictable
         return StateReply(
             call_id=call_id,
@@ -63,6 +63,7 @@ class Reporter:
             counters={
                 **{k: float(v) for k, v in asdict(scheduler.counters).items()},
                 **self._grammars.counters(),
+                **({} if host is None else {k: float(v) for k, v in host.counters.items()}),
                 **self._role.counters(),
             },
             gauges={
@@ -71,6 +72,7 @@ class Reporter:
                 "live": float(self._num_live()),
                 "paused": float(self._control.paused),
                 **self._intervals.gauges(),
+                **({} if host is None else host.gauges()),
                 **self._role.gauges(),
             },
             problems=self._problems,
