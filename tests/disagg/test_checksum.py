@@ -7,12 +7,14 @@ import pytest
 
 from disagg.metadata import FirstToken, KVCorrupt, MetadataBuffers, verify
 from engine.core.plan import ItemResult
-from tests.core.hash_model import HashModel, expected_tokens
-from tests.disagg.roles_in_a_test import Cluster
+from tests.core.hash_model import HashModel, Slot, expected_tokens
+from tests.disagg.test_resumption import assert_right, crowded, resumed
+from tests.disagg.two_roles import Cluster
 from transfer_backends.contract import KVArgs, Region
 from transfer_backends.wire import layout_conflict, layout_of
 
 ROOM = Region(1 << 20, 8, 64)
+EMPTY, DAMAGED = Slot(0, 0), Slot(7, 7)
 
 
 class Checksums:
@@ -23,22 +25,26 @@ class Checksums:
 
     def __call__(self, pages: Sequence[int]) -> int:
         slots = [(page, offset) for page in pages for offset in range(self._model.page_size)]
-        return sum(i * (self._model.kv.get(slot, 0) % 1000003) for i, slot in enumerate(slots, 1))
+        return sum(i * (self._model.kv.get(slot, EMPTY).value % 1000003) for i, slot in enumerate(slots, 1))
 
 
 def checked_cluster() -> Cluster:
-    cluster = Cluster(pages=(90, 90), page_size=4, chunk=8, depth=1)
+    return with_checksums(Cluster(pages=(90, 90), page_size=4, chunk=8, depth=1))
+
+
+def with_checksums(cluster: Cluster) -> Cluster:
     source, target = cluster.prefill.model, cluster.decode.model
 
     def copy_whole(src: Sequence[int], dst: Sequence[int]) -> None:
         """As engines do: what was never written, too."""
         for s, d in zip(src, dst, strict=True):
             for offset in range(4):
-                target.kv[d, offset] = source.kv.get((s, offset), 0)
+                target.kv[d, offset] = source.kv.get((s, offset), EMPTY)
 
     cluster.wire.copy_pages = copy_whole  # type: ignore[method-assign]
     cluster.prefill.role._checksum = Checksums(source)  # type: ignore[union-attr]
     cluster.decode.role._checksum = Checksums(target)  # type: ignore[union-attr]
+    cluster.decode.role._resumption._checksum = Checksums(target)  # type: ignore[union-attr]
     return cluster
 
 
@@ -64,7 +70,7 @@ def test_a_damaged_page_fails_that_request_alone_and_is_counted(which: int) -> N
         whole(src, dst)
         copied.extend(dst)
         if len(copied) - 1 == which:
-            cluster.decode.model.kv[dst[0], 0] ^= 1
+            cluster.decode.model.kv[dst[0], 0] = DAMAGED
 
     cluster.wire.copy_pages = damage  # type: ignore[method-assign]
     cluster.run(random.Random(1))
@@ -77,6 +83,39 @@ def test_a_damaged_page_fails_that_request_alone_and_is_counted(which: int) -> N
     counters = cluster.decode.role.counters()
     assert (counters["kv_checksum_failed"], counters["kv_checksum_verified"]) == (1, 3)
     cluster.assert_all_back()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_kv_that_prefill_recomputes_is_compared_too(damaged: bool) -> None:
+    """Damaged, decode computes it itself: nobody hears of it."""
+    cluster, prompts = crowded()
+    with_checksums(cluster)
+    whole, decode = cluster.wire.copy_pages, cluster.decode
+
+    def damage(src: Sequence[int], dst: Sequence[int]) -> None:
+        whole(src, dst)
+        if damaged and decode.role.queues()["resuming"]:
+            for page in dst:
+                decode.model.kv[page, 0] = DAMAGED
+
+    cluster.wire.copy_pages = damage  # type: ignore[method-assign]
+    rng = random.Random(7)
+    while not cluster.at_rest():
+        cluster.wire.step(rng)
+        cluster.prefill.turn()
+        decode.turn()
+    finished = [rid for rid, finish in decode.finish.items() if finish.kind == "length"]
+    counters = decode.role.counters()
+    if damaged:
+        assert counters["kv_checksum_failed"] > 0 and counters.get("resumed_through_prefill", 0) == 0
+        assert {rid: decode.tokens[rid] for rid in finished} == {
+            rid: expected_tokens(prompts[rid], 24) for rid in finished
+        }
+        cluster.assert_all_back()
+    else:
+        assert_right(cluster, prompts)
+        through, _ = resumed(cluster)
+        assert through > 0 and counters["kv_checksum_verified"] == len(prompts) + through
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, -1, 2**63 - 1, -(2**63)])
