@@ -22,9 +22,11 @@ from engine.frontend.ipc import IpcPaths
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.registry import make_compiler
+from engine.loop.adapter_control import AdapterControl
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.ports import ZmqPorts
 from engine.loop.watchdog import Watchdog
+from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_config import ModelConfig, load_model_config
 from transfer_backends.contract import BackendUnavailable, EngineError
@@ -76,6 +78,15 @@ def run(spec: SchedulerSpec) -> None:
     )
     if spec.engine.enable_hierarchical_cache and spec.disagg.disaggregation_mode == "decode":
         log.info("--enable-hierarchical-cache: prefixes are matched on the prefill worker; nothing to keep here")
+    adapters = AdapterControl(
+        store=parts.adapters,
+        max_loaded=parts.config.max_loaded_loras,
+        forget_prefixes_of=parts.scheduler.memory.cache.forget,
+        reply=ports.to_frontend,
+        wakeup=ports.call_attention,
+    )
+    for name, path in named_paths(parts.config).items():
+        adapters.load_now(name, path)
     watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
     role = make_role(spec, parts, wakeup=ports.call_attention)
     grammars = make_grammar_queue(spec.engine, model, tokenizer, wakeup=ports.call_attention)
@@ -98,6 +109,7 @@ def run(spec: SchedulerSpec) -> None:
         clock=time.monotonic,
         grammars=grammars,
         disk=parts.disk,
+        adapters=adapters,
     )
     _end_on_signals(loop, ports.call_attention)
     allocator = parts.scheduler.memory.allocator

@@ -29,14 +29,18 @@ from engine.executor.weights import Weights
 from engine.hicache.build import build_host_tier
 from engine.hicache.identity import fingerprint, kv_identity
 from engine.loop.disk_pump import DiskPump
+from engine.lora.bank import AdapterBank
+from engine.lora.store import AdapterStore
 from engine.model_config import ModelConfig
+from engine.models.causal_lm import CausalLM
+from engine.models.checkpoint import DTYPES
 from engine.models.registry import load_model
 from engine.resolve import depth, limits, num_pages, priorities, resolve
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A ready engine. `config` is resolved."""
+    """A ready engine. `config` is resolved. `adapters`: None where requests may name none."""
 
     config: EngineConfig
     model: ModelConfig
@@ -46,6 +50,7 @@ class EngineParts:
     depth: int
     weights: Weights
     disk: DiskPump
+    adapters: AdapterStore | None = None
 
 
 def build_engine(
@@ -89,6 +94,7 @@ def build_engine(
             raise ConfigError(f"--model-path {config.model_path}: its files changed while they were read; start again")
         identity = _identities(config, model_config, pool)
         tier = build_host_tier(config, pool, identity(config.weight_version, before), wakeup=wakeup)
+    bank = AdapterBank() if config.enable_lora else None
     runner = ModelRunner(
         model=model,
         backend=make_attention_backend(config.attention_backend, pool, num_heads=model_config.num_heads),
@@ -100,6 +106,7 @@ def build_engine(
         device=device,
         backup=PageBackup(pool),
         host_pool=tier.pool if tier else None,
+        adapters=bank,
     )
     stream = make_stream(
         config.stream,
@@ -140,6 +147,18 @@ def build_engine(
             taken=None if host is None else lambda version, files: host.use_identity(identity(version, files)),
         ),
         disk=tier.pump if tier else DiskPump(),
+        adapters=None if bank is None else _adapter_store(config, model, bank, executor),
+    )
+
+
+def _adapter_store(config: EngineConfig, model: CausalLM, bank: AdapterBank, executor: Executor) -> AdapterStore:
+    return AdapterStore(
+        bank=bank,
+        sites=[site.shape for site in model.linear_sites()],
+        dtype=DTYPES[config.dtype],
+        device=torch.device(config.device),
+        max_rank=config.max_lora_rank,
+        in_order=executor.call,
     )
 
 

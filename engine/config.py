@@ -86,6 +86,16 @@ class EngineConfig:
     )
     hicache_storage_prefetch_timeout: float = flag(1.0, "prefetch policy timeout: seconds a request waits at most")
     disable_overlap_schedule: bool = flag(False, "depth 1: collect each step before the next is launched")
+    enable_lora: bool = flag(False, "requests may name LoRA adapters; --lora-paths asks for it as well")
+    lora_paths: tuple[str, ...] = flag(
+        (), "adapters to load at start, each NAME=DIRECTORY or a directory that is its own name (PEFT, safetensors)"
+    )
+    max_loras_per_batch: int = flag(8, "adapters in one batch, the model alone not counted; requests for more wait")
+    max_lora_rank: int | None = flag(None, "highest rank of an adapter; default: any")
+    max_loaded_loras: int | None = flag(None, "adapters that may be loaded at once; default: no limit")
+    lora_drain_wait_threshold: float = flag(
+        10.0, "seconds after which a request that waits for its adapter's turn is given the next place; 0: never"
+    )
     grammar_backend: str = flag(
         "llguidance", "compiles JSON schemas, regexes and grammars for constrained answers", choices=GRAMMAR_BACKENDS
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from engine.config import ConfigError, EngineConfig
 from engine.core.limits import Limits
 from engine.core.policy import Priorities
+from engine.lora.names import check_lora, lora_enabled
 from engine.model_config import DEFAULT_MODEL_PATH, ModelConfig
 
 MAX_CPU_KV_BYTES = 4 << 30
@@ -33,8 +34,10 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     if device == "cuda" and not cuda:
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
     _check_ranges(config)
+    check_lora(config)
     return replace(
         config,
+        enable_lora=lora_enabled(config),
         device=device,
         dtype=_dtype(config.dtype, model.dtype),
         stream=_stream(config.stream, device),
@@ -58,6 +61,8 @@ def limits(config: EngineConfig) -> Limits:
         prefill_max_requests=config.prefill_max_requests,
         mixed_chunk=config.enable_mixed_chunk,
         wait_between_prefills=config.disable_consecutive_prefill_overlap,
+        max_loras_per_batch=config.max_loras_per_batch if config.enable_lora else 0,
+        lora_drain_wait_s=config.lora_drain_wait_threshold or None,
     )
 
 

@@ -76,7 +76,8 @@ class Departures:
             if request.finish is None and copy and self._backups.begin(request):
                 self._stages.draining.append(request)  # until its copy is made
             elif request.finish is None:
-                self._requeue(request, elsewhere=copy and self._resume_elsewhere)
+                # What asks a prefill worker for KV names no adapter: those resume here.
+                self._requeue(request, elsewhere=copy and self._resume_elsewhere and not request.adapter)
             else:
                 self._backups.drop(request)
                 self._give_back(request)

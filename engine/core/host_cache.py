@@ -40,13 +40,21 @@ class HostCacheSettings:
 
 class HostCache:
     def __init__(
-        self, *, num_pages: int, identity: KVIdentity, settings: HostCacheSettings, disk: DiskIndex | None = None
+        self,
+        *,
+        num_pages: int,
+        identity: KVIdentity,
+        settings: HostCacheSettings,
+        disk: DiskIndex | None = None,
+        life: str = "",
     ) -> None:
+        """`life`: unique name of this process's life: an adapter's number means nothing in another (files outlive us)."""
         assert settings.write_policy in WRITE_POLICIES and settings.prefetch_policy in PREFETCH_POLICIES
         self.pages = HostPages(num_pages)
         self.disk = disk
         self.counters: Counter[str] = Counter()
         self._identity = identity
+        self._life = life
         self._settings = settings
         self._uses_to_write = USES_TO_WRITE.get(settings.write_policy)
         self._out: list[PageCopy] = []  # asked for since the last plan
@@ -59,8 +67,9 @@ class HostCache:
     # ---- names
 
     def keys_of(self, request: Request, num_pages: int) -> list[bytes]:
-        """Of its first `num_pages` pages, which are whole. The one place that starts a chain (an extra key belongs here)."""
-        seed, size = self._identity.seed(), self._identity.page_size
+        """Of its first `num_pages` pages, which are whole. The one place that starts a chain."""
+        extra = f"adapter {request.adapter} of {self._life}" if request.adapter else ""
+        seed, size = self._identity.seed(extra), self._identity.page_size
         if request.page_keys_seed != seed:
             request.page_keys, request.page_keys_seed = [], seed
         keys = request.page_keys

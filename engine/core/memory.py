@@ -87,7 +87,7 @@ class Memory:
 
     def match_prefix(self, request: Request) -> Match:
         """The cached prefix that `request` may use: at least one token is computed."""
-        return self.cache.match(request.tokens(0, _match_limit(request)))
+        return self.cache.match(request.tokens(0, _match_limit(request)), adapter=request.adapter)
 
     def reserve(self, request: Request, *, reserved_pages: int) -> bool:
         """Pages for the known tokens, whose KV comes from elsewhere; or change nothing.
@@ -127,7 +127,7 @@ class Memory:
             return
         tokens = request.tokens(0, whole * self.allocator.page_size)
         keys = self.host.keys_of(request, whole) if self.host is not None else ()
-        inserted = self.cache.insert(tokens, request.pages[:whole], keys)
+        inserted = self.cache.insert(tokens, request.pages[:whole], keys, adapter=request.adapter)
         request.dup_pages += request.pages[request.shared_pages : inserted.existing]
         request.shared_pages = whole
         self.cache.lock(inserted.node)

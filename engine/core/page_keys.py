@@ -27,7 +27,7 @@ class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
     weights: str
 
     def seed(self, extra_key: str = "") -> bytes:
-        """Start of a chain. `extra_key`: KV under different ones is never shared (an adapter's name)."""
+        """Start of a chain. `extra_key`: KV under different ones is never shared (a load of an adapter)."""
         return hashlib.sha256(msgspec.msgpack.encode((msgspec.structs.astuple(self), extra_key))).digest()
 
 

@@ -16,6 +16,7 @@ class SlotOpen:
     """A row of the request table was given to a request: state the executor keeps per slot.
 
     `prompt_ids` and `output_ids` (tokens already generated, after a retraction or a hand-over) feed the penalties.
+    `adapter`: number of the LoRA adapter that computes it; 0: the model alone.
     """
 
     slot: int
@@ -23,6 +24,7 @@ class SlotOpen:
     prompt_ids: list[int]
     output_ids: list[int]
     eos_ids: tuple[int, ...]
+    adapter: int = 0
 
 
 @dataclass(slots=True, frozen=True)

@@ -36,6 +36,7 @@ class Request:
     keep_kv: bool = True  # others may find its KV
     return_hidden_states: bool = False
     pooling: str = ""  # "last" | "mean": an embedding request
+    adapter: int = 0  # number of the adapter's load (engine/core/adapters.py); 0: the model alone
 
     serial: int = 0  # order of arrival
     output_ids: list[int] = field(default_factory=list)

@@ -149,6 +149,10 @@ class Scheduler:
         self.stages.kept.append(request)
         return None
 
+    def adapter_has_place(self, request: Request, now_s: float) -> bool:
+        """Whether `request` may be given memory: its adapter fits beside those of who computes or is about to."""
+        return not request.adapter or self.stages.adapter_budget(self.limits, now_s=now_s).has_place(request)
+
     def reserve(self, request: Request) -> bool:
         """Pages for what a kept request knows (`request.pages`), unless growth of the others needs the room."""
         coming = [*self.stages.growing(), request]
@@ -296,6 +300,8 @@ class Scheduler:
         self.stages.check()
         held = [p for r in self.stages.all() for p in r.own_pages()]
         assert len(held) == len(set(held)) == self.memory.allocator.counts()["held"], "held pages and owners differ"
+        adapters = {r.adapter for r in self.stages.growing()} - {0}
+        assert len(adapters) <= self.limits.max_loras_per_batch, "more adapters run than a batch may hold"
         page_size = self.memory.allocator.page_size
         for r in self.stages.all():
             assert r.launched_len <= len(r.pages) * page_size, f"{r.rid} has fewer pages than tokens in them"

@@ -22,6 +22,7 @@ from engine.frontend.metrics import Metrics
 from engine.frontend.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
 
+ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes when the client named none
 INLINE_CHARS = 2000  # shorter texts are tokenized in the event loop: that costs less than a thread switch
 
 
@@ -51,6 +52,7 @@ class Services:
     return_hidden_states: bool = False  # requests may ask for them
     embedding_pooling: str = "last"
     default_deadline_s: float | None = None
+    lora: bool = False  # requests may name adapters
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
 
     @property

@@ -1,5 +1,6 @@
 """Puts the host tier together: host memory, disk folder and threads, and what the core decides with."""
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ def build_host_tier(
             prefetch_timeout_s=config.hicache_storage_prefetch_timeout,
         ),
         disk=index,
+        life=uuid.uuid4().hex,
     )
     disk = None if folder is None else Disk(folder, page_of=host_pool.page, when_done=wakeup)
     return HostTier(cache, host_pool, DiskPump(cache, disk))

@@ -78,9 +78,16 @@ class EngineInATest:
         self.plans: list[Plan] = []
 
     def add(
-        self, rid: str, prompt: list[int], *, eos: int | None = None, priority: int = 0, **sampling: object
+        self,
+        rid: str,
+        prompt: list[int],
+        *,
+        eos: int | None = None,
+        priority: int = 0,
+        adapter: int = 0,
+        **sampling: object,
     ) -> Request:
-        request = self._request(rid, prompt, eos=eos, priority=priority, **sampling)
+        request = self._request(rid, prompt, eos=eos, priority=priority, adapter=adapter, **sampling)
         self.say(self.scheduler.add(request))
         return request
 
@@ -94,7 +101,14 @@ class EngineInATest:
         return request
 
     def _request(
-        self, rid: str, prompt: list[int], *, eos: int | None = None, priority: int = 0, **sampling: object
+        self,
+        rid: str,
+        prompt: list[int],
+        *,
+        eos: int | None = None,
+        priority: int = 0,
+        adapter: int = 0,
+        **sampling: object,
     ) -> Request:
         return Request(
             rid=rid,
@@ -103,6 +117,7 @@ class EngineInATest:
             eos_ids=frozenset() if eos is None else frozenset({eos}),
             arrived_s=self.now_s,
             priority=priority,
+            adapter=adapter,
         )
 
     def abort(self, rid: str) -> None:

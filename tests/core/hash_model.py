@@ -19,8 +19,9 @@ def step_hash(before: int, token: int) -> int:
     return (before * 1000003 + token + 1) % (2**61 - 1)
 
 
-def prefix_hash(tokens: list[int], weights: int = 0) -> int:
-    value = weights
+def prefix_hash(tokens: list[int], seed: int = 0) -> int:
+    """`seed`: other weights, or an adapter: other KV of the same tokens."""
+    value = seed
     for token in tokens:
         value = step_hash(value, token)
     return value
@@ -48,9 +49,9 @@ def hidden_of(prefix: int) -> list[float]:
     return [float(prefix % 251), float(prefix % 127)]
 
 
-def expected_tokens(prompt: list[int], n: int, eos: int | None = None) -> list[int]:
-    """What greedy generation must give."""
-    value, out = prefix_hash(prompt), []
+def expected_tokens(prompt: list[int], n: int, eos: int | None = None, *, adapter: int = 0) -> list[int]:
+    """What greedy generation must give. An adapter changes the KV of every token."""
+    value, out = prefix_hash(prompt, adapter), []
     while len(out) < n:
         token = next_token(value)
         out.append(token)
@@ -80,6 +81,7 @@ class HashModel:
         self.gives_nan = False
         self.kv: dict[tuple[int, int], Slot] = {}
         self.rows: dict[int, list[int]] = {}
+        self.adapters: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.copies: dict[int, list[list[Slot | None]]] = {}  # of pages, in host memory
         self.host: dict[int, list[Slot]] = {}  # host page -> its slots
@@ -91,6 +93,7 @@ class HashModel:
         for opened in plan.opens:
             assert opened.slot not in self.rows, "a slot is opened twice"
             self.rows[opened.slot] = []
+            self.adapters[opened.slot] = opened.adapter
         return StepResult(plan.seq, [self._forward(item, plan.masks.get(i)) for i, item in enumerate(plan.items)])
 
     def _forward(self, item: PlanItem, mask: bytes | None) -> ItemResult:
@@ -98,7 +101,7 @@ class HashModel:
         assert len(row) == item.page_start
         row += item.new_pages
         tokens = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
-        values = [self.read(row, item.start)]
+        values = [self.read(row, item.start, adapter=self.adapters[item.slot])]
         for position, token in enumerate(tokens, item.start):
             values.append(step_hash(values[-1], token))
             self.kv[self._at(row, position)] = Slot(values[-1], token)
@@ -127,9 +130,9 @@ class HashModel:
     def _at(self, row: list[int], position: int) -> tuple[int, int]:
         return row[position // self.page_size], position % self.page_size
 
-    def read(self, row: list[int], end: int) -> int:
+    def read(self, row: list[int], end: int, *, adapter: int = 0) -> int:
         """The hash at end - 1, which vouches for what stands before it: every slot must follow from the one before."""
-        value = self.weights
+        value = self.weights + adapter
         for position in range(end):
             slot = self.kv[self._at(row, position)]
             value = step_hash(value, slot.token)

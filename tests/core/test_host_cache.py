@@ -67,6 +67,19 @@ def test_two_requests_of_one_step_load_a_prefix_once() -> None:
     assert engine.tokens["b"] == engine.tokens["c"] == expected_tokens(PROMPT, 2)
 
 
+def test_kv_of_an_adapter_comes_back_to_that_adapter_alone() -> None:
+    engine = TieredEngine(host_pages=40, num_pages=8, max_loras_per_batch=2)
+    for adapter in (0, 1, 2):
+        engine.answer(f"first {adapter}", PROMPT, max_new_tokens=2, adapter=adapter)
+    engine.push_out()
+    assert copied(engine) >= 9
+    for adapter in (2, 0, 1):
+        assert engine.answer(f"{adapter}", PROMPT, max_new_tokens=2, adapter=adapter) == expected_tokens(
+            PROMPT, 2, adapter=adapter
+        )
+        assert engine.outputs[f"{adapter}"][0].cached_tokens == 12
+
+
 def test_a_request_that_leaves_no_kv_behind_reads_the_host_and_leaves_none() -> None:
     engine = TieredEngine(host_pages=16, num_pages=8)
     engine.answer("a", PROMPT, max_new_tokens=2)

@@ -9,7 +9,6 @@ from collections import deque
 from engine.core.disk_index import DiskDelete, DiskDone, DiskIndex, DiskRead, DiskWork, DiskWrite
 from engine.core.host_cache import HostCache, HostCacheSettings
 from engine.core.page_keys import KVIdentity
-from engine.core.plan import Plan
 from tests.core.engine_in_a_test import EngineInATest
 
 PAGE = 4
@@ -48,37 +47,13 @@ class TieredEngine(EngineInATest):
             ),
             disk=index,
         )
-        super().__init__(**{"page_size": PAGE, "host": self.host, **engine})  # type: ignore[arg-type]
+        super().__init__(**{"page_size": PAGE, "host": self.host, "lag": True, **engine})  # type: ignore[arg-type]
         self.work: deque[DiskWork] = deque()
         self.broken: set[bytes] = set()  # files that cannot be read
 
-    def turn(self) -> bool:
-        plan = self.scheduler.schedule(self.now_s)
-        while plan is not None and plan.wait and self.launched:
-            self.collect()
-        if plan is not None:
-            self.plans.append(plan)
-            self.launched.append((plan, None))
-        if self.launched and (plan is None or len(self.launched) >= self.depth):
-            self.collect()
-            return True
-        self.scheduler.check()
-        return plan is not None
-
     def collect(self) -> None:
-        plan, _ = self.launched.popleft()
-        result = self.model.run(plan)
-        self._verify(plan)
-        self.say(self.scheduler.collect(plan, result).outputs)
-        self.scheduler.check()
+        super().collect()
         self.work += self.host.take_work()
-
-    def _verify(self, plan: Plan) -> None:
-        """Every slot that a request of this step could read, not only the last."""
-        for item in plan.items:
-            request = self.scheduler.stages.live[item.rid]
-            known = min(item.kv_len, request.num_tokens)
-            self.model.verify(self.model.rows[item.slot], request.tokens(0, known))
 
     def disk_turn(self, n: int = 1000) -> None:
         """The disk does `n` pieces of work."""

@@ -59,7 +59,7 @@ class RoleEngine(EngineInATest):
 
 
 class Cluster:
-    """`both`: for both engines; `decode`: for that one."""
+    """`places`: adapters in a batch of either engine; `both`: what else both are given; `decode`: what decode alone is."""
 
     def __init__(
         self,
@@ -69,10 +69,12 @@ class Cluster:
         chunk: int | None,
         depth: int,
         rows: int = 3,
+        places: int = 0,
         both: Mapping[str, object] = MappingProxyType({}),
         **decode: object,
     ) -> None:
-        make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 4, **both}
+        make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 4, "max_loras_per_batch": places}
+        make |= both
         self.prefill = RoleEngine(num_pages=pages[0], **make)  # type: ignore[arg-type]
         self.decode = RoleEngine(num_pages=pages[1], **{**make, **decode})  # type: ignore[arg-type]
         rows_p, rows_d = MetadataBuffers(rows), MetadataBuffers(rows)
@@ -93,10 +95,10 @@ class Cluster:
             prealloc_timeout_s=1000.0,
         )
 
-    def submit(self, rid: str, prompt: list[int], room: int, *, new: int) -> None:
+    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, adapter: int = 0) -> None:
         """To both, as the router does."""
-        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True)
-        self.decode.submit(rid, prompt, room, new=new, prefill_only=False)
+        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True, adapter=adapter)
+        self.decode.submit(rid, prompt, room, new=new, prefill_only=False, adapter=adapter)
 
     def run(self, rng: random.Random, max_turns: int = 20_000) -> None:
         """Until nothing is left anywhere."""

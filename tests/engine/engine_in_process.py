@@ -43,6 +43,7 @@ class EngineInProcess:
         *,
         logprobs: LogprobOptions | None = None,
         grammar: Grammar | None = None,
+        adapter: int = 0,
         **sampling: object,
     ) -> None:
         values = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
@@ -54,6 +55,7 @@ class EngineInProcess:
             arrived_s=0.0,
             logprobs=logprobs,
             grammar=grammar,
+            adapter=adapter,
         )
         assert self.parts.scheduler.add(request) == []
 
