@@ -50,6 +50,9 @@ class DisaggConfig:
     disaggregation_drain_timeout: float = flag(
         30.0, "seconds to wait for a peer's abort acknowledgement before its session is fenced"
     )
+    disaggregation_kv_checksum: bool = flag(
+        False, "prefill sends a checksum of a prompt's KV pages, decode compares before it starts (both need the flag)"
+    )
     cluster_secret_file: str | None = flag(
         None, "file with a secret that all workers share; it authenticates control plane and bootstrap server"
     )

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,17 +31,23 @@ PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (
 
 
 def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status. Raises ConfigError before anything is started."""
+    """Serve until SIGTERM (after a drain) or SIGINT; returns the exit status. Raises ConfigError before anything is started."""
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s worker %(levelname)s %(message)s")
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each piece of junk would fill logs
     engine = with_model_path(engine)
     load_model_config(engine.model_path)  # a broken checkpoint is told before processes are started
+    if not server.drain_timeout >= 0:
+        raise ConfigError(f"--drain-timeout: must be at least 0, got {server.drain_timeout:g}")
+    if server.default_deadline is not None and not server.default_deadline > 0:
+        raise ConfigError(f"--default-deadline: must be greater than 0, got {server.default_deadline:g}")
     control_host = _control_host(server, disagg)
     check_exposure(server, disagg, control_host=control_host)
     meeting_places(server, disagg, control_host=control_host)  # wrong files and rules are told before anything starts
     open_worker_gate(server)
     bootstrap = _embedded_bootstrap_server(server, disagg)
     ipc, children = IpcPaths.create(), Children()
+    signal.signal(signal.SIGTERM, _leave)  # until the frontend catches signals: what is begun is undone in order
+    signal.signal(signal.SIGINT, _leave)
     try:
         if bootstrap is not None:
             _listen(bootstrap, disagg)
@@ -54,10 +61,21 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
             print(f"tandem serve: error: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
+        _ignore_signals()  # the rest is bounded, and what it removes nobody else would
         children.end()
         ipc.remove()
         if bootstrap is not None:
             bootstrap.close()
+
+
+def _leave(signum: int, frame: object) -> None:
+    _ignore_signals()
+    raise SystemExit(0)
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _start(
@@ -104,6 +122,7 @@ async def _serve(
         on_ready=lambda address: _say_ready(address, server, disagg),
         children_alive=children.dead,
         meeting=meeting_places(server, disagg, control_host=control_host),
+        drain_s=server.drain_timeout,
     )
 
 

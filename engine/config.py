@@ -139,3 +139,13 @@ class ServerConfig:
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
     max_body_bytes: int = flag(64 << 20, "longest request body")
     ready_file: str | None = flag(None, "write JSON here once the server is healthy")
+    enable_early_rejection: bool = flag(
+        False,
+        "503 at once for a request whose first token would come after its x-request-timeout (or --default-deadline)",
+    )
+    default_deadline: float | None = flag(
+        None, "seconds that requests without x-request-timeout may wait; default: for ever"
+    )
+    drain_timeout: float = flag(
+        30.0, "seconds that running requests get after SIGTERM; then they are handed back (503); a second signal: none"
+    )

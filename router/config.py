@@ -45,7 +45,11 @@ class RouterConfig:
     retry_backoff_s: float = flag(0.05, "pause before the second retry, doubled each time (the first is immediate)")
     connect_timeout_s: float = flag(5.0, "seconds a connection to a worker may take")
     request_timeout_s: float = flag(1800.0, "seconds one request may take in all")
-    shutdown_timeout_s: float = flag(3.0, "seconds running requests get to end after SIGTERM or Ctrl-C")
+    max_concurrent_requests: int = flag(16384, "requests that are served at a time; one more is answered 429")
+    drain_timeout: float = flag(
+        30.0, "seconds that running requests get after SIGTERM; then they are handed back (503); a second signal: none"
+    )
+    shutdown_timeout_s: float = flag(3.0, "seconds that last answers get to leave when the router ends")
     max_body_bytes: int = flag(64 << 20, "longest request body")
     api_key: str | None = flag(None, "clients must send this as 'Authorization: Bearer KEY'")
     api_key_file: str | None = flag(None, "file of such keys, one a line; read anew when it changes, and on SIGHUP")
@@ -115,10 +119,10 @@ def _check_numbers(config: RouterConfig) -> None:
     for name in ("health_check_interval_s", "health_check_timeout_s", "connect_timeout_s", "request_timeout_s"):
         value = getattr(config, name)
         _require(value > 0, f"--{name.replace('_', '-')}", f"must be greater than 0, got {value}")
-    for name in ("health_failure_threshold", "health_success_threshold", "max_body_bytes"):
+    for name in ("health_failure_threshold", "health_success_threshold", "max_concurrent_requests", "max_body_bytes"):
         value = getattr(config, name)
         _require(value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}")
-    for name in ("retry_max", "retry_backoff_s", "load_poll_interval_s", "shutdown_timeout_s"):
+    for name in ("retry_max", "retry_backoff_s", "load_poll_interval_s", "drain_timeout", "shutdown_timeout_s"):
         value = getattr(config, name)
         _require(value >= 0, f"--{name.replace('_', '-')}", f"must be at least 0, got {value}")
 

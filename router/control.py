@@ -12,6 +12,7 @@ from aiohttp import web
 from router.config import RouterConfig, RouterConfigError, check_worker_url
 from router.credentials import Credentials
 from router.dispatch import no_worker_message
+from router.draining import DRAINING, LiveRequests
 from router.errors import error_response
 from router.guard import require_admin
 from router.health import HealthMonitor
@@ -50,6 +51,7 @@ class Control:
         gate: Gate,
         credentials: Credentials,
         roles: tuple[Role, ...],
+        live: LiveRequests,
     ) -> None:
         self._config = config
         self._table = table
@@ -59,6 +61,7 @@ class Control:
         self._gate = gate
         self._credentials = credentials
         self._roles = roles
+        self._live = live
 
     def routes(self) -> list[web.RouteDef]:
         """All routes of this module."""
@@ -90,7 +93,12 @@ class Control:
         return _json({"status": "alive"})
 
     async def readiness(self, request: web.Request) -> web.Response:
-        """200 if a request would find its workers, else 503 naming the role that is missing."""
+        """200 if a request would find its workers, else 503 naming the role that is missing (or that we drain)."""
+        if self._live.draining:
+            body = {"status": DRAINING, "num_live_reqs": len(self._live)}
+            answer = _json(body, status=503)
+            answer.headers["Retry-After"] = "1"
+            return answer
         workers = self._table.workers()
         missing = missing_roles(self._table, self._roles)
         if missing:
@@ -206,7 +214,7 @@ class Control:
         timeout_s: float = FAN_OUT_TIMEOUT_S,
     ) -> web.Response:
         """Call every worker that is not down; the worst status of all, with each one's answer."""
-        workers = [w for w in self._table.workers() if w.health is Health.UP]
+        workers = [w for w in self._table.workers() if w.health in (Health.UP, Health.DRAINING)]
         answers = await asyncio.gather(
             *(self._call(w, method, path, headers, body, timeout_s=timeout_s) for w in workers)
         )

@@ -14,6 +14,8 @@ from aiohttp import web
 
 from router.config import RouterConfig
 from router.credentials import Credentials
+from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
+from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
 from router.guard import REQUEST_ID
 from router.legs import Answer, Call, LegError, Legs
@@ -33,7 +35,9 @@ log = logging.getLogger(__name__)
 MAX_BACKOFF_S = 1.0
 RETRY_AFTER_S = "1"  # told to clients when no worker is there
 
-_PASSED_HEADERS = ("traceparent", "tracestate")
+HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
+
+_PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER)
 _ANSWER_HEADERS = ("Content-Type", "Retry-After")
 
 
@@ -49,6 +53,7 @@ class Parts:
     metrics: RouterMetrics
     credentials: Credentials
     secret: bytes | None
+    live: LiveRequests
     on_unreachable: Callable[[LegError], None]
 
 
@@ -61,6 +66,7 @@ class _Exchange:
     parsed: ParsedBody
     body: bytes
     call: Call
+    live: LiveRequest
     started_s: float
     tried: set[int] = field(default_factory=set)
 
@@ -77,6 +83,28 @@ class Dispatcher:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The handler. `BadBody` for a body that cannot be routed."""
+        refusal = self._refusal()
+        if refusal is not None:
+            return refusal
+        with self._parts.live.request() as live:
+            try:
+                return await self._handle(request, live)
+            except asyncio.CancelledError:
+                if not live.took_cancel():
+                    raise
+                return _handed_back()
+
+    def _refusal(self) -> web.Response | None:
+        """What a new request is told when none is taken."""
+        live = self._parts.live
+        if live.draining:
+            return draining_response("the router is draining: it takes no new requests")
+        if live.full:
+            message = f"the router serves {len(live)} requests (--max-concurrent-requests); try again later"
+            return error_response(429, message, code="queue_full", headers={"Retry-After": RETRY_AFTER_S})
+        return None
+
+    async def _handle(self, request: web.Request, live: LiveRequest) -> web.StreamResponse:
         started_s = time.monotonic()
         body = await request.read()
         request_id = request[REQUEST_ID]
@@ -86,6 +114,7 @@ class Dispatcher:
             parsed=parse_body(Api(request.path), body),
             body=body,
             call=Call(request.path, self._headers(request, request_id)),
+            live=live,
             started_s=started_s,
         )
         return await self._serve(exchange)
@@ -99,7 +128,16 @@ class Dispatcher:
     async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
         """Attempts until one answers, fails for good, or none is left."""
         config = self._parts.config
+        if not self._parts.rooms.has_room_for(exchange.parsed.num_samples):
+            return error_response(
+                429,
+                "the router has too many samples in flight",
+                code="queue_full",
+                headers={"Retry-After": RETRY_AFTER_S},
+            )
         for attempt in range(config.retry_max + 1):
+            if attempt:
+                exchange.call = exchange.call.later(time.monotonic() - exchange.started_s)
             roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
             workers = self._pick(roles, exchange.tried)
             if workers is None:
@@ -169,6 +207,7 @@ class Dispatcher:
         headers["Cache-Control"] = "no-cache"
         if race is not None:
             race.watch_prefill(self._note)
+        exchange.live.cut = answer.response.close
         try:
             out = await relay_stream(
                 exchange.request,
@@ -178,14 +217,22 @@ class Dispatcher:
                 on_first_byte=lambda: self._first_byte(exchange),
             )
         except StreamBroken as broken:
-            return await self._end_broken(broken, answer.worker, race)
+            return await self._end_broken(exchange, broken, answer.worker, race)
+        if exchange.live.handed_back:
+            return await self._end_broken(exchange, StreamBroken(out, ConnectionError()), answer.worker, race)
         if race is not None and race.refused is not None:
-            return await self._end_broken(StreamBroken(out, race.refused), answer.worker, race)
+            return await self._end_broken(exchange, StreamBroken(out, race.refused), answer.worker, race)
         await out.write_eof()
         return out
 
-    async def _end_broken(self, broken: StreamBroken, worker: Worker, race: Race | None) -> web.StreamResponse:
+    async def _end_broken(
+        self, exchange: _Exchange, broken: StreamBroken, worker: Worker, race: Race | None
+    ) -> web.StreamResponse:
         """Say in the stream what happened; both legs end."""
+        if exchange.live.handed_back:
+            if race is not None:
+                await race.close()
+            return await end_with_event(broken.out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
         failure = race.refused if race is not None else None
         if failure is None:
             failure = LegError(worker, reason="lost", detail=f"the stream broke off: {broken}")
@@ -217,7 +264,7 @@ class Dispatcher:
         """Count a failure; a worker that could not be reached is looked at."""
         reason = f"http_{failure.status}" if failure.reason == "status" else failure.reason
         self._parts.metrics.errors.labels(reason, failure.worker.role.value).inc()
-        if failure.reason in ("refused", "lost"):
+        if failure.reason in ("refused", "lost") or failure.draining:
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
 
@@ -240,6 +287,15 @@ class Dispatcher:
             if value is not None:
                 headers[name] = value
         return headers | self._parts.credentials.for_client(request.headers.get("Authorization", ""))
+
+
+def draining_response(message: str) -> web.Response:
+    """503 of a router that ends; another one may serve the request."""
+    return error_response(503, message, code=DRAINING, headers={"Retry-After": RETRY_AFTER_S})
+
+
+def _handed_back() -> web.Response:
+    return draining_response(HANDED_BACK)
 
 
 def no_worker_message(table: WorkerTable, missing: list[Role]) -> str:

@@ -14,7 +14,7 @@ import msgspec
 from router.config import RouterConfig
 from router.credentials import Credentials
 from router.legs import LegError
-from router.reports import parse_bootstrap, parse_load, parse_mode
+from router.reports import parse_bootstrap, parse_load, parse_mode, says_draining
 from router.workers import Check, Health, Role, Worker, WorkerTable
 
 log = logging.getLogger(__name__)
@@ -59,10 +59,15 @@ class HealthMonitor:
             await self.unwatch(watch.worker)
 
     def on_unreachable(self, failure: LegError) -> None:
-        """A request could not reach its worker: where nothing listens it leaves the pool now; else it is checked now."""
+        """A request could not reach its worker: where nothing listens, or it drains, it leaves the pool now.
+
+        Else it is checked now.
+        """
         worker = failure.worker
         if failure.reason == "refused":
             self._tell(worker, Check.REFUSED, str(failure))
+        elif failure.draining:
+            self._tell(worker, Check.DRAINING, "it is draining")
         watch = self._watches.get(worker.worker_id)
         if watch is not None:
             watch.info_due_s = 0.0  # it may have been restarted, with another bootstrap port
@@ -99,11 +104,13 @@ class HealthMonitor:
 
     async def _ask_health(self, worker: Worker) -> tuple[Check, str]:
         try:
-            status, _ = await self._get(worker, "/health")
+            status, body = await self._get(worker, "/health")
         except aiohttp.ClientConnectorError as err:
             return Check.REFUSED, str(err)
         except (aiohttp.ClientError, OSError, TimeoutError) as err:
             return Check.FAILED, f"/health: {str(err) or type(err).__name__}"
+        if status == 503 and says_draining(body):
+            return Check.DRAINING, "it is draining"
         return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")
 
     async def _read_info(self, worker: Worker) -> str | None:

@@ -1,15 +1,13 @@
 """Puts the router together and runs it. The only place that builds its parts, listens, and handles signals."""
 
-import asyncio
 import errno
 import json
 import logging
 import os
 import secrets
-import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import uvloop
@@ -19,6 +17,7 @@ from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
 from router.credentials import Credentials
 from router.dispatch import Dispatcher, Parts
+from router.draining import LiveRequests, StopSignals
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs, open_session
@@ -38,27 +37,29 @@ log = logging.getLogger(__name__)
 class RunningRouter:
     """A router that listens at `url`; its state, for tests and for the launcher."""
 
-    def __init__(self, *, url: str, table: WorkerTable, rooms: RoomMinter, gate: Gate) -> None:
+    def __init__(self, *, url: str, table: WorkerTable, rooms: RoomMinter, gate: Gate, live: LiveRequests) -> None:
         self.url = url
         self.gate = gate
         self.table = table
         self.rooms = rooms
+        self.live = live
 
 
 async def run_router(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
-    """Run until SIGTERM or SIGINT, or until cancelled. `on_ready(url)` is called once the router listens.
+    """Run until SIGTERM (drain), SIGINT or a second signal (end at once), or until cancelled. `on_ready(url)` is called once the router listens.
 
     `RouterConfigError` for a flag that cannot be honoured, a taken port included. It listens even when no worker is
     alive yet: requests are then answered 503, and /readiness says what is missing.
     """
-    stop = asyncio.Event()
+    signals = StopSignals()
     async with start_router(config) as router:
-        with _signals(stop, reload=lambda: router.gate.reload(time.monotonic())):
+        with signals.caught(on_hangup=lambda: router.gate.reload(time.monotonic())):
             if config.ready_file is not None:
                 _write_ready_file(Path(config.ready_file), router.url)
             if on_ready is not None:
                 on_ready(router.url)
-            await stop.wait()
+            await signals.asked.wait()
+            await router.live.drain(timeout_s=config.drain_timeout, at_once=signals.at_once)
 
 
 def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
@@ -70,13 +71,14 @@ def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None
 
 @asynccontextmanager
 async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
-    """A listening router; leaving the block drains and stops it."""
+    """A listening router; leaving the block stops it."""
     check_config(config)
     secret, gate = _check_exposure(config)
     credentials = Credentials(config, api=gate.api)
     table = _table(config)
     rooms = RoomMinter(secrets.randbits)
     metrics = RouterMetrics(table)
+    live = LiveRequests(max_live=config.max_concurrent_requests)
     async with open_session(
         connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s
     ) as session:
@@ -91,6 +93,7 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                 metrics=metrics,
                 credentials=credentials,
                 secret=secret,
+                live=live,
                 on_unreachable=monitor.on_unreachable,
             )
         )
@@ -103,6 +106,7 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             gate=gate,
             credentials=credentials,
             roles=dispatcher.roles,
+            live=live,
         )
         runner = web.AppRunner(
             _app(config, dispatcher=dispatcher, control=control, metrics=metrics, gate=gate),
@@ -116,7 +120,8 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             for worker in table.workers():
                 monitor.watch(worker)
             await monitor.first_round()
-            yield RunningRouter(url=f"http://{_url_host(config.host)}:{port}", table=table, rooms=rooms, gate=gate)
+            url = f"http://{_url_host(config.host)}:{port}"
+            yield RunningRouter(url=url, table=table, rooms=rooms, gate=gate, live=live)
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
             await dispatcher.close()
@@ -198,19 +203,3 @@ def _write_ready_file(path: Path, url: str) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps({"router": url}))
     partial.replace(path)
-
-
-@contextmanager
-def _signals(stop: asyncio.Event, *, reload: Callable[[], None]) -> Iterator[None]:
-    """While inside, SIGTERM and SIGINT set `stop`, SIGHUP calls `reload` (where this thread may handle signals)."""
-    loop = asyncio.get_running_loop()
-    acts = {signal.SIGTERM: stop.set, signal.SIGINT: stop.set, signal.SIGHUP: reload}
-    for number, act in acts.items():
-        with suppress(NotImplementedError, RuntimeError, ValueError):
-            loop.add_signal_handler(number, act)
-    try:
-        yield
-    finally:
-        for number in acts:
-            with suppress(NotImplementedError, RuntimeError, ValueError):
-                loop.remove_signal_handler(number)

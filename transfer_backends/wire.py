@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from transfer_backends.contract import KVArgs
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
 
@@ -55,6 +56,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     signature: Text
     page_size: int
     dtype: Name
+    kv_checksum: Name = "off"
 
 
 class Register(_Message, frozen=True):
@@ -176,9 +178,13 @@ def unpack_ids(data: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(data, dtype="<i4").astype(np.int64)
 
 
+def layout_of(args: KVArgs, *, backend: str) -> Layout:
+    return Layout(PROTOCOL_VERSION, backend, args.signature, args.page_size, args.dtype, args.kv_checksum)
+
+
 def layout_conflict(mine: Layout, theirs: Layout, *, me: str, them: str) -> str | None:
     """One line that names both values of the first field that differs, or None."""
-    for name in ("version", "backend", "signature", "page_size", "dtype"):
+    for name in ("version", "backend", "signature", "page_size", "dtype", "kv_checksum"):
         a, b = getattr(mine, name), getattr(theirs, name)
         if a != b:
             return f"{name} differs: {me} has {a!r}, {them} has {b!r}; start both workers with the same model and flags"

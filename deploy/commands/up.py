@@ -40,6 +40,7 @@ _SHARED = (
     "admin_api_key_file",
     "allow_insecure",
     "cluster_secret_file",
+    "drain_timeout",
     "log_level",
     "max_body_bytes",
 )
@@ -63,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem up",
-        description="Start a cluster on this machine: a router, prefill and decode workers. Ctrl-C ends all of it.",
+        description="Start a cluster on this machine: a router, prefill and decode workers. Ctrl-C ends all of it, SIGTERM drains it first.",
     )
     add_flags(parser, ClusterConfig, title="cluster")
     add_flags(parser, EngineConfig, title="every worker's model, memory and scheduling", only_given=True)
@@ -120,7 +121,13 @@ async def _supervise(
 ) -> int:
     display = make_display()
     display.message(f"tandem up: {', '.join(spec.name for spec in specs)} (logs: {log_dir})")
-    supervisor = Supervisor(specs, log_dir=log_dir, display=display, start_timeout_s=config.start_timeout)
+    supervisor = Supervisor(
+        specs,
+        log_dir=log_dir,
+        display=display,
+        start_timeout_s=config.start_timeout,
+        drain_timeout_s=getattr(args, "drain_timeout", ServerConfig.drain_timeout),
+    )
 
     async def on_ready(children: Sequence[Child]) -> None:
         api_key = _first_key(args)

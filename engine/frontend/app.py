@@ -26,9 +26,13 @@ MUTED_PATHS = (*OPEN_PATHS, "/get_load", "/v1/loads", "/server_info", "/get_serv
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 
 
-def make_app(services: Services, *, max_body_bytes: int) -> web.Application:
-    """The application; serve it with `handler_cancellation=True`, so that a client that goes away aborts its request."""
-    app = web.Application(client_max_size=max_body_bytes, middlewares=[_request_id, _errors, check_access])
+def make_app(services: Services, *, max_body_bytes: int, max_open: int = 1 << 16) -> web.Application:
+    """The application; serve it with `handler_cancellation=True`, so that a client that goes away aborts its request.
+
+    `max_open`: requests with a body that may be in progress; one more is 503, before its body is read.
+    """
+    bound = _bound(max_open)
+    app = web.Application(client_max_size=max_body_bytes, middlewares=[_request_id, _errors, check_access, bound])
     app[SERVICES] = services
     app[DOCUMENT] = make_document(_GETS, _POSTS)
     app.on_response_prepare.append(_echo_request_id)
@@ -121,6 +125,26 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         log.exception("%s %s failed", request.method, request.path)
         return _error_response(ApiError(500, "internal error; the server's log has the details", code="internal_error"))
+
+
+def _bound(max_open: int) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Bodies, and texts that wait for the tokenizer, take memory before the engine counts them."""
+    open_ones: set[int] = set()
+
+    @web.middleware
+    async def bound(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method == "GET":
+            return await handler(request)
+        if len(open_ones) >= max_open:
+            message = f"{len(open_ones)} requests are in progress; try again later"
+            raise ApiError(503, message, code="queue_full", retry_after_s=1)
+        open_ones.add(id(request))
+        try:
+            return await handler(request)
+        finally:
+            open_ones.discard(id(request))
+
+    return bound
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

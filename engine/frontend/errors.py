@@ -14,6 +14,8 @@ from security.json_depth import MAX_DEPTH, deeper_than
 
 T = TypeVar("T")
 
+DRAINING = "draining"  # error code, and `status` on /health
+
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 
 
@@ -66,6 +68,11 @@ def refused(reply: ControlReply) -> ApiError:
 
 def not_ready(message: str) -> ApiError:
     return ApiError(503, message, code="service_unavailable", retry_after_s=1)
+
+
+def draining(message: str) -> ApiError:
+    """Routers read the code: another worker may serve the request."""
+    return ApiError(503, message, code=DRAINING, retry_after_s=1)
 
 
 def decode_body(data: bytes, type_: type[T]) -> T:

@@ -86,6 +86,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 async def generate(request: web.Request) -> web.StreamResponse:
     s = request.app[SERVICES]
+    timeout_s = s.timeout_of(request)
     body = decode_body(await request.read(), GenerateBody)
     refuse(body, _REFUSED)
     prompts, single = await _prompts(s, body)
@@ -100,7 +101,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     ]
     requests, groups = _requests(s, body, prompts=prompts, params=fitted, n=n)
     s.meeting.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
-    generation = s.client.generate(requests, groups=groups)
+    generation = s.client.generate(requests, groups=groups, timeout_s=timeout_s)
     view = NativeView(
         names=generation.names,
         num_prompt_tokens=generation.num_prompt_tokens,

@@ -60,7 +60,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     cut = body.max_tokens is None
     requests = _requests(s, body, id=id, prompts=ids, params=params, logprobs=logprobs, field="prompt", cut=cut)
     s.meeting.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
-    generation = _start(s, requests, id=id, constraint=constraint, lora=model.lora)
+    generation = _start(s, requests, id=id, constraint=constraint, lora=model.lora, timeout_s=s.timeout_of(request))
     echoes = [_echo(s, p) if body.echo else "" for p in prompts for _ in range(params.n)]
     view = CompletionView(
         body,
@@ -95,7 +95,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     id = body.rid or s.mint_id("chatcmpl-")
     requests = _requests(s, body, id=id, prompts=[ids], params=params, logprobs=logprobs, field="messages", cut=False)
     s.meeting.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
-    generation = _start(s, requests, id=id, constraint=constraint, lora=model.lora)
+    generation = _start(s, requests, id=id, constraint=constraint, lora=model.lora, timeout_s=s.timeout_of(request))
     view = _chat_view(
         s,
         body,
@@ -227,11 +227,17 @@ def _requests(
 
 
 def _start(
-    s: Services, requests: list[GenerateRequest], *, id: str, constraint: Constraint | None, lora: str
+    s: Services,
+    requests: list[GenerateRequest],
+    *,
+    id: str,
+    constraint: Constraint | None,
+    lora: str,
+    timeout_s: float | None,
 ) -> Generation:
     field = "" if constraint is None else constraint.field
     requests = [msgspec.structs.replace(r, grammar_field=field, lora=lora) for r in requests]
-    return s.client.generate(requests, groups=[id] * len(requests))
+    return s.client.generate(requests, groups=[id] * len(requests), timeout_s=timeout_s)
 
 
 async def _prompt_ids(s: Services, prompt: str | list[int]) -> list[int]:

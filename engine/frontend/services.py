@@ -16,6 +16,7 @@ from aiohttp import web
 
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.client import EngineClient
+from engine.frontend.deadline import request_timeout_s
 from engine.frontend.errors import bad_field
 from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.metrics import Metrics
@@ -53,6 +54,7 @@ class Services:
     tool_call_parser: str | None = None
     return_hidden_states: bool = False  # requests may ask for them
     embedding_pooling: str = "last"
+    default_deadline_s: float | None = None
     lora: bool = False  # requests may name adapters
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
 
@@ -66,6 +68,10 @@ class Services:
         """Longest prompt plus answer: the model's context, and not more than the KV cache can hold."""
         kv = self.client.info.get("max_total_num_tokens")
         return min(self.model_context_length, kv) if isinstance(kv, int) else self.model_context_length
+
+    def timeout_of(self, request: web.Request) -> float | None:
+        """Seconds that the client waits from now; None: for ever. Raises ApiError(400)."""
+        return request_timeout_s(request.headers, default_s=self.default_deadline_s)
 
     async def encode(self, text: str, *, field: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; a long text is worked on in a thread. Raises ApiError(400) naming `field`."""
