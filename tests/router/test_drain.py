@@ -11,6 +11,7 @@ import uvloop
 from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError, check_config
+from router.credentials import Credentials
 from router.deadline import less_time
 from router.dispatch import no_worker_message
 from router.health import HealthMonitor
