@@ -5,7 +5,6 @@ Owns those tasks; what the answers mean is decided by the worker table.
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 import aiohttp
@@ -78,7 +77,7 @@ class HealthMonitor:
         """One round: health, then what else is due. A worker comes up with its bootstrap address known."""
         worker = watch.worker
         result, error = await self._ask_health(worker)
-        now_s = time.monotonic()
+        now_s = _now_s()
         if result is Check.OK and (worker.health is not Health.UP or now_s >= watch.info_due_s):
             error = await self._read_info(worker) or ""
             result = Check.FAILED if error else Check.OK
@@ -89,7 +88,7 @@ class HealthMonitor:
             self._table.on_report(worker, parse_load(await self._first_json(worker, _LOAD_PATHS)))
 
     def _tell(self, worker: Worker, result: Check, error: str) -> None:
-        if self._table.on_check(worker, result, now_s=time.monotonic(), error=error):
+        if self._table.on_check(worker, result, now_s=_now_s(), error=error):
             level = logging.INFO if worker.health is Health.UP else logging.WARNING
             log.log(level, "%s worker %s is %s %s", worker.role, worker.url, worker.health, error)
 
@@ -142,6 +141,11 @@ class _Watch:
         self.checked = asyncio.Event()
         self.load_due_s = 0.0
         self.info_due_s = 0.0
+
+
+def _now_s() -> float:
+    """The event loop's time: monotonic, and virtual in a simulation."""
+    return asyncio.get_running_loop().time()
 
 
 def worker_headers(config: RouterConfig) -> dict[str, str]:
