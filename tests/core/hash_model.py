@@ -59,7 +59,7 @@ class HashModel:
             assert len(row) == item.page_start
             row += item.new_pages
             tokens = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
-            value = self._read(row, item.start)
+            value = self._read(item.slot, item.start)
             for position, token in enumerate(tokens, item.start):
                 value = step_hash(value, token)
                 self.kv[self._at(row, position)] = value
@@ -82,9 +82,9 @@ class HashModel:
     def _at(self, row: list[int], position: int) -> tuple[int, int]:
         return row[position // self.page_size], position % self.page_size
 
-    def _read(self, row: list[int], end: int) -> int:
+    def _read(self, slot: int, end: int) -> int:
         """The hash at end - 1; it vouches for the slots before it only if those still hold what led to it."""
-        return self.kv[self._at(row, end - 1)] if end else 0
+        return self.kv[self._at(self.rows[slot], end - 1)] if end else 0
 
     def verify(self, pages: list[int], tokens: list[int]) -> None:
         """Every slot of `pages` holds the prefix hash of `tokens`."""

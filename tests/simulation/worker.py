@@ -1,0 +1,416 @@
+"""One life of a worker: the production loop, scheduler, role, manager and registrar over simulated surroundings.
+
+Its threads are activities: scheduler loop, control thread, sender thread (prefill), registrar (prefill), HTTP frontend.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.registry import Registry
+from disagg.decode_role import DecodeRole
+from disagg.metadata import ROW, MetadataBuffers
+from disagg.prefill_role import PrefillRole
+from engine.core.growth import MeasuredGrowth
+from engine.core.limits import Limits
+from engine.core.memory import Memory
+from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.page_allocator import PageAllocator
+from engine.core.radix_cache import RadixCache
+from engine.core.scheduler import Scheduler
+from engine.loop.loop import EngineLoop, LoopSettings
+from engine.loop.watchdog import Watchdog
+from engine.messages import ToDetokenizer, ToFrontend, TokenBatch, TokenOutput, ToScheduler
+from tests.simulation.activity import Activity, Flag
+from tests.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
+from tests.simulation.control_ports import SimConnectPort, SimListenPort
+from tests.simulation.executor import CheckedModel, SimExecutor
+from tests.simulation.frontend import Frontend
+from tests.simulation.http import serve
+from tests.simulation.network import Network
+from tests.simulation.options import Options
+from tests.simulation.transfer_engine import AUX_BASE, KV_BASE, SimEngine, make_caps
+from tests.simulation.watched import WatchedReceivers
+from tests.simulation.world import Process, Violation, World
+from transfer_backends.contract import Caps, KVArgs, Region, TransferConfig
+from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.decode_sessions import LookUp
+from transfer_backends.liveness import Liveness, ProcessMark
+from transfer_backends.outside import Outside
+from transfer_backends.prefill_manager import PrefillManager
+
+EOS = 7
+SECRET = b"a secret of the simulated cluster"
+SLOT_BYTES = 8
+CONTROL_TURN_S = 0.1  # production: 0.02; fewer events
+HTTP_PORT, BOOTSTRAP_PORT = 80, 8998
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What all workers of a cluster share. `find(name)`: the living process `node.life`."""
+
+    world: World
+    network: Network
+    options: Options
+    config: TransferConfig
+    directory: dict[bytes, Any]
+    find: Callable[[str], Process | None]
+    bootstrap_of: Callable[[str], SimBootstrap | None]
+    shared_bootstrap: str | None
+
+
+class Worker:
+    """`role_name`: "prefill" | "decode". Implements transfer_engine.Memory."""
+
+    def __init__(self, around: Surroundings, process: Process, role_name: str) -> None:
+        self.around, self.process, self.role_name = around, process, role_name
+        self.draw: random.Random = around.world.rng(f"worker/{process.name}")
+        options, is_prefill = around.options, role_name == "prefill"
+        self.model = CheckedModel(page_size=options.page_size, name=process.name)
+        self.metadata = MetadataBuffers(options.rows)
+        self.executor = SimExecutor(self.model)
+        num_pages = options.pages[0 if is_prefill else 1]
+        self.kv_args = self._kv_args(num_pages)
+        self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
+        self.said: dict[str, int] = {}
+        self.inbox: list[ToScheduler] = []
+        self.wait_s = 0.0
+        self.scheduler = self._scheduler(num_pages)
+        self.threads: dict[str, Activity] = {}
+        self.manager = self._prefill_manager() if is_prefill else self._decode_manager()
+        self.bootstrap: SimBootstrap | None = None
+        self.role = self._prefill_role() if is_prefill else self._decode_role()
+        self.loop = self._loop(options.depth[0 if is_prefill else 1])
+        self._start_frontend()
+        self.threads["loop"] = self._thread("loop", self._turn)
+        self.threads["loop"].wake()
+        self.threads["control"].wake()
+
+    # ---- parts
+
+    def _kv_args(self, num_pages: int) -> KVArgs:
+        size = self.around.options.page_size
+        return KVArgs(
+            kv=Region(KV_BASE, 1 + num_pages, size * SLOT_BYTES),
+            aux=Region(AUX_BASE, self.around.options.rows, ROW.itemsize),
+            signature="simulated",
+            page_size=size,
+            dtype="hash",
+        )
+
+    def _scheduler(self, num_pages: int) -> Scheduler:
+        options = self.around.options
+        allocator = PageAllocator(num_pages=num_pages, page_size=options.page_size)
+        return Scheduler(
+            limits=Limits(
+                page_size=options.page_size,
+                max_running_requests=options.max_running,
+                max_queued_requests=100,
+                chunked_prefill_size=options.chunk,
+                max_prefill_tokens=64,
+            ),
+            memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True)),
+            tail_text=lambda ids: "",
+            ratio=NewTokenRatio(conservativeness=self.draw.choice([0.0, 0.3, 1.0])),
+            draw=self.draw.random,
+            backup_pages=options.backup_pages if self.role_name == "decode" else 0,
+            growth=MeasuredGrowth(),
+        )
+
+    def _thread(self, label: str, act: Callable[[], float | None]) -> Activity:
+        return Activity(self.process, label, act, lag_s=self._lag_s)
+
+    def _lag_s(self) -> float:
+        return self.draw.uniform(0.00002, self.around.options.clock_s)
+
+    def _outside(self) -> Outside:
+        around, process = self.around, self.process
+        host = "one-host" if around.options.same_host else process.node
+
+        def listen(host: str, port: int) -> SimListenPort:
+            number = 9000 if around.options.fixed_control_port else 9000 + process.life
+            return SimListenPort(around.network, process, self._wake_control, address=f"{process.node}:{number}")
+
+        return Outside(
+            incarnation=lambda: process.name,
+            mark=lambda: ProcessMark(host, process.life, 1),
+            listen=listen,
+            connect=lambda: SimConnectPort(around.network, process, self._wake_control),
+            pool=lambda num_threads, name: _Pool(self),
+            liveness=self._liveness,
+        )
+
+    def _wake_control(self) -> None:
+        if "control" not in self.threads:
+            self.threads["control"] = self._thread("control", self._control)
+        self.threads["control"].wake()
+
+    def _caps(self) -> Caps:
+        options = self.around.options
+        return make_caps(self.draw, options.engine.settle_s)
+
+    def _engine(self, on_progress: Callable[[], None]) -> SimEngine:
+        around = self.around
+        self.engine = SimEngine(
+            world=around.world,
+            network=around.network,
+            memory=self,
+            caps=self._caps(),
+            behaviour=around.options.engine,
+            directory=around.directory,
+            on_progress=on_progress,
+        )
+        return self.engine
+
+    def _prefill_manager(self) -> PrefillManager:
+        self.threads["driver"] = self._thread("driver", self._drive)
+        engine = self._engine(self.threads["driver"].wake)
+        manager = PrefillManager(
+            self.kv_args, engine, self.around.config, self.process.clock, outside=self._outside()
+        )
+        manager._driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
+        self._set_up(manager)
+        return manager
+
+    def _decode_manager(self) -> DecodeManager:
+        manager = DecodeManager(
+            self.kv_args,
+            self._engine(lambda: None),
+            self.around.config,
+            lookup=lambda bootstrap, room: look_up_in(self.around.bootstrap_of(bootstrap), bootstrap, room, self._reach),
+            clock=self.process.clock,
+            outside=self._outside(),
+        )
+        self._set_up(manager)
+        return manager
+
+    def _set_up(self, manager: PrefillManager | DecodeManager) -> None:
+        manager.set_wakeup(self._wake_loop)
+        self._wake_control()
+
+    def _wake_loop(self) -> None:
+        if "loop" in self.threads:
+            self.threads["loop"].wake()
+
+    def _prefill_role(self) -> PrefillRole:
+        assert isinstance(self.manager, PrefillManager)
+        server = self.around.shared_bootstrap
+        if server is None:
+            server = f"{self.process.node}:{BOOTSTRAP_PORT}"
+            registry = Registry(BootstrapConfig(lease=3.0, room_ttl=20.0), shared=False)
+            self.bootstrap = SimBootstrap(self.process, registry)
+        registrar = SimRegistrar(
+            self.manager, self.kv_args, server=server, find=self.around.bootstrap_of, reach=self._reach,
+            clock=self.process.clock,
+        )  # fmt: skip
+        self.registrar = registrar
+        self.threads["registrar"] = self._thread("registrar", registrar.turn)
+        registrar._wake = Flag(self.threads["registrar"].wake)  # type: ignore[assignment]
+        self.threads["registrar"].wake()
+        return PrefillRole(
+            scheduler=self.scheduler,
+            manager=self.manager,
+            metadata=self.metadata,
+            directory=registrar,
+            page_bytes=self.kv_args.kv.item_bytes,
+        )
+
+    def _decode_role(self) -> DecodeRole:
+        assert isinstance(self.manager, DecodeManager)
+        return DecodeRole(
+            scheduler=self.scheduler,
+            manager=WatchedReceivers(self.manager, self.exposed),
+            metadata=self.metadata,
+            moves_bytes=True,
+            prealloc_timeout_s=10.0,
+        )
+
+    def _loop(self, depth: int) -> EngineLoop:
+        idle: Any = SimpleNamespace()
+        return EngineLoop(
+            scheduler=self.scheduler,
+            executor=self.executor,  # type: ignore[arg-type]
+            role=self.role,
+            ports=_Ports(self),
+            weights=idle,
+            profiler=idle,
+            watchdog=Watchdog(timeout_s=0),
+            settings=LoopSettings(depth=depth, eos_ids=frozenset({EOS}), prefill_only=self.role_name == "prefill"),
+            clock=self.process.clock,
+        )
+
+    def _start_frontend(self) -> None:
+        info: dict[str, Any] = {"disaggregation_mode": self.role_name, "disaggregation_bootstrap_port": BOOTSTRAP_PORT}
+        if self.around.shared_bootstrap is not None:
+            info["disaggregation_bootstrap_server"] = self.around.shared_bootstrap
+        self.frontend = Frontend(name=self.process.name, send=self._to_scheduler, info=info)
+        self.frontend.load = self._load
+        address = f"{self.process.node}:{HTTP_PORT}"
+        serve(self.around.network, self.process, address, self.frontend.handle)
+
+    def _load(self) -> dict[str, int]:
+        counts = self.scheduler.memory.allocator.counts()
+        return {
+            "num_running_reqs": self.scheduler.num_running,
+            "num_waiting_reqs": self.scheduler.num_waiting,
+            "num_used_tokens": counts["held"] * self.around.options.page_size,
+            "num_waiting_uncached_tokens": self.scheduler.waiting_tokens,
+        }
+
+    # ---- threads
+
+    def _to_scheduler(self, message: ToScheduler) -> None:
+        self.process.after(self._lag_s(), type(message).__name__, self._receive, message)
+
+    def _receive(self, message: ToScheduler) -> None:
+        self.inbox.append(message)
+        self._wake_loop()
+
+    def _turn(self) -> float:
+        worked = self.loop.turn()
+        self.check()
+        clock_s = self.around.options.clock_s
+        if not worked:
+            self.loop._rest()
+            return max(self.wait_s, 0.05)
+        pause_s = self.draw.uniform(clock_s, 4 * clock_s)
+        self.process.after(self.draw.uniform(0, pause_s), "compute", self.executor.compute_one)
+        return pause_s
+
+    def _control(self) -> float:
+        self.manager.turn(0)
+        self.check_manager()
+        if self.manager._has_effects() or self.manager._port.has_events:  # type: ignore[attr-defined]
+            return self._lag_s()
+        return CONTROL_TURN_S
+
+    def _drive(self) -> float | None:
+        assert isinstance(self.manager, PrefillManager)
+        moved = self.manager._driver.step()
+        self.check_manager()
+        if moved:
+            return self._lag_s()
+        return CONTROL_TURN_S if self.manager._driver.busy or self.manager._rooms.wants_driver else None
+
+    # ---- surroundings
+
+    def _reach(self, address: str) -> bool:
+        return self.around.network.reachable(self.process.node, address.partition(":")[0])
+
+    def _liveness(self, mark: ProcessMark, control: str) -> Liveness:
+        """As transfer_backends/liveness.py: by the process table of one machine, or by knocking at the control port."""
+        node = control.partition(":")[0]
+        if mark.host == "one-host":
+            return Liveness.ALIVE if self.around.find(f"{node}.{mark.pid}") else Liveness.DEAD
+        if not self._reach(control):
+            return Liveness.UNKNOWN
+        return Liveness.ALIVE if control in self.around.network.listeners else Liveness.DEAD
+
+    # ---- outputs
+
+    def say(self, outputs: list[TokenOutput]) -> None:
+        """DESIGN.md 5.2, at the scheduler's door: tokens in order, none twice, nothing after the end."""
+        for output in outputs:
+            before = self.said.get(output.rid, 0)
+            if before < 0:
+                raise Violation(f"{self.process.name}: {output.rid} speaks after its end")
+            if output.new_ids and output.completion_tokens != before + len(output.new_ids):
+                raise Violation(f"{self.process.name}: {output.rid} skips or repeats tokens")
+            self.said[output.rid] = before + len(output.new_ids) if output.finish is None else -1
+        self.process.after(self._lag_s(), "tokens", self.frontend.on_outputs, outputs)
+
+    # ---- memory, for the transfer engine
+
+    def write_allowed(self, kind: str, idx: int) -> bool:
+        return self.exposed[kind][idx] > 0
+
+    def read_allowed(self, kind: str, idx: int) -> bool:
+        if kind == "kv":
+            return self.scheduler.memory.allocator.state_of(idx) in ("held", "cached")
+        return idx not in self.metadata._free
+
+    def copy_from(self, other: Any, kind: str, src: int, dst: int) -> None:
+        if kind == "aux":
+            self.metadata._rows[dst] = np.array(other.metadata._rows[src])
+            return
+        for offset in range(self.around.options.page_size):
+            value = other.model.kv.get((src, offset))
+            self.model.kv[dst, offset] = -1 if value is None else value
+
+    # ---- checks
+
+    def check(self) -> None:
+        self.scheduler.check()
+        self._raise(self.role.check())
+
+    def check_manager(self) -> None:
+        self._raise(self.manager.check())
+
+    def _raise(self, problems: list[str]) -> None:
+        if problems:
+            raise Violation(f"{self.process.name}: {'; '.join(problems)}")
+
+    def leftovers(self) -> list[str]:
+        """What is not at rest; empty when everything has ended and all memory is back."""
+        counts = self.scheduler.memory.allocator.counts()
+        open_things = {
+            "requests": len(self.scheduler.live_rids()),
+            "role entries": len(self.role._entries),
+            "held pages": counts["held"],
+            "quarantined pages": counts["quarantined"],
+            "locked cached pages": self.scheduler.memory.cache.num_pages - self.scheduler.memory.cache.num_evictable,
+            "metadata rows": self.metadata.num_used,
+            "rooms": len(self.manager._rooms.machine),
+            "exposed pages": sum(self.exposed["kv"].values()) + sum(self.exposed["aux"].values()),
+            "open HTTP requests": self.frontend.num_open,
+        }
+        return [f"{self.process.name}: {count} {what}" for what, count in open_things.items() if count]
+
+
+class _Ports:
+    """The loop's `Ports` of one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def receive(self) -> list[ToScheduler]:
+        messages, self._worker.inbox = self._worker.inbox, []
+        return messages
+
+    def wait(self, timeout_s: float) -> None:
+        self._worker.wait_s = timeout_s
+
+    def to_detokenizer(self, message: ToDetokenizer) -> None:
+        if isinstance(message, TokenBatch):
+            self._worker.say(message.outputs)
+
+    def to_frontend(self, message: ToFrontend) -> None:
+        """Control replies interest nobody here."""
+
+    def call_attention(self) -> None:
+        self._worker._wake_loop()
+
+
+class _Pool:
+    """A thread pool whose work takes a while, then happens at once."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def submit(self, work: Callable[[Any], None], item: Any, /) -> None:
+        worker = self._worker
+        low_s, high_s = worker.around.options.delay_s
+        delay_s = 2 * worker.draw.uniform(low_s, high_s)
+        if isinstance(item, LookUp) and not worker._reach(item.bootstrap):
+            delay_s += 1.0  # until its own timeout
+        worker.process.after(delay_s, type(item).__name__, work, item)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Nothing to end."""
