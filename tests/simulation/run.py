@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tests.simulation.cluster import Cluster
+from tests.simulation.faults import Faults
 from tests.simulation.options import Options
 from tests.simulation.world import Violation, World
 
@@ -64,6 +65,7 @@ class Run:
         self.options = options
         self.world = World(options.seed)
         self.cluster = Cluster(self.world, options)
+        self.faults = Faults(self.cluster)
         self.draw = self.world.rng("run")
         self.settled_s = 0.0
 
@@ -71,9 +73,9 @@ class Run:
         """Raises `Violation` (or what production code raised)."""
         self.world.run_until(START_S)
         self._schedule_requests()
-        self._inject_faults()
+        self.faults.begin()
         self.world.run_until(START_S + self.options.length_s)
-        self._heal()
+        self.faults.heal()
         self._demand_rest()
         self._demand_service()
 
@@ -83,12 +85,6 @@ class Run:
 
     def _ask(self) -> None:
         self.cluster.clients.ask(big=self.draw.random() < 0.2, capacity=self.cluster.capacity)
-
-    def _inject_faults(self) -> None:
-        """Faults: tests/simulation/faults.py."""
-
-    def _heal(self) -> None:
-        self.cluster.network.heal()
 
     def _demand_rest(self) -> None:
         healed_s = self.world.now_s

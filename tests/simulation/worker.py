@@ -81,6 +81,7 @@ class Worker:
         self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
         self.said: dict[str, int] = {}
         self.inbox: list[ToScheduler] = []
+        self._arrivals: dict[str, float] = {}  # of the last message on each way
         self.wait_s = 0.0
         self.scheduler = self._scheduler(num_pages)
         self.threads: dict[str, Activity] = {}
@@ -267,7 +268,13 @@ class Worker:
     # ---- threads
 
     def _to_scheduler(self, message: ToScheduler) -> None:
-        self.process.after(self._lag_s(), type(message).__name__, self._receive, message)
+        self._pass_on("to scheduler", type(message).__name__, self._receive, message)
+
+    def _pass_on(self, way: str, label: str, act: Callable[[Any], None], message: Any) -> None:
+        """Between processes of the worker, over a socket that keeps the order."""
+        arrival_s = max(self.around.world.now_s + self._lag_s(), self._arrivals.get(way, 0.0))
+        self._arrivals[way] = arrival_s
+        self.process.after(arrival_s - self.around.world.now_s, label, act, message)
 
     def _receive(self, message: ToScheduler) -> None:
         self.inbox.append(message)
@@ -324,7 +331,7 @@ class Worker:
             if output.new_ids and output.completion_tokens != before + len(output.new_ids):
                 raise Violation(f"{self.process.name}: {output.rid} skips or repeats tokens")
             self.said[output.rid] = before + len(output.new_ids) if output.finish is None else -1
-        self.process.after(self._lag_s(), "tokens", self.frontend.on_outputs, outputs)
+        self._pass_on("to frontend", "tokens", self.frontend.on_outputs, outputs)
 
     # ---- memory, for the transfer engine
 
