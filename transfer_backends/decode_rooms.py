@@ -163,7 +163,7 @@ class DecodeRooms:
             self.effects.queue.append(LookUp(rec.bootstrap, rec.key[0]))
 
     def _attach(self, rec: Room, route: Route, now_s: float) -> None:
-        rec.looking = False
+        rec.looking, rec.retry_at_s = False, None
         session = self.sessions.obtain(route, now_s)
         if session.phase is Phase.LOST or session.pulse.silent:
             self._drop_routes(session)

@@ -152,8 +152,8 @@ class Clients:
         asked.got += event["tokens"]
         finish = event["finish"]
         if finish is not None:
-            asked.finished = finish[0] != "abort"
-            asked.said_error |= finish[0] == "abort"
+            asked.finished = finish["kind"] != "abort"
+            asked.said_error |= finish["kind"] == "abort"
 
     def _end_stream(self, asked: Asked) -> None:
         if asked.finished and not asked.said_error:
@@ -165,8 +165,8 @@ class Clients:
 
     def _end_whole(self, asked: Asked) -> None:
         samples = msgspec.json.decode(bytes(asked.body))["samples"]
-        if any(sample["finish"][0] == "abort" for sample in samples):
-            self._fail(asked, "aborted")
+        if any(sample["finish"]["kind"] == "abort" for sample in samples):
+            self._fail(asked, f"aborted: {[sample['finish']['message'] for sample in samples]}")
         else:
             self._succeed(asked, [sample["tokens"] for sample in samples])
 

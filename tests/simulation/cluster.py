@@ -74,7 +74,7 @@ class Cluster:
             waiting_timeout_s=6.0,
             transfer_timeout_s=4.0,
             handshake_timeout_s=3.0,
-            heartbeat_interval_s=0.3,
+            heartbeat_interval_s=0.4,
             drain_timeout_s=5.0,
             secret=SECRET if self.options.secret else None,
             max_orphans=64,

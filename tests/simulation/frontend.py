@@ -111,7 +111,7 @@ class Frontend:
     def _on_output(self, exchange: Exchange, output: TokenOutput) -> None:
         exchange.tokens[output.rid] += output.new_ids
         if output.finish is not None:
-            exchange.finish[output.rid] = msgspec.to_builtins(output.finish)
+            exchange.finish[output.rid] = msgspec.structs.asdict(output.finish)
             del self._by_rid[output.rid]
         status = output.finish.status if output.finish is not None else 0
         if exchange.stream:
@@ -133,9 +133,9 @@ class Frontend:
 
     def _answer(self, exchange: Exchange) -> None:
         finishes = [exchange.finish[rid] for rid in exchange.rids]
-        bad = next((f for f in finishes if f[4]), None)
+        bad = next((f for f in finishes if f["status"]), None)
         if bad is not None:
-            exchange.reply.whole(bad[4], msgspec.json.encode({"error": bad[2]}))
+            exchange.reply.whole(bad["status"], msgspec.json.encode({"error": bad["message"]}))
             return
         body = {"samples": [{"tokens": exchange.tokens[rid], "finish": exchange.finish[rid]} for rid in exchange.rids]}
         exchange.reply.whole(200, msgspec.json.encode(body))

@@ -56,6 +56,7 @@ class Network:
 
     world: World
     delay_s: tuple[float, float]
+    spiky: bool = True  # a delay is ten times as long now and then
     blocked: set[tuple[str, str]] = field(default_factory=set)
     clog_s: dict[tuple[str, str], float] = field(default_factory=dict)
     listeners: dict[str, tuple[Process, Callable[[End], None]]] = field(default_factory=dict)
@@ -75,7 +76,7 @@ class Network:
 
     def delay(self, source: str, target: str) -> float:
         low, high = self.delay_s
-        factor = 10.0 if self._draw.random() < 0.02 else 1.0
+        factor = 10.0 if self.spiky and self._draw.random() < 0.02 else 1.0
         return factor * self._draw.uniform(low, high) + self.clog_s.get((source, target), 0.0)
 
     def connect(
@@ -97,6 +98,7 @@ class Network:
         return len(hit)
 
     def heal(self) -> None:
+        self.spiky = False
         self.blocked.clear()
         self.clog_s.clear()
 

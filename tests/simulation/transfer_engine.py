@@ -130,7 +130,7 @@ class SimEngine:
     def disconnect(self, peer: Peer) -> None:
         assert not any(op.state is OpState.PENDING for op in peer.ops), "disconnected with operations pending"
         peer.closed = True
-        for copy in peer.lingering:  # what is in socket buffers may still be applied for a while
+        for copy in list(peer.lingering):  # what is in socket buffers may still be applied for a while
             if self._draw.random() < 0.5:
                 self._drop(copy)
             else:
@@ -160,7 +160,7 @@ class SimEngine:
         fails = self._hit("fence error", self._behaviour.fence_fail_rate) or not peer.target.process.alive
         op = self._signal(peer, "fence", fails=fails)
         if not fails:
-            for copy in peer.lingering:
+            for copy in list(peer.lingering):
                 self._drop(copy)
             peer.lingering = []
         return op

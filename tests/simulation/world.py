@@ -91,8 +91,10 @@ class World:
     def run_until(self, time_s: float, done: Callable[[], bool] = lambda: False) -> bool:
         """Until `done` (True) or `time_s` (False)."""
         while not done():
+            while self._queue and self._queue[0].cancelled:
+                heapq.heappop(self._queue)
             if not self._queue or self._queue[0].time_s > time_s:
-                self.now_s = time_s
+                self.now_s = max(self.now_s, time_s)
                 return done()
             self.step()
         return True
