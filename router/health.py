@@ -85,7 +85,7 @@ class HealthMonitor:
         self._tell(worker, result, error)
         if worker.health is Health.UP and self._config.load_poll_interval_s > 0 and now_s >= watch.load_due_s:
             watch.load_due_s = now_s + self._config.load_poll_interval_s
-            self._table.on_report(worker, parse_load(await self._first_json(worker, _LOAD_PATHS)))
+            self._table.on_report(worker, parse_load((await self._first_json(worker, _LOAD_PATHS))[0]))
 
     def _tell(self, worker: Worker, result: Check, error: str) -> None:
         if self._table.on_check(worker, result, now_s=_now_s(), error=error):
@@ -103,7 +103,9 @@ class HealthMonitor:
 
     async def _read_info(self, worker: Worker) -> str | None:
         """Read role and bootstrap address; returns what is wrong. Workers that say nothing of themselves are fine."""
-        info = await self._first_json(worker, _INFO_PATHS)
+        info, error = await self._first_json(worker, _INFO_PATHS)
+        if error:  # nothing was learnt: what is known of it stays
+            return error
         mode, expected = parse_mode(info), _EXPECTED_MODE[worker.role]
         if mode is not None and mode != expected:
             return f"runs with --disaggregation-mode {mode}, but was given as a {worker.role} worker"
@@ -112,16 +114,19 @@ class HealthMonitor:
             self._table.on_bootstrap(worker, host=host, port=port)
         return None
 
-    async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> Any:
-        """The first of `paths` that answers JSON; None if none does."""
+    async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:
+        """(the first JSON answer of `paths`, ""); (None, "") when it has none; (None, why) when one could not be asked."""
+        error = ""
         for path in paths:
             try:
                 status, body = await self._get(worker, path)
                 if status == 200:
-                    return msgspec.json.decode(body)
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
+                    return msgspec.json.decode(body), ""
+            except (ValueError, RecursionError):
                 continue
-        return None
+            except (aiohttp.ClientError, OSError, TimeoutError) as err:
+                error = f"{path}: {str(err) or type(err).__name__}"
+        return None, error
 
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=self._config.health_check_timeout_s)

@@ -21,6 +21,7 @@ from router.health import HealthMonitor
 from router.legs import Legs
 from router.metrics import RouterMetrics
 from router.policies import make_policy
+from router.rewrite import Api
 from router.rooms import RoomMinter
 from router.workers import Role, Thresholds, WorkerTable
 from tests.simulation.aio import VirtualLoop
@@ -71,6 +72,9 @@ class Router:
         serve(network, process, f"{process.node}:{PORT}", self._handle)
 
     def _handle(self, request: Request, reply: Reply) -> None:
+        if request.path != Api.GENERATE:
+            reply.whole(404, b"{}")  # what the web server does
+            return
         self._num_requests += 1
         incoming: Any = _IncomingRequest(self.aio, request, reply, f"{self.process.name}-{self._num_requests}")
         task = self.aio.run(lambda: self.aio.create_task(self._serve(incoming, reply)))
