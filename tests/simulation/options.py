@@ -99,6 +99,7 @@ def _engine(draw: random.Random, *, faulty: bool) -> EngineBehaviour:
         slow_rate=draw.choice([0.0, 0.1]) if faulty else 0.0,
         slow_s=draw.choice([0.2, 1.0, 3.0]),
         fail_rate=rate,
+        late_done_rate=draw.choice([0.0, 0.02, 0.1]) if faulty else 0.0,
         late_rate=draw.choice([0.3, 0.9]),
         max_linger_s=draw.choice([0.5, 3.0]),
         connect_fail_rate=rate,

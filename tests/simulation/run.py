@@ -92,6 +92,8 @@ class Run:
         if not self.world.run_until(healed_s + SETTLE_S, lambda: self.world.num_events % 64 == 0 and not cluster.leftovers()):
             raise Violation(f"{SETTLE_S:g} s after the faults: {'; '.join(cluster.leftovers())}")
         self.settled_s = self.world.now_s - healed_s
+        for worker in cluster.workers():
+            worker.check_cached()
 
     def _demand_service(self) -> None:
         """The same processes serve again: new requests all succeed."""

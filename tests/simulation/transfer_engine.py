@@ -20,12 +20,16 @@ AGAIN_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class EngineBehaviour:
-    """Shares and times of one run. `late`: FAILED operations whose copies go on; `max_linger_s`: for how long."""
+    """Shares and times of one run. 
+
+    `late_done`: operations that end well and say so late. `late`: copies of FAILED ones that go on, for `max_linger_s`.
+    """
 
     copy_s: tuple[float, float]
     slow_rate: float
     slow_s: float
     fail_rate: float
+    late_done_rate: float
     late_rate: float
     max_linger_s: float
     connect_fail_rate: float
@@ -253,7 +257,8 @@ class SimEngine:
         self._world.seen["late writes" if op.state is OpState.FAILED else "writes"] += 1
         self._drop(copy)
         if op.state is OpState.PENDING and not op.left and not op.will_fail:
-            self._end(op, OpState.DONE)
+            late_s = self._draw.uniform(0, 2.0) if self._hit("late completion", self._behaviour.late_done_rate) else 0.0
+            self._after(late_s, "op done", self._end, op, OpState.DONE)
 
     def _drop(self, copy: Copy) -> None:
         copy.over = True

@@ -330,6 +330,7 @@ class Worker:
                 raise Violation(f"{self.process.name}: {output.rid} speaks after its end")
             if output.new_ids and output.completion_tokens != before + len(output.new_ids):
                 raise Violation(f"{self.process.name}: {output.rid} skips or repeats tokens")
+            self.around.world.note(f"{output.rid} says {output.new_ids} {output.finish and output.finish.kind}")
             self.said[output.rid] = before + len(output.new_ids) if output.finish is None else -1
         self._pass_on("to frontend", "tokens", self.frontend.on_outputs, outputs)
 
@@ -377,8 +378,26 @@ class Worker:
             "rooms": len(self.manager._rooms.machine),
             "exposed pages": sum(self.exposed["kv"].values()) + sum(self.exposed["aux"].values()),
             "open HTTP requests": self.frontend.num_open,
+            "dead peers": len(self._dead_peers()),
         }
         return [f"{self.process.name}: {count} {what}" for what, count in open_things.items() if count]
+
+
+    def _dead_peers(self) -> list[str]:
+        """Incarnations that are gone and still known: tables must forget them."""
+        if isinstance(self.manager, DecodeManager):
+            known = list(self.manager._rooms.sessions._sessions)
+        else:
+            known = list(self.manager._rooms.peers._peers)
+        return [name for name in known if self.around.find(name) is None]
+
+    def check_cached(self) -> None:
+        """Every page that others may find holds the KV of its prefix."""
+        stack = [(node, list(node.key), list(node.pages)) for node in self.scheduler.memory.cache._root.children.values()]
+        while stack:
+            node, tokens, pages = stack.pop()
+            self.model.verify(pages, tokens)
+            stack += [(c, tokens + list(c.key), pages + list(c.pages)) for c in node.children.values()]
 
 
 class _Ports:
