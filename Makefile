@@ -16,13 +16,21 @@ TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokeni
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS
 
-.PHONY: help setup run test bench lint format clean
+# make sim SEED=7 NODES=8; make sim-soak MINUTES=10 (it writes docs/simulation.md); both unset: drawn
+SEED ?=
+NODES ?=
+MINUTES ?= 10
+SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
+
+.PHONY: help setup run test bench sim sim-soak sim-mutants lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
 	@echo "make test [TESTS=...]  run the tests"
 	@echo "make setup             make $(VENV) with everything in it"
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
+	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
+	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
 	@echo "make lint | format     check | mend style, types and import order"
 	@echo "make clean             remove $(VENV) and caches"
 
@@ -41,6 +49,15 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)
+
+sim: $(STAMP)
+	$(SIM)
+
+sim-soak: $(STAMP)
+	$(SIM) --soak $(MINUTES) --report docs/simulation.md
+
+sim-mutants: $(STAMP)
+	$(SIM) --mutants
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

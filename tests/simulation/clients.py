@@ -14,8 +14,8 @@ import msgspec
 from tests.core.hash_model import expected_tokens
 from tests.simulation.http import Call, Head, Request, call
 from tests.simulation.network import Network
-from tests.simulation.world import Process, Violation
 from tests.simulation.worker import EOS
+from tests.simulation.world import Process, Violation
 
 FAMILIES = 4  # of prompts that share a beginning
 VOCAB_OF_PROMPTS = 50
@@ -78,7 +78,7 @@ class Clients:
     def _prompt(self, length: int) -> list[int]:
         """Of a family, so that prefixes are shared; or the next turn of an earlier conversation."""
         if self.recent and self._draw.random() < 0.25:
-            return (self._draw.choice(list(self.recent)) + [self._draw.randrange(VOCAB_OF_PROMPTS)])[:length]
+            return ([*self._draw.choice(list(self.recent)), self._draw.randrange(VOCAB_OF_PROMPTS)])[:length]
         family = self._draw.randrange(FAMILIES)
         tail = self._draw.randrange(VOCAB_OF_PROMPTS)
         return [(family * 7 + k) % VOCAB_OF_PROMPTS for k in range(max(0, length - 1))] + [tail]
@@ -100,7 +100,11 @@ class Clients:
             on_lost=lambda reason: self._on_lost(asked),
         )
         call(
-            self._network, self._process, self._router, Request("POST", "/generate", msgspec.json.encode(body)), asked.call
+            self._network,
+            self._process,
+            self._router,
+            Request("POST", "/generate", msgspec.json.encode(body)),
+            asked.call,
         )
 
     def leave(self, number: int) -> None:

@@ -44,9 +44,7 @@ class _Port:
 
 
 class SimListenPort(_Port):
-    def __init__(
-        self, network: Network, process: Process, on_event: Callable[[], None], *, address: str
-    ) -> None:
+    def __init__(self, network: Network, process: Process, on_event: Callable[[], None], *, address: str) -> None:
         super().__init__(network, process, on_event)
         self.address = address
         self._num_links = 0

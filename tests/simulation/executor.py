@@ -75,5 +75,3 @@ class SimExecutor:
         while launch.result is None:
             self.compute_one()
         return launch.result
-
-

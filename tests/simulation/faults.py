@@ -12,7 +12,7 @@ from tests.simulation.http import Call, call
 from tests.simulation.worker import Worker
 from tests.simulation.world import Process
 
-FAST_RESTART_S = (0.01, 0.2)
+FAST_RESTART_S = (0.001, 0.1)
 SLOW_RESTART_S = (1.0, 5.0)
 JUMPS_S = (0.05, 0.5, 2.0, 10.0)
 

@@ -76,9 +76,7 @@ class Frontend:
         rooms = body["bootstrap_room"] if isinstance(body["bootstrap_room"], list) else [body["bootstrap_room"]]
         hosts = body["bootstrap_host"] if isinstance(body["bootstrap_host"], list) else [body["bootstrap_host"]]
         ports = body["bootstrap_port"] if isinstance(body["bootstrap_port"], list) else [body["bootstrap_port"]]
-        params = SamplingParams(
-            max_new_tokens=min(int(sampling["max_new_tokens"]), MAX_NEW_TOKENS), temperature=0.0
-        )
+        params = SamplingParams(max_new_tokens=min(int(sampling["max_new_tokens"]), MAX_NEW_TOKENS), temperature=0.0)
         if not (len(rooms) == len(hosts) == len(ports) == int(sampling.get("n", 1))):
             raise ValueError("as many rooms as samples")
         return [

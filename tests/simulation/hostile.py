@@ -154,7 +154,9 @@ class Hostile:
         nodes = [n for n in self._cluster.nodes.values() if n.alive and n.kind != "bootstrap"]
         if nodes:
             address = f"{self._draw.choice(nodes).name}:80"
-            request = Request("POST", self._draw.choice(["/generate", "/generate", "/nowhere"]), self._draw.choice(BAD_BODIES))
+            request = Request(
+                "POST", self._draw.choice(["/generate", "/generate", "/nowhere"]), self._draw.choice(BAD_BODIES)
+            )
             call(self._cluster.network, self._process, address, request, Call())
 
     def _bootstrap(self) -> None:

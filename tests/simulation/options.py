@@ -74,7 +74,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         num_requests=draw.choice([20, 40, 60]),
         page_size=page_size,
         pages=tuple(draw.randint(60, 90) * (1 if tight else 4) // page_size for _ in range(2)),  # type: ignore[arg-type]
-        chunk=draw.choice([4, 8, 32]) * page_size,
+        chunk=draw.choice([1, 2, 8]) * page_size,
         depth=(draw.randint(1, 2), draw.randint(1, 2)),
         max_running=draw.choice([2, 4, 8]),
         rows=draw.choice([2, 4, 16]),
@@ -93,7 +93,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
 
 def _engine(draw: random.Random, *, faulty: bool) -> EngineBehaviour:
     low_s = draw.choice([0.0002, 0.002])
-    rate = draw.choice([0.0, 0.01, 0.05]) if faulty else 0.0
+    rate = draw.choice([0.0, 0.05, 0.2]) if faulty else 0.0
     return EngineBehaviour(
         copy_s=(low_s, 4 * low_s),
         slow_rate=draw.choice([0.0, 0.1]) if faulty else 0.0,
@@ -104,6 +104,7 @@ def _engine(draw: random.Random, *, faulty: bool) -> EngineBehaviour:
         max_linger_s=draw.choice([0.5, 3.0]),
         connect_fail_rate=rate,
         fence_fail_rate=draw.choice([0.0, 0.3]) if faulty else 0.0,
+        fence_s=draw.choice([0.01, 0.5]),
         settle_s=0.5,
         gives_up_s=draw.choice([0.5, 2.0]),
     )

@@ -34,7 +34,9 @@ PORT = 80
 
 
 class Router:
-    def __init__(self, *, process: Process, network: Network, options: Options, workers: list[tuple[str, Role]]) -> None:
+    def __init__(
+        self, *, process: Process, network: Network, options: Options, workers: list[tuple[str, Role]]
+    ) -> None:
         self.process = process
         self.aio = VirtualLoop(process)
         draw = network.world.rng(f"router/{process.name}")

@@ -89,7 +89,9 @@ class Run:
     def _demand_rest(self) -> None:
         healed_s = self.world.now_s
         cluster = self.cluster
-        if not self.world.run_until(healed_s + SETTLE_S, lambda: self.world.num_events % 64 == 0 and not cluster.leftovers()):
+        if not self.world.run_until(
+            healed_s + SETTLE_S, lambda: self.world.num_events % 64 == 0 and not cluster.leftovers()
+        ):
             raise Violation(f"{SETTLE_S:g} s after the faults: {'; '.join(cluster.leftovers())}")
         self.settled_s = self.world.now_s - healed_s
         for worker in cluster.workers():
@@ -97,7 +99,7 @@ class Run:
 
     def _demand_service(self) -> None:
         """The same processes serve again: new requests all succeed."""
-        self.world.run_until(self.world.now_s + 3.0)
+        self.world.run_until(self.world.now_s + 6.0)  # a registrar that found no server tries again within 5 s
         for _ in range(6):
             self.cluster.clients.ask(must_succeed=True, capacity=self.cluster.capacity)
         start_s = self.world.now_s

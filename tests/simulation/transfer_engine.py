@@ -20,7 +20,7 @@ AGAIN_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class EngineBehaviour:
-    """Shares and times of one run. 
+    """Shares and times of one run.
 
     `late_done`: operations that end well and say so late. `late`: copies of FAILED ones that go on, for `max_linger_s`.
     """
@@ -34,6 +34,7 @@ class EngineBehaviour:
     max_linger_s: float
     connect_fail_rate: float
     fence_fail_rate: float
+    fence_s: float
     settle_s: float
     gives_up_s: float  # an operation whose way is blocked fails after so long
 
@@ -162,12 +163,7 @@ class SimEngine:
     def fence(self, peer: Peer) -> Op:
         assert not any(op.state is OpState.PENDING for op in peer.ops), "fenced with operations pending"
         fails = self._hit("fence error", self._behaviour.fence_fail_rate) or not peer.target.process.alive
-        op = self._signal(peer, "fence", fails=fails)
-        if not fails:
-            for copy in list(peer.lingering):
-                self._drop(copy)
-            peer.lingering = []
-        return op
+        return self._signal(peer, "fence", fails=fails, delay_s=self._draw.uniform(0, self._behaviour.fence_s))
 
     def poll(self, op: Op) -> OpState:
         return op.state
@@ -188,10 +184,11 @@ class SimEngine:
     def _after(self, delay_s: float, label: str, act: Any, *args: Any) -> None:
         self._world.after(delay_s, f"{self._process.name} {label}", act, *args)
 
-    def _signal(self, peer: Peer, label: str, *, fails: bool) -> Op:
+    def _signal(self, peer: Peer, label: str, *, fails: bool, delay_s: float = 0.0) -> Op:
         op = Op(peer, will_fail=fails, posted_s=self._world.now_s)
         peer.ops.append(op)
-        self._after(self._draw.uniform(*self._behaviour.copy_s), label, self._end_signal, op, label)
+        delay_s += self._draw.uniform(*self._behaviour.copy_s)
+        self._after(delay_s, label, self._end_signal, op, label)
         return op
 
     def _end_signal(self, op: Op, label: str) -> None:
@@ -201,7 +198,13 @@ class SimEngine:
             else:
                 self._after(AGAIN_S, f"{label} again", self._end_signal, op, label)
             return
-        self._end(op, OpState.FAILED if op.will_fail or not op.peer.target.process.alive else OpState.DONE)
+        if op.will_fail or not op.peer.target.process.alive:
+            self._end(op, OpState.FAILED)
+            return
+        if label == "fence":  # only now nothing earlier can write any more
+            for copy in list(op.peer.lingering):
+                self._drop(copy)
+        self._end(op, OpState.DONE)
 
     def _way_is_free(self, op: Op) -> bool:
         return (self._process.node, op.peer.target.process.node) not in self._network.blocked
@@ -212,7 +215,7 @@ class SimEngine:
         mine, theirs = (getattr(m.kv_args, kind) for m in (self._memory, op.peer.target))
         size = mine.item_bytes
         first, target = (src - mine.base_ptr) // size, (dst - theirs.base_ptr) // size
-        if not (0 <= target and target + length // size <= theirs.num_items):
+        if not (target >= 0 and target + length // size <= theirs.num_items):
             raise Violation(f"{self._process.name} writes outside {op.peer.target.process.name}'s {kind} pool")
         return [Copy(op, kind, first + k, target + k) for k in range(length // size)]
 

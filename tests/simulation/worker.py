@@ -173,9 +173,7 @@ class Worker:
     def _prefill_manager(self) -> PrefillManager:
         self.threads["driver"] = self._thread("driver", self._drive)
         engine = self._engine(self.threads["driver"].wake)
-        manager = PrefillManager(
-            self.kv_args, engine, self.around.config, self.process.clock, outside=self._outside()
-        )
+        manager = PrefillManager(self.kv_args, engine, self.around.config, self.process.clock, outside=self._outside())
         manager._driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
         self._set_up(manager)
         return manager
@@ -185,7 +183,9 @@ class Worker:
             self.kv_args,
             self._engine(lambda: None),
             self.around.config,
-            lookup=lambda bootstrap, room: look_up_in(self.around.bootstrap_of(bootstrap), bootstrap, room, self._reach),
+            lookup=lambda bootstrap, room: look_up_in(
+                self.around.bootstrap_of(bootstrap), bootstrap, room, self._reach
+            ),
             clock=self.process.clock,
             outside=self._outside(),
         )
@@ -382,7 +382,6 @@ class Worker:
         }
         return [f"{self.process.name}: {count} {what}" for what, count in open_things.items() if count]
 
-
     def _dead_peers(self) -> list[str]:
         """Incarnations that are gone and still known: tables must forget them."""
         if isinstance(self.manager, DecodeManager):
@@ -393,7 +392,9 @@ class Worker:
 
     def check_cached(self) -> None:
         """Every page that others may find holds the KV of its prefix."""
-        stack = [(node, list(node.key), list(node.pages)) for node in self.scheduler.memory.cache._root.children.values()]
+        stack = [
+            (node, list(node.key), list(node.pages)) for node in self.scheduler.memory.cache._root.children.values()
+        ]
         while stack:
             node, tokens, pages = stack.pop()
             self.model.verify(pages, tokens)
