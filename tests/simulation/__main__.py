@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tests.simulation import mutants, report, scenario
 from tests.simulation.options import Options, options_of

@@ -11,8 +11,10 @@ from tests.simulation.clients import Clients
 from tests.simulation.http import Request
 from tests.simulation.network import Network
 from tests.simulation.options import Options
+from tests.simulation.rest import leftovers
 from tests.simulation.router import Router
-from tests.simulation.worker import BOOTSTRAP_PORT, SECRET, Surroundings, Worker
+from tests.simulation.surroundings import Surroundings
+from tests.simulation.worker import BOOTSTRAP_PORT, SECRET, Worker
 from tests.simulation.world import Event, Process, Violation, World
 from transfer_backends.contract import TransferConfig
 
@@ -161,7 +163,7 @@ class Cluster:
         """What is not at rest in the whole cluster."""
         found = [f"client {asked.number} has no answer" for asked in self.clients.live.values()]
         for worker in self.workers():
-            found += worker.leftovers()
+            found += leftovers(worker)
         router = self.router()
         return found + (router.leftovers() if router is not None else [])
 

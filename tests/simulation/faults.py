@@ -108,8 +108,11 @@ class Faults:
     def _clog(self) -> None:
         pair, network = self._pair(), self._cluster.network
         network.clog_s[pair] = self._draw.choice([0.05, 0.3, 1.0])
-        self._for(0.5, 4.0, lambda: network.clog_s.pop(pair, None) and None, "unclogged")
+        self._for(0.5, 4.0, lambda: self._unclog(pair), "unclogged")
         self._count("clogged link")
+
+    def _unclog(self, pair: tuple[str, str]) -> None:
+        self._cluster.network.clog_s.pop(pair, None)
 
     def _reset(self) -> None:
         """One connection, or all between two nodes."""

@@ -14,8 +14,9 @@ from disagg.metadata import ROW
 from tests.simulation.cluster import Cluster
 from tests.simulation.http import Call, Request, call
 from tests.simulation.network import End
+from tests.simulation.surroundings import SLOT_BYTES
 from tests.simulation.transfer_engine import AUX_BASE, KV_BASE
-from tests.simulation.worker import SLOT_BYTES, Worker
+from tests.simulation.worker import Worker
 from tests.simulation.world import Process
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill_manager import PrefillManager

@@ -70,8 +70,12 @@ class Router:
         self._num_requests = 0
         for node, role in workers:
             self.table.add(f"http://{node}:80", role=role)
-        self.aio.run(lambda: [self.monitor.watch(worker) for worker in self.table.workers()])
+        self.aio.run(self._watch_all)
         serve(network, process, f"{process.node}:{PORT}", self._handle)
+
+    def _watch_all(self) -> None:
+        for worker in self.table.workers():
+            self.monitor.watch(worker)
 
     def _handle(self, request: Request, reply: Reply) -> None:
         if request.path != Api.GENERATE:
@@ -85,7 +89,7 @@ class Router:
     async def _serve(self, request: Any, reply: Reply) -> None:
         response = await self._guard(request, self.dispatcher.handle)
         if isinstance(response, web.Response):
-            reply.whole(response.status, bytes(response.body or b""))
+            reply.whole(response.status, response.body if isinstance(response.body, bytes) else b"")
 
     def check(self) -> None:
         self.table.check()
@@ -122,8 +126,7 @@ class _IncomingRequest(dict[Any, Any]):
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
         """No application, no signals."""
 
-    def __hash__(self) -> int:
-        return id(self)
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 class _Writer:
@@ -240,7 +243,7 @@ class _Response:
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._loop.run(lambda: self._waiter.set_result(None))  # type: ignore[union-attr]
+            self._loop.run(lambda: self._waiter.set_result(None))
 
     async def _wait(self) -> None:
         self._waiter = self._loop.create_future()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from tests.simulation.cluster import Cluster
 from tests.simulation.faults import Faults
 from tests.simulation.options import Options
+from tests.simulation.rest import check_cached
 from tests.simulation.world import Violation, World
 
 START_S = 3.0  # until everybody must have found everybody
@@ -95,7 +96,7 @@ class Run:
             raise Violation(f"{SETTLE_S:g} s after the faults: {'; '.join(cluster.leftovers())}")
         self.settled_s = self.world.now_s - healed_s
         for worker in cluster.workers():
-            worker.check_cached()
+            check_cached(worker)
 
     def _demand_service(self) -> None:
         """The same processes serve again: new requests all succeed."""

@@ -3,10 +3,8 @@
 Its threads are activities: scheduler loop, control thread, sender thread (prefill), registrar (prefill), HTTP frontend.
 """
 
-import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +13,8 @@ import numpy as np
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.registry import Registry
 from disagg.decode_role import DecodeRole
-from disagg.metadata import ROW, MetadataBuffers
+from disagg.metadata import MetadataBuffers
 from disagg.prefill_role import PrefillRole
-from engine.core.growth import MeasuredGrowth
-from engine.core.limits import Limits
-from engine.core.memory import Memory
-from engine.core.new_token_ratio import NewTokenRatio
-from engine.core.page_allocator import PageAllocator
-from engine.core.radix_cache import RadixCache
-from engine.core.scheduler import Scheduler
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.watchdog import Watchdog
 from engine.messages import ToDetokenizer, ToFrontend, TokenBatch, TokenOutput, ToScheduler
@@ -33,37 +24,20 @@ from tests.simulation.control_ports import SimConnectPort, SimListenPort
 from tests.simulation.executor import CheckedModel, SimExecutor
 from tests.simulation.frontend import Frontend
 from tests.simulation.http import serve
-from tests.simulation.network import Network
-from tests.simulation.options import Options
-from tests.simulation.transfer_engine import AUX_BASE, KV_BASE, SimEngine, make_caps
+from tests.simulation.surroundings import ONE_HOST, SimPool, Surroundings, kv_args_of, make_scheduler
+from tests.simulation.transfer_engine import SimEngine, make_caps
 from tests.simulation.watched import WatchedReceivers
-from tests.simulation.world import Process, Violation, World
-from transfer_backends.contract import Caps, KVArgs, Region, TransferConfig
+from tests.simulation.world import Process, Violation
+from transfer_backends.contract import Caps
 from transfer_backends.decode_manager import DecodeManager
-from transfer_backends.decode_sessions import LookUp
-from transfer_backends.liveness import Liveness, ProcessMark
+from transfer_backends.liveness import ProcessMark
 from transfer_backends.outside import Outside
 from transfer_backends.prefill_manager import PrefillManager
 
 EOS = 7
 SECRET = b"a secret of the simulated cluster"
-SLOT_BYTES = 8
 CONTROL_TURN_S = 0.1  # production: 0.02; fewer events
 HTTP_PORT, BOOTSTRAP_PORT = 80, 8998
-
-
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What all workers of a cluster share. `find(name)`: the living process `node.life`."""
-
-    world: World
-    network: Network
-    options: Options
-    config: TransferConfig
-    directory: dict[bytes, Any]
-    find: Callable[[str], Process | None]
-    bootstrap_of: Callable[[str], SimBootstrap | None]
-    shared_bootstrap: str | None
 
 
 class Worker:
@@ -71,19 +45,19 @@ class Worker:
 
     def __init__(self, around: Surroundings, process: Process, role_name: str) -> None:
         self.around, self.process, self.role_name = around, process, role_name
-        self.draw: random.Random = around.world.rng(f"worker/{process.name}")
+        self.draw = around.world.rng(f"worker/{process.name}")
         options, is_prefill = around.options, role_name == "prefill"
         self.model = CheckedModel(page_size=options.page_size, name=process.name)
         self.metadata = MetadataBuffers(options.rows)
         self.executor = SimExecutor(self.model)
         num_pages = options.pages[0 if is_prefill else 1]
-        self.kv_args = self._kv_args(num_pages)
+        self.kv_args = kv_args_of(options, num_pages=num_pages)
         self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
         self.said: dict[str, int] = {}
         self.inbox: list[ToScheduler] = []
         self._arrivals: dict[str, float] = {}  # of the last message on each way
         self.wait_s = 0.0
-        self.scheduler = self._scheduler(num_pages)
+        self.scheduler = make_scheduler(options, num_pages=num_pages, draw=self.draw, keeps_copies=not is_prefill)
         self.threads: dict[str, Activity] = {}
         self.manager = self._prefill_manager() if is_prefill else self._decode_manager()
         self.bootstrap: SimBootstrap | None = None
@@ -96,35 +70,6 @@ class Worker:
 
     # ---- parts
 
-    def _kv_args(self, num_pages: int) -> KVArgs:
-        size = self.around.options.page_size
-        return KVArgs(
-            kv=Region(KV_BASE, 1 + num_pages, size * SLOT_BYTES),
-            aux=Region(AUX_BASE, self.around.options.rows, ROW.itemsize),
-            signature="simulated",
-            page_size=size,
-            dtype="hash",
-        )
-
-    def _scheduler(self, num_pages: int) -> Scheduler:
-        options = self.around.options
-        allocator = PageAllocator(num_pages=num_pages, page_size=options.page_size)
-        return Scheduler(
-            limits=Limits(
-                page_size=options.page_size,
-                max_running_requests=options.max_running,
-                max_queued_requests=100,
-                chunked_prefill_size=options.chunk,
-                max_prefill_tokens=64,
-            ),
-            memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True)),
-            tail_text=lambda ids: "",
-            ratio=NewTokenRatio(conservativeness=self.draw.choice([0.0, 0.3, 1.0])),
-            draw=self.draw.random,
-            backup_pages=options.backup_pages if self.role_name == "decode" else 0,
-            growth=MeasuredGrowth(),
-        )
-
     def _thread(self, label: str, act: Callable[[], float | None]) -> Activity:
         return Activity(self.process, label, act, lag_s=self._lag_s)
 
@@ -133,7 +78,7 @@ class Worker:
 
     def _outside(self) -> Outside:
         around, process = self.around, self.process
-        host = "one-host" if around.options.same_host else process.node
+        host = ONE_HOST if around.options.same_host else process.node
 
         def listen(host: str, port: int) -> SimListenPort:
             number = 9000 if around.options.fixed_control_port else 9000 + process.life
@@ -144,8 +89,8 @@ class Worker:
             mark=lambda: ProcessMark(host, process.life, 1),
             listen=listen,
             connect=lambda: SimConnectPort(around.network, process, self._wake_control),
-            pool=lambda num_threads, name: _Pool(self),
-            liveness=self._liveness,
+            pool=lambda num_threads, name: SimPool(around, process, self.draw),
+            liveness=lambda mark, control: around.liveness(process.node, mark, control),
         )
 
     def _wake_control(self) -> None:
@@ -309,16 +254,7 @@ class Worker:
     # ---- surroundings
 
     def _reach(self, address: str) -> bool:
-        return self.around.network.reachable(self.process.node, address.partition(":")[0])
-
-    def _liveness(self, mark: ProcessMark, control: str) -> Liveness:
-        """As transfer_backends/liveness.py: by the process table of one machine, or by knocking at the control port."""
-        node = control.partition(":")[0]
-        if mark.host == "one-host":
-            return Liveness.ALIVE if self.around.find(f"{node}.{mark.pid}") else Liveness.DEAD
-        if not self._reach(control):
-            return Liveness.UNKNOWN
-        return Liveness.ALIVE if control in self.around.network.listeners else Liveness.DEAD
+        return self.around.reach(self.process.node, address)
 
     # ---- outputs
 
@@ -365,41 +301,6 @@ class Worker:
         if problems:
             raise Violation(f"{self.process.name}: {'; '.join(problems)}")
 
-    def leftovers(self) -> list[str]:
-        """What is not at rest; empty when everything has ended and all memory is back."""
-        counts = self.scheduler.memory.allocator.counts()
-        open_things = {
-            "requests": len(self.scheduler.live_rids()),
-            "role entries": len(self.role._entries),
-            "held pages": counts["held"],
-            "quarantined pages": counts["quarantined"],
-            "locked cached pages": self.scheduler.memory.cache.num_pages - self.scheduler.memory.cache.num_evictable,
-            "metadata rows": self.metadata.num_used,
-            "rooms": len(self.manager._rooms.machine),
-            "exposed pages": sum(self.exposed["kv"].values()) + sum(self.exposed["aux"].values()),
-            "open HTTP requests": self.frontend.num_open,
-            "dead peers": len(self._dead_peers()),
-        }
-        return [f"{self.process.name}: {count} {what}" for what, count in open_things.items() if count]
-
-    def _dead_peers(self) -> list[str]:
-        """Incarnations that are gone and still known: tables must forget them."""
-        if isinstance(self.manager, DecodeManager):
-            known = list(self.manager._rooms.sessions._sessions)
-        else:
-            known = list(self.manager._rooms.peers._peers)
-        return [name for name in known if self.around.find(name) is None]
-
-    def check_cached(self) -> None:
-        """Every page that others may find holds the KV of its prefix."""
-        stack = [
-            (node, list(node.key), list(node.pages)) for node in self.scheduler.memory.cache._root.children.values()
-        ]
-        while stack:
-            node, tokens, pages = stack.pop()
-            self.model.verify(pages, tokens)
-            stack += [(c, tokens + list(c.key), pages + list(c.pages)) for c in node.children.values()]
-
 
 class _Ports:
     """The loop's `Ports` of one worker."""
@@ -423,21 +324,3 @@ class _Ports:
 
     def call_attention(self) -> None:
         self._worker._wake_loop()
-
-
-class _Pool:
-    """A thread pool whose work takes a while, then happens at once."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def submit(self, work: Callable[[Any], None], item: Any, /) -> None:
-        worker = self._worker
-        low_s, high_s = worker.around.options.delay_s
-        delay_s = 2 * worker.draw.uniform(low_s, high_s)
-        if isinstance(item, LookUp) and not worker._reach(item.bootstrap):
-            delay_s += 1.0  # until its own timeout
-        worker.process.after(delay_s, type(item).__name__, work, item)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Nothing to end."""
