@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 TESTS ?= tests
-EXTRAS ?= engine,nixl,mooncake-cpu,dev
+EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,dev
 TORCH ?= torch==2.13.0
 # What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)

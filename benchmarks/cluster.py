@@ -24,10 +24,11 @@ END_S = 10.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster. `ready_s`: seconds from the start of `tandem up` to all healthy."""
+    """A running cluster. `ready_s`: seconds from the start of `tandem up` to all healthy. `workers`: (role, url)."""
 
     url: str
     ready_s: float
+    workers: tuple[tuple[str, str], ...] = ()
 
 
 @contextmanager
@@ -40,7 +41,8 @@ def tandem_up(*args: str) -> Iterator[Cluster]:
         process = subprocess.Popen(argv, stdout=sys.stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:
             ready = _wait_ready(process, ready_file, argv)
-            yield Cluster(ready["router"], time.monotonic() - begin)
+            workers = tuple((worker["role"], worker["url"]) for worker in ready["workers"])
+            yield Cluster(ready["router"], time.monotonic() - begin, workers)
         finally:
             _end(process)
 

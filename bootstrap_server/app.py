@@ -15,7 +15,16 @@ import msgspec
 from aiohttp import web
 
 from bootstrap_server.config import BootstrapConfig
-from bootstrap_server.protocol import MAX_BODY_BYTES, SECRET_HEADER, ErrorReply, Lease, Registration, RoomBatch, token
+from bootstrap_server.protocol import (
+    MAX_BODY_BYTES,
+    MAX_BUT,
+    SECRET_HEADER,
+    ErrorReply,
+    Lease,
+    Registration,
+    RoomBatch,
+    token,
+)
 from bootstrap_server.registry import Registry, RegistryError
 
 START_S = 10.0
@@ -58,7 +67,10 @@ class Routes:
 
     async def look_up(self, request: web.Request) -> web.Response:
         self._now()
-        return _json(self._registry.look_up(_room(request)))
+        room = _room(request)
+        if request.query.get("any") != "1":
+            return _json(self._registry.look_up(room))
+        return _json(self._registry.look_up_any(room, but=_but(request)))
 
     async def leave(self, request: web.Request) -> web.Response:
         incarnation = request.query.get("incarnation")
@@ -185,6 +197,13 @@ def _room(request: web.Request) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and 0 < int(text) < 2**63):
         raise RegistryError(400, f"room: the query parameter must be between 1 and 2**63-1, got {text[:40]!r}")
     return int(text)
+
+
+def _but(request: web.Request) -> list[str]:
+    names = request.query.get("but", "").split(",")
+    if len(names) > MAX_BUT:
+        raise RegistryError(400, f"but: at most {MAX_BUT} incarnations, got {len(names)}")
+    return names
 
 
 def _json(value: Any) -> web.Response:

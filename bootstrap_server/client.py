@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -43,9 +43,20 @@ class BootstrapError(Exception):
         self.permanent = permanent
 
 
-def look_up(server: str, room: int, *, secret: bytes | None = None, timeout_s: float = 3.0) -> RouteReply:
-    """Who serves `room`, by the bootstrap server at "host:port". Raises `BootstrapError`."""
-    body = _call(server, "GET", f"/route?room={room}", None, secret=secret, timeout_s=timeout_s)
+def look_up(
+    server: str,
+    room: int,
+    *,
+    any_but: Sequence[str] | None = None,
+    secret: bytes | None = None,
+    timeout_s: float = 3.0,
+) -> RouteReply:
+    """Who serves `room`, by the bootstrap server at "host:port"; `any_but`: or any other but these incarnations.
+
+    Raises `BootstrapError`.
+    """
+    others = "" if any_but is None else "&any=1&but=" + urllib.parse.quote(",".join(any_but))
+    body = _call(server, "GET", f"/route?room={room}{others}", None, secret=secret, timeout_s=timeout_s)
     return _read(server, body, RouteReply)  # type: ignore[no-any-return]
 
 

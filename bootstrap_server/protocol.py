@@ -2,6 +2,7 @@
 
     PUT    /route           Registration -> Lease         a prefill worker registers, and renews, and replaces itself
     GET    /route?room=N    -> RouteReply                 a decode worker looks up who serves room N
+           &any=1&but=I,J   -> RouteReply                 ... or, if that one is not here, any other but I and J
     DELETE /route?incarnation=I                           a prefill worker leaves
     POST   /rooms           RoomBatch -> {}               a prefill worker owns these rooms (shared servers only)
     GET    /health          -> {}
@@ -22,6 +23,7 @@ import msgspec
 
 MAX_BODY_BYTES = 1 << 20
 MAX_ROOMS_A_BATCH = 4096
+MAX_BUT = 64  # incarnations in one look-up
 SECRET_HEADER = "X-Cluster-Token"
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]

@@ -5,7 +5,7 @@ server that is not shared every registration replaces all others (it lives insid
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration, RouteReply
@@ -66,6 +66,16 @@ class Registry:
         if entry is None:
             raise RegistryError(404, f"room: the prefill worker that owned {room} is gone")
         return RouteReply(entry[0], True)
+
+    def look_up_any(self, room: int, *, but: Collection[str]) -> RouteReply:
+        """The worker that has or had `room`, else another one, spread by room; none of the incarnations in `but`."""
+        owner = self._rooms.get(room)
+        if owner is not None and owner[0] in self._workers and owner[0] not in but:
+            return RouteReply(self._workers[owner[0]][0], self.shared)
+        others = [worker for name, (worker, _) in sorted(self._workers.items()) if name not in but]
+        if not others:
+            raise RegistryError(404, "no other prefill worker is registered here")
+        return RouteReply(others[room % len(others)], self.shared)
 
     def expire(self, now_s: float) -> None:
         while self._workers and next(iter(self._workers.values()))[1] <= now_s:

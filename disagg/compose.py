@@ -6,7 +6,8 @@ from dataclasses import replace
 from disagg.decode_role import DecodeRole
 from disagg.metadata import MetadataBuffers
 from disagg.prefill_role import PrefillRole
-from disagg.registration import look_up_with, registrar_of
+from disagg.recompute import Bounds
+from disagg.registration import look_up_any_with, look_up_with, registrar_of
 from disagg.scheduler_process import SchedulerSpec
 from disagg.secret import read_secret
 from engine.build import EngineParts
@@ -44,6 +45,7 @@ def _prefill(
         metadata=metadata,
         directory=registrar,
         page_bytes=parts.pool.page_bytes,
+        bounds=_bounds(parts),
     )
 
 
@@ -53,7 +55,11 @@ def _decode(
     backend = spec.disagg.disaggregation_transfer_backend
     config = _transfer_config(spec)
     manager = DecodeManager(
-        _kv_args(parts, metadata), make_engine(backend, _options(spec)), config, lookup=look_up_with(config.secret)
+        _kv_args(parts, metadata),
+        make_engine(backend, _options(spec)),
+        config,
+        lookup=look_up_with(config.secret),
+        lookup_any=look_up_any_with(config.secret),
     )
     manager.set_wakeup(wakeup)
     manager.start()
@@ -64,6 +70,11 @@ def _decode(
         moves_bytes=backend != "fake",
         prealloc_timeout_s=spec.disagg.disaggregation_prealloc_timeout,
     )
+
+
+def _bounds(parts: EngineParts) -> Bounds:
+    assert parts.config.context_length is not None, "resolved"
+    return Bounds(vocab_size=parts.model.vocab_size, context_length=parts.config.context_length)
 
 
 def _kv_args(parts: EngineParts, metadata: MetadataBuffers) -> KVArgs:

@@ -28,8 +28,9 @@ class DisaggConfig:
     )
     disaggregation_decode_retraction_backup: str = flag(
         "recompute",
-        "KV of a request that decode retracts: computed again when it resumes, or kept in host memory meanwhile",
-        choices=("recompute", "host"),
+        "KV of a request that decode retracts: recompute: computed again by decode itself; host: kept in host memory "
+        "meanwhile; prefill: computed again by a prefill worker",
+        choices=("recompute", "host", "prefill"),
     )
     disaggregation_waiting_timeout: float = flag(
         300.0, "seconds decode waits for the first KV after it sent its indices"

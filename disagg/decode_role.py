@@ -5,7 +5,7 @@
                                      |
                           pages a peer may still write: quarantined until the receiver is drained
 
-    running --memory short--> RETRACTED (the scheduler's) --memory, before any new PREALLOC--> running
+    running --memory short--> RETRACTED (the scheduler's, or Resumption's) --memory, before any new PREALLOC--> running
 
 It is told poll states and the time; sockets and threads are the manager's.
 """
@@ -17,6 +17,8 @@ from enum import Enum
 from typing import Protocol
 
 from disagg.metadata import MetadataBuffers, MetadataCorrupt
+from disagg.quarantine import Quarantine
+from disagg.resumption import Resumption
 from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
@@ -38,7 +40,7 @@ class Receivers(Protocol):
     @property
     def counters(self) -> dict[str, int]: ...
 
-    def receiver(self, room: int, *, bootstrap: str, fake: bool = False) -> KVReceiver: ...
+    def receiver(self, room: int, *, bootstrap: str, attempt: int = 0, fake: bool = False) -> KVReceiver: ...
 
     def check(self) -> list[str]: ...
 
@@ -55,15 +57,6 @@ class Entry:
     moves_bytes: bool
     stage: Stage = Stage.PREALLOC
     row: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Quarantine:
-    """Memory of an ended request that a peer may still write."""
-
-    receiver: KVReceiver
-    pages: list[int]
-    row: int | None
 
 
 class DecodeRole:
@@ -84,7 +77,14 @@ class DecodeRole:
         self._moves_bytes = moves_bytes
         self._prealloc_timeout_s = prealloc_timeout_s
         self._entries: dict[str, Entry] = {}
-        self._quarantined: list[Quarantine] = []
+        self._quarantine = Quarantine(scheduler=scheduler, metadata=metadata)
+        self._resumption = Resumption(
+            scheduler=scheduler,
+            manager=manager,
+            metadata=metadata,
+            quarantine=self._quarantine,
+            moves_bytes=moves_bytes,
+        )
         self._counters: Counter[str] = Counter()
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
@@ -108,15 +108,18 @@ class DecodeRole:
         return []
 
     def abort(self, rid: str, now_s: float) -> list[TokenOutput]:
+        self._resumption.take()
         entry = self._entries.get(rid)
-        if entry is None:
-            return self._scheduler.abort(rid)
-        return self._end(entry, ABORTED)
+        if entry is not None:
+            return self._end(entry, ABORTED)
+        resuming = self._resumption.abort(rid, ABORTED)
+        return self._scheduler.abort(rid) if resuming is None else resuming
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
-        self._end_quarantines()
-        room_left = self._scheduler.num_retracted == 0  # they come before anybody new
+        self._quarantine.end_drained()
+        self._resumption.take()
+        room_left = self._resumption.poll() and self._scheduler.num_retracted == 0  # they come before anybody new
         for entry in list(self._entries.values()):
             state = entry.receiver.poll()
             if state is KVPoll.Failed:
@@ -182,61 +185,43 @@ class DecodeRole:
         output = self._scheduler.end_kept(entry.request, reason)
         del self._entries[entry.request.rid]
         if entry.receiver.drained():
-            self._scheduler.release(entry.request)
-            self._close(entry.receiver, entry.row)
+            self._quarantine.close(entry.receiver, entry.row)
         else:
-            pages = self._scheduler.release_to_quarantine(entry.request)
-            self._quarantined.append(Quarantine(entry.receiver, pages, entry.row))
+            self._quarantine.add(entry.receiver, pages=self._scheduler.quarantine(entry.request), row=entry.row)
+        self._scheduler.release(entry.request)
         return [output]
-
-    def _end_quarantines(self) -> None:
-        drained = [q for q in self._quarantined if q.receiver.drained()]
-        if not drained:
-            return
-        self._quarantined = [q for q in self._quarantined if q not in drained]
-        for q in drained:
-            self._scheduler.end_quarantine(q.pages)
-            self._close(q.receiver, q.row)
-
-    def _close(self, receiver: KVReceiver, row: int | None) -> None:
-        if row is not None:
-            self._metadata.free(row)
-        receiver.close()
 
     # ---- self-knowledge
 
     def waits_for_outside(self) -> bool:
-        return bool(self._entries or self._quarantined)
+        return bool(self._entries or len(self._resumption) or len(self._quarantine) or self._scheduler.num_retracted)
 
     def queues(self) -> dict[str, int]:
         count = Counter(entry.stage for entry in self._entries.values())
         return {
             "prealloc": count[Stage.PREALLOC],
             "transfer": count[Stage.TRANSFER],
-            "quarantined": len(self._quarantined),
-            "retracted": self._scheduler.num_retracted,
+            "resuming": len(self._resumption) - self._resumption.num_waiting,
+            "quarantined": len(self._quarantine),
+            "retracted": self._scheduler.num_retracted + self._resumption.num_waiting,
             "waiting": 0,  # the scheduler's waiting queue holds retracted ones only
         }
 
     def counters(self) -> dict[str, float]:
         backups = self._scheduler.backups
         own = {"backup_saved_tokens": backups.saved_tokens, "backup_restored_tokens": backups.restored_tokens}
-        return {**self._manager.counters, **self._counters, **own}
+        return {**self._manager.counters, **self._counters, **self._resumption.counters, **own}
 
     def gauges(self) -> dict[str, float]:
         return {}
 
     def check(self) -> list[str]:
-        owned = sum(e.row is not None for e in self._entries.values()) + sum(
-            q.row is not None for q in self._quarantined
-        )
+        owned = sum(e.row is not None for e in self._entries.values())
+        owned += self._resumption.num_rows + self._quarantine.num_rows
         used, wrong = self._metadata.num_used, []
         if owned != used:
             wrong.append(f"{used} metadata rows used, {owned} owned")
-        quarantined = sum(len(q.pages) for q in self._quarantined)
-        if quarantined != self._scheduler.memory.allocator.counts()["quarantined"]:
-            wrong.append(f"{quarantined} pages in quarantine by the role, the allocator counts otherwise")
-        return wrong + self._metadata.check() + self._manager.check()
+        return wrong + self._quarantine.check() + self._metadata.check() + self._manager.check()
 
     def close(self) -> None:
         self._manager.close()

@@ -3,6 +3,9 @@
     add -> BOOTSTRAP --indices here--> SCHEDULED --last chunk sent--> INFLIGHT --Success--> ENDING -> gone
                \\__________ Failed, abort, timeout: answered at once ___________/              (memory back)
 
+Decode may also ask for the KV of a request that it retracted (`Asked`, disagg/recompute.py): the same way, with no request of
+a client behind it, so nothing is answered here; its pages are known from the start.
+
 An entry stays until its sender says that nobody reads its pages any more. It is told poll states and the time; sockets
 and threads are the manager's.
 """
@@ -14,13 +17,14 @@ from enum import Enum
 from typing import Protocol
 
 from disagg.metadata import FirstToken, MetadataBuffers
+from disagg.recompute import Bounds, request_for, why_not
 from disagg.transfer_gauges import TransferGauges
 from engine.core.outputs import StepEffects, output_of, refusal, refused
 from engine.core.plan import ItemResult
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
-from transfer_backends.contract import KVSender
+from transfer_backends.contract import Asked, KVSender
 from transfer_backends.kvpoll import KVPoll, RoomInUse
 
 log = logging.getLogger(__name__)
@@ -39,7 +43,9 @@ class Senders(Protocol):
     @property
     def counters(self) -> dict[str, int]: ...
 
-    def sender(self, room: int, *, fake: bool = False) -> KVSender: ...
+    def sender(self, room: int, *, attempt: int = 0, fake: bool = False) -> KVSender: ...
+
+    def take_asked(self) -> list[Asked]: ...
 
     def check(self) -> list[str]: ...
 
@@ -58,7 +64,8 @@ class Directory(Protocol):
 class Entry:
     """`answer`: the output to send once decode has everything. `sent_pages`: of the request's row.
 
-    `last_pages` went with the last chunk, at `last_sent_s`. `moves_bytes`: not a fake transfer.
+    `last_pages` went with the last chunk, at `last_sent_s`. `moves_bytes`: not a fake transfer. `asked`: by decode, no client
+    waits for an answer; decode has the first `skip_pages` of the row.
     """
 
     request: Request
@@ -71,6 +78,12 @@ class Entry:
     answer: TokenOutput | None = None
     last_pages: int = 0
     last_sent_s: float = 0.0
+    asked: bool = False
+    skip_pages: int = 0
+
+    def heard(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """Of what there is to say about it, what somebody wants to hear."""
+        return [] if self.asked else outputs
 
 
 class PrefillRole:
@@ -84,6 +97,7 @@ class PrefillRole:
         metadata: MetadataBuffers,
         directory: Directory,
         page_bytes: int,
+        bounds: Bounds,
     ) -> None:
         self._directory = directory
         self._scheduler = scheduler
@@ -93,6 +107,7 @@ class PrefillRole:
         self._computed: list[tuple[Entry, TokenOutput, ItemResult]] = []  # waiting for a metadata row
         self._counters: Counter[str] = Counter()
         self._page_bytes = page_bytes
+        self._bounds = bounds
         self._transfers = TransferGauges()
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
@@ -121,22 +136,27 @@ class PrefillRole:
         if entry.stage is Stage.ENDING:
             return []
         entry.sender.abort(ABORTED.message)
-        return self._end(entry, ABORTED)
+        return entry.heard(self._end(entry, ABORTED))
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
+        self._take_asked(now_s)
         for entry in list(self._entries.values()):
-            state = entry.sender.poll()
-            if entry.stage is Stage.ENDING:
-                self._forget_when_released(entry)
-            elif state is KVPoll.Failed:
-                outputs += self._fail(entry)
-            elif entry.stage is Stage.BOOTSTRAP and state is not KVPoll.Bootstrapping:
-                outputs += self._schedule(entry, now_s)
-            elif entry.stage is Stage.INFLIGHT and state is KVPoll.Success:
-                outputs += self._succeed(entry, now_s)
+            outputs += entry.heard(self._move(entry, now_s))
         self._hand_over_computed(now_s)
         return outputs
+
+    def _move(self, entry: Entry, now_s: float) -> list[TokenOutput]:
+        state = entry.sender.poll()
+        if entry.stage is Stage.ENDING:
+            self._forget_when_released(entry)
+        elif state is KVPoll.Failed:
+            return self._fail(entry)
+        elif entry.stage is Stage.BOOTSTRAP and state is not KVPoll.Bootstrapping:
+            return self._schedule(entry, now_s)
+        elif entry.stage is Stage.INFLIGHT and state is KVPoll.Success:
+            return self._succeed(entry, now_s)
+        return []
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         for request in effects.progressed:
@@ -150,9 +170,23 @@ class PrefillRole:
 
     # ---- moves
 
+    def _take_asked(self, now_s: float) -> None:
+        for asked in self._manager.take_asked():
+            request, sender = request_for(asked, now_s), self._manager.sender(asked.room, attempt=asked.attempt)
+            while request.rid in self._entries:  # a client may have chosen the same
+                request.rid += "+"
+            skip = asked.work.skip_pages
+            entry = Entry(request, sender, asked.room, moves_bytes=True, asked=True, sent_pages=skip, skip_pages=skip)
+            self._entries[request.rid] = entry
+            refused = self._scheduler.refusal(request)
+            if error := why_not(asked.work, self._bounds) or (refused and refused.message):
+                self._counters["recompute_refused"] += 1
+                sender.abort(error)
+                entry.stage = Stage.ENDING
+
     def _schedule(self, entry: Entry, now_s: float) -> list[TokenOutput]:
         """Decode has told its pages: the request may compute."""
-        need = self._scheduler.memory.allocator.pages_for(len(entry.request.input_ids))
+        need = self._scheduler.memory.allocator.pages_for(len(entry.request.input_ids)) - entry.skip_pages
         if entry.sender.num_pages not in (None, need):
             entry.sender.abort(f"decode gave {entry.sender.num_pages} pages, the prompt needs {need}")
             return self._fail(entry)
@@ -168,7 +202,8 @@ class PrefillRole:
         whole = entry.request.computed_len // self._scheduler.memory.allocator.page_size
         complete = entry.request.computed_len >= len(entry.request.input_ids)
         if entry.stage is Stage.SCHEDULED and not complete and whole > entry.sent_pages:
-            entry.sender.send(entry.request.pages[entry.sent_pages : whole], dst_start=entry.sent_pages, last=False)
+            pages, dst_start = entry.request.pages[entry.sent_pages : whole], entry.sent_pages - entry.skip_pages
+            entry.sender.send(pages, dst_start=dst_start, last=False)
             entry.sent_pages = whole
 
     def _hand_over_computed(self, now_s: float) -> None:
@@ -186,14 +221,14 @@ class PrefillRole:
         assert entry.row is not None
         times = entry.request.times
         said = FirstToken(
-            first,
+            ItemResult(token=None, bad=first.bad) if entry.asked else first,  # decode draws the next one
             cached_tokens=entry.request.cached_tokens,
             queue_s=times.queue_s,
             prefill_s=times.prefill_s,
         )
         self._metadata.write(entry.row, room=entry.room, first=said)
         rest = entry.request.pages[entry.sent_pages :]
-        entry.sender.send(rest, dst_start=entry.sent_pages, last=True, aux_idx=entry.row)
+        entry.sender.send(rest, dst_start=entry.sent_pages - entry.skip_pages, last=True, aux_idx=entry.row)
         entry.sent_pages += len(rest)
         entry.answer, entry.stage = output, Stage.INFLIGHT
         entry.last_pages, entry.last_sent_s = len(rest), now_s
@@ -201,6 +236,9 @@ class PrefillRole:
     def _succeed(self, entry: Entry, now_s: float) -> list[TokenOutput]:
         assert entry.answer is not None
         entry.stage = Stage.ENDING
+        if entry.asked:
+            self._counters["recomputed"] += 1
+            self._counters["recomputed_tokens"] += len(entry.request.input_ids) - entry.request.cached_tokens
         if entry.moves_bytes:
             size_bytes = entry.last_pages * self._page_bytes
             self._transfers.landed(size_bytes=size_bytes, taken_s=now_s - entry.last_sent_s)

@@ -21,6 +21,7 @@ from engine.detokenizer.incremental import tail_text
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.grammar.queue import GrammarQueue
+from engine.grammar.registry import make_compiler
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.ports import ZmqPorts
 from engine.loop.watchdog import Watchdog
@@ -66,8 +67,10 @@ def run(spec: SchedulerSpec) -> None:
         model,
         tail_text=lambda ids: tail_text(tokenizer, list(ids)),
         progress=spec.progress,
-        host_backup=_host_backup(spec.disagg),
+        host_backup=_resumes_by(spec.disagg, "host"),
+        resume_elsewhere=_resumes_by(spec.disagg, "prefill"),
         reserve_floor=spec.disagg.num_reserved_decode_tokens,
+        num_token_ids=tokenizer.num_ids,
     )
     watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
     role = make_role(spec, parts, wakeup=ports.call_attention)
@@ -125,15 +128,8 @@ def make_grammar_queue(
     config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer, *, wakeup: Callable[[], None]
 ) -> GrammarQueue:
     """Raises ConfigError when the backend's library is missing."""
-    if config.grammar_backend == "none":
-        return GrammarQueue(None)
-    try:
-        from engine.grammar.llguidance_backend import LlguidanceCompiler
-    except ImportError as error:
-        raise ConfigError(
-            f"--grammar-backend llguidance: {error}; install it (pip install llguidance) or use none"
-        ) from error
-    compiler = LlguidanceCompiler(
+    compiler = make_compiler(
+        config.grammar_backend,
         tokenizer,
         vocab_size=model.vocab_size,
         eos_ids=model.eos_token_ids,
@@ -148,9 +144,9 @@ def make_grammar_queue(
     )
 
 
-def _host_backup(disagg: DisaggConfig) -> bool:
-    """Decode alone keeps copies."""
-    return disagg.disaggregation_mode == "decode" and disagg.disaggregation_decode_retraction_backup == "host"
+def _resumes_by(disagg: DisaggConfig, way: str) -> bool:
+    """The flag is decode's: the other roles compute again what they retract."""
+    return disagg.disaggregation_mode == "decode" and disagg.disaggregation_decode_retraction_backup == way
 
 
 def _end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:

@@ -49,11 +49,14 @@ def build_engine(
     tail_text: TailText,
     progress: bool,
     host_backup: bool = False,
+    resume_elsewhere: bool = False,
     reserve_floor: int = 0,
+    num_token_ids: int | None = None,
 ) -> EngineParts:
     """Load the model and allocate its memory. Raises ConfigError for what cannot be honoured here.
 
-    `host_backup`: retracted requests' KV is copied to host memory.
+    `host_backup`: retracted requests' KV is copied to host memory. `resume_elsewhere`: their KV is the role's affair.
+    `num_token_ids`: ids that the tokenizer knows; a model may have rows beyond them, which mean nothing (None: all do).
     `reserve_floor`: tokens of growth that `Scheduler.reserve` expects of a request at least.
     """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
@@ -105,6 +108,8 @@ def build_engine(
             backup_pages=pool.num_pages if host_backup else 0,  # the pool once more
             reserve_floor=reserve_floor,
             growth=MeasuredGrowth(),
+            resume_elsewhere=resume_elsewhere,
+            vocab_size=min(model_config.vocab_size, num_token_ids or model_config.vocab_size),
         ),
         executor=executor,
         depth=depth(config),

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.core.policy import POLICIES
 
-GRAMMAR_BACKENDS = ("llguidance", "none")
+GRAMMAR_BACKENDS = ("llguidance", "xgrammar", "none")
 TOOL_CALL_PARSERS = ("qwen25", "qwen", "llama3")
 
 

@@ -157,7 +157,7 @@ ToScheduler = (
 class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why a request ended. `kind`: "stop" | "length" | "abort".
 
-    `matched`: the stop token id or stop string. `status`: HTTP status for an abort that is an error (0: user's abort).
+    `matched`: the stop token id, stop string or pattern (`regex`: it is the pattern). `status`: HTTP status for an abort that is an error (0: user's abort).
     `field`: the part of the request's body that it is about, if one is.
     """
 
@@ -166,6 +166,7 @@ class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     message: str = ""
     status: int = 0
     field: str = ""
+    regex: bool = False
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -210,6 +211,8 @@ class RequestOpened(_Message, frozen=True):
     prompt_tail: list[int]
     stop: tuple[str, ...]
     skip_special_tokens: bool
+    stop_regex: tuple[str, ...] = ()
+    no_stop_trim: bool = False
 
 
 class TokenBatch(_Message, frozen=True):

@@ -10,6 +10,8 @@ import msgspec
 TOP_K_ALL = -1
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_REGEXES = 8
+MAX_STOP_REGEX_CHARS = 1024
 GREEDY_BELOW_TEMPERATURE = 1e-6
 GRAMMAR_KINDS = ("json_schema", "regex", "ebnf", "structural_tag")
 MAX_GRAMMAR_CHARS = 256 << 10
@@ -34,7 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to draw tokens and when to stop. Defaults are SGLang's.
 
     `seed` fixes the draw for a given (seed, position, logits), whatever the batch; None: the frontend draws one.
-    `stop` strings are cut from the answer; `stop_token_ids` end it too. `max_new_tokens=None`: up to the context.
+    `stop` strings and matches of `stop_regex` are cut from the answer (`no_stop_trim`: they stay); `stop_token_ids` end it
+    too. `max_new_tokens=None`: up to the context.
     At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag` says what the answer must look like.
     """
 
@@ -58,6 +61,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
+    stop_regex: tuple[str, ...] = ()
+    no_stop_trim: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -100,6 +105,16 @@ def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
     for s in p.stop:
         _require(
             0 < len(s) <= MAX_STOP_STRING_CHARS, "stop", f"strings must have 1 to {MAX_STOP_STRING_CHARS} characters"
+        )
+    patterns = p.stop_regex
+    _require(
+        len(patterns) <= MAX_STOP_REGEXES, "stop_regex", f"at most {MAX_STOP_REGEXES} patterns, got {len(patterns)}"
+    )
+    for s in patterns:
+        _require(
+            0 < len(s) <= MAX_STOP_REGEX_CHARS,
+            "stop_regex",
+            f"patterns must have 1 to {MAX_STOP_REGEX_CHARS} characters",
         )
     for t in p.stop_token_ids:
         _require(0 <= t < vocab_size, "stop_token_ids", f"{t} is not a token id (0 to {vocab_size - 1})")

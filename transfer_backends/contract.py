@@ -162,6 +162,28 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What decode asks a prefill worker to compute: the KV of `tokens`, without a draw.
+
+    `skip_pages`: whole pages at the front that decode has already; they are computed or cached there, and not sent.
+    """
+
+    tokens: Sequence[int]
+    skip_pages: int = 0
+    priority: int = 0
+    share: bool = True
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`work` that a decode worker asked for in (room, attempt); its pages are known already."""
+
+    room: int
+    attempt: int
+    work: Work
+
+
 class KVSender(Protocol):
     """Prefill's handle of one transfer. Every call returns at once; `poll` only reads."""
 
@@ -197,6 +219,12 @@ class KVReceiver(Protocol):
     def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
         """Once, in `WaitingForInput`: where prefill is to write. A no-op once the transfer has failed."""
 
+    def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
+        """As `provide`, of a room of an attempt above 0: no request for it goes to prefill, this is the request.
+
+        `dst_pages` are those after `work.skip_pages`.
+        """
+
     def abort(self, reason: str) -> None:
         """Fail it (no-op when final); prefill is told at once."""
 
@@ -230,3 +258,6 @@ class LookupFailed(Exception):
 
 
 Lookup = Callable[[str, int], Route]  # (bootstrap "host:port", room); blocks; raises LookupFailed; runs off-thread
+# The same for a room that any prefill worker may serve: who had the room if it is there, else another one. The third
+# argument names incarnations that are known to be gone.
+LookupAny = Callable[[str, int, Sequence[str]], Route]

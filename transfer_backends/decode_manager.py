@@ -6,7 +6,17 @@ The role calls `receiver(...)` from the scheduler's loop; nothing it does there 
 import time
 from collections.abc import Sequence
 
-from transfer_backends.contract import Clock, Engine, KVArgs, KVReceiver, Lookup, LookupFailed, TransferConfig
+from transfer_backends.contract import (
+    Clock,
+    Engine,
+    KVArgs,
+    KVReceiver,
+    Lookup,
+    LookupAny,
+    LookupFailed,
+    TransferConfig,
+    Work,
+)
 from transfer_backends.control_port import Event, Frame, LinkClosed
 from transfer_backends.decode_rooms import DecodeRooms
 from transfer_backends.decode_sessions import Command, Connect, Disconnect, LookUp, Prove
@@ -26,6 +36,7 @@ class DecodeManager(Shell):
 
     `kv_args` describes memory that must stay mapped until the process ends if `close` returned False. `lookup` finds the
     prefill worker behind a bootstrap address; it may block (its own timeout should be a few seconds) and runs off-thread.
+    `lookup_any`: for rooms that any prefill worker may serve; default: `lookup`.
     """
 
     def __init__(
@@ -35,12 +46,14 @@ class DecodeManager(Shell):
         config: TransferConfig,
         *,
         lookup: Lookup,
+        lookup_any: LookupAny | None = None,
         clock: Clock = time.monotonic,
         outside: Outside = THIS_MACHINE,
     ) -> None:
         self.incarnation = outside.incarnation()
         self._engine = engine
         self._lookup = lookup
+        self._lookup_any = lookup_any or (lambda bootstrap, room, _: lookup(bootstrap, room))
         engine.register([kv_args.kv, kv_args.aux])
         self._rooms = DecodeRooms(
             incarnation=self.incarnation,
@@ -159,7 +172,10 @@ class DecodeManager(Shell):
 
     def _look_up(self, item: LookUp) -> None:
         try:
-            route = self._lookup(item.bootstrap, item.room)
+            if item.any_but is None:
+                route = self._lookup(item.bootstrap, item.room)
+            else:
+                route = self._lookup_any(item.bootstrap, item.room, item.any_but)
         except LookupFailed as error:
             self._on_lookup_failed(item, str(error), permanent=error.permanent)
         except Exception as error:
@@ -195,6 +211,10 @@ class Receiver:
     def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
         with self._manager.core() as now_s:
             self._rooms.provide(self._key, dst_pages, aux_idx, now_s)
+
+    def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
+        with self._manager.core() as now_s:
+            self._rooms.provide(self._key, dst_pages, aux_idx, now_s, work)
 
     def abort(self, reason: str) -> None:
         with self._manager.core() as now_s:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig
+from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig, Work
 from transfer_backends.decode_sessions import Effects, LinkId, LookUp, Phase, Session, SessionTable
 from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, PeerProtocolError, RoomKey, TransferMachine
 from transfer_backends.liveness import Liveness
@@ -28,6 +28,7 @@ from transfer_backends.wire import (
     Message,
     Ping,
     Pong,
+    Recompute,
     Refused,
     Register,
     Registered,
@@ -35,7 +36,7 @@ from transfer_backends.wire import (
     TransferInfo,
     WireRegion,
     clip,
-    pack_pages,
+    pack_ids,
 )
 
 FIRST_RETRY_S = 0.02
@@ -45,11 +46,15 @@ LONGEST_RETRY_S = 0.5
 
 @dataclass
 class Room:
-    """`exposed`: prefill may write to the given pages. `told`: prefill knows of the failure, or need not."""
+    """`exposed`: prefill may write to the given pages. `asks`: this room's request to prefill is decode's own (any prefill
+
+    worker will do, and what fails in the handshake fails at once: decode can help itself).
+    """
 
     key: RoomKey
     bootstrap: str
     deadline_s: float
+    asks: bool = False
     session: Session | None = None
     looking: bool = False
     retry_at_s: float | None = None
@@ -107,13 +112,19 @@ class DecodeRooms:
     def open(self, room: int, attempt: int, bootstrap: str, now_s: float) -> RoomKey:
         key = (room, attempt)
         self.machine.open(key)
-        rec = Room(key, bootstrap, deadline_s=now_s + self._config.handshake_timeout_s)
+        rec = Room(key, bootstrap, deadline_s=now_s + self._config.handshake_timeout_s, asks=attempt > 0)
         self._rooms[key] = rec
         self._seek(rec, now_s)
         return key
 
-    def provide(self, key: RoomKey, dst_pages: Sequence[int], aux_idx: int, now_s: float) -> None:
+    def provide(
+        self, key: RoomKey, dst_pages: Sequence[int], aux_idx: int, now_s: float, work: Work | None = None
+    ) -> None:
+        """`work`: to be computed, in a room that asks."""
         rec = self._rooms[key]
+        assert rec.asks == (work is not None), (
+            f"room {key}: attempt 0 has a request at prefill, the others ask for work"
+        )
         if self.machine.state(key) is KVPoll.Failed:
             return
         if self.machine.state(key) is not KVPoll.WaitingForInput or rec.num_pages is not None:
@@ -127,7 +138,8 @@ class DecodeRooms:
         rec.num_pages = len(pages)
         rec.progress_at_s = now_s
         self._expose(rec, True)
-        self.sessions.say(rec.session, TransferInfo(*self._to(rec.session), *key, pack_pages(pages), aux_idx))
+        where = (*self._to(rec.session), *key, pack_ids(pages), aux_idx)
+        self.sessions.say(rec.session, TransferInfo(*where) if work is None else Recompute(*where, *_wire_work(work)))
 
     def abort(self, key: RoomKey, reason: str, now_s: float) -> None:
         if self.machine.state(key) not in FINAL:
@@ -160,7 +172,8 @@ class DecodeRooms:
         asked = any(other.looking for other in self._seekers(rec.bootstrap, None))
         rec.looking = True
         if not asked or rec.bootstrap in self._shared:
-            self.effects.queue.append(LookUp(rec.bootstrap, rec.key[0]))
+            any_but = tuple(self.sessions.gone) if rec.asks else None
+            self.effects.queue.append(LookUp(rec.bootstrap, rec.key[0], any_but))
 
     def _attach(self, rec: Room, route: Route, now_s: float) -> None:
         rec.looking, rec.retry_at_s = False, None
@@ -240,6 +253,9 @@ class DecodeRooms:
                 self._fail(rec, f"prefill worker refused: {message.reason}", now_s, tell=False)
 
     def _seek_again(self, rec: Room, error: str, now_s: float) -> None:
+        if rec.asks:
+            self._give_up(rec, error, now_s)
+            return
         rec.session = None
         rec.looking = False
         rec.error = error
@@ -442,6 +458,10 @@ class DecodeRooms:
             if rec.exposed and self.machine.state(rec.key) is KVPoll.Success:
                 problems.append(f"room {rec.key}: Success with exposed pages")
         return problems
+
+
+def _wire_work(work: Work) -> tuple[bytes, int, int, bool]:
+    return pack_ids(np.asarray(work.tokens, dtype=np.int64)), work.skip_pages, work.priority, work.share
 
 
 def _wire(region: Region) -> WireRegion:

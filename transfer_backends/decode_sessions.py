@@ -19,6 +19,7 @@ from transfer_backends.kvpoll import RoomKey
 from transfer_backends.liveness import Liveness, ProcessMark
 from transfer_backends.wire import Message, Ping, Register
 
+NUM_GONE = 32
 FIRST_PROOF_S = 0.02
 LONGEST_PROOF_S = 1.0
 LinkId = int
@@ -53,10 +54,14 @@ class Session:
 
 @dataclass(frozen=True)
 class LookUp:
-    """Ask the bootstrap server off-thread; answer `on_route` or `on_lookup_failed`."""
+    """Ask the bootstrap server off-thread; answer `on_route` or `on_lookup_failed`.
+
+    `any_but`: the room's own prefill worker, or any other whose incarnation is not one of these. None: its own only.
+    """
 
     bootstrap: str
     room: int
+    any_but: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ class SessionTable:
         self._sessions: dict[str, Session] = {}
         self._by_link: dict[LinkId, Session] = {}
         self._next_link: LinkId = 1
+        self.gone: deque[str] = deque(maxlen=NUM_GONE)  # incarnations that died or said goodbye, the last ones
 
     def get(self, incarnation: str) -> Session | None:
         return self._sessions.get(incarnation)
@@ -168,6 +174,7 @@ class SessionTable:
         self._unlink(session)
         session.phase = Phase.DEAD
         del self._sessions[session.incarnation]
+        self.gone.append(session.incarnation)
 
     def lose(self, session: Session, now_s: float) -> None:
         """The link closed. A session that never lived is dropped; the other needs proof of what became of the peer."""

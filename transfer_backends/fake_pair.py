@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from transfer_backends.contract import Work
 from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll
 
 
@@ -46,6 +47,9 @@ class FakeReceiver(_Fake):
             raise IllegalTransition("fake room: provided twice")
         if self._state is not KVPoll.Failed:
             self._state = KVPoll.Success
+
+    def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
+        raise IllegalTransition("fake room: nobody is there to compute")
 
     def drained(self) -> bool:
         return self._state in FINAL

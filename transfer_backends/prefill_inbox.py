@@ -1,16 +1,18 @@
-"""What prefill keeps for rooms that no local request holds: offers that came too early, and reasons of ended rooms. Pure.
+"""What prefill keeps for rooms that no local request holds: offers that came too early, reasons of ended rooms, and
 
-Both tables are filled by peers, so both are bounded and expire.
+what decode asked to have computed until the role takes it. Pure. All are filled by peers, so all are bounded; the tables
+of offers and reasons expire, too.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from transfer_backends.contract import TransferConfig
+from transfer_backends.contract import Asked, TransferConfig
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.merge import I64
 
 MAX_PAGES = 1 << 22  # page ids kept in all offers
+MAX_TOKENS = 1 << 22  # token ids in all that is asked
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Inbox:
         self._offers: OrderedDict[RoomKey, tuple[Offer, float]] = OrderedDict()
         self._num_pages = 0
         self._tombstones: OrderedDict[RoomKey, Tombstone] = OrderedDict()
+        self._asked: list[Asked] = []
+        self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -53,6 +57,25 @@ class Inbox:
             self._offers[key] = (offer, now_s + self._config.bootstrap_timeout_s)
             self._num_pages += len(offer.pages)
         return not full
+
+    def ask(self, asked: Asked, offer: Offer, now_s: float) -> bool:
+        """Keep what decode wants computed, with its offer, until `take_asked`. False when there is no room for it."""
+        if self._num_tokens + len(asked.work.tokens) > MAX_TOKENS:
+            return False
+        if not self.keep((asked.room, asked.attempt), offer, now_s):
+            return False
+        self._asked.append(asked)
+        self._num_tokens += len(asked.work.tokens)
+        return True
+
+    @property
+    def num_asked(self) -> int:
+        return len(self._asked)
+
+    def take_asked(self) -> list[Asked]:
+        """In order of arrival. One that was aborted meanwhile is among them: its room fails as soon as it is opened."""
+        taken, self._asked, self._num_tokens = self._asked, [], 0
+        return taken
 
     def take(self, key: RoomKey) -> Offer | None:
         entry = self._offers.pop(key, None)

@@ -6,7 +6,7 @@ The role calls `sender(...)` from the scheduler's loop; nothing it does there bl
 import time
 from collections.abc import Sequence
 
-from transfer_backends.contract import Clock, Engine, KVArgs, KVSender, TransferConfig
+from transfer_backends.contract import Asked, Clock, Engine, KVArgs, KVSender, TransferConfig
 from transfer_backends.control_port import Event, Frame, LinkClosed
 from transfer_backends.engine_driver import EngineDriver
 from transfer_backends.fake_pair import FakeSender
@@ -61,6 +61,13 @@ class PrefillManager(Shell):
         with self.core() as now_s:
             key = self._rooms.open(room, attempt, now_s)
         return Sender(self, key)
+
+    def take_asked(self) -> list[Asked]:
+        """What decode workers want computed, in order; each needs a `sender` of its room and attempt."""
+        if not self._rooms.num_asked:  # the usual case needs no lock
+            return []
+        with self._lock:
+            return self._rooms.take_asked()
 
     def check(self) -> list[str]:
         with self._lock:

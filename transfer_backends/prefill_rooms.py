@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_backends.contract import Caps, KVArgs, TransferConfig
+from transfer_backends.contract import Asked, Caps, KVArgs, TransferConfig, Work
 from transfer_backends.kvpoll import (
     FINAL,
     IllegalTransition,
@@ -39,11 +39,12 @@ from transfer_backends.wire import (
     Message,
     Ping,
     Pong,
+    Recompute,
     Register,
     Status,
     TransferInfo,
     clip,
-    unpack_pages,
+    unpack_ids,
 )
 
 PROGRESS_EVERY_S = 1.0
@@ -69,6 +70,7 @@ class PrefillRooms:
         self._inbox = Inbox(config)
         self._handlers: dict[type, Callable[[Peer, Any, float], None]] = {
             TransferInfo: self._on_transfer_info,
+            Recompute: self._on_recompute,
             Abort: self._on_abort,
             Ping: self._on_ping,
             Pong: lambda peer, message, now_s: None,
@@ -92,6 +94,14 @@ class PrefillRooms:
         elif tombstone is not None and tombstone.by_peer:
             self._fail(rec, tombstone.reason)
         return key
+
+    @property
+    def num_asked(self) -> int:
+        return self._inbox.num_asked
+
+    def take_asked(self) -> list[Asked]:
+        """What decode workers want computed; the role opens each one's room."""
+        return self._inbox.take_asked()
 
     def num_pages(self, key: RoomKey) -> int | None:
         offer = self._rooms[key].offer
@@ -299,8 +309,23 @@ class PrefillRooms:
         else:
             self._reject(peer, key, f"bootstrap_room {message.room} is in use by another decode worker")
 
-    def _read_offer(self, peer: Peer, message: TransferInfo) -> Offer:
-        pages = unpack_pages(message.pages)
+    def _on_recompute(self, peer: Peer, message: Recompute, now_s: float) -> None:
+        key = (message.room, message.attempt)
+        try:
+            offer, asked = self._read_offer(peer, message), _read_asked(message)
+        except (MalformedFrame, ValueError) as error:
+            self._reject(peer, key, str(error))
+            raise PeerProtocolError(str(error)) from None
+        known = key in self._rooms or self._inbox.tombstone(key) is not None or self._inbox.owner(key) is not None
+        if known:
+            self._reject(peer, key, f"bootstrap_room {message.room}: attempt {message.attempt} was there already")
+        elif self._inbox.ask(asked, offer, now_s):
+            self.machine.touch()
+        else:
+            self._reject(peer, key, "prefill was asked to compute too much at once")
+
+    def _read_offer(self, peer: Peer, message: TransferInfo | Recompute) -> Offer:
+        pages = unpack_ids(message.pages)
         if len(pages) and not (pages.min() >= 0 and pages.max() < peer.kv.num_items):
             raise ValueError(f"room {message.room}: a page is outside decode's pool of {peer.kv.num_items}")
         if len(np.unique(pages)) != len(pages):
@@ -433,3 +458,11 @@ class PrefillRooms:
         if self.num_inflight < 0 or (self.num_inflight and not any(rec.num_ops for rec in self._rooms.values())):
             problems.append(f"{self.num_inflight} pieces in flight without a room")
         return problems
+
+
+def _read_asked(message: Recompute) -> Asked:
+    tokens = unpack_ids(message.tokens)
+    if not len(tokens) or tokens.min() < 0:
+        raise ValueError(f"room {message.room}: {len(tokens)} tokens to compute, or a negative one")
+    work = Work(tokens=tokens.tolist(), skip_pages=message.skip_pages, priority=message.priority, share=message.share)
+    return Asked(message.room, message.attempt, work)

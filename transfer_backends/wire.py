@@ -1,6 +1,6 @@
 """Control-plane messages between a decode and a prefill worker, and their frames.
 
-    decode  -> prefill: Register, TransferInfo, Abort, Ping, Pong, Bye
+    decode  -> prefill: Register, TransferInfo, Recompute, Abort, Ping, Pong, Bye
     prefill -> decode:  Registered, Refused, Status, Drained, Ping, Pong, Bye
 
 One ZMQ frame is one message: msgpack of a tagged struct out of a closed union, with a 32-byte HMAC-SHA256 in front when
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
 MAC_BYTES = 32
@@ -89,6 +89,23 @@ class TransferInfo(_Message, frozen=True):
     aux_idx: Count
 
 
+class Recompute(_Message, frozen=True):
+    """A transfer whose request comes from decode itself: compute the KV of `tokens`, draw nothing, write it.
+
+    `tokens`: int32 little-endian ids. `pages` are those of the whole prompt but for its first `skip_pages`, which decode has.
+    `share`: others may find the KV. `attempt` is never 0, so the key differs from that of every room the router minted.
+    """
+
+    room: Room
+    attempt: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    pages: PageBytes
+    aux_idx: Count
+    tokens: PageBytes
+    skip_pages: Annotated[int, msgspec.Meta(ge=0, le=MAX_PAGES)]
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+    share: bool
+
+
 class Status(_Message, frozen=True):
     """`state`: a KVPoll value (Transferring: progress, Success, Failed). `num_pages`: pages written so far."""
 
@@ -126,7 +143,7 @@ class Bye(_Message, frozen=True):
     """The sender's manager closes in order: nothing of it is in flight any more."""
 
 
-Message = Register | Registered | Refused | TransferInfo | Status | Abort | Drained | Ping | Pong | Bye
+Message = Register | Registered | Refused | TransferInfo | Recompute | Status | Abort | Drained | Ping | Pong | Bye
 _DECODER = msgspec.msgpack.Decoder(Message)
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -156,13 +173,14 @@ def clip(text: str) -> str:
     return text if len(text) <= 2000 else text[:2000] + "..."
 
 
-def pack_pages(pages: npt.NDArray[np.int64]) -> bytes:
-    return pages.astype("<i4").tobytes()
+def pack_ids(ids: npt.NDArray[np.int64]) -> bytes:
+    """Of pages or of tokens."""
+    return ids.astype("<i4").tobytes()
 
 
-def unpack_pages(data: bytes) -> npt.NDArray[np.int64]:
+def unpack_ids(data: bytes) -> npt.NDArray[np.int64]:
     if len(data) % 4:
-        raise MalformedFrame(f"page list of {len(data)} bytes is not a multiple of 4")
+        raise MalformedFrame(f"list of ids of {len(data)} bytes is not a multiple of 4")
     return np.frombuffer(data, dtype="<i4").astype(np.int64)
 
 

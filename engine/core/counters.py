@@ -14,5 +14,8 @@ class Counters:
     generation_tokens: int = 0
     retractions: int = 0
     preemptions: int = 0
+    resumed_computed: int = 0  # retracted requests whose KV this engine computed again
+    resumed_restored: int = 0  # ... came back from the host
     steps: int = 0
     wasted_draws: int = 0
+    late_draws: int = 0

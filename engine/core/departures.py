@@ -2,7 +2,7 @@
 
     finish ----+                                  ended: its memory back, gone
                +--> draining --settle (inflight 0)--<
-    retract ---+                                  retracted: its KV copied to the host (Backups), memory back, waiting
+    retract ---+                                  retracted: its KV copied to the host (Backups), memory back, waiting (or the role's)
 
 Memory rule: a request's pages are released only when no launched step touches them (`inflight == 0`), because a page
 that leaves the engine may next be written by a transfer peer, who does not wait for our stream.
@@ -29,6 +29,7 @@ class Departures:
         backups: Backups,
         growth: MeasuredGrowth | None,
         counters: Counters,
+        resume_elsewhere: bool,
     ) -> None:
         self._stages = stages
         self._memory = memory
@@ -36,6 +37,7 @@ class Departures:
         self._backups = backups
         self._growth = growth
         self._counters = counters
+        self._resume_elsewhere = resume_elsewhere
 
     def finish(self, request: Request, reason: FinishReason, new_ids: list[int] | None = None) -> TokenOutput:
         """Final state, said once. A prefill-only request is the role's from here; others go when nothing is in flight."""
@@ -66,23 +68,30 @@ class Departures:
         return len(victims)
 
     def settle(self, *, copy: bool = True) -> None:
-        """Ended and retracted requests whose last step has been collected give their memory back."""
+        """Ended and retracted requests whose last step has been collected give their memory back.
+
+        Without `copy` retracted ones are computed again by this engine, whatever else is usual.
+        """
         for request in self._stages.take_settled():
             if request.finish is None and copy and self._backups.begin(request):
                 self._stages.draining.append(request)  # until its copy is made
             elif request.finish is None:
-                self._requeue(request)
+                self._requeue(request, elsewhere=copy and self._resume_elsewhere)
             else:
                 self._backups.drop(request)
                 self._give_back(request)
                 del self._stages.live[request.rid]
 
-    def _requeue(self, request: Request) -> None:
+    def _requeue(self, request: Request, *, elsewhere: bool) -> None:
         """Give memory back (what is computed stays findable) and wait again; generated tokens are known tokens now."""
         self._give_back(request)
         request.retractions += 1
         self._counters.retractions += 1
-        self._stages.requeue(request)
+        if elsewhere:
+            self._stages.kept.append(request)
+            self._stages.untaken.append(request)
+        else:
+            self._stages.requeue(request)
 
     def _give_back(self, request: Request) -> None:
         self._stages.batch_is_full = False

@@ -38,10 +38,7 @@ class Memory:
         if need + growth + reserved_pages > self.available:
             self.cache.unlock(match.node)
             return False
-        request.lock = match.node
-        request.pages = match.pages + self._take(need)
-        request.shared_pages = len(match.pages)
-        request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
+        self._hold(request, match, need)
         return True
 
     def match_prefix(self, request: Request) -> Match:
@@ -49,12 +46,25 @@ class Memory:
         return self.cache.match(request.tokens(0, _match_limit(request)))
 
     def reserve(self, request: Request, *, reserved_pages: int) -> bool:
-        """Pages for the whole prompt, whose KV comes from elsewhere; or change nothing."""
-        need = self.allocator.pages_for(len(request.input_ids))
+        """Pages for the known tokens, whose KV comes from elsewhere; or change nothing.
+
+        What a retracted request finds cached (whole pages) it reads there, as if it were admitted.
+        """
+        match = self.match_prefix(request) if request.output_ids else self.cache.match([])
+        self.cache.lock(match.node)
+        need = self.allocator.pages_for(request.num_tokens) - len(match.pages)
         if need + reserved_pages > self.available:
+            self.cache.unlock(match.node)
             return False
-        request.pages = self._take(need)
+        self._hold(request, match, need)
         return True
+
+    def _hold(self, request: Request, match: Match, need: int) -> None:
+        """The cached prefix, locked before, and `need` pages after it."""
+        request.lock = match.node
+        request.pages = match.pages + self._take(need)
+        request.shared_pages = len(match.pages)
+        request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
 
     def needs_page(self, request: Request) -> bool:
         """Whether the next token starts a page that the request does not have."""
@@ -90,9 +100,14 @@ class Memory:
         self._forget(request)
 
     def quarantine(self, request: Request) -> list[int]:
-        """Pages that a transfer peer may still write: neither free nor owned until `allocator.end_quarantine`."""
-        assert request.inflight == 0 and request.shared_pages == 0, f"{request.rid}: only untouched pages"
-        pages = request.pages
+        """Pages that a transfer peer may still write: neither free nor owned until `allocator.end_quarantine`.
+
+        The cached prefix, if there is one, was never given to the peer: it is unlocked.
+        """
+        assert request.inflight == 0 and not request.dup_pages, f"{request.rid}: only untouched pages"
+        pages = request.own_pages()
+        if request.lock is not None:
+            self.cache.unlock(request.lock)
         self.allocator.quarantine(pages)
         self._forget(request)
         return pages

@@ -90,7 +90,8 @@ class Plan:
     `extend`: some item is part of a prompt (q_len of any size); decodes may ride along. `wait`: the loop collects every
     launched step before it launches this one (it asks for depth 1).
 
-    `masks`: by item index, the tokens that item may draw (`Grammar.bitmask`); filled in just before the launch.
+    `masks`: by item index, the tokens that item may draw (`Grammar.bitmask`); filled in just before the draw is launched.
+    `draw_late`: some masks follow from tokens in flight: the forward may be launched now, the draw when they are collected.
 
     Order the executor owes: `drops` (copies to forget), `saves`, `loads`, then `closes`, then `opens`, then page rows of
     `items`, then forward, then sampling. A plan may have no items: then there is nothing to compute.
@@ -106,6 +107,7 @@ class Plan:
     saves: list[PageSave] = field(default_factory=list)
     loads: list[PageLoad] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)
+    draw_late: bool = False
 
 
 @dataclass(slots=True)

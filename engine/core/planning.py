@@ -10,6 +10,7 @@ from itertools import islice
 from engine.core.backups import Backups
 from engine.core.counters import Counters
 from engine.core.departures import Departures
+from engine.core.futures import check_reads
 from engine.core.hidden import note_launch
 from engine.core.limits import Limits
 from engine.core.memory import Memory
@@ -63,10 +64,19 @@ class Planner:
             return None
         extend = any(item.extend for item in items)
         wait, self._last_was_extend = extend and self._last_was_extend and self._limits.wait_between_prefills, extend
-        wait = wait or any(self._awaits_token(item) for item in items)
+        draw_late = any(self._awaits_token(item) for item in items)
         self._seq += 1
         self._counters.steps += 1
-        plan = Plan(seq=self._seq, extend=extend, items=items, opens=opens, closes=self._table.take_closed(), wait=wait)
+        self._counters.late_draws += draw_late
+        plan = Plan(
+            seq=self._seq,
+            extend=extend,
+            items=items,
+            opens=opens,
+            closes=self._table.take_closed(),
+            wait=wait,
+            draw_late=draw_late,
+        )
         self._backups.attach(plan)
         return plan
 
@@ -76,7 +86,7 @@ class Planner:
         return item.sample and request.grammar is not None and request.pending > 1
 
     def fill_masks(self, plan: Plan) -> None:
-        """What the items of `plan` may draw, from the tokens known now. Call it just before the launch (`plan.wait`)."""
+        """What the items of `plan` may draw, from the tokens known now. Call it just before the draw is launched."""
         for i, item in enumerate(plan.items):
             request = self._stages.live[item.rid]
             if item.sample and request.grammar is not None and request.finish is None:
@@ -167,6 +177,8 @@ class Planner:
         return self._item(request, request.launched_len, request.launched_len + 1, sample=True, extend=False)
 
     def _note_admitted(self, request: Request) -> None:
+        self._counters.resumed_restored += request.saved_len > 0
+        self._counters.resumed_computed += request.saved_len == 0 and request.retractions > 0
         if not request.admitted:
             request.admitted = True
             request.cached_tokens = request.launched_len
@@ -202,6 +214,7 @@ class Planner:
     def _item(self, request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
         assert request.slot is not None
         known = request.num_tokens
+        check_reads(request, start, end)
         hidden_from = note_launch(request, start, end)
         logprob_from, logprob_next = input_logprob_part(request, start, end)
         item = PlanItem(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.core.grammar import Grammar
 from engine.core.radix_cache import Node
+from engine.core.stop_pattern import StopPattern
 from engine.core.times import Times
 from engine.messages import Bootstrap, FinishReason, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
@@ -63,6 +64,7 @@ class Request:
     input_hidden: bytes = b""  # hidden states not sent yet, as TokenOutput has them
     hidden: list[bytes] = field(default_factory=list)
     times: Times = field(default_factory=Times)
+    stop_patterns: tuple[StopPattern, ...] = ()  # compiled `sampling.stop_regex`
 
     @property
     def num_tokens(self) -> int:

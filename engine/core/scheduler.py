@@ -22,6 +22,7 @@ from engine.core.planning import Planner
 from engine.core.policy import Draw, Priorities
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
+from engine.core.reserve import DecodeReserve
 from engine.core.results import Results
 from engine.core.stages import Stages
 from engine.messages import FinishReason, TokenOutput
@@ -43,7 +44,13 @@ class Scheduler:
         backup_pages: int = 0,
         reserve_floor: int = 0,
         growth: MeasuredGrowth | None = None,
+        resume_elsewhere: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
+        """`resume_elsewhere`: the role decides where the KV of retracted requests comes from (`take_retracted`).
+
+        `vocab_size`: token ids that have a meaning, of all that the model may draw; None: all.
+        """
         self.limits = limits
         self.memory = memory
         self.ratio = ratio or NewTokenRatio()
@@ -52,7 +59,9 @@ class Scheduler:
         self.counters = Counters()
         self.backups = Backups(max_pages=backup_pages, page_size=limits.page_size)
         self.growth = growth
-        self._reserve_floor = reserve_floor
+        self._reserve = DecodeReserve(
+            floor=reserve_floor, ratio=self.ratio, growth=growth, pages_for=memory.allocator.pages_for
+        )
         self._preempts = priorities is not None
         self._departures = Departures(
             stages=self.stages,
@@ -61,6 +70,7 @@ class Scheduler:
             backups=self.backups,
             growth=growth,
             counters=self.counters,
+            resume_elsewhere=resume_elsewhere,
         )
         self._planner = Planner(
             limits=limits,
@@ -84,6 +94,7 @@ class Scheduler:
             ratio=self.ratio,
             counters=self.counters,
             tail_text=tail_text,
+            vocab_size=vocab_size,
         )
 
     # ---- steps
@@ -93,7 +104,7 @@ class Scheduler:
         return self._planner.schedule(now_s)
 
     def fill_masks(self, plan: Plan) -> None:
-        """What the items of `plan` may draw, from the tokens known now. Call it just before the launch (`plan.wait`)."""
+        """What the items of `plan` may draw, from the tokens known now. Call it just before the draw is launched."""
         self._planner.fill_masks(plan)
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
@@ -134,18 +145,9 @@ class Scheduler:
         return None
 
     def reserve(self, request: Request) -> bool:
-        """Pages for an adopted request's prompt (`request.pages`), unless growth of the others needs the room."""
+        """Pages for what a kept request knows (`request.pages`), unless growth of the others needs the room."""
         coming = [*self.stages.growing(), request]
-        expected = self._expected_growth(coming)
-        largest = max(r.max_new_tokens - len(r.output_ids) for r in coming)  # whoever it is must be able to finish
-        return self.memory.reserve(request, reserved_pages=self.memory.allocator.pages_for(int(max(expected, largest))))
-
-    def _expected_growth(self, coming: list[Request]) -> float:
-        """Tokens: by what ended answers say, or by the ratio until some have; a floor for each that can use it."""
-        if self.growth is not None and self.growth.known:
-            return self.growth.peak_tokens(coming, floor=self._reserve_floor)
-        floors = [min(r.max_new_tokens - len(r.output_ids), self._reserve_floor) for r in coming]
-        return sum(max(self.ratio.growth_tokens(r), f) for r, f in zip(coming, floors, strict=True))
+        return self.memory.reserve(request, reserved_pages=self._reserve.pages(coming))
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """An adopted request's KV has landed. A prebuilt batch of one: no forward, its first token is `first`."""
@@ -154,6 +156,31 @@ class Scheduler:
         request.computed_len = request.launched_len = request.hidden_launched = len(request.input_ids)
         request.cached_tokens, request.admitted = cached_tokens, True
         return [self._results.commit_draw(request, first)]
+
+    def take_retracted(self) -> list[Request]:
+        """Requests that lost their memory since the last call, the role's from now on (`resume_elsewhere`).
+
+        Each goes on by `resume_decoding` or `resume_here`, or ends like any kept request.
+        """
+        taken, self.stages.untaken = self.stages.untaken, []
+        return taken
+
+    def resume_decoding(self, request: Request) -> None:
+        """The KV of all its tokens but the last is in its pages. No forward: its next step is a usual one."""
+        self.stages.kept.remove(request)
+        self.stages.running.append(request)
+        request.computed_len = request.launched_len = request.num_tokens - 1
+
+    def resume_here(self, request: Request) -> None:
+        """Nobody else computes its KV: it waits to be computed by this engine."""
+        self.memory.give_back(request)
+        self.stages.kept.remove(request)
+        self.stages.requeue(request)
+        self.stages.batch_is_full = False
+
+    def quarantine(self, request: Request) -> list[int]:
+        """A kept request's own pages, which a peer may still write: they belong to nobody until `end_quarantine`."""
+        return self.memory.quarantine(request)
 
     def end_kept(self, request: Request, reason: FinishReason) -> TokenOutput:
         """A kept request fails or is aborted. Its memory stays until `release`."""
@@ -171,12 +198,6 @@ class Scheduler:
         assert request.finish is not None, f"{request.rid} released before it ended"
         self.stages.draining.append(request)
         self._departures.settle()
-
-    def release_to_quarantine(self, request: Request) -> list[int]:
-        """As `release`, but a peer may still write its pages: they are returned, and belong to nobody for now."""
-        pages = self.memory.quarantine(request)
-        self.release(request)
-        return pages
 
     def end_quarantine(self, pages: list[int]) -> None:
         """Nobody can write `pages` any more."""

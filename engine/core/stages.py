@@ -20,6 +20,7 @@ class Stages:
         self.running: list[Request] = []
         self.draining: list[Request] = []  # ended or retracted, a step in flight
         self.kept: list[Request] = []  # the role's: KV is being handed over, or comes from elsewhere
+        self.untaken: list[Request] = []  # of the kept ones: retracted, and the role does not know yet
         self.batch_is_full = False
         self._registered = 0
 
@@ -73,8 +74,9 @@ class Stages:
 
     @property
     def num_retracted(self) -> int:
-        """Requests that lost their memory and wait to resume."""
-        return sum(r.retractions > 0 for r in self.waiting.values()) + sum(r.finish is None for r in self.draining)
+        """Requests that lost their memory and wait to resume (but for those that the role has taken)."""
+        leaving = sum(r.finish is None for r in self.draining)
+        return sum(r.retractions > 0 for r in self.waiting.values()) + leaving + len(self.untaken)
 
     def all(self) -> list[Request]:
         chunked = [self.chunked] if self.chunked is not None else []

@@ -41,6 +41,13 @@ class Logprobs:
 
 
 @dataclass(slots=True)
+class Forward:
+    """What the forward leaves on the device for the draw: [T, hidden] of all new tokens, None before it ran."""
+
+    hidden: Tensor | None = None
+
+
+@dataclass(slots=True)
 class StepOutput:
     """Host copies (on CUDA valid after the step's event). Row r of `tokens` belongs to item `sampled[r]`."""
 
@@ -77,6 +84,13 @@ class ModelRunner:
         self._model = model
 
     def run(self, plan: Plan) -> StepOutput:
+        """Both halves of a step."""
+        forward = Forward()
+        self.forward(plan, forward)
+        return self.draw(plan, forward)
+
+    def forward(self, plan: Plan, out: Forward) -> None:
+        """All that comes before the draw. Reads no masks."""
         if plan.saves or plan.loads or plan.drops:
             assert self._backup is not None, "a plan copies pages, and nothing keeps them"
             self._backup.run(plan)
@@ -84,12 +98,17 @@ class ModelRunner:
             self._sampler.close(slot)
         for opened in plan.opens:
             self._sampler.open(opened)
+        if plan.items:
+            self._page_table.update(plan.items)
+            out.hidden = self._forward(plan)
+
+    def draw(self, plan: Plan, forward: Forward) -> StepOutput:
+        """Logits, tokens, and what else was asked for; `forward` of the same plan ran just before."""
         if not plan.items:
             return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, {})
-        self._page_table.update(plan.items)
-        hidden = self._forward(plan)
-        output = self._draw(plan.items, hidden, plan.masks)
-        output.hidden = {i: self._to_host(rows) for i, rows in hidden_rows(plan.items, hidden).items()}
+        assert forward.hidden is not None, f"step {plan.seq}: the forward has failed"
+        output = self._draw(plan.items, forward.hidden, plan.masks)
+        output.hidden = {i: self._to_host(rows) for i, rows in hidden_rows(plan.items, forward.hidden).items()}
         return output
 
     def _forward(self, plan: Plan) -> Tensor:

@@ -47,7 +47,7 @@ _REFUSED = (
     "session_params",
     "custom_logit_processor",
 )
-_REFUSED_SAMPLING = ("stop_regex", "no_stop_trim", "custom_params")
+_REFUSED_SAMPLING = ("custom_params",)
 
 
 class SamplingBody(SamplingFields, kw_only=True):
@@ -55,8 +55,6 @@ class SamplingBody(SamplingFields, kw_only=True):
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
     beam_width: int | None = None
-    stop_regex: Any = None
-    no_stop_trim: Any = None
     custom_params: Any = None
 
 

@@ -53,6 +53,29 @@ def test_shared_goes_by_room() -> None:
     assert registry.check() == []
 
 
+def test_any_worker_but_those_that_are_gone() -> None:
+    """Who had the room comes first; the others are spread by room, in the order of their names."""
+    registry = Registry(CONFIG, shared=True)
+    with pytest.raises(RegistryError, match="no other prefill worker"):
+        registry.look_up_any(5, but=())
+    for i, name in enumerate("cab"):
+        registry.register(worker(name, port=1 + i), 0.0)
+    registry.register_rooms("b", [6], 0.0)
+
+    def chosen(room: int, *but: str) -> str:
+        return registry.look_up_any(room, but=but).worker.incarnation
+
+    assert [chosen(6), chosen(6, "b"), chosen(7, "b")] == ["b", "a", "c"]
+    assert [chosen(9), chosen(10), chosen(11)] == ["a", "b", "c"]
+    registry.leave("b")
+    assert chosen(6) == "a"
+    with pytest.raises(RegistryError, match="no other"):
+        chosen(6, "a", "c")
+    embedded = Registry(CONFIG, shared=False)
+    embedded.register(worker("x"), 0.0)
+    assert embedded.look_up_any(5, but=("y",)).worker.incarnation == "x"
+
+
 def test_a_new_life_replaces_the_old() -> None:
     registry = Registry(CONFIG, shared=True)
     registry.register(worker("a", port=1), 0.0)

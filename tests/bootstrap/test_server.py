@@ -92,6 +92,12 @@ def test_shared_rooms(serve: Any, register: Any) -> None:
     two.add_room(22)
     until(lambda: server.registry.num_rooms == 2)
     assert [look_up(address, room).worker.incarnation for room in (11, 22)] == ["a", "b"]
+    others = [look_up(address, 11, any_but=but).worker.incarnation for but in ((), ("a", "z"))]
+    assert others == ["a", "b"]
+    with pytest.raises(BootstrapError, match="no other prefill worker"):
+        look_up(address, 11, any_but=("a", "b"))
+    with pytest.raises(BootstrapError, match="but: at most 64"):
+        look_up(address, 11, any_but=["x"] * 65)
 
 
 def test_server_that_starts_late_and_restarts(serve: Any, register: Any) -> None:

@@ -34,6 +34,8 @@ class EngineInATest:
         conservativeness: float = 1.0,
         backup_pages: int = 0,
         reserve_floor: int = 0,
+        resume_elsewhere: bool = False,
+        vocab_size: int | None = None,
         **limits: object,
     ) -> None:
         allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
@@ -56,6 +58,8 @@ class EngineInATest:
             backup_pages=backup_pages,
             reserve_floor=reserve_floor,
             growth=MeasuredGrowth(),
+            resume_elsewhere=resume_elsewhere,
+            vocab_size=vocab_size,
         )
         self.now_s = 0.0
         self.model = HashModel(page_size=page_size)
@@ -94,7 +98,7 @@ class EngineInATest:
     def turn(self) -> bool:
         """One turn of the loop; False when there is nothing left to do."""
         plan = self.scheduler.schedule(self.now_s)
-        while plan is not None and plan.wait and self.launched:
+        while plan is not None and (plan.wait or plan.draw_late) and self.launched:
             self.collect()
         if plan is not None:
             self.scheduler.fill_masks(plan)

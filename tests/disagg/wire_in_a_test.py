@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from disagg.metadata import MetadataBuffers
 from tests.core.hash_model import HashModel
-from transfer_backends.kvpoll import KVPoll
+from transfer_backends.contract import Asked, Work
+from transfer_backends.kvpoll import KVPoll, RoomKey
 
 FINAL = (KVPoll.Failed, KVPoll.Success)
 
@@ -37,6 +38,8 @@ class Room:
     to_decode: deque[Callable[[], None]] = field(default_factory=deque)
     writes: deque[Callable[[], None]] = field(default_factory=deque)
     sealed: bool = False  # prefill will post nothing more
+    asks: bool = False  # decode's message is the request
+    buried: str | None = None  # decode gave up before prefill opened it
 
 
 class Wire:
@@ -45,22 +48,36 @@ class Wire:
     def __init__(self, *, prefill: HashModel, decode: HashModel, rows: tuple[MetadataBuffers, MetadataBuffers]) -> None:
         self.models = (prefill, decode)
         self.rows = rows
-        self.rooms: dict[int, Room] = {}
+        self.rooms: dict[RoomKey, Room] = {}
         self.counters: dict[str, int] = {}
+        self.asked: list[Asked] = []
+        self.unreachable = False  # a handshake of a room that asks fails
 
-    def room(self, number: int) -> Room:
-        return self.rooms.setdefault(number, Room())
+    def room(self, number: int, attempt: int = 0) -> Room:
+        return self.rooms.setdefault((number, attempt), Room())
 
-    def sender(self, room: int, *, fake: bool = False) -> "Sender":
-        entry = self.room(room)
+    def sender(self, room: int, *, attempt: int = 0, fake: bool = False) -> "Sender":
+        entry = self.room(room, attempt)
+        assert entry.prefill is None, "a room is opened twice"
         entry.prefill = Side()
+        if entry.buried is not None:
+            _fail(entry.prefill, entry.buried)
+        elif attempt:
+            _advance(entry.prefill, KVPoll.WaitingForInput)
         return Sender(self, entry)
 
-    def receiver(self, room: int, *, bootstrap: str, fake: bool = False) -> "Receiver":
-        entry = self.room(room)
+    def take_asked(self) -> list[Asked]:
+        taken, self.asked = self.asked, []
+        return taken
+
+    def receiver(self, room: int, *, bootstrap: str, attempt: int = 0, fake: bool = False) -> "Receiver":
+        entry = self.room(room, attempt)
+        assert entry.decode is None, "a room is opened twice"
         side = entry.decode = Side()
-        entry.to_decode.append(lambda: _advance(side, KVPoll.WaitingForInput))  # the handshake
-        return Receiver(self, entry)
+        gone = attempt > 0 and self.unreachable
+        handshake = (lambda: _fail(side, "nobody is there")) if gone else lambda: _advance(side, KVPoll.WaitingForInput)
+        entry.to_decode.append(handshake)
+        return Receiver(self, entry, (room, attempt))
 
     def check(self) -> list[str]:
         return []
@@ -80,7 +97,7 @@ class Wire:
 
     def _ready(self, room: Room) -> list[deque[Callable[[], None]]]:
         """Decode's messages wait for prefill's side to exist, as orphans would."""
-        return [room.to_decode, room.writes, room.to_prefill if room.prefill else deque()]
+        return [room.to_decode, room.writes, room.to_prefill if room.prefill or room.asks else deque()]
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         source, target = self.models
@@ -176,8 +193,8 @@ def _settle(room: Room) -> None:
 
 
 class Receiver:
-    def __init__(self, wire: Wire, room: Room) -> None:
-        self._wire, self._room = wire, room
+    def __init__(self, wire: Wire, room: Room, key: RoomKey) -> None:
+        self._wire, self._room, self._key = wire, room, key
         assert room.decode is not None
         self._side = room.decode
 
@@ -202,6 +219,19 @@ class Receiver:
 
         room.to_prefill.append(arrive)
 
+    def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
+        if self._side.state in FINAL:
+            return
+        room, pages = self._room, list(dst_pages)
+        self._side.settled, room.asks = False, True
+        _advance(self._side, KVPoll.Transferring)
+
+        def arrive() -> None:
+            room.dst, room.dst_row = pages, aux_idx
+            self._wire.asked.append(Asked(*self._key, work))
+
+        room.to_prefill.append(arrive)
+
     def abort(self, reason: str) -> None:
         if self._side.state in FINAL:
             return
@@ -209,7 +239,10 @@ class Receiver:
         room = self._room
 
         def arrive() -> None:
-            assert room.prefill is not None
+            if room.prefill is None:
+                room.buried = reason
+                room.to_decode.append(lambda: _settle(room))
+                return
             if room.prefill.state is KVPoll.Success:
                 room.to_decode.append(lambda: _settle(room))
                 return

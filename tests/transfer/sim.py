@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig
+from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig, Work
 from transfer_backends.decode_rooms import DecodeRooms
 from transfer_backends.decode_sessions import Connect, Disconnect, LookUp
 from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError, RoomKey
@@ -92,6 +92,7 @@ class World:
         self.next_room = 1
         self.ended = 0
         self.succeeded = 0
+        self.asked = 0
         self.protocol_errors = 0
         self.lookups: list[tuple[Decode, LookUp]] = []
         self.prefills = [self.new_prefill() for _ in range(2)]
@@ -236,7 +237,10 @@ class World:
         if not self.lookups:
             return
         decode, item = self.lookups.pop(self.draw.randrange(len(self.lookups)))
-        owner = next((p for p in self.prefills if (item.room, 0) in p.senders), None)
+        if item.any_but is None:
+            owner = next((p for p in self.prefills if (item.room, 0) in p.senders), None)
+        else:
+            owner = next((p for p in self.prefills if p.name not in item.any_but), None)
         if owner is None:
             decode.rooms.on_lookup_failed(item.bootstrap, item.room, "unknown room", permanent=False, now_s=self.now_s)
         else:
@@ -256,6 +260,10 @@ class World:
         if self.faults and self.draw.random() < 0.5:
             self.begin()
         for prefill in self.prefills:
+            for asked in prefill.rooms.take_asked():
+                key = prefill.rooms.open(asked.room, asked.attempt, self.now_s)
+                prefill.senders[key] = 0
+                self.asked += 1
             for key in list(prefill.senders):
                 self.prefill_role(prefill, key)
         for decode in self.decodes:
@@ -266,6 +274,11 @@ class World:
         key = (self.next_room, 0)
         self.next_room += 1
         prefill, decode = self.draw.choice(self.prefills), self.draw.choice(self.decodes)
+        if self.draw.random() < 0.25:  # decode asks by itself
+            key = (key[0], 1)
+            decode.rooms.open(*key, "b", self.now_s)
+            decode.live.add(key)
+            return
         if self.draw.random() < 0.95:
             prefill.rooms.open(*key, self.now_s)
             prefill.senders[key] = 0
@@ -313,7 +326,7 @@ class World:
         elif state is KVPoll.WaitingForInput and key not in decode.held and len(decode.free) >= 8:
             n = self.draw.randint(0, 8)
             decode.held[key] = [decode.free.pop() for _ in range(n)]
-            core.provide(key, decode.held[key], 1, self.now_s)
+            core.provide(key, decode.held[key], 1, self.now_s, Work(tokens=[1]) if key[1] else None)
 
     # ---- faults
 

@@ -12,13 +12,24 @@ import zmq
 
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
-from transfer_backends.contract import LookupFailed, Route, TransferConfig
+from transfer_backends.contract import Asked, LookupFailed, Route, TransferConfig, Work
 from transfer_backends.decode_manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
 from transfer_backends.liveness import Liveness, liveness, own_mark
 from transfer_backends.prefill_manager import PrefillManager
-from transfer_backends.wire import Abort, Layout, Ping, Register, Status, TransferInfo, WireRegion, encode
+from transfer_backends.wire import (
+    PROTOCOL_VERSION,
+    Abort,
+    Layout,
+    Ping,
+    Recompute,
+    Register,
+    Status,
+    TransferInfo,
+    WireRegion,
+    encode,
+)
 
 SHORT: dict[str, Any] = {"heartbeat_interval_s": 0.1, "handshake_timeout_s": 0.4}
 
@@ -303,8 +314,72 @@ def test_secret(pairs: Any, secrets: Any, good: bool) -> None:
     receiver.close()
 
 
+def test_decode_asks_prefill_to_compute(pairs: Any) -> None:
+    """No sender waits; the role is woken, opens the room and finds its pages there."""
+    pair = pairs()
+    woken = threading.Event()
+    pair.prefill.set_wakeup(woken.set)
+    work = Work(tokens=[5, 6, 7], skip_pages=2, priority=-3, share=False)
+    receiver = ask(pair, 9, [1, 2], work)
+    assert woken.wait(5.0)
+    assert pair.prefill.take_asked() == [Asked(9, 1, work)] and pair.prefill.take_asked() == []
+    sender = pair.prefill.sender(9, attempt=1)
+    assert sender.poll() is KVPoll.WaitingForInput and sender.num_pages == 2
+    sender.send([4, 5], dst_start=0, last=True, aux_idx=0)
+    until(lambda: receiver.poll() is KVPoll.Success)
+    sender.close()
+    receiver.close()
+    again = ask(pair, 9, [3], work)  # decode forgot the room, prefill has not
+    until(lambda: again.poll() is KVPoll.Failed and again.drained())
+    assert "attempt 1 was there already" in again.failure() and pair.prefill.take_asked() == []
+    again.close()
+
+
+def ask(pair: Pair, room: int, pages: list[int], work: Work) -> Any:
+    receiver = pair.decode.receiver(room, bootstrap="b", attempt=1)
+    until(lambda: receiver.poll() is KVPoll.WaitingForInput)
+    receiver.ask(pages, 0, work)
+    return receiver
+
+
+def test_what_decode_aborts_before_prefill_takes_it_fails_when_it_does(pairs: Any) -> None:
+    pair = pairs()
+    receiver = ask(pair, 9, [1, 2], Work(tokens=[5]))
+    until(lambda: pair.prefill._rooms.num_asked)
+    receiver.abort("the client left")
+    until(receiver.drained)
+    receiver.close()
+    (asked,) = pair.prefill.take_asked()
+    sender = pair.prefill.sender(asked.room, attempt=asked.attempt)
+    assert sender.poll() is KVPoll.Failed and sender.released() and "the client left" in sender.failure()
+    sender.close()
+
+
+def test_who_asks_and_finds_nobody_is_told_at_once(pairs: Any) -> None:
+    """Others look up again until their handshake times out (here: never in this test)."""
+    pair = pairs(handshake_timeout_s=60.0)
+    pair.route = None
+    receiver = pair.decode.receiver(9, bootstrap="b", attempt=1)
+    until(lambda: receiver.poll() is KVPoll.Failed)
+    assert "nobody is registered" in receiver.failure() and receiver.drained()
+    receiver.close()
+
+
+def test_more_than_prefill_keeps_is_refused(pairs: Any) -> None:
+    pair = pairs(max_orphans=1)
+    first, second = (ask(pair, room, [room], Work(tokens=[5])) for room in (1, 2))
+    until(lambda: second.poll() is KVPoll.Failed and second.drained())
+    assert "too much at once" in second.failure() and first.poll() is KVPoll.WaitingForInput
+    assert [asked.room for asked in pair.prefill.take_asked()] == [1]
+    second.close()
+    first.abort("over")
+    until(first.drained)
+    first.close()
+
+
 def hostile_frames(me: str) -> list[bytes]:
-    layout = Layout(1, "fake", "model-a", 16, "float32")
+    layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
+    newer = Layout(PROTOCOL_VERSION + 1, "fake", "model-a", 16, "float32")
     region = WireRegion(1 << 20, 64, 64, None)
     aux = WireRegion(1 << 20, 64, 512, None)
     good = encode(Register("evil", me, layout, region, aux, b"fake"), None)
@@ -321,7 +396,7 @@ def hostile_frames(me: str) -> list[bytes]:
         encode(Ping("evil", me, 1), None),  # before it registered
         encode(Abort("evil", me, 1, 0, "kill"), None),
         encode(Register("evil", "another life", layout, region, aux, b"fake"), None),
-        encode(Register("evil", me, Layout(2, "fake", "model-a", 16, "float32"), region, aux, b""), None),
+        encode(Register("evil", me, newer, region, aux, b""), None),
         encode(Register("evil", me, layout, WireRegion(1, 64, 128, None), aux, b""), None),
         good,
         good[:-3],
@@ -333,6 +408,11 @@ def hostile_frames(me: str) -> list[bytes]:
         encode(TransferInfo("evil", me, 77, 0, b"\1\0\0\0", 64), None),
         encode(TransferInfo("evil", me, 1, 0, b"\1\0\0\0", 0), None),  # a room of another decode worker
         encode(Abort("evil", me, 1, 0, "kill"), None),
+        msgspec.msgpack.encode(["Recompute", "evil", me, 78, 0, b"\1\0\0\0", 0, b"\1\0\0\0", 0, 0, True]),  # attempt 0
+        encode(Recompute("evil", me, 78, 1, b"\1\0\0\0", 0, b"", 0, 0, True), None),  # no tokens
+        encode(Recompute("evil", me, 78, 1, b"\1\0\0\0", 0, b"abc", 0, 0, True), None),
+        encode(Recompute("evil", me, 78, 1, b"\1\0\0\0", 0, b"\xff\xff\xff\xff", 0, 0, True), None),
+        encode(Recompute("evil", me, 78, 1, b"\x40\0\0\0", 0, b"\1\0\0\0", 0, 0, True), None),  # a page outside
         encode(Status("evil", me, 1, 0, 4, 3), None),
     ]
 
@@ -355,8 +435,8 @@ def test_hostile_frames(pairs: Any) -> None:
             with socket.create_connection((host, int(port))) as raw:
                 raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
             # The sockets stay open until all has arrived: closing drops what is still on its way.
-            until(lambda: pair.prefill.counters.get("junk_frames", 0) >= 10)
-            until(lambda: pair.prefill.counters.get("protocol_errors", 0) >= 6)
+            until(lambda: pair.prefill.counters.get("junk_frames", 0) >= 11)
+            until(lambda: pair.prefill.counters.get("protocol_errors", 0) >= 10)
         with evil.get_monitor_socket(zmq.EVENT_DISCONNECTED) as events:
             evil.send(b"\x00" * (9 << 20))  # longer than a frame may be: ZMQ drops the connection
             assert events.poll(10_000)
@@ -367,6 +447,7 @@ def test_hostile_frames(pairs: Any) -> None:
     sender.close()
     receiver.close()
     pair.works(2)
+    assert pair.prefill.take_asked() == []
     assert "control_errors" not in pair.prefill.counters
 
 

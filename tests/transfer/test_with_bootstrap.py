@@ -1,5 +1,6 @@
 """Managers that find each other through a real bootstrap server: embedded in prefill, and shared by two of them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
-from transfer_backends.contract import LookupFailed, Route, TransferConfig
+from transfer_backends.contract import Asked, LookupFailed, Route, TransferConfig, Work
 from transfer_backends.decode_manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
@@ -23,8 +24,12 @@ CONFIG = TransferConfig(handshake_timeout_s=5.0, secret=SECRET)
 
 def find(bootstrap: str, room: int) -> Route:
     """What a decode worker gives its manager."""
+    return find_any(bootstrap, room, None)
+
+
+def find_any(bootstrap: str, room: int, but: Sequence[str] | None) -> Route:
     try:
-        reply = look_up(bootstrap, room, secret=SECRET)
+        reply = look_up(bootstrap, room, any_but=but, secret=SECRET)
     except BootstrapError as error:
         raise LookupFailed(str(error), permanent=error.permanent) from None
     return Route(reply.worker.control, reply.worker.incarnation, reply.shared)
@@ -55,7 +60,7 @@ def test_any_prefill_serves_any_decode(shared: bool, num_prefills: int) -> None:
     server.start()
     address = f"127.0.0.1:{server.port}"
     pool = Pool(num_pages=16, page_bytes=64, seed=None)
-    decode = DecodeManager(pool.args, FakeEngine(), CONFIG, lookup=find)
+    decode = DecodeManager(pool.args, FakeEngine(), CONFIG, lookup=find, lookup_any=find_any)
     decode.start()
     prefills: list[tuple[PrefillManager, Registrar, Pool]] = []
     try:
@@ -73,8 +78,21 @@ def test_any_prefill_serves_any_decode(shared: bool, num_prefills: int) -> None:
             receiver.close()
             until(sender.released)
             sender.close()
+        asking = decode.receiver(6, bootstrap=address, attempt=1)  # nobody told the server; prefill had it as attempt 0
+        until(lambda: asking.poll() is KVPoll.WaitingForInput)
+        asking.ask([3], 0, Work(tokens=[7, 8]))
+        owner = prefills[0][0]
+        (asked,) = until(owner.take_asked)
+        assert asked == Asked(6, 1, Work(tokens=[7, 8]))
+        sender = owner.sender(6, attempt=1)
+        sender.send([1], dst_start=0, last=True, aux_idx=0)
+        until(lambda: asking.poll() is KVPoll.Success)
+        asking.close()
+        until(sender.released)
+        sender.close()
         assert decode.counters["peers"] == num_prefills
-        assert [manager.counters["succeeded"] for manager, _, _ in prefills] == [6 // num_prefills] * num_prefills
+        served = [manager.counters["succeeded"] for manager, _, _ in prefills]
+        assert served == [6 // num_prefills + (manager is owner) for manager, _, _ in prefills]
     finally:
         decode.close()
         for manager, registrar, _ in prefills:

@@ -1,0 +1,59 @@
+"""Memory of decode that a transfer peer may still write: pages and metadata rows that belong to nobody until it cannot.
+
+It owns the list of such memory and when each part ends. It must not know why a transfer was given up.
+"""
+
+from dataclasses import dataclass
+
+from disagg.metadata import MetadataBuffers
+from engine.core.scheduler import Scheduler
+from transfer_backends.contract import KVReceiver
+
+
+@dataclass(slots=True, eq=False)
+class _Exposed:
+    receiver: KVReceiver
+    pages: list[int]
+    row: int | None
+
+
+class Quarantine:
+    def __init__(self, *, scheduler: Scheduler, metadata: MetadataBuffers) -> None:
+        self._scheduler = scheduler
+        self._metadata = metadata
+        self._exposed: list[_Exposed] = []
+
+    def add(self, receiver: KVReceiver, *, pages: list[int], row: int | None) -> None:
+        """`pages` are the allocator's quarantined ones already."""
+        self._exposed.append(_Exposed(receiver, pages, row))
+
+    def close(self, receiver: KVReceiver, row: int | None) -> None:
+        """The transfer is over, and nobody writes any more."""
+        if row is not None:
+            self._metadata.free(row)
+        receiver.close()
+
+    def end_drained(self) -> None:
+        drained = [e for e in self._exposed if e.receiver.drained()]
+        if not drained:
+            return
+        self._exposed = [e for e in self._exposed if e not in drained]
+        for e in drained:
+            self._scheduler.end_quarantine(e.pages)
+            self.close(e.receiver, e.row)
+
+    def __len__(self) -> int:
+        return len(self._exposed)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(e.row is not None for e in self._exposed)
+
+    @property
+    def num_pages(self) -> int:
+        return sum(len(e.pages) for e in self._exposed)
+
+    def check(self) -> list[str]:
+        if self.num_pages == self._scheduler.memory.allocator.counts()["quarantined"]:
+            return []
+        return [f"{self.num_pages} pages in quarantine by the role, the allocator counts otherwise"]

@@ -1,0 +1,43 @@
+"""What decode asks a prefill worker to compute, as a request of that worker's engine. Pure.
+
+The other side of disagg/resumption.py. What comes from a peer is checked here as the frontend checks what comes from a client.
+"""
+
+from dataclasses import dataclass
+
+from engine.core.request import Request
+from engine.sampling_params import SamplingParams
+from transfer_backends.contract import Asked, Work
+
+NOTHING = SamplingParams(temperature=0.0, max_new_tokens=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Token ids are below `vocab_size`, and a sequence has at most `context_length` of them."""
+
+    vocab_size: int
+    context_length: int
+
+
+def why_not(work: Work, bounds: Bounds) -> str | None:
+    """Why this engine cannot compute it; None when it can."""
+    if len(work.tokens) > bounds.context_length:
+        return f"{len(work.tokens)} tokens exceed the context of {bounds.context_length}"
+    if not (work.tokens and min(work.tokens) >= 0 and max(work.tokens) < bounds.vocab_size):
+        return f"token ids must be between 0 and {bounds.vocab_size - 1}"
+    return None
+
+
+def request_for(asked: Asked, now_s: float) -> Request:
+    """It ends when its KV is computed; what its last step draws is not looked at."""
+    return Request(
+        rid=f"recompute-{asked.room}-{asked.attempt}",
+        input_ids=list(asked.work.tokens),
+        sampling=NOTHING,
+        eos_ids=frozenset(),
+        arrived_s=now_s,
+        prefill_only=True,
+        priority=asked.work.priority,
+        keep_kv=asked.work.share,
+    )

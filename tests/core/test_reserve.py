@@ -1,0 +1,110 @@
+"""What decode leaves free before it takes one more request, by literals; page_size 4."""
+
+import pytest
+
+from engine.core.growth import FEWEST, MeasuredGrowth
+from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.request import Request
+from engine.core.reserve import DecodeReserve
+from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import EngineInATest
+
+
+def request(prompt: int, *, drawn: int = 0, limit: int, rid: str = "r") -> Request:
+    made = Request(
+        rid=rid,
+        input_ids=list(range(prompt)),
+        sampling=SamplingParams(max_new_tokens=limit),
+        eos_ids=frozenset(),
+        arrived_s=0.0,
+    )
+    made.output_ids = [0] * drawn
+    return made
+
+
+def reserve(*, floor: int = 0, conservativeness: float = 0.0, ended: list[int] | None = None) -> DecodeReserve:
+    growth = MeasuredGrowth()
+    for length in ended or []:
+        growth.note_end(length)
+    ratio = NewTokenRatio(conservativeness=conservativeness)
+    return DecodeReserve(floor=floor, ratio=ratio, growth=growth, pages_for=lambda tokens: -(-tokens // 4))
+
+
+def test_the_largest_single_request_can_finish() -> None:
+    """Nothing is expected to grow, yet whoever has most left finds its room: 40 tokens from a full page on."""
+    assert reserve().pages([request(8, limit=3), request(8, drawn=4, limit=44), request(8, limit=20)]) == 10
+
+
+def test_reserved_tokens_are_for_each_that_can_use_them() -> None:
+    """16 each for three of 40; the fourth has 3 left."""
+    coming = [request(8, limit=40), request(8, limit=40), request(8, limit=40), request(8, drawn=5, limit=8)]
+    assert reserve(floor=16).pages(coming) == -(-(3 * 16 + 3) // 4) == 13
+    assert reserve(floor=0).pages(coming) == 10  # the largest single one
+
+
+def test_the_ratio_stands_in_until_answers_have_ended() -> None:
+    """0.7 of what is left: 28 tokens each. Then measured: all ended at 8 tokens."""
+    coming = [request(8, limit=40) for _ in range(4)]
+    assert reserve(conservativeness=1.0).pages(coming) == 4 * 28 // 4
+    assert reserve(conservativeness=1.0, ended=[8] * FEWEST).pages(coming) == 10
+    assert reserve(conservativeness=1.0, ended=[30] * FEWEST).pages(coming) == 4 * 30 // 4 + 0
+    assert reserve(floor=35, ended=[30] * FEWEST).pages(coming) == 4 * 35 // 4
+
+
+def test_the_worst_case_bounds_it() -> None:
+    """Two tokens left in a page that is there: a floor of 64 tokens asks for nothing."""
+    assert reserve(floor=64).pages([request(6, limit=2)]) == 0
+    assert reserve(floor=64).pages([request(6, limit=2)] * 9) == 0
+    assert reserve(floor=64).pages([request(5, limit=11)]) == 2  # 16 tokens are 4 pages, 2 of them for what is known
+    assert reserve(conservativeness=1.0).pages([request(1, limit=3), request(4, limit=4)]) == 1
+
+
+@pytest.mark.parametrize("prompt", range(1, 17))
+def test_a_request_as_large_as_the_pool_gets_its_pages(prompt: int) -> None:
+    """16 tokens in all and 4 pages: wherever the prompt ends, rounding must not keep it waiting for ever."""
+    engine = EngineInATest(num_pages=4, page_size=4, reserve_floor=64)
+    whole = request(prompt, limit=16 - prompt)
+    assert engine.scheduler.adopt(whole) is None and engine.scheduler.reserve(whole)
+
+
+def test_running_transferring_and_coming_ones_count() -> None:
+    """16 pages. Two of 2 pages each may grow by 4 pages each, a third would too: 6 + 12 do not fit."""
+    engine = EngineInATest(num_pages=16, page_size=4, reserve_floor=16)
+    first, second, third = (request(8, limit=16, rid=rid) for rid in "abc")
+    for one in (first, second, third):
+        assert engine.scheduler.adopt(one) is None
+    assert engine.scheduler.reserve(first) and engine.scheduler.reserve(second)
+    assert not engine.scheduler.reserve(third) and third.pages == []
+    second.output_ids = [0] * 12  # of its 16: it may still grow by 1 page only, but has 5 in its tokens
+    assert engine.scheduler.reserve(third)
+
+
+def test_a_retracted_request_finds_its_prefix_and_locks_it() -> None:
+    engine = EngineInATest(num_pages=16, page_size=4)
+    engine.add("before", list(range(8)), max_new_tokens=1)
+    engine.run()
+    cached = engine.scheduler.memory.available
+    again = request(8, drawn=3, limit=8)
+    assert engine.scheduler.adopt(again) is None and engine.scheduler.reserve(again)
+    assert (again.shared_pages, again.computed_len, len(again.pages)) == (2, 8, 3)
+    assert engine.scheduler.memory.available == cached - 3
+    pages = engine.scheduler.quarantine(again)
+    assert len(pages) == 1 and engine.scheduler.memory.available == cached - 1
+    engine.scheduler.end_quarantine(pages)
+    engine.scheduler.resume_here(again)
+    engine.run()
+    assert engine.scheduler.memory.available == cached
+
+
+def test_a_retracted_request_without_room_changes_nothing() -> None:
+    engine = EngineInATest(num_pages=4, page_size=4)
+    engine.add("before", list(range(8)), max_new_tokens=1)
+    engine.run()
+    other = request(9, limit=1, rid="other")
+    assert engine.scheduler.adopt(other) is None and engine.scheduler.reserve(other)
+    again = request(8, drawn=3, limit=8)
+    assert engine.scheduler.adopt(again) is None
+    before = engine.scheduler.memory.available
+    assert not engine.scheduler.reserve(again) and again.pages == [] and again.lock is None
+    assert engine.scheduler.memory.available == before
+    engine.scheduler.check()

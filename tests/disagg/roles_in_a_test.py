@@ -1,0 +1,108 @@
+"""Both roles over the production scheduler and the hash model, joined by a `Wire`, in one thread."""
+
+import random
+
+from disagg.decode_role import DecodeRole
+from disagg.metadata import MetadataBuffers
+from disagg.prefill_role import PrefillRole
+from disagg.recompute import Bounds
+from engine.core.outputs import StepEffects
+from engine.core.request import Request
+from engine.messages import Bootstrap, TokenOutput
+from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import EngineInATest
+from tests.core.hash_model import VOCAB
+from tests.disagg.wire_in_a_test import Wire
+
+
+class RoleEngine(EngineInATest):
+    """An engine under a role instead of alone."""
+
+    role: PrefillRole | DecodeRole
+    now_s = 0.0
+
+    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, prefill_only: bool) -> None:
+        request = Request(
+            rid=rid,
+            input_ids=prompt,
+            sampling=SamplingParams(max_new_tokens=new),
+            eos_ids=frozenset(),
+            arrived_s=self.now_s,
+            bootstrap=Bootstrap("127.0.0.1", 1, room),
+            prefill_only=prefill_only,
+        )
+        self.say(self.role.add(request, self.now_s))
+
+    def abort(self, rid: str) -> None:
+        self.say(self.role.abort(rid, self.now_s))
+
+    def turn(self) -> bool:
+        self.say(self.role.poll(self.now_s))
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.scheduler.fill_masks(plan)
+            self.launched.append((plan, self.model.run(plan)))
+        worked = bool(self.launched)
+        if self.launched and (plan is None or len(self.launched) >= self.depth):
+            done, result = self.launched.popleft()
+            effects: StepEffects = self.scheduler.collect(done, result)  # type: ignore[arg-type]
+            self.say(self.role.on_step(effects, self.now_s))
+        self.scheduler.check()
+        assert self.role.check() == []
+        return worked
+
+
+class Cluster:
+    def __init__(
+        self, *, pages: tuple[int, int], page_size: int, chunk: int, depth: int, rows: int = 3, **decode: object
+    ) -> None:
+        make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 4}
+        self.prefill = RoleEngine(num_pages=pages[0], **make)  # type: ignore[arg-type]
+        self.decode = RoleEngine(num_pages=pages[1], **make, **decode)  # type: ignore[arg-type]
+        rows_p, rows_d = MetadataBuffers(rows), MetadataBuffers(rows)
+        self.wire = Wire(prefill=self.prefill.model, decode=self.decode.model, rows=(rows_p, rows_d))
+        self.prefill.role = PrefillRole(
+            scheduler=self.prefill.scheduler,
+            manager=self.wire,
+            metadata=rows_p,
+            directory=self.wire,
+            page_bytes=1,
+            bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
+        )
+        self.decode.role = DecodeRole(
+            scheduler=self.decode.scheduler,
+            manager=self.wire,
+            metadata=rows_d,
+            moves_bytes=True,
+            prealloc_timeout_s=1000.0,
+        )
+
+    def submit(self, rid: str, prompt: list[int], room: int, *, new: int) -> None:
+        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True)
+        self.decode.submit(rid, prompt, room, new=new, prefill_only=False)
+
+    def run(self, rng: random.Random, max_turns: int = 20_000) -> None:
+        """Until nothing is left anywhere."""
+        for _ in range(max_turns):
+            moved = rng.random() < 0.7 and self.wire.step(rng)
+            worked = self.prefill.turn() if rng.random() < 0.5 else self.decode.turn()
+            if not moved and not worked and self.at_rest():
+                return
+        raise AssertionError(
+            f"the cluster did not come to rest: {self.prefill.role.queues()} {self.decode.role.queues()}"
+        )
+
+    def at_rest(self) -> bool:
+        engines = (self.prefill, self.decode)
+        return not any(e.role.waits_for_outside() or e.launched or not e.scheduler.idle for e in engines)
+
+    def assert_all_back(self) -> None:
+        for engine in (self.prefill, self.decode):
+            counts = engine.scheduler.memory.allocator.counts()
+            assert counts["held"] == counts["quarantined"] == 0 and engine.role.check() == []
+
+
+def assert_no_output_twice(outputs: dict[str, list[TokenOutput]]) -> None:
+    for said in outputs.values():
+        counts = [output.completion_tokens for output in said if output.new_ids]
+        assert counts == list(range(1, len(counts) + 1))

@@ -1,0 +1,301 @@
+"""Retracted requests whose KV a prefill worker computes again: in one thread, every interleaving a seed can draw."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.recompute import Bounds, request_for, why_not
+from tests.core.hash_model import VOCAB, expected_tokens
+from tests.disagg.roles_in_a_test import Cluster, assert_no_output_twice
+from transfer_backends.contract import Asked, Work
+
+
+def crowded(
+    *, depth: int = 1, page_size: int = 4, radix: bool = True, **decode: Any
+) -> tuple[Cluster, dict[str, list[int]]]:
+    """Six requests, and memory for the growth of two; none is reserved."""
+    cluster = Cluster(
+        pages=(200, 64 // page_size),
+        page_size=page_size,
+        chunk=8,
+        depth=depth,
+        conservativeness=0.0,
+        resume_elsewhere=True,
+        radix=radix,
+        **decode,
+    )
+    prompts = {f"r{i}": [i, *range(8 + i)] for i in range(6)}
+    for i, (rid, prompt) in enumerate(prompts.items()):
+        cluster.submit(rid, prompt, i + 1, new=24)
+    return cluster, prompts
+
+
+def assert_right(cluster: Cluster, prompts: dict[str, list[int]], new: int = 24) -> None:
+    assert cluster.decode.tokens == {rid: expected_tokens(p, new) for rid, p in prompts.items()}
+    assert cluster.prefill.tokens == {rid: expected_tokens(p, 1) for rid, p in prompts.items()}, "prefill said too much"
+    assert_no_output_twice(cluster.decode.outputs)
+    cluster.assert_all_back()
+
+
+def resumed(cluster: Cluster) -> tuple[float, float]:
+    """(through prefill, by itself), and all of them."""
+    counters, own = cluster.decode.role.counters(), cluster.decode.scheduler.counters
+    through, computed = counters.get("resumed_through_prefill", 0), own.resumed_computed
+    assert through + computed == own.retractions and own.resumed_restored == 0
+    return through, computed
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("radix", [True, False])
+def test_prefill_computes_what_decode_retracted(depth: int, page_size: int, radix: bool) -> None:
+    """While one waits for memory nobody new gets any."""
+    cluster, prompts = crowded(depth=depth, page_size=page_size, radix=radix)
+    rng, decode, waited = random.Random(7), cluster.decode, 0
+    while not cluster.at_rest():
+        cluster.wire.step(rng)
+        cluster.prefill.turn()
+        before = decode.role.queues()
+        decode.turn()
+        if before["retracted"]:
+            waited += 1
+            assert decode.role.queues()["prealloc"] == before["prealloc"]
+    assert_right(cluster, prompts)
+    through, _ = resumed(cluster)
+    assert waited > 0 and through > 0
+    told = cluster.prefill.role.counters()
+    assert told["recomputed"] == through and told["recomputed_tokens"] > 0
+
+
+def running(new: int) -> tuple[Cluster, random.Random]:
+    """Two requests with the same prompt of 10 tokens: one drew 8 and ended; the other, "long", runs and has drawn `new`."""
+    cluster = Cluster(pages=(99, 99), page_size=4, chunk=8, depth=1, resume_elsewhere=True)
+    rng = random.Random(0)
+    cluster.submit("short", list(range(10)), 1, new=8)
+    cluster.run(rng)
+    cluster.submit("long", list(range(10)), 2, new=40)
+    while len(cluster.decode.tokens.get("long", [])) < new:
+        cluster.wire.step(rng)
+        cluster.prefill.turn()
+        cluster.decode.turn()
+    return cluster, rng
+
+
+def retract(cluster: Cluster) -> None:
+    (request,) = cluster.decode.scheduler.stages.running
+    cluster.decode.scheduler._departures.retract(request)
+
+
+def retracted_after(new: int, *, evict: int) -> tuple[Cluster, list[Work]]:
+    cluster, rng = running(new)
+    works = list[Work]()
+    retract(cluster)
+    cluster.decode.scheduler.memory.cache.evict(evict)
+    take = cluster.wire.take_asked
+
+    def take_asked() -> list[Asked]:
+        taken = take()
+        works.extend(asked.work for asked in taken)
+        return taken
+
+    cluster.wire.take_asked = take_asked  # type: ignore[method-assign]
+    cluster.run(rng)
+    assert cluster.decode.tokens["long"] == expected_tokens(list(range(10)), 40)
+    cluster.assert_all_back()
+    return cluster, works
+
+
+def test_what_is_still_cached_is_neither_computed_nor_sent() -> None:
+    """Of 30 tokens (29 in memory, 7 whole pages) the tree forgets all behind the 4 pages that the short one left."""
+    cluster, works = retracted_after(20, evict=1)
+    (work,) = works
+    assert (len(work.tokens), work.skip_pages) == (29, 4) and work.tokens[:10] == list(range(10))
+    assert len(cluster.wire.room(2, 1).dst) == 4
+    assert cluster.prefill.role.counters()["recomputed_tokens"] == 29 - 8  # its own tree has the prompt's 2 pages
+
+
+def test_less_than_a_page_is_no_work_for_prefill() -> None:
+    cluster, works = retracted_after(20, evict=0)
+    assert works == [] and resumed(cluster) == (0, 1)
+
+
+def test_nobody_new_gets_memory_before_it() -> None:
+    """There is memory for both, and only the newcomer's handshake is done."""
+    cluster, rng = running(20)
+    retract(cluster)
+    cluster.decode.turn()
+    cluster.submit("new", list(range(5)), 3, new=4)
+    cluster.wire.room(3).to_decode.popleft()()
+    cluster.decode.turn()
+    queues = cluster.decode.role.queues()
+    assert (queues["retracted"], queues["resuming"], queues["prealloc"], queues["transfer"]) == (1, 0, 1, 0)
+    cluster.run(rng)
+    assert cluster.decode.tokens["new"] == expected_tokens(list(range(5)), 4)
+    assert cluster.decode.tokens["long"] == expected_tokens(list(range(10)), 40)
+    cluster.assert_all_back()
+
+
+def test_an_abort_right_after_the_retraction() -> None:
+    """The role has not even heard of the retraction."""
+    cluster, rng = running(20)
+    retract(cluster)
+    cluster.decode.abort("long")
+    assert cluster.decode.finish["long"].kind == "abort"
+    cluster.run(rng)
+    cluster.assert_all_back()
+
+
+def test_after_retract_all_decode_computes_by_itself() -> None:
+    """Its weights may be others than prefill's by now."""
+    cluster, rng = running(20)
+    assert cluster.decode.scheduler.retract_all() == 1
+    cluster.decode.scheduler.memory.cache.evict(99)
+    cluster.run(rng)
+    assert cluster.decode.tokens["long"] == expected_tokens(list(range(10)), 40)
+    assert resumed(cluster) == (0, 1) and not cluster.wire.room(2, 1).asks
+    cluster.assert_all_back()
+
+
+def test_nobody_answers_and_decode_computes_it_itself() -> None:
+    cluster, prompts = crowded(depth=2)
+    cluster.wire.unreachable = True
+    cluster.run(random.Random(1))
+    assert_right(cluster, prompts)
+    through, computed = resumed(cluster)
+    assert through == 0 and computed == cluster.decode.role.counters()["recompute_failed"] > 0
+
+
+def test_prefill_refuses_and_decode_computes_it_itself() -> None:
+    cluster, prompts = crowded()
+    cluster.prefill.role._bounds = Bounds(vocab_size=VOCAB, context_length=5)  # type: ignore[union-attr]
+    cluster.run(random.Random(1))
+    assert_right(cluster, prompts)
+    refused, failed = (cluster.prefill.role.counters()["recompute_refused"], cluster.decode.role.counters())
+    assert refused == failed["recompute_failed"] > 0 and resumed(cluster)[0] == 0
+
+
+def test_a_row_of_another_room_is_not_believed() -> None:
+    cluster, prompts = crowded()
+    copy_row = cluster.wire.copy_row
+    rows = cluster.wire.rows[1]
+
+    def lie(src: int, dst: int) -> None:
+        copy_row(src, dst)
+        if rows._rows[dst]["first_token"] < 0:  # a recompute's: nothing was drawn
+            rows._rows[dst]["room"] += 1
+
+    cluster.wire.copy_row = lie  # type: ignore[method-assign]
+    cluster.run(random.Random(1))
+    assert_right(cluster, prompts)
+    assert resumed(cluster)[0] == 0 and cluster.decode.role.counters()["recompute_failed"] > 0
+
+
+def test_pages_of_an_aborted_recompute_stay_in_quarantine_until_its_writer_is_done() -> None:
+    cluster, prompts = crowded(radix=False)
+    rng, decode = random.Random(0), cluster.decode
+    resuming: list[int] = []
+    while not resuming:
+        cluster.wire.step(rng)
+        cluster.prefill.turn()
+        decode.turn()
+        resuming = [k[0] for k, room in cluster.wire.rooms.items() if k[1] and len(room.writes) > 1]
+    (room, given) = resuming[0], len(next(r.dst for k, r in cluster.wire.rooms.items() if k == (resuming[0], 1)))
+    decode.abort(f"r{room - 1}")
+    assert decode.scheduler.memory.allocator.counts()["quarantined"] >= given
+    assert decode.role.check() == []
+    cluster.run(rng)
+    assert decode.finish.pop(f"r{room - 1}").kind == "abort"
+    cluster.assert_all_back()
+    for rid, finish in decode.finish.items():
+        assert finish.kind == "length" and decode.tokens[rid] == expected_tokens(prompts[rid], 24)
+
+
+def test_what_is_asked_is_checked() -> None:
+    bounds = Bounds(vocab_size=10, context_length=3)
+    assert why_not(Work(tokens=[0, 9]), bounds) is None
+    assert "context of 3" in (why_not(Work(tokens=[1, 2, 3, 4]), bounds) or "")
+    for tokens in ([10], [-1], []):
+        assert "between 0 and 9" in (why_not(Work(tokens=tokens), bounds) or "")
+
+
+def test_the_request_of_an_asked_work_draws_nothing() -> None:
+    request = request_for(Asked(7, 2, Work(tokens=[1, 2], priority=3, share=False)), 5.0)
+    assert (request.rid, request.input_ids, request.max_new_tokens) == ("recompute-7-2", [1, 2], 0)
+    assert (request.priority, request.keep_kv, request.prefill_only, request.arrived_s) == (3, False, True, 5.0)
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(0, 2),  # prefix family
+        st.integers(1, 24),  # prompt length
+        st.integers(1, 20),  # max_new_tokens
+        st.integers(0, 12),  # turns until the next arrival
+        st.sampled_from(["", "", "", "decode", "both"]),  # who aborts
+        st.integers(0, 120),  # after so many turns
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=REQUESTS,
+    depth=st.integers(1, 2),
+    page_size=st.sampled_from([1, 4]),
+    capacity=st.integers(44, 60),
+    radix=st.booleans(),
+    faults=st.sampled_from([0.0, 0.2, 1.0]),  # share of turns in which a handshake, or a recompute under way, fails
+    rows=st.integers(1, 3),
+    seed=st.integers(0, 2**32),
+)
+def test_any_order_of_retractions_aborts_and_failures(
+    requests: list[tuple[int, int, int, int, str, int]],
+    depth: int,
+    page_size: int,
+    capacity: int,
+    radix: bool,
+    faults: float,
+    rows: int,
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    cluster = Cluster(
+        pages=(200, capacity // page_size),
+        page_size=page_size,
+        chunk=8,
+        depth=depth,
+        rows=rows,
+        radix=radix,
+        conservativeness=0.0,
+        resume_elsewhere=True,
+    )
+    aborts: dict[int, list[tuple[str, str]]] = {}
+    turn = 0
+    for i, (family, length, new, gap, who, when) in enumerate(requests):
+        cluster.submit(f"r{i}", [(family * 7 + k) % 50 for k in range(length)], i + 1, new=new)
+        aborts.setdefault(turn + when, []).append((who, f"r{i}"))
+        turn += gap
+    for turn in range(250):
+        cluster.wire.unreachable = rng.random() < faults
+        cluster.wire.step(rng)
+        rng.choice([cluster.prefill, cluster.decode]).turn()
+        for who, rid in aborts.pop(turn, []):
+            if who == "both":
+                cluster.prefill.abort(rid)
+            if who in ("decode", "both"):
+                cluster.decode.abort(rid)
+        if rng.random() < faults / 10:
+            for rid in [r for r in cluster.prefill.scheduler.live_rids() if r.startswith("recompute-")]:
+                cluster.prefill.abort(rid)
+    cluster.run(rng)
+    cluster.assert_all_back()
+    for i, (family, length, new, *_rest) in enumerate(requests):
+        want = expected_tokens([(family * 7 + k) % 50 for k in range(length)], new)
+        got, finish = cluster.decode.tokens[f"r{i}"], cluster.decode.finish[f"r{i}"]
+        assert got == (want if finish.kind == "length" else want[: len(got)])
+    assert not any(rid.startswith("recompute-") for rid in cluster.prefill.outputs), "answered nobody's request"
+    assert_no_output_twice(cluster.decode.outputs)

@@ -1,0 +1,122 @@
+"""Decode retracts, and prefill workers compute the KV again: real processes, NIXL, tokens as one engine gives them."""
+
+import asyncio
+import dataclasses
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.client import assert_all_back, generate_all, session
+from tests.e2e.cluster import POLL_S, Cluster, cluster
+from tests.engine.engine_in_process import EngineInProcess
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+FLAGS = ("--chunked-prefill-size", "64", "--log-level", "warning", "--stream", "threaded", "--stream-delay-ms", "3")
+SMALL = ("--max-total-tokens", "640", "--num-reserved-decode-tokens", "0", "--schedule-conservativeness", "0")
+WAY = ("--disaggregation-decode-retraction-backup", "prefill", "--transfer-backend", "nixl", "--prefill", "2")
+BOUNDED_S = 30.0
+DRAWS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 11, "frequency_penalty": 0.5},
+    {"temperature": 0.9, "seed": 12, "presence_penalty": 0.3, "top_k": 30},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def pd(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two prefill workers, and a decode worker with memory for few answers at a time and no reserve."""
+    with cluster(tmp_path_factory.mktemp("pd"), "--model-path", checkpoint, *FLAGS, *SMALL, *WAY) as c:
+        yield c
+
+
+def bodies(count: int, new: int) -> list[dict[str, Any]]:
+    rng = random.Random(count)
+    return [
+        {
+            "input_ids": [rng.randrange(16, 272) for _ in range(30 + i)],
+            "sampling_params": {"max_new_tokens": new, "ignore_eos": True, **DRAWS[i % len(DRAWS)]},
+        }
+        for i in range(count)
+    ]
+
+
+def unified(checkpoint: str, asked: list[dict[str, Any]]) -> list[list[int]]:
+    """One after the other, nothing retracted."""
+    engine = EngineInProcess(checkpoint)
+    try:
+        for i, body in enumerate(asked):
+            engine.add(str(i), body["input_ids"], **body["sampling_params"])
+            engine.run()
+    finally:
+        engine.close()
+    return [engine.tokens[str(i)] for i in range(len(asked))]
+
+
+async def state(url: str) -> dict[str, Any]:
+    async with session() as http, http.get(f"{url}/check") as response:
+        return await response.json()  # type: ignore[no-any-return]
+
+
+async def wait_for(url: str, is_so: Any) -> None:
+    deadline_s = time.monotonic() + BOUNDED_S
+    while not is_so(now := await state(url)):
+        assert time.monotonic() < deadline_s, now
+        await asyncio.sleep(POLL_S / 5)
+
+
+def test_prefill_computes_it_again_and_nobody_can_tell(pd: Cluster, checkpoint: str) -> None:
+    asked = bodies(8, new=160)
+    answers = asyncio.run(generate_all(pd.router, asked))
+    assert [a["output_ids"] for a in answers] == unified(checkpoint, asked)
+    asyncio.run(assert_all_back(pd))
+    decode = asyncio.run(state(pd.of("decode")[0].url))["counters"]
+    prefills = [asyncio.run(state(worker.url))["counters"] for worker in pd.of("prefill")]
+    through = decode["resumed_through_prefill"]
+    assert through > 0 and through == sum(c.get("recomputed", 0) for c in prefills)
+    assert through + decode["resumed_computed"] == decode["retractions"]
+    assert sum(a["meta_info"]["num_retractions"] for a in answers) == decode["retractions"]
+    assert "recompute_failed" not in decode
+
+
+def test_prefill_dies_while_it_is_asked_and_decode_helps_itself(pd: Cluster, checkpoint: str) -> None:
+    """Both prefill workers stop, so that what they are asked stays pending, and are killed then."""
+    asked = bodies(4, new=300)
+    decode = dataclasses.replace(pd, workers=tuple(pd.of("decode")))
+    url = decode.workers[0].url
+    schedulers = [_scheduler(worker.pid) for worker in pd.of("prefill")]
+
+    def all_decode(now: dict[str, Any]) -> bool:
+        queues = now["queues"]
+        on_their_way = now["running"] + queues["retracted"] + queues["resuming"]
+        return on_their_way == len(asked) and not queues["prealloc"] + queues["transfer"]
+
+    async def stop_and_kill() -> list[dict[str, Any]]:
+        load = asyncio.ensure_future(generate_all(pd.router, asked))
+        await wait_for(url, all_decode)
+        for process in schedulers:
+            process.send_signal(signal.SIGSTOP)
+        await wait_for(url, lambda now: now["queues"]["resuming"])
+        for process in schedulers:
+            process.kill()
+        return await asyncio.wait_for(load, BOUNDED_S)
+
+    answers = asyncio.run(stop_and_kill())
+    assert [a["output_ids"] for a in answers] == unified(checkpoint, asked)
+    asyncio.run(assert_all_back(decode))
+    assert asyncio.run(state(url))["counters"]["recompute_failed"] > 0
+
+
+def _scheduler(worker: int) -> psutil.Process:
+    (found,) = [p for p in psutil.Process(worker).children() if any("scheduler" in word for word in p.cmdline())]
+    return found
