@@ -4,7 +4,7 @@ A call happens in one instant, at the end of its delay: what may be lost is the 
 """
 
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -48,6 +48,8 @@ class SimBootstrap:
                 self.registry.register(msgspec.json.decode(body, type=Registration), self.process.clock())
                 return Lease(self.registry._config.lease, self.registry.shared)
             case "GET", "/route":
+                if "any" in asked:
+                    return self.registry.look_up_any(int(asked["room"]), but=asked.get("but", "").split(","))
                 return self.registry.look_up(int(asked["room"]))
             case "POST", "/rooms":
                 batch = msgspec.json.decode(body, type=RoomBatch)
@@ -66,10 +68,11 @@ def _call(find: Find, reach: Reach, server: str, method: str, target: str, body:
     return answer
 
 
-def look_up_in(there: SimBootstrap | None, server: str, room: int, reach: Reach) -> Route:
+def look_up_in(there: SimBootstrap | None, server: str, room: int, *, but: Sequence[str] | None, reach: Reach) -> Route:
     """disagg/registration.py's look-up over the simulated network."""
     try:
-        body = _call(lambda _: there, reach, server, "GET", f"/route?room={room}", b"")
+        others = "" if but is None else "&any=1&but=" + urllib.parse.quote(",".join(but))
+        body = _call(lambda _: there, reach, server, "GET", f"/route?room={room}{others}", b"")
     except BootstrapError as error:
         raise LookupFailed(str(error), permanent=error.permanent) from error
     reply = _read(server, body, RouteReply)

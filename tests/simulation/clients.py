@@ -60,7 +60,7 @@ class Clients:
         self._num += 1
         limit = max(4, capacity // 2 - 2)
         length = min(draw.randint(20, 60) if big else draw.choice([1, 3, 9, 17, 33]) + draw.randint(0, 3), limit)
-        new = min(draw.randint(10, 40) if big else draw.randint(1, 14), limit)
+        new = min(draw.randint(10, 40) if big else draw.choice([1, 4, 12, 24]) + draw.randint(0, 2), limit)
         asked = Asked(
             number=self._num,
             prompt=self._prompt(length),

@@ -42,6 +42,7 @@ class Cluster:
     world: World
     options: Options
     nodes: dict[str, Node] = field(default_factory=dict)
+    all_workers: list[Worker] = field(default_factory=list)  # the dead included
     posts: deque[tuple[str, Request]] = field(default_factory=lambda: deque(maxlen=16))
 
     def __post_init__(self) -> None:
@@ -101,6 +102,7 @@ class Cluster:
             node.part = SimBootstrap(process, Registry(BootstrapConfig(lease=3.0, room_ttl=20.0), shared=True))
         else:
             node.part = Worker(self.around, process, node.kind)
+            self.all_workers.append(node.part)
             self._watch_posts(node.part)
 
     def _watch_posts(self, worker: Worker) -> None:

@@ -65,6 +65,12 @@ class SimExecutor:
         self._launched.append(launch)
         return launch
 
+    def launch_forward(self, plan: Plan) -> SimLaunch:
+        return self.launch(plan)
+
+    def launch_draw(self, launch: SimLaunch) -> None:
+        """The hash model draws with its forward: no grammar is used here."""
+
     def compute_one(self) -> None:
         """The oldest step that has not been computed yet."""
         if self._launched:

@@ -13,8 +13,8 @@ from tests.simulation.worker import Worker
 from tests.simulation.world import Process
 
 FAST_RESTART_S = (0.001, 0.1)
-SLOW_RESTART_S = (1.0, 5.0)
-JUMPS_S = (0.05, 0.5, 2.0, 10.0)
+SLOW_RESTART_S = (0.5, 3.0)
+JUMPS_S = (0.02, 0.05, 0.2, 0.5, 2.0, 10.0)
 
 
 class Faults:

@@ -36,7 +36,7 @@ from transfer_backends.wire import (
     TransferInfo,
     WireRegion,
     encode,
-    pack_pages,
+    pack_ids,
 )
 
 BAD_BODIES = (
@@ -125,7 +125,7 @@ class Hostile:
         room, attempt = self._room(), draw.choice([0, 0, 0, 1])
         pages = np.array([draw.choice([0, 1, 2, 5, 2**31 - 1]) for _ in range(draw.randint(0, 9))], dtype=np.int64)
         makers: list[Callable[[], Message]] = [
-            lambda: TransferInfo(src, dst, room, attempt, pack_pages(pages), draw.choice([0, 3, 10**9])),
+            lambda: TransferInfo(src, dst, room, attempt, pack_ids(pages), draw.choice([0, 3, 10**9])),
             lambda: TransferInfo(src, dst, room, attempt, b"odd", 0),
             lambda: Abort(src, dst, room, attempt, "x" * draw.choice([0, 2000])),
             lambda: Drained(src, dst, room, attempt),

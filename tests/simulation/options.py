@@ -33,12 +33,14 @@ class Options:
     fault_every_s: float
     length_s: float  # of the phase with faults
     num_requests: int
+    burst: int
     page_size: int
     pages: tuple[int, int]
     chunk: int
     depth: tuple[int, int]
     max_running: int
     rows: int
+    resume: str  # how decode's retracted requests get their KV again: recompute | host | prefill
     backup_pages: int
     shared_bootstrap: bool
     fixed_control_port: bool
@@ -57,28 +59,33 @@ class Options:
 def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] | None = None) -> Options:
     """`nodes`: workers in all (2 at least), `faults`: only these kinds (empty: none); both drawn where not given."""
     draw = random.Random(f"{seed}/options")
-    num_nodes = nodes if nodes is not None else draw.randint(2, 6)
-    num_prefill = draw.randint(1, num_nodes - 1)
+    drawn_nodes = draw.choice([2, 3, 4, 5, 6, 8])
+    num_nodes = nodes if nodes is not None else drawn_nodes
+    fewest = max(1, num_nodes // 2 - 1)
+    num_prefill = draw.randint(fewest, num_nodes - fewest)
     drawn = tuple(kind for kind in FAULTS if draw.random() < draw.choice([0.2, 0.6, 1.0]))
     chosen = drawn if faults is None else faults
     page_size = draw.choice([1, 2, 4])
     tight = draw.random() < 0.5
+    wide = 1 if draw.random() < 0.7 else 4
     low_s = draw.choice([0.0001, 0.001, 0.005])
     return Options(
         seed=seed,
         num_prefill=num_prefill,
         num_decode=num_nodes - num_prefill,
         faults=chosen,
-        fault_every_s=draw.choice([0.1, 0.3, 1.0]),
+        fault_every_s=draw.choice([0.2, 0.5, 1.5]),
         length_s=draw.choice([4.0, 8.0, 12.0]),
         num_requests=draw.choice([20, 40, 60]),
+        burst=draw.choice([1, 5, 12]),
         page_size=page_size,
-        pages=tuple(draw.randint(60, 90) * (1 if tight else 4) // page_size for _ in range(2)),  # type: ignore[arg-type]
+        pages=(draw.randint(60, 120) * (1 if tight else 4) // page_size, draw.randint(48, 90) * wide // page_size),
         chunk=draw.choice([1, 2, 8]) * page_size,
         depth=(draw.randint(1, 2), draw.randint(1, 2)),
         max_running=draw.choice([2, 4, 8]),
         rows=draw.choice([2, 4, 16]),
-        backup_pages=draw.choice([0, 0, 8, 1000]),
+        resume=draw.choice(["recompute", "host", "prefill", "prefill"]),
+        backup_pages=draw.choice([8, 1000]),
         shared_bootstrap=draw.random() < 0.5,
         fixed_control_port=draw.random() < 0.5,
         same_host=draw.random() < 0.5,

@@ -38,3 +38,21 @@ def check_cached(worker: Worker) -> None:
         node, tokens, pages = stack.pop()
         worker.model.verify(pages, tokens)
         stack += [(c, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
+
+
+def counted(worker: Worker) -> dict[str, int]:
+    """What happened in this life, beyond plain service: says whether a run tested anything."""
+    roles, manager = worker.role.counters(), worker.manager.counters
+    return {
+        "slots verified": worker.model.num_checked,
+        "retractions": worker.scheduler.counters.retractions,
+        "copies restored, tokens": int(roles.get("backup_restored_tokens", 0)),
+        "resumed through prefill": int(roles.get("resumed_through_prefill", 0)),
+        "recomputes that failed": int(roles.get("recompute_failed", 0)),
+        "transfers failed": int(manager.get("failed", 0)),
+        "late messages": int(manager.get("late_messages", 0)),
+        "stuck rooms": int(manager.get("stuck_rooms", 0)),
+        "junk frames": int(manager.get("junk_frames", 0)),
+        "protocol errors": int(manager.get("protocol_errors", 0)),
+        "workers with quarantined pages": int(worker.most_quarantined > 0),
+    }

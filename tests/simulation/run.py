@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tests.simulation.cluster import Cluster
 from tests.simulation.faults import Faults
 from tests.simulation.options import Options
-from tests.simulation.rest import check_cached
+from tests.simulation.rest import check_cached, counted
 from tests.simulation.world import Violation, World
 
 START_S = 3.0  # until everybody must have found everybody
@@ -81,8 +81,13 @@ class Run:
         self._demand_service()
 
     def _schedule_requests(self) -> None:
-        for _ in range(self.options.num_requests):
-            self.world.at(START_S + self.draw.uniform(0, self.options.length_s), "client asks", self._ask)
+        """In bursts: many at once press on memory, and faults fall between."""
+        left = self.options.num_requests
+        while left > 0:
+            burst_s = START_S + self.draw.uniform(0, self.options.length_s)
+            for _ in range(min(left, self.options.burst)):
+                self.world.at(burst_s + self.draw.uniform(0, 0.1), "client asks", self._ask)
+            left -= self.options.burst
 
     def _ask(self) -> None:
         self.cluster.clients.ask(big=self.draw.random() < 0.2, capacity=self.cluster.capacity)
@@ -129,6 +134,8 @@ def run(options: Options) -> Outcome:
     outcome.virtual_s, outcome.real_s = world.now_s, time.perf_counter() - started_s
     outcome.settled_s = game.settled_s
     outcome.injected = {kind: count for kind, count in sorted(world.injected.items()) if count}
+    for worker in game.cluster.all_workers:
+        world.seen.update(counted(worker))
     outcome.seen = dict(sorted(world.seen.items()))
     outcome.outcomes = dict(sorted(game.cluster.clients.outcomes.items()))
     return outcome

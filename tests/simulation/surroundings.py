@@ -63,7 +63,7 @@ def kv_args_of(options: Options, *, num_pages: int) -> KVArgs:
     )
 
 
-def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, keeps_copies: bool) -> Scheduler:
+def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, decodes: bool) -> Scheduler:
     allocator = PageAllocator(num_pages=num_pages, page_size=options.page_size)
     return Scheduler(
         limits=Limits(
@@ -75,10 +75,11 @@ def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, kee
         ),
         memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True)),
         tail_text=lambda ids: "",
-        ratio=NewTokenRatio(conservativeness=draw.choice([0.0, 0.3, 1.0])),
+        ratio=NewTokenRatio(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0])),
         draw=draw.random,
-        backup_pages=options.backup_pages if keeps_copies else 0,
+        backup_pages=options.backup_pages if decodes and options.resume == "host" else 0,
         growth=MeasuredGrowth(),
+        resume_elsewhere=decodes and options.resume == "prefill",
     )
 
 

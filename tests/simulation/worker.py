@@ -4,7 +4,7 @@ Its threads are activities: scheduler loop, control thread, sender thread (prefi
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +15,11 @@ from bootstrap_server.registry import Registry
 from disagg.decode_role import DecodeRole
 from disagg.metadata import MetadataBuffers
 from disagg.prefill_role import PrefillRole
+from disagg.recompute import Bounds
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.watchdog import Watchdog
 from engine.messages import ToDetokenizer, ToFrontend, TokenBatch, TokenOutput, ToScheduler
+from tests.core.hash_model import VOCAB
 from tests.simulation.activity import Activity, Flag
 from tests.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
 from tests.simulation.control_ports import SimConnectPort, SimListenPort
@@ -28,7 +30,7 @@ from tests.simulation.surroundings import ONE_HOST, SimPool, Surroundings, kv_ar
 from tests.simulation.transfer_engine import SimEngine, make_caps
 from tests.simulation.watched import WatchedReceivers
 from tests.simulation.world import Process, Violation
-from transfer_backends.contract import Caps
+from transfer_backends.contract import Caps, Route
 from transfer_backends.decode_manager import DecodeManager
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.outside import Outside
@@ -54,10 +56,11 @@ class Worker:
         self.kv_args = kv_args_of(options, num_pages=num_pages)
         self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
         self.said: dict[str, int] = {}
+        self.most_quarantined = 0
         self.inbox: list[ToScheduler] = []
         self._arrivals: dict[str, float] = {}  # of the last message on each way
         self.wait_s = 0.0
-        self.scheduler = make_scheduler(options, num_pages=num_pages, draw=self.draw, keeps_copies=not is_prefill)
+        self.scheduler = make_scheduler(options, num_pages=num_pages, draw=self.draw, decodes=not is_prefill)
         self.threads: dict[str, Activity] = {}
         self.manager = self._prefill_manager() if is_prefill else self._decode_manager()
         self.bootstrap: SimBootstrap | None = None
@@ -128,9 +131,8 @@ class Worker:
             self.kv_args,
             self._engine(lambda: None),
             self.around.config,
-            lookup=lambda bootstrap, room: look_up_in(
-                self.around.bootstrap_of(bootstrap), bootstrap, room, self._reach
-            ),
+            lookup=lambda bootstrap, room: self._look_up(bootstrap, room, None),
+            lookup_any=self._look_up,
             clock=self.process.clock,
             outside=self._outside(),
         )
@@ -166,6 +168,7 @@ class Worker:
             metadata=self.metadata,
             directory=registrar,
             page_bytes=self.kv_args.kv.item_bytes,
+            bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
         )
 
     def _decode_role(self) -> DecodeRole:
@@ -253,6 +256,9 @@ class Worker:
 
     # ---- surroundings
 
+    def _look_up(self, bootstrap: str, room: int, but: Sequence[str] | None) -> Route:
+        return look_up_in(self.around.bootstrap_of(bootstrap), bootstrap, room, but=but, reach=self._reach)
+
     def _reach(self, address: str) -> bool:
         return self.around.reach(self.process.node, address)
 
@@ -292,6 +298,8 @@ class Worker:
 
     def check(self) -> None:
         self.scheduler.check()
+        quarantined = self.scheduler.memory.allocator.counts()["quarantined"]
+        self.most_quarantined = max(self.most_quarantined, quarantined)
         self._raise(self.role.check())
 
     def check_manager(self) -> None:
