@@ -59,8 +59,8 @@ class Clients:
         draw = self._draw
         self._num += 1
         limit = max(4, capacity // 2 - 2)
-        length = min(draw.randint(20, 60) if big else draw.choice([1, 3, 9, 17, 33]) + draw.randint(0, 3), limit)
-        new = min(draw.randint(10, 40) if big else draw.choice([1, 4, 12, 24]) + draw.randint(0, 2), limit)
+        length = min(draw.randint(20, 60) if big else draw.choice([1, 3, 9, 9, 17, 33]) + draw.randint(0, 3), limit)
+        new = min(draw.randint(10, 40) if big else draw.choice([1, 4, 20, 24]) + draw.randint(0, 2), limit)
         asked = Asked(
             number=self._num,
             prompt=self._prompt(length),

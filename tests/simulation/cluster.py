@@ -159,7 +159,7 @@ class Cluster:
     def _after_event(self, event: Event) -> None:
         router = self.router()
         if router is not None and event.process is router.process:
-            router.check()
+            router.check_if_changed()
 
     def leftovers(self) -> list[str]:
         """What is not at rest in the whole cluster."""

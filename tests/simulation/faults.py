@@ -13,7 +13,7 @@ from tests.simulation.worker import Worker
 from tests.simulation.world import Process
 
 FAST_RESTART_S = (0.001, 0.1)
-SLOW_RESTART_S = (0.5, 3.0)
+SLOW_RESTART_S = (0.5, 2.0)
 JUMPS_S = (0.02, 0.05, 0.2, 0.5, 2.0, 10.0)
 
 
@@ -79,6 +79,12 @@ class Faults:
         nodes = [n for n in self._cluster.nodes.values() if n.alive and (not kinds or n.kind in kinds)]
         return self._draw.choice(nodes) if nodes else None
 
+    def _busy(self, kind: str) -> Node | None:
+        """A worker with transfers under way, where death matters most."""
+        nodes = [n for n in self._cluster.nodes.values() if n.alive and n.kind == kind and isinstance(n.part, Worker)]
+        busy = [n for n in nodes if isinstance(n.part, Worker) and n.part.transfers]
+        return self._draw.choice(busy) if busy else None
+
     def _pair(self) -> tuple[str, str]:
         first, second = self._draw.sample([*self._cluster.nodes, "c0"], 2)
         return first, second
@@ -103,7 +109,7 @@ class Faults:
         if self._draw.random() < 0.3:  # and the connections are dropped by something in between
             for a, b in sorted(ways):
                 network.reset_between(a, b)
-        self._for(0.1, 6.0, lambda: network.blocked.difference_update(ways), "mended")
+        self._for(0.05, self._draw.choice([0.5, 2.0, 5.0]), lambda: network.blocked.difference_update(ways), "mended")
 
     def _clog(self) -> None:
         pair, network = self._pair(), self._cluster.network
@@ -130,7 +136,7 @@ class Faults:
     # ---- processes
 
     def _kill(self, kind: str) -> None:
-        node = self._some(kind)
+        node = self._busy(kind) or self._some(kind)
         if node is None:
             return
         fast = self._draw.random() < 0.5
@@ -150,7 +156,7 @@ class Faults:
             return
         process = node.process
         process.freeze()
-        self._for(0.05, 5.0, lambda: self._thaw_life(process), f"thaw {node.name}")
+        self._for(0.05, self._draw.choice([0.3, 1.0, 5.0]), lambda: self._thaw_life(process), f"thaw {node.name}")
         self._count(f"freeze {node.kind}")
 
     def _thaw(self, node: Node) -> None:

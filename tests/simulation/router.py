@@ -68,6 +68,7 @@ class Router:
         )
         self._guard = make_guard(api_key=None, metrics=metrics)
         self._num_requests = 0
+        self._seen = (0, 0, 0)
         for node, role in workers:
             self.table.add(f"http://{node}:80", role=role)
         self.aio.run(self._watch_all)
@@ -90,6 +91,12 @@ class Router:
         response = await self._guard(request, self.dispatcher.handle)
         if isinstance(response, web.Response):
             reply.whole(response.status, response.body if isinstance(response.body, bytes) else b"")
+
+    def check_if_changed(self) -> None:
+        seen = (self.table.num_leases, self.rooms.num_live, len(self.aio.errors))
+        if seen != self._seen:
+            self._seen = seen
+            self.check()
 
     def check(self) -> None:
         self.table.check()

@@ -65,6 +65,7 @@ class Copy:
     src: int
     dst: int
     over: bool = False  # landed or dropped
+    orphaned: bool = False  # its writer has died
 
 
 @dataclass(eq=False)
@@ -230,7 +231,10 @@ class SimEngine:
             self._drop(copy)
             self._fail(op)
             return
-        if not self._process.alive and self._cut_off(op):
+        if not self._process.alive and not copy.orphaned:
+            self._outlive(copy)
+            return
+        if not self._process.alive and not self._way_is_free(op):
             self._drop(copy)
             return
         if not self._way_is_free(op):
@@ -241,10 +245,14 @@ class SimEngine:
             return
         self._write(copy, target)
 
-    def _cut_off(self, op: Op) -> bool:
-        """Of a dead writer's bytes only those arrive that were in the network, and soon."""
-        late = self._world.now_s > self._died_s + 0.9 * self.caps.settle_s
-        return late or not self._way_is_free(op) or self._draw.random() < 0.5
+    def _outlive(self, copy: Copy) -> None:
+        """Of a dead writer's bytes only those arrive that were in the network, and soon: within `caps.settle_s`."""
+        left_s = self._died_s + 0.9 * self.caps.settle_s - self._world.now_s
+        if left_s <= 0 or self._draw.random() < 0.3:
+            self._drop(copy)
+        else:
+            copy.orphaned = True
+            self._land_in(self._draw.uniform(0, left_s), copy)
 
     def _note_death(self) -> None:
         self._died_s = self._world.now_s

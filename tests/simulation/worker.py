@@ -57,6 +57,7 @@ class Worker:
         self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
         self.said: dict[str, int] = {}
         self.most_quarantined = 0
+        self._num_idle = 0
         self.inbox: list[ToScheduler] = []
         self._arrivals: dict[str, float] = {}  # of the last message on each way
         self.wait_s = 0.0
@@ -230,7 +231,9 @@ class Worker:
 
     def _turn(self) -> float:
         worked = self.loop.turn()
-        self.check()
+        self._num_idle = 0 if worked else self._num_idle + 1
+        if self._num_idle <= 2 or self._num_idle % 8 == 0:  # a turn that finds nothing changes nothing
+            self.check()
         clock_s = self.around.options.clock_s
         if not worked:
             self.loop._rest()
@@ -275,6 +278,13 @@ class Worker:
             self.around.world.note(f"{output.rid} says {output.new_ids} {output.finish and output.finish.kind}")
             self.said[output.rid] = before + len(output.new_ids) if output.finish is None else -1
         self._pass_on("to frontend", "tokens", self.frontend.on_outputs, outputs)
+
+    @property
+    def transfers(self) -> bool:
+        """Bytes are on their way, from here or to here."""
+        if isinstance(self.manager, PrefillManager):
+            return self.manager._driver.busy
+        return self.manager._rooms.num_exposed > 0
 
     # ---- memory, for the transfer engine
 

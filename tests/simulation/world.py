@@ -19,16 +19,11 @@ class Violation(AssertionError):
 
 
 class Event:
-    __slots__ = ("act", "args", "cancelled", "label", "process", "serial", "time_s")
+    __slots__ = ("act", "args", "cancelled", "label", "process", "time_s")
 
-    def __init__(
-        self, time_s: float, serial: int, label: str, process: "Process | None", act: Act, args: tuple[Any, ...]
-    ) -> None:
-        self.time_s, self.serial, self.label = time_s, serial, label
+    def __init__(self, time_s: float, label: str, process: "Process | None", act: Act, args: tuple[Any, ...]) -> None:
+        self.time_s, self.label = time_s, label
         self.process, self.act, self.args, self.cancelled = process, act, args, False
-
-    def __lt__(self, other: "Event") -> bool:
-        return (self.time_s, self.serial) < (other.time_s, other.serial)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -44,7 +39,7 @@ class World:
         self.injected: Counter[str] = Counter()  # faults, by kind
         self.seen: Counter[str] = Counter()  # what became of things: says whether a run tested anything
         self.after_event: list[Callable[[Event], None]] = []
-        self._queue: list[Event] = []
+        self._queue: list[tuple[float, int, Event]] = []
         self._serial = 0
         self._trace = hashlib.blake2b(digest_size=8)
         self._tail: deque[str] = deque(maxlen=400)
@@ -54,8 +49,8 @@ class World:
 
     def at(self, time_s: float, label: str, act: Act, *args: Any, process: "Process | None" = None) -> Event:
         self._serial += 1
-        event = Event(max(time_s, self.now_s), self._serial, label, process, act, args)
-        heapq.heappush(self._queue, event)
+        event = Event(max(time_s, self.now_s), label, process, act, args)
+        heapq.heappush(self._queue, (event.time_s, self._serial, event))
         return event
 
     def after(self, delay_s: float, label: str, act: Act, *args: Any) -> Event:
@@ -70,7 +65,7 @@ class World:
     def step(self) -> bool:
         """One event; False when none is left."""
         while self._queue:
-            event = heapq.heappop(self._queue)
+            event = heapq.heappop(self._queue)[2]
             if event.cancelled or (event.process is not None and not event.process.alive):
                 continue
             self.now_s = event.time_s
@@ -91,9 +86,9 @@ class World:
     def run_until(self, time_s: float, done: Callable[[], bool] = lambda: False) -> bool:
         """Until `done` (True) or `time_s` (False)."""
         while not done():
-            while self._queue and self._queue[0].cancelled:
+            while self._queue and self._queue[0][2].cancelled:
                 heapq.heappop(self._queue)
-            if not self._queue or self._queue[0].time_s > time_s:
+            if not self._queue or self._queue[0][0] > time_s:
                 self.now_s = max(self.now_s, time_s)
                 return done()
             self.step()
