@@ -67,12 +67,14 @@ def write(total: Total, path: Path) -> None:
 | transfer writes judged; of these after their operation had failed | {total.seen["writes"] + total.seen["late writes"]}; {total.seen["late writes"]} |
 | longest time from the last fault to full rest (virtual) | {total.longest_rest_s:.1f} s |
 | failed | {len(total.failed)} |"""
+    seen = "\n".join(f"| {what} | {count} |" for what, count in sorted(total.seen.items()))
     planted = "\n".join(f"- {m.name} (`{m.path}`)" for m in MUTANTS)
     path.write_text(
         template.replace("{{figures}}", figures)
         .replace("{{faults}}", faults)
         .replace("{{bugs}}", bugs)
         .replace("{{planted}}", planted)
+        .replace("{{seen}}", seen)
         .replace("{{num_planted}}", str(len(MUTANTS)))
     )
 

@@ -54,7 +54,7 @@ class WatchedReceiver:
 
     def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Any) -> None:
         self._give(dst_pages, aux_idx)
-        self._receiver.ask(dst_pages, aux_idx, work)  # type: ignore[attr-defined]
+        self._receiver.ask(dst_pages, aux_idx, work)
 
     def abort(self, reason: str) -> None:
         self._receiver.abort(reason)

@@ -186,7 +186,7 @@ class Worker:
         idle: Any = SimpleNamespace()
         return EngineLoop(
             scheduler=self.scheduler,
-            executor=self.executor,  # type: ignore[arg-type]
+            executor=self.executor,
             role=self.role,
             ports=_Ports(self),
             weights=idle,
