@@ -8,6 +8,7 @@ import math
 import msgspec
 
 TOP_K_ALL = -1
+MAX_TOP_K = 2**31 - 1
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_REGEXES = 8
@@ -92,7 +93,11 @@ def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
     _require(math.isfinite(p.temperature), "temperature", "must be finite")
     _in_range("top_p", p.top_p, 0.0, 1.0)
     _require(p.top_p > 0.0, "top_p", "must be greater than 0")
-    _require(p.top_k == TOP_K_ALL or p.top_k >= 1, "top_k", f"must be -1 (off) or at least 1, got {p.top_k}")
+    _require(
+        p.top_k == TOP_K_ALL or 1 <= p.top_k <= MAX_TOP_K,
+        "top_k",
+        f"must be -1 (off) or between 1 and {MAX_TOP_K}, got {p.top_k}",
+    )
     _in_range("min_p", p.min_p, 0.0, 1.0)
     _in_range("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
     _in_range("presence_penalty", p.presence_penalty, -2.0, 2.0)

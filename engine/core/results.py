@@ -46,6 +46,8 @@ class Results:
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
         effects = StepEffects()
         self._backups.on_collected(plan)
+        if self._memory.host is not None:
+            self._memory.host.on_collected(plan)
         for item, item_result in zip(plan.items, result.items, strict=True):
             request = self._stages.live[item.rid]
             request.inflight -= 1

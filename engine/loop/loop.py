@@ -18,7 +18,9 @@ from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.grammar.queue import GrammarQueue
+from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import Control, Profiler, Weights
+from engine.loop.disk_pump import DiskPump
 from engine.loop.interval_log import IntervalLog
 from engine.loop.pipeline import Launcher, Pipeline
 from engine.loop.receive_skipper import ReceiveSkipper
@@ -34,6 +36,7 @@ from engine.messages import (
     GenerateBatch,
     GenerateRequest,
     GetState,
+    LoadAdapter,
     RequestOpened,
     Shutdown,
     ToDetokenizer,
@@ -41,6 +44,7 @@ from engine.messages import (
     TokenBatch,
     TokenOutput,
     ToScheduler,
+    UnloadAdapter,
 )
 from engine.stop_regex import compile_all
 
@@ -93,6 +97,8 @@ class EngineLoop:
         settings: LoopSettings,
         clock: Callable[[], float],
         grammars: GrammarQueue | None = None,
+        disk: DiskPump | None = None,
+        adapters: AdapterControl | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._role = role
@@ -101,6 +107,8 @@ class EngineLoop:
         self._settings = settings
         self._clock = clock
         self._grammars = grammars or GrammarQueue(None)
+        self._disk = disk or DiskPump()
+        self._adapters = adapters or AdapterControl.without()
         self._pipeline = Pipeline(scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step)
         self._skipper = ReceiveSkipper(interval=settings.recv_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
@@ -119,6 +127,7 @@ class EngineLoop:
             role=role,
             control=self._control,
             grammars=self._grammars,
+            adapters=self._adapters,
             intervals=self._intervals,
             num_live=lambda: max(self._times.num_live, len(scheduler.live_rids())),  # unanswered, or with memory
         )
@@ -140,10 +149,12 @@ class EngineLoop:
             for message in self._ports.receive():
                 outputs += self._handle(message, now_s)
         outputs += self._control.on_turn(num_launched=self._pipeline.num_launched)
+        self._adapters.on_turn()
         for request in self._control.release():
             outputs += self._add(request, now_s)
         outputs += self._admit_with_grammar(now_s)
         outputs += self._role.poll(now_s)
+        self._disk.turn()
         plan = None if self._control.paused else self._scheduler.schedule(now_s)
         worked = plan is not None or self._pipeline.num_launched > 0
         if plan is not None:
@@ -161,6 +172,7 @@ class EngineLoop:
         if not outputs:
             return
         self._times.told(outputs, self._clock())
+        self._adapters.told(outputs)
         if told := self._gate.pass_on(outputs):
             self._ports.to_detokenizer(TokenBatch(told))
 
@@ -169,7 +181,7 @@ class EngineLoop:
         return self._role.on_step(effects, self._clock())
 
     def _rest(self) -> None:
-        waiting = self._role.waits_for_outside() or bool(self._grammars.rids())
+        waiting = self._role.waits_for_outside() or bool(self._grammars.rids()) or self._disk.busy
         now_s = self._clock()
         for line in self._intervals.rested(now_s):
             log.info("%s", line)
@@ -194,6 +206,8 @@ class EngineLoop:
                 self._ports.to_frontend(FlushReply(call_id, ok, text))
             case GetState(call_id=call_id, check=check):
                 self._ports.to_frontend(self._reporter.state(call_id, check=check))
+            case LoadAdapter() | UnloadAdapter():
+                self._adapters.on_message(message)
             case Shutdown():
                 self.stopped = True
             case _:
@@ -205,6 +219,9 @@ class EngineLoop:
         return [output for rid in self._times.live_rids() for output in self._abort(rid, now_s)]
 
     def _add(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
+        adapter = self._adapters.acquire(message)
+        if isinstance(adapter, TokenOutput):
+            return [adapter]
         if self._control.blocks_input:
             self._control.hold(message)
             return []
@@ -224,6 +241,7 @@ class EngineLoop:
             keep_kv=not message.skip_cache_insert,
             return_hidden_states=message.return_hidden_states,
             pooling=message.pooling,
+            adapter=adapter,
             stop_patterns=compile_all(sampling.stop_regex),
         )
         self._gate.open(message)

@@ -1,5 +1,7 @@
 """The whole engine of one process (real model, pool, kernels, streams, scheduler), driven without sockets."""
 
+import time
+
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.grammar import Grammar
@@ -41,6 +43,7 @@ class EngineInProcess:
         *,
         logprobs: LogprobOptions | None = None,
         grammar: Grammar | None = None,
+        adapter: int = 0,
         **sampling: object,
     ) -> None:
         values = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
@@ -52,6 +55,7 @@ class EngineInProcess:
             arrived_s=0.0,
             logprobs=logprobs,
             grammar=grammar,
+            adapter=adapter,
         )
         assert self.parts.scheduler.add(request) == []
 
@@ -63,7 +67,8 @@ class EngineInProcess:
         assert counts["held"] == counts["quarantined"] == 0
 
     def turn(self) -> bool:
-        plan = self.parts.scheduler.schedule()
+        self.parts.disk.turn()
+        plan = self.parts.scheduler.schedule(time.monotonic())
         worked = plan is not None or self.pipeline.num_launched > 0
         self.pipeline.advance(plan)
         return worked
@@ -79,4 +84,5 @@ class EngineInProcess:
         return effects.outputs
 
     def close(self) -> None:
+        self.parts.disk.close()
         self.parts.executor.close()

@@ -21,4 +21,4 @@ class Fixed:
 
     def bitmask(self) -> bytes:
         self.masks += 1
-        return b""
+        return b"\xff" * 8

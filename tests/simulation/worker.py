@@ -23,7 +23,7 @@ from tests.core.hash_model import VOCAB
 from tests.simulation.activity import Activity, Flag
 from tests.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
 from tests.simulation.control_ports import SimConnectPort, SimListenPort
-from tests.simulation.executor import CheckedModel, SimExecutor
+from tests.simulation.executor import NOTHING, CheckedModel, SimExecutor
 from tests.simulation.frontend import Frontend
 from tests.simulation.http import serve
 from tests.simulation.surroundings import ONE_HOST, SimPool, Surroundings, kv_args_of, make_scheduler
@@ -301,8 +301,7 @@ class Worker:
             self.metadata._rows[dst] = np.array(other.metadata._rows[src])
             return
         for offset in range(self.around.options.page_size):
-            value = other.model.kv.get((src, offset))
-            self.model.kv[dst, offset] = -1 if value is None else value
+            self.model.kv[dst, offset] = other.model.kv.get((src, offset), NOTHING)
 
     # ---- checks
 
