@@ -16,7 +16,13 @@ TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokeni
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS
 
-.PHONY: help setup run test soak-core mutants bench fuzz lint format clean
+# make sim SEED=7 NODES=8; make sim-soak MINUTES=10 (it writes docs/simulation.md); both unset: drawn
+SEED ?=
+NODES ?=
+MINUTES ?= 10
+SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
+
+.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -26,6 +32,8 @@ help:
 	@echo "make mutants           plant bugs in the core, one by one, and see each found"
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
 	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
+	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
+	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
 	@echo "make lint | format     check | mend style, types and import order"
 	@echo "make clean             remove $(VENV) and caches"
 
@@ -61,6 +69,14 @@ $(FUZZ_VENV)/bin/schemathesis:
 
 fuzz: $(STAMP) $(FUZZ_VENV)/bin/schemathesis
 	$(BIN)/python -m tests.fuzz.run --schemathesis $(FUZZ_VENV)/bin/schemathesis --report docs/reports/fuzz.md $(ARGS)
+sim: $(STAMP)
+	$(SIM)
+
+sim-soak: $(STAMP)
+	$(SIM) --soak $(MINUTES) --report docs/simulation.md
+
+sim-mutants: $(STAMP)
+	$(SIM) --mutants
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

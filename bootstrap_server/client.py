@@ -88,6 +88,7 @@ class Registrar:
         self._rooms: queue.Queue[int] = queue.Queue(MAX_WAITING_ROOMS)
         self._wake = threading.Event()
         self._stop = False
+        self._renew_at_s, self._retry_s = clock(), FIRST_RETRY_S
         self._thread = threading.Thread(target=self._run, name="bootstrap-registrar", daemon=True)
 
     def start(self) -> None:
@@ -113,21 +114,24 @@ class Registrar:
                 self._request("DELETE", f"/route?incarnation={incarnation}", None)
 
     def _run(self) -> None:
-        renew_at_s, retry_s = self._clock(), FIRST_RETRY_S
         while not self._stop:
             self._wake.clear()
-            try:
-                if self._clock() >= renew_at_s:
-                    lease = self._register()
-                    renew_at_s = self._clock() + lease.lease_s / 3
-                self._register_rooms()
-                retry_s = FIRST_RETRY_S
-                pause_s = renew_at_s - self._clock()
-            except BootstrapError as error:
-                self._complain(str(error))
-                renew_at_s = self._clock() + retry_s
-                pause_s, retry_s = retry_s, min(2 * retry_s, LONGEST_RETRY_S)
-            self._wake.wait(max(pause_s, 0.0))
+            self._wake.wait(self.turn())
+
+    def turn(self) -> float:
+        """One turn of the thread: register or renew when due, hand rooms over. Returns the pause until the next, in seconds."""
+        try:
+            if self._clock() >= self._renew_at_s:
+                lease = self._register()
+                self._renew_at_s = self._clock() + lease.lease_s / 3
+            self._register_rooms()
+        except BootstrapError as error:
+            self._complain(str(error))
+            pause_s, self._retry_s = self._retry_s, min(2 * self._retry_s, LONGEST_RETRY_S)
+            self._renew_at_s = self._clock() + pause_s
+            return pause_s
+        self._retry_s = FIRST_RETRY_S
+        return max(self._renew_at_s - self._clock(), 0.0)
 
     def _register(self) -> Lease:
         body = self._request("PUT", "/route", self._worker)

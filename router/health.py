@@ -5,7 +5,6 @@ Owns those tasks; what the answers mean is decided by the worker table.
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 import aiohttp
@@ -87,7 +86,7 @@ class HealthMonitor:
         """One round: health, then what else is due. A worker comes up with its bootstrap address known."""
         worker = watch.worker
         result, error = await self._ask_health(worker)
-        now_s = time.monotonic()
+        now_s = _now_s()
         if result is Check.OK and (worker.health is not Health.UP or now_s >= watch.info_due_s):
             error = await self._read_info(worker) or ""
             result = Check.FAILED if error else Check.OK
@@ -95,10 +94,10 @@ class HealthMonitor:
         self._tell(worker, result, error)
         if worker.health is Health.UP and self._config.load_poll_interval_s > 0 and now_s >= watch.load_due_s:
             watch.load_due_s = now_s + self._config.load_poll_interval_s
-            self._table.on_report(worker, parse_load(await self._first_json(worker, _LOAD_PATHS)))
+            self._table.on_report(worker, parse_load((await self._first_json(worker, _LOAD_PATHS))[0]))
 
     def _tell(self, worker: Worker, result: Check, error: str) -> None:
-        if self._table.on_check(worker, result, now_s=time.monotonic(), error=error):
+        if self._table.on_check(worker, result, now_s=_now_s(), error=error):
             level = logging.INFO if worker.health is Health.UP else logging.WARNING
             log.log(level, "%s worker %s is %s %s", worker.role, worker.url, worker.health, error)
 
@@ -115,7 +114,9 @@ class HealthMonitor:
 
     async def _read_info(self, worker: Worker) -> str | None:
         """Read role and bootstrap address; returns what is wrong. Workers that say nothing of themselves are fine."""
-        info = await self._first_json(worker, _INFO_PATHS)
+        info, error = await self._first_json(worker, _INFO_PATHS)
+        if error:  # nothing was learnt: what is known of it stays
+            return error
         mode, expected = parse_mode(info), _EXPECTED_MODE[worker.role]
         if mode is not None and mode != expected:
             return f"runs with --disaggregation-mode {mode}, but was given as a {worker.role} worker"
@@ -124,16 +125,19 @@ class HealthMonitor:
             self._table.on_bootstrap(worker, host=host, port=port)
         return None
 
-    async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> Any:
-        """The first of `paths` that answers JSON; None if none does."""
+    async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:
+        """(the first JSON answer of `paths`, ""); (None, "") when it has none; (None, why) when one could not be asked."""
+        error = ""
         for path in paths:
             try:
                 status, body = await self._get(worker, path)
                 if status == 200:
-                    return msgspec.json.decode(body)
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
+                    return msgspec.json.decode(body), ""
+            except (ValueError, RecursionError):
                 continue
-        return None
+            except (aiohttp.ClientError, OSError, TimeoutError) as err:
+                error = f"{path}: {str(err) or type(err).__name__}"
+        return None, error
 
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=self._config.health_check_timeout_s)
@@ -153,6 +157,11 @@ class _Watch:
         self.checked = asyncio.Event()
         self.load_due_s = 0.0
         self.info_due_s = 0.0
+
+
+def _now_s() -> float:
+    """The event loop's time: monotonic, and virtual in a simulation."""
+    return asyncio.get_running_loop().time()
 
 
 async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:

@@ -27,7 +27,8 @@ class Race:
         pending: set[asyncio.Task[bytes] | asyncio.Task[Answer]] = {self.prefill, self._decode}
         while True:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            failures = [err for task in done if (err := task.exception()) is not None]
+            ended = [task for task in (self.prefill, self._decode) if task in done]  # a set has no order
+            failures = [err for task in ended if (err := task.exception()) is not None]
             if failures:
                 raise min(failures, key=_is_retryable)
             if self._decode.done() and not (wait_for_prefill and pending):

@@ -178,7 +178,7 @@ class DecodeRooms:
             self.effects.queue.append(LookUp(rec.bootstrap, rec.key[0], any_but))
 
     def _attach(self, rec: Room, route: Route, now_s: float) -> None:
-        rec.looking = False
+        rec.looking, rec.retry_at_s = False, None
         if self.sessions.get(route.incarnation) is None and len(self.sessions) >= self._config.max_peers:
             self._give_up(rec, f"decode talks to {len(self.sessions)} prefill workers, no more fit (max_peers)", now_s)
             return
