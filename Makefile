@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
 # Parts that decide without I/O (and the command line): held to mypy --strict.
 TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokenizer grammar hicache lora) disagg \
-	$(wildcard transfer_backends/*.py) bootstrap_server router deploy
+	$(wildcard transfer_backends/*.py) bootstrap_server router deploy security
 
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS
@@ -22,7 +22,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench lint format clean
+.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -33,6 +33,7 @@ help:
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
 	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
 	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
+	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
 	@echo "make lint | format     check | mend style, types and import order"
 	@echo "make clean             remove $(VENV) and caches"
 
@@ -69,6 +70,15 @@ sim-soak: $(STAMP)
 sim-mutants: $(STAMP)
 	$(SIM) --mutants
 
+# Schemathesis lives apart: its pytest plugin and its versions are no affair of ours.
+FUZZ_VENV := .venv-fuzz
+$(FUZZ_VENV)/bin/schemathesis:
+	$(BIN)/python -m venv $(FUZZ_VENV)
+	$(FUZZ_VENV)/bin/pip install -q "schemathesis>=4.32,<5"
+
+fuzz: $(STAMP) $(FUZZ_VENV)/bin/schemathesis
+	$(BIN)/python -m tests.fuzz.run --schemathesis $(FUZZ_VENV)/bin/schemathesis --report docs/reports/fuzz.md $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -80,5 +90,5 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(FUZZ_VENV) .schemathesis .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

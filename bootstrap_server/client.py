@@ -17,20 +17,21 @@ import msgspec
 
 from bootstrap_server.protocol import (
     MAX_ROOMS_A_BATCH,
-    SECRET_HEADER,
     ErrorReply,
     Lease,
     Registration,
     RoomBatch,
     RouteReply,
-    token,
 )
+from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
 MAX_REPLY_BYTES = 1 << 20
 MAX_WAITING_ROOMS = 65536
 JOIN_S = 5.0
+UNPROVEN = 0
+MAX_CHALLENGE_CHARS = 128
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def look_up(
     Raises `BootstrapError`.
     """
     others = "" if any_but is None else "&any=1&but=" + urllib.parse.quote(",".join(any_but))
-    body = _call(server, "GET", f"/route?room={room}{others}", None, secret=secret, timeout_s=timeout_s)
+    signer = None if secret is None else Signer(secret)
+    body = _call(server, Call("GET", f"/route?room={room}{others}", b""), signer=signer, timeout_s=timeout_s)
     return _read(server, body, RouteReply)  # type: ignore[no-any-return]
 
 
@@ -79,7 +81,7 @@ class Registrar:
         self.error: str | None = None  # of the last try
         self._server = server
         self._worker = worker
-        self._secret = secret
+        self._signer = None if secret is None else Signer(secret)
         self._timeout_s = timeout_s
         self._clock = clock
         self._shared = False
@@ -166,26 +168,49 @@ class Registrar:
         self.error = error
 
     def _request(self, method: str, path: str, value: Any) -> bytes:
-        return _call(self._server, method, path, value, secret=self._secret, timeout_s=self._timeout_s)
+        call = Call(method, path, b"" if value is None else msgspec.json.encode(value))
+        return _call(self._server, call, signer=self._signer, timeout_s=self._timeout_s)
 
 
-def _call(server: str, method: str, path: str, value: Any, *, secret: bytes | None, timeout_s: float) -> bytes:
+def _call(server: str, call: Call, *, signer: Signer | None, timeout_s: float) -> bytes:
     host, _, port = server.rpartition(":")
     if not (host and port.isdigit() and int(port) < 65536):
         raise BootstrapError(f"bootstrap server {server!r} is not HOST:PORT", permanent=True)
-    headers = {} if secret is None else {SECRET_HEADER: token(secret)}
     connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
     try:
-        connection.request(method, path, None if value is None else msgspec.json.encode(value), headers)
-        response = connection.getresponse()
-        status, body = response.status, response.read(MAX_REPLY_BYTES)
+        status, body = _exchange(connection, call) if signer is None else _exchange_signed(connection, call, signer)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise BootstrapError(f"bootstrap server {server} cannot be reached: {error}") from None
     finally:
         connection.close()
+    if status == UNPROVEN:
+        message = f"bootstrap server {server} did not show that it knows the secret of --cluster-secret-file"
+        raise BootstrapError(message, permanent=True)
     if status != 200:
         raise _refusal(server, status, body)
     return body
+
+
+def _exchange(connection: http.client.HTTPConnection, call: Call) -> tuple[int, bytes]:
+    connection.request(call.method, call.path, call.body or None)
+    response = connection.getresponse()
+    return response.status, response.read(MAX_REPLY_BYTES)
+
+
+def _exchange_signed(connection: http.client.HTTPConnection, call: Call, signer: Signer) -> tuple[int, bytes]:
+    """Status `UNPROVEN`: an answer of somebody who does not know the secret. A 401 is tried once more, as its challenge says."""
+    for _ in range(2):
+        header, nonce = signer.sign(call)
+        connection.request(call.method, call.path, call.body or None, {AUTH_HEADER: header})
+        response = connection.getresponse()
+        status, body = response.status, response.read(MAX_REPLY_BYTES)
+        if signer.is_answer(response.headers.get(AUTH_HEADER, ""), nonce, status=status, body=body):
+            return status, body
+        challenge = response.headers.get(CHALLENGE_HEADER, "")
+        if status != 401 or not challenge:
+            return UNPROVEN, b""
+        signer.challenge = challenge[:MAX_CHALLENGE_CHARS]
+    return status, body
 
 
 def _refusal(server: str, status: int, body: bytes) -> BootstrapError:

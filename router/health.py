@@ -11,8 +11,9 @@ import aiohttp
 import msgspec
 
 from router.config import RouterConfig
+from router.credentials import Credentials
 from router.legs import LegError
-from router.reports import parse_bootstrap, parse_load, parse_mode
+from router.reports import parse_bootstrap, parse_load, parse_mode, says_draining
 from router.workers import Check, Health, Role, Worker, WorkerTable
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,10 @@ MAX_ANSWER_BYTES = 4 << 20
 class HealthMonitor:
     """Watches every worker of `table` that was given to `watch`."""
 
-    def __init__(self, *, config: RouterConfig, table: WorkerTable, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, *, config: RouterConfig, table: WorkerTable, session: aiohttp.ClientSession, credentials: Credentials
+    ) -> None:
+        self._credentials = credentials
         self._config = config
         self._table = table
         self._session = session
@@ -54,10 +58,15 @@ class HealthMonitor:
             await self.unwatch(watch.worker)
 
     def on_unreachable(self, failure: LegError) -> None:
-        """A request could not reach its worker: where nothing listens it leaves the pool now; else it is checked now."""
+        """A request could not reach its worker: where nothing listens, or it drains, it leaves the pool now.
+
+        Else it is checked now.
+        """
         worker = failure.worker
         if failure.reason == "refused":
             self._tell(worker, Check.REFUSED, str(failure))
+        elif failure.draining:
+            self._tell(worker, Check.DRAINING, "it is draining")
         watch = self._watches.get(worker.worker_id)
         if watch is not None:
             watch.info_due_s = 0.0  # it may have been restarted, with another bootstrap port
@@ -94,11 +103,13 @@ class HealthMonitor:
 
     async def _ask_health(self, worker: Worker) -> tuple[Check, str]:
         try:
-            status, _ = await self._get(worker, "/health")
+            status, body = await self._get(worker, "/health")
         except aiohttp.ClientConnectorError as err:
             return Check.REFUSED, str(err)
         except (aiohttp.ClientError, OSError, TimeoutError) as err:
             return Check.FAILED, f"/health: {str(err) or type(err).__name__}"
+        if status == 503 and says_draining(body):
+            return Check.DRAINING, "it is draining"
         return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")
 
     async def _read_info(self, worker: Worker) -> str | None:
@@ -131,7 +142,7 @@ class HealthMonitor:
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=self._config.health_check_timeout_s)
         async with self._session.get(
-            worker.url + path, timeout=timeout, headers=worker_headers(self._config), allow_redirects=False
+            worker.url + path, timeout=timeout, headers=self._credentials.own(), allow_redirects=False
         ) as response:
             return response.status, await _read_bounded(response)
 
@@ -151,12 +162,6 @@ class _Watch:
 def _now_s() -> float:
     """The event loop's time: monotonic, and virtual in a simulation."""
     return asyncio.get_running_loop().time()
-
-
-def worker_headers(config: RouterConfig) -> dict[str, str]:
-    """The key for the router's own calls to workers."""
-    key = config.worker_api_key or config.api_key
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:

@@ -29,6 +29,7 @@ from transfer_backends.wire import Bye, Message, encode
 EAGER_S = 0.001  # poll period of an engine that needs it, while rooms are open
 NUM_LOOKUP_THREADS = 8
 CLOSE_S = 5.0
+NO_HANDSHAKE = "it refused the connection; start every worker with the same --cluster-secret-file (or all without)"
 
 
 class DecodeManager(Shell):
@@ -62,7 +63,7 @@ class DecodeManager(Shell):
             descriptor=engine.descriptor(),
             config=config,
         )
-        self._links = outside.connect()
+        self._links = outside.connect(secret=config.secret)
         super().__init__(name="decode", port=self._links, machine=self._rooms.machine, config=config, clock=clock)
         self._lookups = outside.pool(NUM_LOOKUP_THREADS, "decode-lookup")
         self._proofs = outside.pool(2, "decode-proof")
@@ -133,7 +134,9 @@ class DecodeManager(Shell):
         if isinstance(event, Frame):
             self._read(event.data, lambda message: self._rooms.on_message(event.link, message, now_s))
         elif isinstance(event, LinkClosed):
-            self._rooms.on_link_closed(event.link, now_s)
+            self._rooms.on_link_closed(
+                event.link, now_s, reason=NO_HANDSHAKE if event.refused else "the connection was lost"
+            )
 
     def _tick(self, now_s: float) -> None:
         self._rooms.tick(now_s)
@@ -157,7 +160,7 @@ class DecodeManager(Shell):
         """Returns the link when it turned out to be lost."""
         if isinstance(item, tuple):
             link, message = item
-            return None if self._links.send(link, encode(message, self._config.secret)) else link
+            return None if self._links.send(link, encode(message)) else link
         if isinstance(item, Connect):
             return None if self._links.connect(item.link, item.control) else item.link
         if isinstance(item, Disconnect):

@@ -49,12 +49,12 @@ def _new_incarnation() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """`pool(num_threads, name)`; `listen(host, port)`, port 0: a free one."""
+    """`pool(num_threads, name)`; `listen(host, port, secret=)`, port 0: a free one; `connect(secret=)`."""
 
     incarnation: Callable[[], str] = _new_incarnation
     mark: Callable[[], ProcessMark] = own_mark
-    listen: Callable[[str, int], Listening] = ListenPort
-    connect: Callable[[], Connecting] = ConnectPort
+    listen: Callable[..., Listening] = ListenPort
+    connect: Callable[..., Connecting] = ConnectPort
     pool: Callable[[int, str], Pool] = ThreadPoolExecutor
     liveness: Callable[[ProcessMark, str], Liveness] = liveness
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from transfer_backends.contract import Asked, Clock, Engine, KVArgs, KVSender, TransferConfig
-from transfer_backends.control_port import Event, Frame, LinkClosed
+from transfer_backends.control_port import Event, Frame, LinkClosed, PeersRefused
 from transfer_backends.engine_driver import EngineDriver
 from transfer_backends.fake_pair import FakeSender
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
@@ -40,7 +40,7 @@ class PrefillManager(Shell):
         self._rooms = PrefillRooms(
             incarnation=self.incarnation, mark=outside.mark(), kv_args=kv_args, caps=engine.caps, config=config
         )
-        self._listen = outside.listen(config.control_host, config.control_port)
+        self._listen = outside.listen(config.control_host, config.control_port, secret=config.secret)
         super().__init__(name="prefill", port=self._listen, machine=self._rooms.machine, config=config, clock=clock)
         self._driver = EngineDriver(engine=engine, rooms=self._rooms, core=self.core)
         self._recheck = 0
@@ -119,6 +119,9 @@ class PrefillManager(Shell):
             self._read(event.data, lambda message: self._rooms.on_message(event.link, message, now_s))
         elif isinstance(event, LinkClosed):
             self._rooms.on_link_closed(event.link, now_s)
+        elif isinstance(event, PeersRefused):
+            text = "a stranger at the control plane was refused (do all workers have the same --cluster-secret-file?)"
+            self._fault("refused_connections", text, count=event.count)
         else:
             self._recheck = 3
 
@@ -137,7 +140,7 @@ class PrefillManager(Shell):
                 work = self._take()
             if not work:
                 break
-            lost = [link for link, message in work if not self._listen.send(link, encode(message, self._config.secret))]
+            lost = [link for link, message in work if not self._listen.send(link, encode(message))]
             if lost:
                 with self.core() as now_s:
                     for link in lost:

@@ -96,15 +96,15 @@ class Shell:
     def _read(self, data: bytes, take: Callable[[Message], None]) -> None:
         """Decode a frame and hand it on; junk and protocol errors are counted and dropped."""
         try:
-            take(decode(data, self._config.secret))
+            take(decode(data))
         except MalformedFrame as error:
             self._fault("junk_frames", f"a malformed control frame was dropped: {error}")
         except PeerProtocolError as error:
             self._fault("protocol_errors", f"a control message was dropped: {error}")
 
-    def _fault(self, counter: str, text: str, *, exc_info: bool = False) -> None:
-        self._faults[counter] += 1
-        self._num_unlogged += 1
+    def _fault(self, counter: str, text: str, *, count: int = 1, exc_info: bool = False) -> None:
+        self._faults[counter] += count
+        self._num_unlogged += count
         now_s = self._clock()
         if now_s >= self._next_log_s:
             self._next_log_s = now_s + LOG_EVERY_S

@@ -2,12 +2,17 @@
 
 Run as a script (standard library only, no site-packages, so it starts in milliseconds). The launcher holds the other
 end of its stdin and writes one line per change: `+PGID` (watch) and `-PGID` (ended and reaped). End of input means
-that the launcher has ended, by kill -9 too: what is still watched is killed. PR_SET_PDEATHSIG on the children (see
-process.py) covers the same for the direct children; only the guard reaches their children.
+that the launcher has ended, by kill -9 too: what is still watched is killed, and the files it would have removed itself
+go. PR_SET_PDEATHSIG on the children (see process.py) covers the same for the direct children; only the guard reaches
+their children and files.
+
+usage: guard.py PREFIX    paths that begin with PREFIX, the process id of a group's leader and "-" belong to that group
 """
 
 import contextlib
+import glob
 import os
+import shutil
 import signal
 import sys
 from typing import IO
@@ -25,12 +30,19 @@ def watch(lines: IO[str]) -> set[int]:
     return groups
 
 
+def clear(group: int, prefix: str) -> None:
+    """Remove the directories of a group that has ended."""
+    for path in glob.glob(f"{glob.escape(prefix)}{group}-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def main() -> None:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     for group in sorted(watch(sys.stdin)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+        clear(group, sys.argv[1])
 
 
 if __name__ == "__main__":

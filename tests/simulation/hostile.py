@@ -118,7 +118,7 @@ class Hostile:
         return frame
 
     def _seal(self, message: Message) -> bytes:
-        return encode(message, None if not self._cluster.options.secret else b"a wrong secret, or a stolen old one")
+        return encode(message)
 
     def _message(self, dst: str) -> Message:
         draw, src = self._draw, f"hostile-{self._names}"

@@ -15,7 +15,9 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from router.config import RouterConfig
+from router.credentials import Credentials
 from router.dispatch import Dispatcher, Parts
+from router.draining import LiveRequests
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs
@@ -24,6 +26,7 @@ from router.policies import make_policy
 from router.rewrite import Api
 from router.rooms import RoomMinter
 from router.workers import Role, Thresholds, WorkerTable
+from security.keys import open_gate
 from tests.simulation.aio import VirtualLoop
 from tests.simulation.http import Call, Head, Reply, Request, call, serve
 from tests.simulation.network import Network
@@ -54,7 +57,10 @@ class Router:
         self.rooms = RoomMinter(draw.getrandbits)
         session: Any = _Session(network, process, config)
         metrics = RouterMetrics(self.table)
-        self.monitor = HealthMonitor(config=config, table=self.table, session=session)
+        gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
+        credentials = Credentials(config, api=gate.api)
+        self.live = LiveRequests(max_live=config.max_concurrent_requests)
+        self.monitor = HealthMonitor(config=config, table=self.table, session=session, credentials=credentials)
         self.dispatcher = Dispatcher(
             Parts(
                 config=config,
@@ -63,10 +69,13 @@ class Router:
                 policy=make_policy(config.policy, draw=draw.randrange),
                 legs=Legs(session),
                 metrics=metrics,
+                credentials=credentials,
+                secret=None,
+                live=self.live,
                 on_unreachable=self.monitor.on_unreachable,
             )
         )
-        self._guard = make_guard(api_key=None, metrics=metrics)
+        self._guard = make_guard(gate=gate, limiter=None, metrics=metrics)
         self._num_requests = 0
         self._seen = (0, 0, 0)
         for node, role in workers:

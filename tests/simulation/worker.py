@@ -84,15 +84,17 @@ class Worker:
         around, process = self.around, self.process
         host = ONE_HOST if around.options.same_host else process.node
 
-        def listen(host: str, port: int) -> SimListenPort:
+        def listen(host: str, port: int, *, secret: bytes | None) -> SimListenPort:
             number = 9000 if around.options.fixed_control_port else 9000 + process.life
-            return SimListenPort(around.network, process, self._wake_control, address=f"{process.node}:{number}")
+            return SimListenPort(
+                around.network, process, self._wake_control, address=f"{process.node}:{number}", secret=secret
+            )
 
         return Outside(
             incarnation=lambda: process.name,
             mark=lambda: ProcessMark(host, process.life, 1),
             listen=listen,
-            connect=lambda: SimConnectPort(around.network, process, self._wake_control),
+            connect=lambda *, secret: SimConnectPort(around.network, process, self._wake_control),
             pool=lambda num_threads, name: SimPool(around, process, self.draw),
             liveness=lambda mark, control: around.liveness(process.node, mark, control),
         )
