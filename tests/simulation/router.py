@@ -26,7 +26,7 @@ from router.policies import make_policy
 from router.rewrite import Api
 from router.rooms import RoomMinter
 from router.workers import Role, Thresholds, WorkerTable
-from security.keys import Gate, KeyRing
+from security.keys import open_gate
 from tests.simulation.aio import VirtualLoop
 from tests.simulation.http import Call, Head, Reply, Request, call, serve
 from tests.simulation.network import Network
@@ -57,8 +57,9 @@ class Router:
         self.rooms = RoomMinter(draw.getrandbits)
         session: Any = _Session(network, process, config)
         metrics = RouterMetrics(self.table)
-        nobody = KeyRing(key=None, file=None, flag="--api-key")
-        credentials = Credentials(config, api=nobody)
+        gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
+        credentials = Credentials(config, api=gate.api)
+        self.live = LiveRequests(max_live=config.max_concurrent_requests)
         self.monitor = HealthMonitor(config=config, table=self.table, session=session, credentials=credentials)
         self.dispatcher = Dispatcher(
             Parts(
@@ -70,11 +71,11 @@ class Router:
                 metrics=metrics,
                 credentials=credentials,
                 secret=None,
-                live=LiveRequests(max_live=config.max_concurrent_requests),
+                live=self.live,
                 on_unreachable=self.monitor.on_unreachable,
             )
         )
-        self._guard = make_guard(gate=Gate(api=nobody, admin=nobody), limiter=None, metrics=metrics)
+        self._guard = make_guard(gate=gate, limiter=None, metrics=metrics)
         self._num_requests = 0
         self._seen = (0, 0, 0)
         for node, role in workers:

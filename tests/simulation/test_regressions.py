@@ -10,7 +10,7 @@ from router.config import RouterConfig
 from router.credentials import Credentials
 from router.health import HealthMonitor
 from router.workers import Check, Role, WorkerTable
-from security.keys import KeyRing
+from security.keys import open_gate
 from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route
 from transfer_backends.decode_rooms import DecodeRooms
@@ -47,7 +47,8 @@ def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port() -> 
         table.on_bootstrap(worker, host="p", port=8998)
         session: Any = Session()
         config = RouterConfig(pd_disaggregation=True)
-        credentials = Credentials(config, api=KeyRing(key=None, file=None, flag="--api-key"))
+        gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
+        credentials = Credentials(config, api=gate.api)
         monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
         monitor._ask_health = _healthy  # type: ignore[method-assign]
         watch: Any = SimpleNamespace(worker=worker, info_due_s=0.0, load_due_s=0.0)

@@ -86,17 +86,15 @@ class Worker:
 
         def listen(host: str, port: int, *, secret: bytes | None) -> SimListenPort:
             number = 9000 if around.options.fixed_control_port else 9000 + process.life
-            address = f"{process.node}:{number}"
-            return SimListenPort(around.network, process, self._wake_control, address=address, secret=secret)
-
-        def connect(*, secret: bytes | None) -> SimConnectPort:
-            return SimConnectPort(around.network, process, self._wake_control, secret=secret)
+            return SimListenPort(
+                around.network, process, self._wake_control, address=f"{process.node}:{number}", secret=secret
+            )
 
         return Outside(
             incarnation=lambda: process.name,
             mark=lambda: ProcessMark(host, process.life, 1),
             listen=listen,
-            connect=connect,
+            connect=lambda *, secret: SimConnectPort(around.network, process, self._wake_control),
             pool=lambda num_threads, name: SimPool(around, process, self.draw),
             liveness=lambda mark, control: around.liveness(process.node, mark, control),
         )
