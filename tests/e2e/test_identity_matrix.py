@@ -60,7 +60,7 @@ def _assert_is_what_it_says(
     retractions = last.parts.scheduler.counters.retractions
     assert (retractions > 0) == retracted, f"{retractions} retractions"
     for worker in system.workers:
-        assert worker.depth == depth
+        assert worker.parts.depth == depth
         if worker is last or chunked:  # a prefill worker with one whole prompt at a time has nothing to overlap
             assert (worker.seen.overlapped > 0) == (depth == 2)
     assert (first.seen.chunks > 0) == chunked

@@ -14,6 +14,7 @@ from bootstrap_server.config import BootstrapConfig
 from disagg.compose import make_role
 from disagg.config import DisaggConfig
 from disagg.scheduler_process import SchedulerSpec
+from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.loop.role import Role
@@ -87,24 +88,18 @@ class WorkerInProcess(EngineInProcess):
     def turn(self) -> bool:
         self.poll()
         plan = self.parts.scheduler.schedule(monotonic())
+        worked = plan is not None or self.pipeline.num_launched > 0
         if plan is not None:
-            while plan.wait and self.launched:
-                self._collect()
-            self.seen.plan(plan, in_flight=len(self.launched))
-            self.launched.append(self.parts.executor.launch(plan))
-        worked = bool(self.launched)
-        if self.launched and (plan is None or len(self.launched) >= self.depth):
-            self._collect()
+            self.seen.plan(plan, in_flight=0 if plan.wait else self.pipeline.num_launched)
+        self.told.hear(self.pipeline.advance(plan))
         return worked
 
-    def _collect(self) -> None:
-        launch = self.launched.popleft()
-        effects = self.parts.scheduler.collect(launch.plan, self.parts.executor.collect(launch))
-        self.told.hear(self.role.on_step(effects, monotonic()))
+    def _on_step(self, effects: StepEffects) -> list[TokenOutput]:
+        return self.role.on_step(effects, monotonic())
 
     @property
     def at_rest(self) -> bool:
-        return not self.launched and self.parts.scheduler.idle and not self.role.waits_for_outside()
+        return not self.pipeline.num_launched and self.parts.scheduler.idle and not self.role.waits_for_outside()
 
     def check(self) -> None:
         self.parts.scheduler.check()
