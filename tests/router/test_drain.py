@@ -94,16 +94,19 @@ def test_a_request_that_a_draining_worker_hands_back_goes_elsewhere_and_nothing_
 
 
 def test_its_word_takes_it_out_of_the_pool_before_the_next_check() -> None:
-    table = WorkerTable()
-    worker = table.add("http://h:1", role=Role.DECODE)
-    table.on_check(worker, Check.OK, now_s=0.0)
-    config = RouterConfig()
-    credentials = Credentials(config, api=KeyRing(key=None, file=None, flag="--api-key"))
-    monitor = HealthMonitor(config=config, table=table, session=None, credentials=credentials)  # type: ignore[arg-type]
-    monitor.on_unreachable(LegError(worker, reason="status", status=503, body=b'{"error":{"code":"queue_full"}}'))
-    assert table.alive(Role.DECODE) == [worker]
-    monitor.on_unreachable(LegError(worker, reason="status", status=503, body=json.dumps(DRAINING).encode()))
-    assert worker.health is Health.DRAINING and "draining" in no_worker_message(table, [Role.DECODE])
+    async def told() -> None:
+        table = WorkerTable()
+        worker = table.add("http://h:1", role=Role.DECODE)
+        table.on_check(worker, Check.OK, now_s=0.0)
+        config = RouterConfig()
+        credentials = Credentials(config, api=KeyRing(key=None, file=None, flag="--api-key"))
+        monitor = HealthMonitor(config=config, table=table, session=None, credentials=credentials)  # type: ignore[arg-type]
+        monitor.on_unreachable(LegError(worker, reason="status", status=503, body=b'{"error":{"code":"queue_full"}}'))
+        assert table.alive(Role.DECODE) == [worker]
+        monitor.on_unreachable(LegError(worker, reason="status", status=503, body=json.dumps(DRAINING).encode()))
+        assert worker.health is Health.DRAINING and "draining" in no_worker_message(table, [Role.DECODE])
+
+    asyncio.run(told())
 
 
 async def until_draining(c: Cluster, *, timeout_s: float = 60.0) -> "tuple[asyncio.Task[None], asyncio.Event]":
