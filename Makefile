@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 TESTS ?= tests
+CELLS ?=
+JOBS ?= 2
+MINUTES ?= 10
 EXTRAS ?= engine,nixl,mooncake-cpu,dev
 TORCH ?= torch==2.13.0
 # What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
@@ -16,13 +19,15 @@ TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokeni
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS
 
-.PHONY: help setup run test bench lint format clean
+.PHONY: help setup run test bench fault-matrix churn-soak lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
 	@echo "make test [TESTS=...]  run the tests"
 	@echo "make setup             make $(VENV) with everything in it"
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
+	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reliability.md"
+	@echo "make churn-soak [MINUTES=10]  20,000 requests while workers die and come; docs/reliability.md"
 	@echo "make lint | format     check | mend style, types and import order"
 	@echo "make clean             remove $(VENV) and caches"
 
@@ -41,6 +46,12 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)
+
+fault-matrix: $(STAMP)
+	$(BIN)/python -m tests.faults.matrix --jobs $(JOBS) $(if $(CELLS),--again '$(CELLS)')
+
+churn-soak: $(STAMP)
+	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
