@@ -90,11 +90,12 @@ class Child:
         return self.exit_status() is None
 
     def exit_status(self) -> int | None:
-        """None while it runs. When it has ended, what is left of its group is killed, once."""
+        """None while it runs. When it has ended, what is left of its group is killed and its ipc directory removed, once."""
         status = self._process.poll()
         if status is not None and not self._reaped:
             self._reaped = True
             self._kill_group()
+            guard.sweep(self.pid)
             self._guard.forget(self.pid)
         return status
 

@@ -75,11 +75,20 @@ def test_ctrl_c_ends_every_process_in_time(temp: Path, monkeypatch: pytest.Monke
         assert_nothing_is_left(family, temp)
 
 
-def test_kill_9_of_the_launcher_leaves_no_process(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_9_leaves_nothing_behind(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a worker, which cannot remove its ipc directory itself; then of the launcher, which cannot end the others."""
+
+    def num_folders() -> int:
+        return len(list(temp.glob("tandem-*")))
+
     with up_in(temp, monkeypatch) as (c, family):
+        assert num_folders() == 2
+        psutil.Process(c.of("decode")[0].pid).kill()
+        wait_until(lambda: num_folders() == 1, within_s=CTRL_C_S, what="the dead worker's ipc directory is gone")
         c.launcher.kill()
         c.launcher.wait()
         wait_until(lambda: not psutil.wait_procs(family, timeout=0.1)[1], within_s=CTRL_C_S, what="all ended")
+        wait_until(lambda: num_folders() == 0, within_s=CTRL_C_S, what="no ipc directory is left")
 
 
 # ---- one process dies
