@@ -11,7 +11,6 @@ moves its bytes by (shared memory, CMA, Mooncake's own sockets) goes over no lin
 import contextlib
 import json
 import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +27,7 @@ WORKERS = ("prefill", "decode")
 PARTS = ("bootstrap", *WORKERS, "router")
 POOL_TOKENS = 8192
 SHIPPED = ("--chunked-prefill-size", "256", "--log-level", "warning", "--max-total-tokens", str(POOL_TOKENS))
+DEATH_S = 10.0
 LINKS_OF = {
     Victim.PREFILL: ("to-prefill", "registration"),
     Victim.DECODE: ("to-decode", "lookup"),
@@ -121,14 +121,19 @@ class Rig:
         return self.parts[str(victim)].tree()
 
     def kill(self, victim: Victim) -> None:
-        """SIGKILL to the victim alone (its children notice by themselves)."""
-        self.processes(victim)[0].kill()
+        """SIGKILL to the victim alone; its children notice by themselves. Returns when all of them are gone."""
+        dying = self.processes(victim)
+        dying[0].kill()
+        _, living = psutil.wait_procs(dying, timeout=DEATH_S)
+        assert not living, f"outlive the {victim} that was killed: {living}"
 
-    def stop(self, victim: Victim) -> list[psutil.Process]:
-        frozen = self.processes(victim)
-        for process in frozen:
-            process.send_signal(signal.SIGSTOP)
-        return frozen
+    def stop(self, victim: Victim) -> None:
+        for process in self.processes(victim):
+            process.suspend()
+
+    def resume(self, victim: Victim) -> None:
+        for process in self.processes(victim):
+            process.resume()
 
     def cut(self, victim: Victim) -> None:
         self._on_links(victim, Link.cut)

@@ -8,7 +8,8 @@ How a phase is held, without a sleep and without touching production code:
     transferring    the switch around prefill's engine holds the writes (`inject/sitecustomize.py`)
     decoding        long answers; every stream has had its first tokens
 
-The fault comes when `/check` of both workers (or the streams) show the phase; the hold ends right after it.
+The fault comes when `/check` of both workers (or the streams) show the phase; the hold ends once the fault is complete
+(all of a killed worker's processes are gone, all of a stopped one's have stopped).
 """
 
 import asyncio
@@ -72,8 +73,8 @@ async def _run(rig: Rig, cell: Cell, result: Result, *, seed: int, fault_s: floa
         await _until(lambda: _is_in_phase(rig, cell.phase, load, asked), PHASE_S, f"requests are {cell.phase}")
         rig.household.note_segments()
         at_s = time.monotonic()
-        fault = asyncio.create_task(_do(rig, cell, load, fault_s=fault_s, seed=seed))
-        await asyncio.sleep(0)  # the fault is done before the hold ends
+        _begin(rig, cell, load, seed=seed)
+    fault = asyncio.create_task(_end(rig, cell, at_s + fault_s))
     outcomes = await load.outcomes(BOUND_S)
     _note(result, cell, outcomes, at_s)
     await fault
@@ -128,30 +129,34 @@ def _is_in_phase(rig: Rig, phase: Phase, load: Load, looked_up: int) -> bool:
     return both and (phase is Phase.BOOTSTRAPPING or rig.lookup.num_answered - looked_up >= NUM_REQUESTS)
 
 
-async def _do(rig: Rig, cell: Cell, load: Load, *, fault_s: float, seed: int) -> None:
-    """The fault, from its beginning to its end. Before its first await it has begun."""
+def _begin(rig: Rig, cell: Cell, load: Load, *, seed: int) -> None:
+    """Do the fault."""
     match cell.fault:
-        case Fault.KILL:
+        case Fault.KILL | Fault.RESTART:
             rig.kill(cell.victim)
-            await _until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
-        case Fault.RESTART:
-            rig.kill(cell.victim)
-            await _until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
-            rig.begin(cell.part)
         case Fault.STOP:
-            frozen = rig.stop(cell.victim)
-            await asyncio.sleep(fault_s)
-            for process in frozen:
-                process.resume()
+            rig.stop(cell.victim)
         case Fault.CUT:
             rig.cut(cell.victim)
-            await asyncio.sleep(fault_s)
-            rig.heal(cell.victim)
         case Fault.ERROR:
-            decoding = cell.phase is Phase.DECODING
-            rig.switch("fail", str(1 if decoding else NUM_REQUESTS))
-            if decoding:
+            rig.switch("fail", str(1 if cell.phase is Phase.DECODING else NUM_REQUESTS))
+            if cell.phase is Phase.DECODING:
                 load.add(seed + 1)
+
+
+async def _end(rig: Rig, cell: Cell, at_s: float) -> None:
+    """The end of the fault: at `at_s`, if it is one that passes. A killed child's worker has ended by itself then."""
+    match cell.fault:
+        case Fault.KILL | Fault.RESTART:
+            await _until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
+            if cell.fault is Fault.RESTART:
+                rig.begin(cell.part)
+        case Fault.STOP:
+            await asyncio.sleep(at_s - time.monotonic())
+            rig.resume(cell.victim)
+        case Fault.CUT:
+            await asyncio.sleep(at_s - time.monotonic())
+            rig.heal(cell.victim)
 
 
 def _note(result: Result, cell: Cell, outcomes: list[Outcome], at_s: float) -> None:
