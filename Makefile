@@ -8,23 +8,25 @@ TESTS ?= tests
 CELLS ?=
 JOBS ?= 2
 MINUTES ?= 10
-EXTRAS ?= engine,nixl,mooncake-cpu,dev
+EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,dev
 TORCH ?= torch==2.13.0
 # What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
 # Parts that decide without I/O (and the command line): held to mypy --strict.
-TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokenizer grammar) disagg \
+TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokenizer grammar hicache lora) disagg \
 	$(wildcard transfer_backends/*.py) bootstrap_server router deploy
 
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS
 
-.PHONY: help setup run test bench fault-matrix churn-soak lint format clean
+.PHONY: help setup run test soak-core mutants bench fault-matrix churn-soak lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
 	@echo "make test [TESTS=...]  run the tests"
 	@echo "make setup             make $(VENV) with everything in it"
+	@echo "make soak-core [STEPS=1000000] [SEED=...]  drive the core with fresh stories: docs/reports/soak_core.json"
+	@echo "make mutants           plant bugs in the core, one by one, and see each found"
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reliability.md"
 	@echo "make churn-soak [MINUTES=10]  20,000 requests while workers die and come; docs/reliability.md"
@@ -43,6 +45,14 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q $(TESTS)
+
+# A failure prints the line that replays it, and leaves no report.
+soak-core: $(STAMP)
+	$(BIN)/python -m tests.core.proof.soak --steps $(or $(STEPS),1000000) $(if $(SEED),--seed $(SEED)) \
+		$(if $(SEED),,--report docs/reports/soak_core.json)
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.core.proof.mutants --report docs/reports/mutants.json
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)

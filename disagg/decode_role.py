@@ -127,7 +127,8 @@ class DecodeRole:
             elif entry.stage is Stage.TRANSFER and state is KVPoll.Success:
                 outputs += self._start(entry, now_s)
             elif entry.stage is Stage.PREALLOC:
-                if state is KVPoll.WaitingForInput and room_left:
+                may = state is KVPoll.WaitingForInput and self._scheduler.adapter_has_place(entry.request, now_s)
+                if may and room_left:
                     room_left = self._preallocate(entry, now_s)  # first come, first served: nobody overtakes
                 if entry.stage is Stage.PREALLOC:
                     outputs += self._expire(entry, now_s)

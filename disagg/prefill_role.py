@@ -127,6 +127,7 @@ class PrefillRole:
         if not fake:
             self._directory.add_room(request.bootstrap.room)
         self._entries[request.rid] = Entry(request, sender, request.bootstrap.room, moves_bytes=not fake)
+        self._scheduler.prefetch(request)
         return []
 
     def abort(self, rid: str, now_s: float) -> list[TokenOutput]:

@@ -21,9 +21,12 @@ from engine.detokenizer.incremental import tail_text
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.grammar.queue import GrammarQueue
+from engine.grammar.registry import make_compiler
+from engine.loop.adapter_control import AdapterControl
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.ports import ZmqPorts
 from engine.loop.watchdog import Watchdog
+from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_config import ModelConfig, load_model_config
 from transfer_backends.contract import BackendUnavailable, EngineError
@@ -69,7 +72,21 @@ def run(spec: SchedulerSpec) -> None:
         host_backup=_resumes_by(spec.disagg, "host"),
         resume_elsewhere=_resumes_by(spec.disagg, "prefill"),
         reserve_floor=spec.disagg.num_reserved_decode_tokens,
+        host_tier=spec.disagg.disaggregation_mode != "decode",
+        wakeup=ports.call_attention,
+        num_token_ids=tokenizer.num_ids,
     )
+    if spec.engine.enable_hierarchical_cache and spec.disagg.disaggregation_mode == "decode":
+        log.info("--enable-hierarchical-cache: prefixes are matched on the prefill worker; nothing to keep here")
+    adapters = AdapterControl(
+        store=parts.adapters,
+        max_loaded=parts.config.max_loaded_loras,
+        forget_prefixes_of=parts.scheduler.memory.cache.forget,
+        reply=ports.to_frontend,
+        wakeup=ports.call_attention,
+    )
+    for name, path in named_paths(parts.config).items():
+        adapters.load_now(name, path)
     watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
     role = make_role(spec, parts, wakeup=ports.call_attention)
     grammars = make_grammar_queue(spec.engine, model, tokenizer, wakeup=ports.call_attention)
@@ -91,6 +108,8 @@ def run(spec: SchedulerSpec) -> None:
         ),
         clock=time.monotonic,
         grammars=grammars,
+        disk=parts.disk,
+        adapters=adapters,
     )
     _end_on_signals(loop, ports.call_attention)
     allocator = parts.scheduler.memory.allocator
@@ -117,6 +136,7 @@ def run(spec: SchedulerSpec) -> None:
     finally:
         grammars.close()
         watchdog.close()
+        parts.disk.close()
         role.close()
         parts.executor.close()
         ports.close()
@@ -126,15 +146,8 @@ def make_grammar_queue(
     config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer, *, wakeup: Callable[[], None]
 ) -> GrammarQueue:
     """Raises ConfigError when the backend's library is missing."""
-    if config.grammar_backend == "none":
-        return GrammarQueue(None)
-    try:
-        from engine.grammar.llguidance_backend import LlguidanceCompiler
-    except ImportError as error:
-        raise ConfigError(
-            f"--grammar-backend llguidance: {error}; install it (pip install llguidance) or use none"
-        ) from error
-    compiler = LlguidanceCompiler(
+    compiler = make_compiler(
+        config.grammar_backend,
         tokenizer,
         vocab_size=model.vocab_size,
         eos_ids=model.eos_token_ids,

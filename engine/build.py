@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from engine.core.growth import MeasuredGrowth
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
+from engine.core.page_keys import KVIdentity
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.executor.executor import Executor
@@ -24,14 +26,21 @@ from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler
 from engine.executor.stream import make_stream
 from engine.executor.weights import Weights
+from engine.hicache.build import build_host_tier
+from engine.hicache.identity import fingerprint, kv_identity
+from engine.loop.disk_pump import DiskPump
+from engine.lora.bank import AdapterBank
+from engine.lora.store import AdapterStore
 from engine.model_config import ModelConfig
+from engine.models.causal_lm import CausalLM
+from engine.models.checkpoint import DTYPES
 from engine.models.registry import load_model
 from engine.resolve import depth, limits, num_pages, priorities, resolve
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A ready engine. `config` is resolved."""
+    """A ready engine. `config` is resolved. `adapters`: None where requests may name none."""
 
     config: EngineConfig
     model: ModelConfig
@@ -40,6 +49,8 @@ class EngineParts:
     executor: Executor
     depth: int
     weights: Weights
+    disk: DiskPump
+    adapters: AdapterStore | None = None
 
 
 def build_engine(
@@ -51,15 +62,22 @@ def build_engine(
     host_backup: bool = False,
     resume_elsewhere: bool = False,
     reserve_floor: int = 0,
+    host_tier: bool = True,
+    wakeup: Callable[[], None] = lambda: None,
+    num_token_ids: int | None = None,
 ) -> EngineParts:
     """Load the model and allocate its memory. Raises ConfigError for what cannot be honoured here.
 
     `host_backup`: retracted requests' KV is copied to host memory. `resume_elsewhere`: their KV is the role's affair.
+    `num_token_ids`: ids that the tokenizer knows; a model may have rows beyond them, which mean nothing (None: all do).
     `reserve_floor`: tokens of growth that `Scheduler.reserve` expects of a request at least.
+    `host_tier`: False where peers write pages (decode): --enable-hierarchical-cache means nothing there.
+    `wakeup` is called in a thread when files of the hierarchical cache have been read or written.
     """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
     torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
+    before = fingerprint(config.model_path) if config.enable_hierarchical_cache else ""
     model = load_model(
         config.model_path,
         model_config,
@@ -70,6 +88,13 @@ def build_engine(
     )
     pool = _allocate_pool(config, model.cache_specs(), device)
     num_slots = config.max_running_requests
+    tier = None
+    if config.enable_hierarchical_cache and host_tier:
+        if fingerprint(config.model_path) != before:
+            raise ConfigError(f"--model-path {config.model_path}: its files changed while they were read; start again")
+        identity = _identities(config, model_config, pool)
+        tier = build_host_tier(config, pool, identity(config.weight_version, before), wakeup=wakeup)
+    bank = AdapterBank() if config.enable_lora else None
     runner = ModelRunner(
         model=model,
         backend=make_attention_backend(config.attention_backend, pool, num_heads=model_config.num_heads),
@@ -80,6 +105,8 @@ def build_engine(
         sampler=Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device),
         device=device,
         backup=PageBackup(pool),
+        host_pool=tier.pool if tier else None,
+        adapters=bank,
     )
     stream = make_stream(
         config.stream,
@@ -90,7 +117,9 @@ def build_engine(
     )
     executor = Executor(runner=runner, stream=stream)
     allocator = PageAllocator(num_pages=pool.num_pages, page_size=config.page_size)
-    memory = Memory(allocator=allocator, cache=RadixCache(allocator, enabled=not config.disable_radix_cache))
+    host = tier.cache if tier else None
+    cache = RadixCache(allocator, enabled=not config.disable_radix_cache, below=host)
+    memory = Memory(allocator=allocator, cache=cache, host=host)
     return EngineParts(
         config=config,
         model=model_config,
@@ -107,11 +136,35 @@ def build_engine(
             reserve_floor=reserve_floor,
             growth=MeasuredGrowth(),
             resume_elsewhere=resume_elsewhere,
+            vocab_size=min(model_config.vocab_size, num_token_ids or model_config.vocab_size),
         ),
         executor=executor,
         depth=depth(config),
-        weights=Weights(config=config, model=model_config, install=lambda m: executor.call(lambda: runner.use(m))),
+        weights=Weights(
+            config=config,
+            model=model_config,
+            install=lambda m: executor.call(lambda: runner.use(m)),
+            taken=None if host is None else lambda version, files: host.use_identity(identity(version, files)),
+        ),
+        disk=tier.pump if tier else DiskPump(),
+        adapters=None if bank is None else _adapter_store(config, model, bank, executor),
     )
+
+
+def _adapter_store(config: EngineConfig, model: CausalLM, bank: AdapterBank, executor: Executor) -> AdapterStore:
+    return AdapterStore(
+        bank=bank,
+        sites=[site.shape for site in model.linear_sites()],
+        dtype=DTYPES[config.dtype],
+        device=torch.device(config.device),
+        max_rank=config.max_lora_rank,
+        in_order=executor.call,
+    )
+
+
+def _identities(config: EngineConfig, model: ModelConfig, pool: KVPool) -> Callable[[str, str], KVIdentity]:
+    """What KV is called, by the weights' version and fingerprint."""
+    return lambda version, files: kv_identity(pool, model, dtype=config.dtype, version=version, fingerprint=files)
 
 
 def _allocate_pool(config: EngineConfig, specs: list, device: torch.device) -> KVPool:  # type: ignore[type-arg]

@@ -6,9 +6,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.core.host_cache import PREFETCH_POLICIES, WRITE_POLICIES
 from engine.core.policy import POLICIES
 
-GRAMMAR_BACKENDS = ("llguidance", "none")
+GRAMMAR_BACKENDS = ("llguidance", "xgrammar", "none")
 TOOL_CALL_PARSERS = ("qwen25", "qwen", "llama3")
 
 
@@ -65,7 +66,36 @@ class EngineConfig:
         False, "of two prefill steps in a row the second waits for the results of the first: earlier first tokens"
     )
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
+    enable_hierarchical_cache: bool = flag(False, "evicted prefixes are kept in host memory, and come back from there")
+    hicache_ratio: float = flag(2.0, "host memory for prefixes, as a multiple of the KV cache on the device")
+    hicache_size: float = flag(0.0, "host memory for prefixes in GB (of 10^9 bytes); 0: by --hicache-ratio")
+    hicache_write_policy: str = flag(
+        "write_through",
+        "when prefixes are copied to the host: when computed, when a second request reads them, or when evicted",
+        choices=WRITE_POLICIES,
+    )
+    hicache_storage_backend: str | None = flag(
+        None, "where host prefixes go besides: files in --hicache-storage-dir; default: nowhere", choices=("file",)
+    )
+    hicache_storage_dir: str | None = flag(None, "folder of prefix files; each worker takes a numbered folder in it")
+    hicache_storage_size_gb: float = flag(10.0, "most GB (of 10^9 bytes) of prefix files of a worker; the oldest go")
+    hicache_storage_prefetch_policy: str = flag(
+        "best_effort",
+        "a request whose prefix is being read from files: goes on with what is there, waits for all, or for some time",
+        choices=PREFETCH_POLICIES,
+    )
+    hicache_storage_prefetch_timeout: float = flag(1.0, "prefetch policy timeout: seconds a request waits at most")
     disable_overlap_schedule: bool = flag(False, "depth 1: collect each step before the next is launched")
+    enable_lora: bool = flag(False, "requests may name LoRA adapters; --lora-paths asks for it as well")
+    lora_paths: tuple[str, ...] = flag(
+        (), "adapters to load at start, each NAME=DIRECTORY or a directory that is its own name (PEFT, safetensors)"
+    )
+    max_loras_per_batch: int = flag(8, "adapters in one batch, the model alone not counted; requests for more wait")
+    max_lora_rank: int | None = flag(None, "highest rank of an adapter; default: any")
+    max_loaded_loras: int | None = flag(None, "adapters that may be loaded at once; default: no limit")
+    lora_drain_wait_threshold: float = flag(
+        10.0, "seconds after which a request that waits for its adapter's turn is given the next place; 0: never"
+    )
     grammar_backend: str = flag(
         "llguidance", "compiles JSON schemas, regexes and grammars for constrained answers", choices=GRAMMAR_BACKENDS
     )

@@ -49,6 +49,7 @@ class GenerateRequest(_Message, frozen=True):
     `priority` counts where priority scheduling is on.
     `return_hidden_states`: of the prompt and of each generated token. `pooling` ("last" | "mean" | ""): an embedding,
     one vector for the prompt; nothing is generated (max_new_tokens is 0) and no KV is kept.
+    `lora`: name of the adapter that computes it ("": the model alone).
     """
 
     rid: str
@@ -63,6 +64,7 @@ class GenerateRequest(_Message, frozen=True):
     grammar_field: str = ""  # what the client calls the grammar in `sampling`: errors name it
     return_hidden_states: bool = False
     pooling: str = ""
+    lora: str = ""
 
 
 class GenerateBatch(_Message, frozen=True):
@@ -133,6 +135,21 @@ class StopProfile(_Message, frozen=True):
     call_id: str
 
 
+class LoadAdapter(_Message, frozen=True):
+    """Load the LoRA adapter in directory `path` under `name`. Asks for a `ControlReply` with `adapters`."""
+
+    call_id: str
+    name: str
+    path: str
+
+
+class UnloadAdapter(_Message, frozen=True):
+    """Take no new request for adapter `name`; once nobody uses it, forget it and answer, with `adapters`."""
+
+    call_id: str
+    name: str
+
+
 class Shutdown(_Message, frozen=True):
     """End the scheduler's loop (the launcher's SIGTERM does the same)."""
 
@@ -148,6 +165,8 @@ ToScheduler = (
     | UpdateWeights
     | StartProfile
     | StopProfile
+    | LoadAdapter
+    | UnloadAdapter
     | Shutdown
 )
 
@@ -157,7 +176,7 @@ ToScheduler = (
 class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why a request ended. `kind`: "stop" | "length" | "abort".
 
-    `matched`: the stop token id or stop string. `status`: HTTP status for an abort that is an error (0: user's abort).
+    `matched`: the stop token id, stop string or pattern (`regex`: it is the pattern). `status`: HTTP status for an abort that is an error (0: user's abort).
     `field`: the part of the request's body that it is about, if one is.
     """
 
@@ -166,6 +185,7 @@ class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     message: str = ""
     status: int = 0
     field: str = ""
+    regex: bool = False
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -201,6 +221,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     times: dict[str, float] = {}
     input_hidden: bytes = b""
     hidden: list[bytes] = []
+    cached_by_tier: list[int] = []  # of cached_tokens: from device, host, disk; empty: there is one tier
 
 
 class RequestOpened(_Message, frozen=True):
@@ -210,6 +231,8 @@ class RequestOpened(_Message, frozen=True):
     prompt_tail: list[int]
     stop: tuple[str, ...]
     skip_special_tokens: bool
+    stop_regex: tuple[str, ...] = ()
+    no_stop_trim: bool = False
 
 
 class TokenBatch(_Message, frozen=True):
@@ -246,6 +269,7 @@ class ControlReply(_Message, frozen=True):
     """Answer to a control message. `status`: HTTP status where it was refused. `values`: what the message asks for
 
     (model_path and weight_version after an update, trace file of a profile, paused requests).
+    `adapters`: name -> path of the adapters that are loaded, wherever that may have changed.
     """
 
     call_id: str
@@ -253,6 +277,7 @@ class ControlReply(_Message, frozen=True):
     message: str
     status: int = 200
     values: dict[str, int | str] = {}
+    adapters: dict[str, str] | None = None
 
 
 class StateReply(_Message, frozen=True):

@@ -3,11 +3,13 @@
 filled in. Pure: what the machine is comes in as arguments.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from engine.config import ConfigError, EngineConfig
 from engine.core.limits import Limits
 from engine.core.policy import Priorities
+from engine.lora.names import check_lora, lora_enabled
 from engine.model_config import DEFAULT_MODEL_PATH, ModelConfig
 
 MAX_CPU_KV_BYTES = 4 << 30
@@ -32,8 +34,10 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     if device == "cuda" and not cuda:
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
     _check_ranges(config)
+    check_lora(config)
     return replace(
         config,
+        enable_lora=lora_enabled(config),
         device=device,
         dtype=_dtype(config.dtype, model.dtype),
         stream=_stream(config.stream, device),
@@ -57,6 +61,8 @@ def limits(config: EngineConfig) -> Limits:
         prefill_max_requests=config.prefill_max_requests,
         mixed_chunk=config.enable_mixed_chunk,
         wait_between_prefills=config.disable_consecutive_prefill_overlap,
+        max_loras_per_batch=config.max_loras_per_batch if config.enable_lora else 0,
+        lora_drain_wait_s=config.lora_drain_wait_threshold or None,
     )
 
 
@@ -88,7 +94,40 @@ def num_pages(config: EngineConfig, *, page_bytes: int, free_bytes: int) -> int:
     return pages
 
 
+def host_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:
+    """Pages of the host tier, for a device pool of `num_pages`. `free_bytes`: host memory that can be had."""
+    name, value = "--hicache-ratio", config.hicache_ratio
+    pages = int(num_pages * value)
+    if config.hicache_size > 0:
+        name, value = "--hicache-size", config.hicache_size
+        pages = int(value * 1e9 // page_bytes)
+    if pages < 1:
+        raise ConfigError(f"{name} {value}: holds no page of {page_bytes} bytes; raise it")
+    if pages * page_bytes > free_bytes:
+        raise ConfigError(
+            f"{name} {value}: {pages * page_bytes / 1e9:.1f} GB of host memory, {free_bytes / 1e9:.1f} are free; lower it"
+        )
+    return pages
+
+
+def _check_hicache(config: EngineConfig) -> None:
+    if not config.enable_hierarchical_cache:
+        if config.hicache_storage_backend is not None or config.hicache_storage_dir is not None:
+            raise ConfigError("--hicache-storage-backend, --hicache-storage-dir: need --enable-hierarchical-cache")
+        return
+    if config.disable_radix_cache:
+        raise ConfigError("--enable-hierarchical-cache: needs the radix cache; leave --disable-radix-cache out")
+    if (config.hicache_storage_backend is None) != (config.hicache_storage_dir is None):
+        raise ConfigError("--hicache-storage-backend file and --hicache-storage-dir: give both or neither")
+    _require(0 < config.hicache_ratio < math.inf, "--hicache-ratio", "must be above 0", config.hicache_ratio)
+    _require(0 <= config.hicache_size < math.inf, "--hicache-size", "must be at least 0", config.hicache_size)
+    size_gb, timeout = config.hicache_storage_size_gb, config.hicache_storage_prefetch_timeout
+    _require(0 < size_gb < math.inf, "--hicache-storage-size-gb", "must be above 0", size_gb)
+    _require(timeout >= 0, "--hicache-storage-prefetch-timeout", "must be at least 0", timeout)
+
+
 def _check_ranges(config: EngineConfig) -> None:
+    _check_hicache(config)
     _require(1 <= config.page_size <= MAX_PAGE_SIZE, "--page-size", f"must be 1 to {MAX_PAGE_SIZE}", config.page_size)
     _require(
         config.max_running_requests >= 1, "--max-running-requests", "must be at least 1", config.max_running_requests

@@ -8,8 +8,11 @@ import math
 import msgspec
 
 TOP_K_ALL = -1
+MAX_TOP_K = 2**31 - 1
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_REGEXES = 8
+MAX_STOP_REGEX_CHARS = 1024
 GREEDY_BELOW_TEMPERATURE = 1e-6
 GRAMMAR_KINDS = ("json_schema", "regex", "ebnf", "structural_tag")
 MAX_GRAMMAR_CHARS = 256 << 10
@@ -34,7 +37,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to draw tokens and when to stop. Defaults are SGLang's.
 
     `seed` fixes the draw for a given (seed, position, logits), whatever the batch; None: the frontend draws one.
-    `stop` strings are cut from the answer; `stop_token_ids` end it too. `max_new_tokens=None`: up to the context.
+    `stop` strings and matches of `stop_regex` are cut from the answer (`no_stop_trim`: they stay); `stop_token_ids` end it
+    too. `max_new_tokens=None`: up to the context.
     At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag` says what the answer must look like.
     """
 
@@ -58,6 +62,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
+    stop_regex: tuple[str, ...] = ()
+    no_stop_trim: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -87,7 +93,11 @@ def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
     _require(math.isfinite(p.temperature), "temperature", "must be finite")
     _in_range("top_p", p.top_p, 0.0, 1.0)
     _require(p.top_p > 0.0, "top_p", "must be greater than 0")
-    _require(p.top_k == TOP_K_ALL or p.top_k >= 1, "top_k", f"must be -1 (off) or at least 1, got {p.top_k}")
+    _require(
+        p.top_k == TOP_K_ALL or 1 <= p.top_k <= MAX_TOP_K,
+        "top_k",
+        f"must be -1 (off) or between 1 and {MAX_TOP_K}, got {p.top_k}",
+    )
     _in_range("min_p", p.min_p, 0.0, 1.0)
     _in_range("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
     _in_range("presence_penalty", p.presence_penalty, -2.0, 2.0)
@@ -100,6 +110,16 @@ def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
     for s in p.stop:
         _require(
             0 < len(s) <= MAX_STOP_STRING_CHARS, "stop", f"strings must have 1 to {MAX_STOP_STRING_CHARS} characters"
+        )
+    patterns = p.stop_regex
+    _require(
+        len(patterns) <= MAX_STOP_REGEXES, "stop_regex", f"at most {MAX_STOP_REGEXES} patterns, got {len(patterns)}"
+    )
+    for s in patterns:
+        _require(
+            0 < len(s) <= MAX_STOP_REGEX_CHARS,
+            "stop_regex",
+            f"patterns must have 1 to {MAX_STOP_REGEX_CHARS} characters",
         )
     for t in p.stop_token_ids:
         _require(0 <= t < vocab_size, "stop_token_ids", f"{t} is not a token id (0 to {vocab_size - 1})")

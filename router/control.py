@@ -22,9 +22,12 @@ PASSED_TO_ALL = (
     "/pause_generation",
     "/continue_generation",
     "/update_weights_from_disk",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
     "/start_profile",
     "/stop_profile",
 )
+SLOW = ("/update_weights_from_disk", "/load_lora_adapter", "/unload_lora_adapter")
 
 _ROLE_WORDS = {"regular": "unified", "null": "unified"}  # SGLang's router calls a unified worker regular
 
@@ -153,8 +156,8 @@ class Control:
         return await self._fan_out("POST", "/abort_request", await request.read())
 
     async def pass_to_all(self, request: web.Request) -> web.Response:
-        """Pause, continue, weights, profiles: every worker does it, at the same time."""
-        timeout_s = UPDATE_TIMEOUT_S if request.path == "/update_weights_from_disk" else FAN_OUT_TIMEOUT_S
+        """Pause, continue, weights, adapters, profiles: every worker does it, at the same time."""
+        timeout_s = UPDATE_TIMEOUT_S if request.path in SLOW else FAN_OUT_TIMEOUT_S
         return await self._fan_out("POST", request.path, await request.read(), timeout_s=timeout_s)
 
     async def get_metrics(self, request: web.Request) -> web.Response:

@@ -18,3 +18,4 @@ class Counters:
     resumed_restored: int = 0  # ... came back from the host
     steps: int = 0
     wasted_draws: int = 0
+    late_draws: int = 0

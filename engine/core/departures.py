@@ -76,7 +76,8 @@ class Departures:
             if request.finish is None and copy and self._backups.begin(request):
                 self._stages.draining.append(request)  # until its copy is made
             elif request.finish is None:
-                self._requeue(request, elsewhere=copy and self._resume_elsewhere)
+                # What asks a prefill worker for KV names no adapter: those resume here.
+                self._requeue(request, elsewhere=copy and self._resume_elsewhere and not request.adapter)
             else:
                 self._backups.drop(request)
                 self._give_back(request)
@@ -85,6 +86,7 @@ class Departures:
     def _requeue(self, request: Request, *, elsewhere: bool) -> None:
         """Give memory back (what is computed stays findable) and wait again; generated tokens are known tokens now."""
         self._give_back(request)
+        request.input_logprobs.clear()  # not said yet: of a part of the prompt, which is computed again
         request.retractions += 1
         self._counters.retractions += 1
         if elsewhere:

@@ -1,6 +1,7 @@
 """When a request ends: all checks, in one place, in one order.
 
-1 already finished   2 marked to end (abort)   3 length   4 grammar ended   5 stop token or EOS   6 NaN logits   7 stop string
+1 already finished   2 marked to end (abort)   3 length   4 grammar ended   5 stop token or EOS
+6 NaN logits or a token outside the vocabulary   7 stop string or regex
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +13,16 @@ TailText = Callable[[Sequence[int]], str]  # token ids -> their text
 
 NAN_MESSAGE = "the model returned NaN logits for this request"
 SPARE_TAIL_TOKENS = 8  # tokens whose text may be empty or half a character
+NEWEST_TOKEN_CHARS = 128  # text that the last token may add
 
 
-def check_finish(request: Request, *, bad: bool, tail_text: TailText) -> FinishReason | None:
-    """The reason why `request` ends after the last of its `output_ids`, or None. Changes nothing."""
+def check_finish(
+    request: Request, *, bad: bool, tail_text: TailText, vocab_size: int | None = None
+) -> FinishReason | None:
+    """The reason why `request` ends after the last of its `output_ids`, or None. Changes nothing.
+
+    `vocab_size`: tokens that have a meaning; a draw of any other ends the request (None: all have).
+    """
     if request.finish is not None:
         return request.finish
     if request.abort is not None:
@@ -28,7 +35,9 @@ def check_finish(request: Request, *, bad: bool, tail_text: TailText) -> FinishR
         return reason
     if bad:
         return FinishReason(kind="abort", message=NAN_MESSAGE, status=500)
-    return _stop_string(request, tail_text)
+    if reason := _outside(request, vocab_size):
+        return reason
+    return _stop_string(request, tail_text) or _stop_regex(request, tail_text)
 
 
 def _grammar_end(request: Request) -> FinishReason | None:
@@ -49,6 +58,14 @@ def _stop_token(request: Request) -> FinishReason | None:
     return None
 
 
+def _outside(request: Request, vocab_size: int | None) -> FinishReason | None:
+    last = request.output_ids[-1] if request.output_ids else 0
+    if last >= 0 and (vocab_size is None or last < vocab_size):
+        return None
+    message = f"the model drew token {last}, which is not in its vocabulary of {vocab_size}"
+    return FinishReason(kind="abort", message=message, status=500)
+
+
 def _stop_string(request: Request, tail_text: TailText) -> FinishReason | None:
     sampling = request.sampling
     if not sampling.stop or not request.output_ids or len(request.output_ids) < sampling.min_new_tokens:
@@ -58,4 +75,19 @@ def _stop_string(request: Request, tail_text: TailText) -> FinishReason | None:
     for stop in sampling.stop:
         if stop in text:
             return FinishReason(kind="stop", matched=stop)
+    return None
+
+
+def _stop_regex(request: Request, tail_text: TailText) -> FinishReason | None:
+    """Every match that the newest token completes lies in the last `reach` characters before its text, and in that."""
+    patterns = request.stop_patterns
+    if not patterns or not request.output_ids or len(request.output_ids) < request.sampling.min_new_tokens:
+        return None
+    reach = max(p.reach for p in patterns)
+    window = reach + SPARE_TAIL_TOKENS
+    text = tail_text(request.output_ids[-window:])
+    first = 1 if len(request.output_ids) > window else 0  # not the answer's beginning: a character of context
+    for pattern in patterns:
+        if pattern.found(text, max(first, len(text) - reach - NEWEST_TOKEN_CHARS)):
+            return FinishReason(kind="stop", matched=pattern.pattern, regex=True)
     return None

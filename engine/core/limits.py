@@ -11,6 +11,8 @@ class Limits:
     None: prompts always go whole, and `max_prefill_tokens` bounds what may join the first. `prefill_max_requests`: of a step.
     `mixed_chunk`: running decodes ride along in a prefill step. `wait_between_prefills`:
     of two prefill steps in a row the second asks for depth 1, so that the first tokens are out before it computes.
+    `max_loras_per_batch`: adapters in one step, the model alone not counted (0: there are none). `lora_drain_wait_s`: a request that has waited
+    so long for its adapter's turn lets no other adapter in before it; None: it waits on.
     """
 
     page_size: int
@@ -21,6 +23,8 @@ class Limits:
     prefill_max_requests: int | None = None
     mixed_chunk: bool = False
     wait_between_prefills: bool = False
+    max_loras_per_batch: int = 0
+    lora_drain_wait_s: float | None = None
 
     @property
     def chunked(self) -> bool:

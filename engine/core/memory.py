@@ -6,6 +6,7 @@ expectation proves too low the scheduler retracts.
 """
 
 from engine.core.hidden import unseen_from
+from engine.core.host_cache import HostCache
 from engine.core.new_token_ratio import expected_growth
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import Match, RadixCache
@@ -13,9 +14,12 @@ from engine.core.request import Request
 
 
 class Memory:
-    def __init__(self, *, allocator: PageAllocator, cache: RadixCache) -> None:
+    """`host`: the tier below `cache`, where there is one."""
+
+    def __init__(self, *, allocator: PageAllocator, cache: RadixCache, host: HostCache | None = None) -> None:
         self.allocator = allocator
         self.cache = cache
+        self.host = host
 
     @property
     def available(self) -> int:
@@ -34,16 +38,56 @@ class Memory:
         match = self.match_prefix(request)
         self.cache.lock(match.node)
         need = self.allocator.pages_for(len(known)) - len(match.pages)
-        growth = self.allocator.pages_for(len(known) + expected_growth(request)) - self.allocator.pages_for(len(known))
-        if need + growth + reserved_pages > self.available:
+        if need + self.growth_pages(request, expected_growth(request)) + reserved_pages > self.available:
             self.cache.unlock(match.node)
             return False
+        below = self._find_below(request, match)
         self._hold(request, match, need)
+        self._load_from_below(request, below)
         return True
+
+    def growth_pages(self, request: Request, num_tokens: int) -> int:
+        """Pages that `num_tokens` more than those known now will take."""
+        known = request.num_tokens
+        return self.allocator.pages_for(known + num_tokens) - self.allocator.pages_for(known)
+
+    def _find_below(self, request: Request, match: Match) -> list[int]:
+        """Host pages that go on where the tree ends; found (and pinned) before anything is evicted for the request."""
+        if self.host is None:
+            return []
+        end = _match_limit(request) // self.allocator.page_size
+        below = self.host.find(request, start=len(match.pages), end=end)
+        self.host.on_read(match.node)
+        return below
+
+    def _load_from_below(self, request: Request, below: list[int]) -> None:
+        """Copied in this step, before anybody reads: the next request may find them in the tree already."""
+        if self.host is not None:
+            self.host.load(request, below, start=request.shared_pages)
+        if below:
+            request.launched_len += len(below) * self.allocator.page_size
+            request.computed_len = request.launched_len
+            self.share(request)
+
+    def prefetch(self, request: Request) -> None:
+        """What of its prefix lies on disk alone is on its way to the host from now on."""
+        if self.host is not None and self.host.disk is not None:
+            end = _match_limit(request) // self.allocator.page_size
+            self.host.prefetch(request, start=len(self.match_prefix(request).pages), end=end)
+
+    def awaits(self, request: Request, now_s: float) -> bool:
+        """Whether `request` is passed over for now, because its prefix is being read from disk."""
+        return self.host is not None and self.host.awaits(request, now_s)
+
+    def forget_prefixes(self, *, files: bool) -> None:
+        """In every tier; `files`: the disk's are deleted, too. Nothing may be locked, no step in flight."""
+        self.cache.flush()
+        if self.host is not None:
+            self.host.forget(files=files)
 
     def match_prefix(self, request: Request) -> Match:
         """The cached prefix that `request` may use: at least one token is computed."""
-        return self.cache.match(request.tokens(0, _match_limit(request)))
+        return self.cache.match(request.tokens(0, _match_limit(request)), adapter=request.adapter)
 
     def reserve(self, request: Request, *, reserved_pages: int) -> bool:
         """Pages for the known tokens, whose KV comes from elsewhere; or change nothing.
@@ -82,7 +126,8 @@ class Memory:
         if whole <= request.shared_pages or not self.cache.enabled or not request.keep_kv:
             return
         tokens = request.tokens(0, whole * self.allocator.page_size)
-        inserted = self.cache.insert(tokens, request.pages[:whole])
+        keys = self.host.keys_of(request, whole) if self.host is not None else ()
+        inserted = self.cache.insert(tokens, request.pages[:whole], keys, adapter=request.adapter)
         request.dup_pages += request.pages[request.shared_pages : inserted.existing]
         request.shared_pages = whole
         self.cache.lock(inserted.node)
@@ -126,6 +171,8 @@ class Memory:
     def check(self) -> None:
         self.allocator.check()
         self.cache.check()
+        if self.host is not None:
+            self.host.check()
 
 
 def _match_limit(request: Request) -> int:

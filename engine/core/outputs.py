@@ -37,6 +37,7 @@ def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
         retractions=request.retractions,
         input_hidden=b"" if aborted else input_hidden,  # perhaps of a part only
         hidden=hidden,
+        cached_by_tier=request.cached_by_tier,
     )
 
 

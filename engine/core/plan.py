@@ -16,6 +16,7 @@ class SlotOpen:
     """A row of the request table was given to a request: state the executor keeps per slot.
 
     `prompt_ids` and `output_ids` (tokens already generated, after a retraction or a hand-over) feed the penalties.
+    `adapter`: number of the LoRA adapter that computes it; 0: the model alone.
     """
 
     slot: int
@@ -23,6 +24,7 @@ class SlotOpen:
     prompt_ids: list[int]
     output_ids: list[int]
     eos_ids: tuple[int, ...]
+    adapter: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,6 +85,14 @@ class PageLoad:
     pages: list[int]
 
 
+@dataclass(slots=True, frozen=True)
+class PageCopy:
+    """Between a device page and a page of the host tier."""
+
+    page: int
+    host_page: int
+
+
 @dataclass(slots=True)
 class Plan:
     """One step. `extend`: items may have any q_len (prefill); otherwise every q_len is 1 (decode).
@@ -90,10 +100,12 @@ class Plan:
     `extend`: some item is part of a prompt (q_len of any size); decodes may ride along. `wait`: the loop collects every
     launched step before it launches this one (it asks for depth 1).
 
-    `masks`: by item index, the tokens that item may draw (`Grammar.bitmask`); filled in just before the launch.
+    `masks`: by item index, the tokens that item may draw (`Grammar.bitmask`); filled in just before the draw is launched.
+    `draw_late`: some masks follow from tokens in flight: the forward may be launched now, the draw when they are collected.
 
-    Order the executor owes: `drops` (copies to forget), `saves`, `loads`, then `closes`, then `opens`, then page rows of
-    `items`, then forward, then sampling. A plan may have no items: then there is nothing to compute.
+    Order the executor owes: `to_host`, `from_host`, `drops` (copies to forget), `saves`, `loads`, then `closes`, then
+    `opens`, then page rows of `items`, then forward, then sampling. A plan may have no items: then there is nothing to
+    compute.
     """
 
     seq: int
@@ -106,6 +118,9 @@ class Plan:
     saves: list[PageSave] = field(default_factory=list)
     loads: list[PageLoad] = field(default_factory=list)
     drops: list[int] = field(default_factory=list)
+    to_host: list[PageCopy] = field(default_factory=list)
+    from_host: list[PageCopy] = field(default_factory=list)
+    draw_late: bool = False
 
 
 @dataclass(slots=True)

@@ -7,9 +7,11 @@ engine/core/plan.py). It relies only on steps running in the order in which they
 from collections.abc import Iterable
 from itertools import islice
 
+from engine.core.adapter_budget import AdapterBudget
 from engine.core.backups import Backups
 from engine.core.counters import Counters
 from engine.core.departures import Departures
+from engine.core.futures import check_reads
 from engine.core.hidden import note_launch
 from engine.core.limits import Limits
 from engine.core.memory import Memory
@@ -59,15 +61,27 @@ class Planner:
         items, opens = self._draft(now_s)
         if not items and self._counters.retractions > before:  # their memory is free now
             items, opens = self._draft(now_s)
-        if not items and not self._backups.asks_for_a_step:
+        host = self._memory.host
+        if not items and not self._backups.asks_for_a_step and (host is None or not host.asks_for_a_step):
             return None
         extend = any(item.extend for item in items)
         wait, self._last_was_extend = extend and self._last_was_extend and self._limits.wait_between_prefills, extend
-        wait = wait or any(self._awaits_token(item) for item in items)
+        draw_late = any(self._awaits_token(item) for item in items)
         self._seq += 1
         self._counters.steps += 1
-        plan = Plan(seq=self._seq, extend=extend, items=items, opens=opens, closes=self._table.take_closed(), wait=wait)
+        self._counters.late_draws += draw_late
+        plan = Plan(
+            seq=self._seq,
+            extend=extend,
+            items=items,
+            opens=opens,
+            closes=self._table.take_closed(),
+            wait=wait,
+            draw_late=draw_late,
+        )
         self._backups.attach(plan)
+        if host is not None:
+            host.attach(plan)
         return plan
 
     def _awaits_token(self, item: PlanItem) -> bool:
@@ -76,7 +90,7 @@ class Planner:
         return item.sample and request.grammar is not None and request.pending > 1
 
     def fill_masks(self, plan: Plan) -> None:
-        """What the items of `plan` may draw, from the tokens known now. Call it just before the launch (`plan.wait`)."""
+        """What the items of `plan` may draw, from the tokens known now. Call it just before the draw is launched."""
         for i, item in enumerate(plan.items):
             request = self._stages.live[item.rid]
             if item.sample and request.grammar is not None and request.finish is None:
@@ -96,17 +110,20 @@ class Planner:
         opens: list[SlotOpen] = []
         if self._stages.chunked is None and (self._stages.batch_is_full or not self._stages.waiting):
             return items, opens
-        adder = self._adder()
+        adder, adapters = self._adder(), self._stages.adapter_budget(self._limits, now_s=now_s)
         if self._stages.chunked is not None:
             items.append(self._extend(self._stages.chunked, adder))
-        for request in self._in_order(now_s):
+        for request in self._in_order(adapters, now_s):
             if self._stages.chunked is not None or adder.exhausted:
                 break
+            if self._memory.awaits(request, now_s) or not adapters.has_place(request):
+                continue
             result = AddResult.NO_TOKEN if self._table.num_free == 0 else adder.add(request)
             if result is AddResult.NO_TOKEN:
                 self._note_full(request)
             if result is not AddResult.CONTINUE:
                 break
+            adapters.take(request)
             del self._stages.waiting[request.rid]
             self._note_admitted(request)
             opens.append(self._open_slot(request))
@@ -123,12 +140,14 @@ class Planner:
             decode_tokens=riders,
         )
 
-    def _in_order(self, now_s: float) -> Iterable[Request]:
+    def _in_order(self, adapters: AdapterBudget, now_s: float) -> Iterable[Request]:
+        """Those whose adapter has a place in this step; who waits for one holds up nobody."""
+        may_run = (r for r in self._stages.waiting.values() if adapters.has_place(r))
         if self._policy == "fcfs" and self._priorities is None:
-            return list(islice(self._stages.waiting.values(), self._limits.max_running_requests))
+            return list(islice(may_run, self._limits.max_running_requests))
         return order(
             self._policy,
-            self._stages.waiting.values(),
+            may_run,
             match_prefix=self._memory.match_prefix,
             draw=self._draw,
             priorities=self._priorities,
@@ -177,10 +196,12 @@ class Planner:
     def _plan_decode(self, planned: set[str]) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Every running request by one token, as far as rows and pages reach; `planned`: already part of this step."""
         ready = [r for r in self._stages.running if r.draws_left > 0 and r.rid not in planned]
-        unslotted = sum(r.slot is None for r in ready) - self._table.num_free
-        while unslotted > 0:  # more adopted requests than rows: the latest wait
-            unslotted -= ready.pop().slot is None
+        late = {r.rid for r in [r for r in ready if r.slot is None][self._table.num_free :]}
+        if late:  # more adopted requests than rows: the latest wait, those that have one go on
+            ready = [r for r in ready if r.rid not in late]
         self._grow(ready)
+        if self._limits.max_loras_per_batch:
+            ready.sort(key=lambda r: r.adapter)  # tokens of one adapter lie together: its part of the work is one slice
         opens = [self._open_slot(r) for r in ready if r.slot is None]
         items = [self._item(r, r.launched_len, r.launched_len + 1, sample=True, extend=False) for r in ready]
         return items, opens
@@ -204,6 +225,7 @@ class Planner:
     def _item(self, request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
         assert request.slot is not None
         known = request.num_tokens
+        check_reads(request, start, end)
         hidden_from = note_launch(request, start, end)
         logprob_from, logprob_next = input_logprob_part(request, start, end)
         item = PlanItem(
@@ -235,6 +257,7 @@ class Planner:
             prompt_ids=list(request.input_ids),
             output_ids=list(request.output_ids),
             eos_ids=tuple(sorted(request.eos_ids)),
+            adapter=request.adapter,
         )
 
 

@@ -93,8 +93,8 @@ def _waits_for_an_earlier_one(requests: list[Request], matches: list[Match]) -> 
     seen: set[tuple[int, ...]] = set()
     later = []
     for request, match in zip(requests, matches, strict=True):
-        prefix = tuple(request.input_ids[:SHARED_PREFIX_TOKENS])
-        uncached = not match.pages and len(prefix) == SHARED_PREFIX_TOKENS
+        prefix = (request.adapter, *request.input_ids[:SHARED_PREFIX_TOKENS])
+        uncached = not match.pages and len(request.input_ids) >= SHARED_PREFIX_TOKENS
         later.append(uncached and prefix in seen)
         seen.add(prefix)
     return later

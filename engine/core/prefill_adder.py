@@ -66,9 +66,13 @@ class PrefillAdder:
         return not self._limits.chunked and self.num_requests > 0 and request.num_tokens > self._input_left
 
     def take(self, request: Request) -> int:
-        """How far the prompt of an admitted or chunked request is computed in this step; uses up the budgets."""
+        """How far the prompt of an admitted or chunked request is computed in this step; uses up the budgets.
+
+        A chunked one always goes on, by a page at least, also where draws that ride along have the budget.
+        """
         start, total = request.launched_len, request.num_tokens
-        end = total if total - start <= self._chunk_left else self._whole_pages(start + int(self._chunk_left))
+        left = max(self._chunk_left, self._limits.page_size)
+        end = total if total - start <= left else self._whole_pages(start + int(left))
         assert end > start
         self._input_left -= end - start
         self._chunk_left -= end - start

@@ -3,20 +3,27 @@
 Owns the nodes, their pages and their locks. A node's lock count is at least each child's, so an unlocked node has only
 unlocked nodes below it and everything unlocked can be evicted leaf by leaf, least recently used first.
 
+KV that other weights made is no prefix of ours: each adapter (by the number of its load, engine/core/adapters.py) has a
+*branch* of its own under the root, a node without pages whose key (-adapter,) no token can be. Adapter 0 is the model alone.
+
 The idea is SGLang's RadixAttention (arXiv:2312.07104); page-aligned matching as there with page_size > 1.
 """
 
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.core.page_allocator import PageAllocator
 
 
 class Node:
-    """`key`: the tokens of this edge, a multiple of page_size long; `pages`: one per page_size tokens of the key."""
+    """`key`: the tokens of this edge, a multiple of page_size long; `pages`: one per page_size tokens of the key.
 
-    __slots__ = ("children", "key", "last_used", "locks", "noted", "pages", "parent", "serial")
+    A branch has no pages, and the number of its adapter for a key.
+    """
+
+    __slots__ = ("children", "key", "keys", "last_used", "locks", "noted", "pages", "parent", "serial", "uses")
 
     def __init__(self, *, key: tuple[int, ...], pages: list[int], parent: "Node | None", serial: int) -> None:
         self.key = key
@@ -27,6 +34,8 @@ class Node:
         self.last_used = 0
         self.noted = -1  # the last_used under which the eviction heap has it; -1: not there
         self.serial = serial
+        self.keys: list[bytes] = []  # of its pages, where a tier below listens
+        self.uses = 0  # that tier's: requests that computed or read it
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,11 +57,20 @@ class Inserted:
     node: Node
 
 
+class Below(Protocol):
+    """A tier that keeps what the tree forgets. Told before a leaf's pages are free, and after they are cached."""
+
+    def on_cached(self, node: Node) -> None: ...
+
+    def on_evict(self, node: Node) -> None: ...
+
+
 class RadixCache:
     """With `enabled=False` nothing is ever found or kept: the same code path, an empty tree."""
 
-    def __init__(self, allocator: PageAllocator, *, enabled: bool = True) -> None:
+    def __init__(self, allocator: PageAllocator, *, enabled: bool = True, below: Below | None = None) -> None:
         self.enabled = enabled
+        self._below = below
         self._allocator = allocator
         self._page_size = allocator.page_size
         self._serial = 0
@@ -67,25 +85,33 @@ class RadixCache:
     def root(self) -> Node:
         return self._root
 
-    def match(self, tokens: Sequence[int]) -> Match:
+    def match(self, tokens: Sequence[int], *, adapter: int = 0) -> Match:
         """Longest page-aligned prefix of `tokens` in the tree. Splits a node where the match ends inside it."""
-        if not self.enabled:
+        node = self._branch(adapter) if self.enabled else None
+        if node is None:
             return Match([], self._root)
-        node, pages = self._root, list[int]()
+        pages = list[int]()
         self._clock += 1
-        for child, shared in self._walk(tokens):
+        for child, shared in self._walk(tokens, node):
             node = self._split(child, shared) if shared < len(child.pages) else child
             node.last_used = self._clock
             pages.extend(node.pages)
         self._note_leaf(node)
         return Match(pages, node)
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> Inserted:
-        """Make `tokens` findable; `len(tokens) == len(pages) * page_size`, pages held by the caller."""
+    def insert(
+        self, tokens: Sequence[int], pages: Sequence[int], keys: Sequence[bytes] = (), *, adapter: int = 0
+    ) -> Inserted:
+        """Make `tokens` findable; `len(tokens) == len(pages) * page_size`, pages held by the caller.
+
+        `keys`: what the tier below calls these pages, where there is one.
+        """
         assert len(tokens) == len(pages) * self._page_size
         if not self.enabled:
             return Inserted(existing=len(pages), node=self._root)
-        match = self.match(tokens)
+        if self._branch(adapter) is None:
+            self._new_node((-adapter,), [], self._root)
+        match = self.match(tokens, adapter=adapter)
         existing = len(match.pages)
         if existing == len(pages):
             return Inserted(existing=existing, node=match.node)
@@ -96,6 +122,9 @@ class RadixCache:
         self.num_pages += len(leaf.pages)
         self.num_evictable += len(leaf.pages)
         self._note_leaf(leaf)
+        if self._below is not None:
+            leaf.keys = list(keys[existing:])
+            self._below.on_cached(leaf)
         return Inserted(existing=existing, node=leaf)
 
     def lock(self, node: Node) -> None:
@@ -127,16 +156,33 @@ class RadixCache:
                 node.noted = -1
         return freed
 
+    def forget(self, adapter: int) -> None:
+        """`adapter` is gone: free its branch, but for what is locked (that is evicted in its time, and never matched)."""
+        branch = self._branch(adapter)
+        if branch is None or branch is self._root:
+            return
+        for node in reversed(list(self._nodes(branch))):  # children after parents, so reversed leaves come first
+            if self._evictable_leaf(node):
+                self._remove(node)
+
     def flush(self) -> None:
         """Drop everything; only legal while nothing is locked."""
         assert self.num_evictable == self.num_pages, "flush with locked nodes"
+        below, self._below = self._below, None
         self.evict(self.num_pages)
+        for branch in list(self._root.children.values()):
+            self._remove(branch)  # empty now
+        self._below = below
 
     # ---- inside
 
-    def _walk(self, tokens: Sequence[int]) -> Iterator[tuple[Node, int]]:
-        """(child, pages of its key that agree) along the path, ending at the first partial one."""
-        size, node, at = self._page_size, self._root, 0
+    def _branch(self, adapter: int) -> Node | None:
+        """Where the prefixes of `adapter` begin."""
+        return self._root.children.get((-adapter,)) if adapter else self._root
+
+    def _walk(self, tokens: Sequence[int], node: Node) -> Iterator[tuple[Node, int]]:
+        """(child, pages of its key that agree) along the path from `node`, ending at the first partial one."""
+        size, at = self._page_size, 0
         while child := node.children.get(tuple(tokens[at : at + size])):
             shared, whole, end = self._shared_pages(child.key, tokens, at), len(child.pages), at + len(child.key)
             yield child, shared  # the caller may split `child`
@@ -164,7 +210,8 @@ class RadixCache:
         assert 0 < num_pages < len(node.pages) and node.parent is not None
         cut, parent = num_pages * self._page_size, node.parent
         upper = self._new_node(node.key[:cut], node.pages[:num_pages], parent)
-        upper.locks, upper.last_used = node.locks, node.last_used
+        upper.locks, upper.last_used, upper.uses = node.locks, node.last_used, node.uses
+        upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
         node.key, node.pages, node.parent = node.key[cut:], node.pages[num_pages:], upper
         upper.children[node.key[: self._page_size]] = node
         return upper
@@ -178,6 +225,8 @@ class RadixCache:
     def _remove(self, node: Node) -> int:
         assert node.parent is not None
         del node.parent.children[node.key[: self._page_size]]
+        if self._below is not None:
+            self._below.on_evict(node)
         self._allocator.evict(node.pages)
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)
@@ -209,8 +258,9 @@ class RadixCache:
     def _current(self, entry: tuple[int, int, Node]) -> bool:
         return self._evictable_leaf(entry[2]) and entry[2].last_used == entry[0]
 
-    def _nodes(self) -> Iterator[Node]:
-        stack = list(self._root.children.values())
+    def _nodes(self, *tops: Node) -> Iterator[Node]:
+        """`tops` and what is below them (default: all but the root), parents before children."""
+        stack = list(tops or self._root.children.values())
         while stack:
             node = stack.pop()
             yield node
@@ -221,7 +271,11 @@ class RadixCache:
         noted = {entry[2].serial for entry in self._leaves if self._current(entry)}
         pages = evictable = 0
         for node in self._nodes():
-            assert node.pages and len(node.key) == len(node.pages) * self._page_size
+            assert len(node.keys) == (0 if self._below is None else len(node.pages))
+            if node.pages:
+                assert len(node.key) == len(node.pages) * self._page_size
+            else:
+                assert node.parent is self._root and len(node.key) == 1 and node.key[0] < 0, "an empty node"
             assert node.parent is not None and node.parent.children[node.key[: self._page_size]] is node
             assert node.locks >= max((c.locks for c in node.children.values()), default=0)
             assert all(self._allocator.state_of(p) == "cached" for p in node.pages)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.core.grammar import Grammar
 from engine.core.radix_cache import Node
+from engine.core.stop_pattern import StopPattern
 from engine.core.times import Times
 from engine.messages import Bootstrap, FinishReason, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
@@ -35,6 +36,7 @@ class Request:
     keep_kv: bool = True  # others may find its KV
     return_hidden_states: bool = False
     pooling: str = ""  # "last" | "mean": an embedding request
+    adapter: int = 0  # number of the adapter's load (engine/core/adapters.py); 0: the model alone
 
     serial: int = 0  # order of arrival
     output_ids: list[int] = field(default_factory=list)
@@ -63,6 +65,13 @@ class Request:
     input_hidden: bytes = b""  # hidden states not sent yet, as TokenOutput has them
     hidden: list[bytes] = field(default_factory=list)
     times: Times = field(default_factory=Times)
+    stop_patterns: tuple[StopPattern, ...] = ()  # compiled `sampling.stop_regex`
+
+    page_keys: list[bytes] = field(default_factory=list)  # of its whole pages, as far as they were asked for
+    page_keys_seed: bytes = b""
+    prefetching: list[bytes] = field(default_factory=list)  # keys that were being read from disk for it
+    prefetch_until_s: float | None = None
+    cached_by_tier: list[int] = field(default_factory=list)  # of `cached_tokens`: device, host, disk; empty: one tier
 
     @property
     def num_tokens(self) -> int:

@@ -1,5 +1,6 @@
 """Rows of the running requests: slot -> request. The executor keeps per-slot state (page rows, sampling, FutureMap)."""
 
+from engine.core.futures import check_no_future
 from engine.core.request import Request
 
 
@@ -26,6 +27,7 @@ class RequestTable:
     def close(self, request: Request) -> None:
         slot = request.slot
         assert slot is not None and self._rows[slot] is request
+        check_no_future(request)
         self._rows[slot] = None
         self._free.append(slot)
         request.slot = None

@@ -14,6 +14,8 @@ from engine.core.request_table import RequestTable
 from engine.core.stages import Stages
 from engine.messages import TokenOutput
 
+NO_TOKEN = -1  # a peer's first token that is none
+
 
 class Results:
     def __init__(
@@ -27,6 +29,7 @@ class Results:
         ratio: NewTokenRatio,
         counters: Counters,
         tail_text: TailText,
+        vocab_size: int | None = None,
     ) -> None:
         self._memory = memory
         self._stages = stages
@@ -36,12 +39,15 @@ class Results:
         self._ratio = ratio
         self._counters = counters
         self._tail_text = tail_text
+        self._vocab_size = vocab_size
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         """Take the results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
         effects = StepEffects()
         self._backups.on_collected(plan)
+        if self._memory.host is not None:
+            self._memory.host.on_collected(plan)
         for item, item_result in zip(plan.items, result.items, strict=True):
             request = self._stages.live[item.rid]
             request.inflight -= 1
@@ -77,17 +83,21 @@ class Results:
         """Append the drawn token, run the finish checks, say what is new."""
         new_ids = []
         if request.max_new_tokens > 0:  # 0: only the prompt's logprobs were asked for
-            assert result.token is not None
-            request.output_ids.append(result.token)
-            new_ids = [result.token]
+            token = NO_TOKEN if result.token is None else result.token
+            request.output_ids.append(token)
             self._counters.generation_tokens += 1
-            if result.logprob is not None:
-                request.output_logprobs.append(result.logprob)
-            if request.grammar is not None and not result.bad and not request.grammar.accept(result.token):
-                request.abort = refusal(f"grammar: {request.grammar.problem}", status=500)
-        reason = check_finish(request, bad=result.bad, tail_text=self._tail_text)
+            if self._has_meaning(token):
+                new_ids = [token]
+                if result.logprob is not None:
+                    request.output_logprobs.append(result.logprob)
+                if request.grammar is not None and not result.bad and not request.grammar.accept(token):
+                    request.abort = refusal(f"grammar: {request.grammar.problem}", status=500)
+        reason = check_finish(request, bad=result.bad, tail_text=self._tail_text, vocab_size=self._vocab_size)
         if reason is None:
             return output_of(request, new_ids)
         if not request.prefill_only:
             self._stages.unstage(request)
         return self._departures.finish(request, reason, new_ids)
+
+    def _has_meaning(self, token: int) -> bool:
+        return token >= 0 and (self._vocab_size is None or token < self._vocab_size)

@@ -45,8 +45,12 @@ class Scheduler:
         reserve_floor: int = 0,
         growth: MeasuredGrowth | None = None,
         resume_elsewhere: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
-        """`resume_elsewhere`: the role decides where the KV of retracted requests comes from (`take_retracted`)."""
+        """`resume_elsewhere`: the role decides where the KV of retracted requests comes from (`take_retracted`).
+
+        `vocab_size`: token ids that have a meaning, of all that the model may draw; None: all.
+        """
         self.limits = limits
         self.memory = memory
         self.ratio = ratio or NewTokenRatio()
@@ -90,6 +94,7 @@ class Scheduler:
             ratio=self.ratio,
             counters=self.counters,
             tail_text=tail_text,
+            vocab_size=vocab_size,
         )
 
     # ---- steps
@@ -99,7 +104,7 @@ class Scheduler:
         return self._planner.schedule(now_s)
 
     def fill_masks(self, plan: Plan) -> None:
-        """What the items of `plan` may draw, from the tokens known now. Call it just before the launch (`plan.wait`)."""
+        """What the items of `plan` may draw, from the tokens known now. Call it just before the draw is launched."""
         self._planner.fill_masks(plan)
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
@@ -113,10 +118,15 @@ class Scheduler:
         if error := self.refusal(request):
             return [refused(request, error)]
         self._register(request)
+        self.memory.prefetch(request)
         self.stages.waiting[request.rid] = request
         if self._preempts:
             self.stages.batch_is_full = False  # it may preempt
         return []
+
+    def prefetch(self, request: Request) -> None:
+        """A request that will be added soon: what of its prefix lies on disk is read meanwhile."""
+        self.memory.prefetch(request)
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         """End a request, wherever it is. A kept one is only marked: its role ends it (`end_kept`, `release`)."""
@@ -138,6 +148,10 @@ class Scheduler:
         self._register(request)
         self.stages.kept.append(request)
         return None
+
+    def adapter_has_place(self, request: Request, now_s: float) -> bool:
+        """Whether `request` may be given memory: its adapter fits beside those of who computes or is about to."""
+        return not request.adapter or self.stages.adapter_budget(self.limits, now_s=now_s).has_place(request)
 
     def reserve(self, request: Request) -> bool:
         """Pages for what a kept request knows (`request.pages`), unless growth of the others needs the room."""
@@ -218,7 +232,7 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Only legal while `holds_no_kv`, with no step in flight. Copies of retracted KV go too."""
         self.backups.forget_all(self.stages.live.values())
-        self.memory.cache.flush()
+        self.memory.forget_prefixes(files=False)
         self.stages.batch_is_full = False
 
     # ---- taking requests
@@ -275,7 +289,7 @@ class Scheduler:
         """Forget all prefixes; False (and nothing changed) while requests live."""
         if not self.idle:
             return False
-        self.memory.cache.flush()
+        self.memory.forget_prefixes(files=True)
         return True
 
     def check(self) -> None:
@@ -286,6 +300,8 @@ class Scheduler:
         self.stages.check()
         held = [p for r in self.stages.all() for p in r.own_pages()]
         assert len(held) == len(set(held)) == self.memory.allocator.counts()["held"], "held pages and owners differ"
+        adapters = {r.adapter for r in self.stages.growing()} - {0}
+        assert len(adapters) <= self.limits.max_loras_per_batch, "more adapters run than a batch may hold"
         page_size = self.memory.allocator.page_size
         for r in self.stages.all():
             assert r.launched_len <= len(r.pages) * page_size, f"{r.rid} has fewer pages than tokens in them"

@@ -5,6 +5,10 @@ add ---> waiting ---> chunked / running ---> (ended) ---> draining ---> gone
             +--- retracted --+              kept: the role decides when its memory goes
 """
 
+from itertools import chain
+
+from engine.core.adapter_budget import AdapterBudget
+from engine.core.limits import Limits
 from engine.core.request import Request
 
 
@@ -66,6 +70,13 @@ class Stages:
         chunked = [self.chunked] if self.chunked is not None else []
         coming = [r for r in self.kept if not r.prefill_only and r.pages and r.finish is None]
         return self.running + chunked + coming
+
+    def adapter_budget(self, limits: Limits, *, now_s: float) -> AdapterBudget:
+        """For the next step, or the next request that is given memory before its KV comes from elsewhere."""
+        if limits.max_loras_per_batch == 0:
+            return AdapterBudget(limits, growing=(), waiting=())
+        waiting = chain(self.waiting.values(), (r for r in self.kept if not r.pages and r.finish is None))
+        return AdapterBudget(limits, growing=self.growing(), waiting=waiting, now_s=now_s)
 
     @property
     def retraction_pending(self) -> bool:

@@ -30,7 +30,12 @@ class Detokenizer:
 
     def _open(self, m: RequestOpened) -> RequestText:
         return RequestText(
-            self._tokenizer, prompt_tail=m.prompt_tail, stop=m.stop, skip_special_tokens=m.skip_special_tokens
+            self._tokenizer,
+            prompt_tail=m.prompt_tail,
+            stop=m.stop,
+            skip_special_tokens=m.skip_special_tokens,
+            stop_regex=m.stop_regex,
+            no_stop_trim=m.no_stop_trim,
         )
 
     def _text_output(self, o: TokenOutput) -> TextOutput:

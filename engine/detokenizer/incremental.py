@@ -1,7 +1,7 @@
 """Token ids to text, a few at a time: pure per-request state, no sockets.
 
 Three layers: `IncrementalText` (ids -> final characters), `StopScanner` (how much of the end may still become a stop
-string), `RequestText` (both, and what a finish trims). It never decides that a request ends: the scheduler does.
+string), `RequestText` (both, how much may become a match of a stop regex, and what a finish trims). It never decides that a request ends: the scheduler does.
 
     window:  [ context ... | new ids ...          ]      decoded as one, so spacing and split characters come out right
     text:    [ already given out | final | broken ]      `broken`: the beginning of a character, kept back
@@ -9,6 +9,7 @@ string), `RequestText` (both, and what a finish trims). It never decides that a 
 
 from engine.frontend.tokenizer import BROKEN, Tokenizer
 from engine.messages import FinishReason
+from engine.stop_regex import StopRegex
 
 WINDOW = 24  # decode this many tokens at most before the window is cut ...
 CONTEXT = 6  # ... down to these, which only give the rest its context
@@ -85,13 +86,24 @@ class StopScanner:
 
 
 class RequestText:
-    """The text of one request as its client may see it."""
+    """The text of one request as its client may see it. `no_stop_trim`: what ended it is part of it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, prompt_tail: list[int], stop: tuple[str, ...], skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_tail: list[int],
+        stop: tuple[str, ...],
+        skip_special_tokens: bool,
+        stop_regex: tuple[str, ...] = (),
+        no_stop_trim: bool = False,
     ) -> None:
         self._text = IncrementalText(tokenizer, prompt_tail=prompt_tail, skip_special_tokens=skip_special_tokens)
-        self._scanner = StopScanner(stop)
+        self._trims = not no_stop_trim
+        self._scanner = StopScanner(stop if self._trims else ())
+        self._regexes = {pattern: StopRegex(pattern) for pattern in (stop_regex if self._trims else ())}
+        self._reach = max((regex.reach - 1 for regex in self._regexes.values()), default=0)
+        self._before = ""  # the last character given out: what ^ and \b see before the held text
         self._held = ""
 
     def push(self, ids: list[int], finish: FinishReason | None = None) -> str:
@@ -100,15 +112,23 @@ class RequestText:
         without a last character of which only some bytes were generated.
         """
         before = len(self._held)
-        new = self._text.push(_without_stop_token(ids, finish))
+        new = self._text.push(_without_stop_token(ids, finish) if self._trims else ids)
         text = self._held + new
         if finish is not None:
             self._held = ""
-            return _trimmed(text, finish, before)
+            return self._trimmed(text, finish, before) if self._trims else text
         self._scanner.push(new)
-        end = len(text) - min(self._scanner.held, len(text))
+        end = len(text) - min(max(self._scanner.held, self._reach), len(text))
         self._held = text[end:]
+        self._before = text[end - 1] if end else self._before
         return text[:end]
+
+    def _trimmed(self, text: str, finish: FinishReason, before: int) -> str:
+        if not finish.regex:
+            return _trimmed(text, finish, before)
+        regex, start = self._regexes[str(finish.matched)], len(self._before)
+        at = regex.begin(self._before + text, start=start, beyond=start + before)
+        return text if at is None else text[: at - start]
 
 
 def tail_text(tokenizer: Tokenizer, ids: list[int], *, skip_special_tokens: bool = True) -> str:

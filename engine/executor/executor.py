@@ -1,25 +1,33 @@
 """The executor's face to the loop: launch a plan, collect its result. The only door between scheduler and device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from engine.core.plan import ItemResult, Plan, StepResult
-from engine.executor.model_runner import Logprobs, StepOutput
+from engine.executor.model_runner import Forward, Logprobs, StepOutput
 from engine.executor.stream import Stream, Ticket
 from engine.messages import TokenLogprob
 
 T = TypeVar("T")
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, eq=False)
 class Launch:
+    """A step on the stream. `forward`: its first half, where the halves are launched apart; `draw` comes later then."""
+
     plan: Plan
-    ticket: Ticket[StepOutput]
+    draw: Ticket[StepOutput] | None = None
+    forward: Ticket[None] | None = None
+    between: Forward = field(default_factory=Forward)
 
 
 class Runner(Protocol):
     def run(self, plan: Plan) -> StepOutput: ...
+
+    def forward(self, plan: Plan, out: Forward) -> None: ...
+
+    def draw(self, plan: Plan, forward: Forward) -> StepOutput: ...
 
 
 class Executor:
@@ -31,9 +39,23 @@ class Executor:
         """Enqueue a step; returns at once (an inline stream has run it by then)."""
         return Launch(plan, self._stream.submit(lambda: self._runner.run(plan)))
 
+    def launch_forward(self, plan: Plan) -> Launch:
+        """Enqueue a step without its draw: nothing else may be launched before `launch_draw`. `plan.masks` is not read."""
+        launch = Launch(plan)
+        launch.forward = self._stream.submit(lambda: self._runner.forward(plan, launch.between))
+        return launch
+
+    def launch_draw(self, launch: Launch) -> None:
+        """Enqueue the draw of a step whose `plan.masks` are filled in now."""
+        assert launch.draw is None, f"step {launch.plan.seq} is drawn already"
+        launch.draw = self._stream.submit(lambda: self._runner.draw(launch.plan, launch.between))
+
     def collect(self, launch: Launch) -> StepResult:
         """Wait for a step and read its results. An error of the step is raised here."""
-        return _step_result(launch.plan, launch.ticket.wait())
+        assert launch.draw is not None, f"step {launch.plan.seq} has no draw yet"
+        if launch.forward is not None:
+            launch.forward.wait()  # done by then; its error is the first one
+        return _step_result(launch.plan, launch.draw.wait())
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` in stream order: after every launched step. Waits for it; what it raises is raised here."""

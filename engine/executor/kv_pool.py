@@ -34,7 +34,7 @@ class KVPool:
         self.page_size = page_size
         self.device = torch.device(device)
         self.page_bytes = self.page_bytes_of(specs, page_size)
-        self.buffer = _zeroed_bytes((1 + num_pages) * self.page_bytes, self.device)
+        self.buffer = zeroed_bytes((1 + num_pages) * self.page_bytes, self.device)
         offsets = _layer_offsets(self.specs, page_size)
         self._k = [self._view(spec, at) for spec, at in zip(self.specs, offsets, strict=True)]
         self._v = [
@@ -104,7 +104,8 @@ def _align(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-def _zeroed_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
+def zeroed_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """[size_bytes] uint8, zero; on the CPU mapped lazily."""
     if device.type != "cpu":
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     # An anonymous map is zero and lazy (torch.zeros would touch every byte) and aligned to a memory page.

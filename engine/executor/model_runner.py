@@ -12,11 +12,13 @@ from engine.attention.base import AttentionBackend, StepBatch
 from engine.core.plan import Plan, PlanItem
 from engine.executor.future_map import FutureMap
 from engine.executor.hidden import hidden_rows
+from engine.executor.host_pool import HostPool
 from engine.executor.page_backup import PageBackup
 from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler, asked_logprobs, token_logprobs
 from engine.executor.token_mask import token_mask
 from engine.executor.upload import upload
+from engine.lora.bank import AdapterBank
 from engine.messages import LogprobOptions
 from engine.models.causal_lm import CausalLM
 
@@ -38,6 +40,13 @@ class Logprobs:
     top_ids: Tensor
     asked_ids: tuple[int, ...] = ()
     asked: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Forward:
+    """What the forward leaves on the device for the draw: [T, hidden] of all new tokens, None before it ran."""
+
+    hidden: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -63,9 +72,13 @@ class ModelRunner:
         sampler: Sampler,
         device: torch.device,
         backup: PageBackup | None = None,
+        host_pool: HostPool | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
         self._backup = backup
-        self._model = model
+        self._host_pool = host_pool
+        self._adapters = adapters
+        self._attach(model)
         self._backend = backend
         self._page_table = page_table
         self._future_map = future_map
@@ -74,9 +87,24 @@ class ModelRunner:
 
     def use(self, model: CausalLM) -> None:
         """From the next step on another model of the same shape. Call it in stream order (`Executor.call`)."""
+        self._attach(model)
+
+    def _attach(self, model: CausalLM) -> None:
         self._model = model
+        if self._adapters is not None:
+            self._adapters.attach(model.linear_sites())
 
     def run(self, plan: Plan) -> StepOutput:
+        """Both halves of a step."""
+        forward = Forward()
+        self.forward(plan, forward)
+        return self.draw(plan, forward)
+
+    def forward(self, plan: Plan, out: Forward) -> None:
+        """All that comes before the draw. Reads no masks."""
+        if plan.to_host or plan.from_host:
+            assert self._host_pool is not None, "a plan copies to a host tier, and there is none"
+            self._host_pool.run(plan)
         if plan.saves or plan.loads or plan.drops:
             assert self._backup is not None, "a plan copies pages, and nothing keeps them"
             self._backup.run(plan)
@@ -84,12 +112,19 @@ class ModelRunner:
             self._sampler.close(slot)
         for opened in plan.opens:
             self._sampler.open(opened)
+            if self._adapters is not None:
+                self._adapters.open(opened)
+        if plan.items:
+            self._page_table.update(plan.items)
+            out.hidden = self._forward(plan)
+
+    def draw(self, plan: Plan, forward: Forward) -> StepOutput:
+        """Logits, tokens, and what else was asked for; `forward` of the same plan ran just before."""
         if not plan.items:
             return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, {})
-        self._page_table.update(plan.items)
-        hidden = self._forward(plan)
-        output = self._draw(plan.items, hidden, plan.masks)
-        output.hidden = {i: self._to_host(rows) for i, rows in hidden_rows(plan.items, hidden).items()}
+        assert forward.hidden is not None, f"step {plan.seq}: the forward has failed"
+        output = self._draw(plan.items, forward.hidden, plan.masks)
+        output.hidden = {i: self._to_host(rows) for i, rows in hidden_rows(plan.items, forward.hidden).items()}
         return output
 
     def _forward(self, plan: Plan) -> Tensor:
@@ -112,6 +147,8 @@ class ModelRunner:
             token_offsets=token_offsets,
         )
         self._backend.begin(step)
+        if self._adapters is not None:
+            self._adapters.begin(items)
         return self._model.forward(self._future_map.resolve(flat), positions, self._backend.attend)
 
     def _draw(self, items: list[PlanItem], hidden: Tensor, masks: dict[int, bytes]) -> StepOutput:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 import torch
 
 from engine.config import ConfigError, EngineConfig
+from engine.hicache.identity import fingerprint
 from engine.model_config import ModelConfig, load_model_config
 from engine.models.causal_lm import CausalLM
 from engine.models.registry import load_model
@@ -23,9 +24,19 @@ FREE_FIELDS = ("dtype",)  # how weights are stored; they are converted to the en
 class Weights:
     """`config` is resolved, `model` describes what runs; `install` makes the executor use a model from the next step on."""
 
-    def __init__(self, *, config: EngineConfig, model: ModelConfig, install: Callable[[CausalLM], None]) -> None:
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        model: ModelConfig,
+        install: Callable[[CausalLM], None],
+        taken: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """`taken` is told (version, fingerprint of the files) when other weights are in place."""
         self.model_path = config.model_path
         self.version = config.weight_version
+        self._taken = taken
+        self._fingerprint = ""  # of the checkpoint that was read last
         self._config = config
         self._model = model
         self._install = install
@@ -46,6 +57,8 @@ class Weights:
         self._install(model)
         self.model_path = model_path
         self.version = self.version if version is None else version
+        if self._taken is not None:
+            self._taken(self.version, self._fingerprint)
 
     def _read_into(self, future: Future[CausalLM], model_path: str) -> None:
         try:
@@ -56,6 +69,7 @@ class Weights:
     def _read(self, model_path: str) -> CausalLM:
         found = load_model_config(model_path)
         check_fits(self._model, found)
+        before = fingerprint(model_path)
         try:
             model = load_model(
                 model_path,
@@ -67,6 +81,9 @@ class Weights:
             )
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"no memory for a second set of weights beside the first ({error})") from error
+        self._fingerprint = fingerprint(model_path)
+        if self._fingerprint != before:
+            raise ConfigError(f"{model_path}: its files changed while they were read; try again when they are complete")
         if self._config.device == "cuda":
             torch.cuda.synchronize()  # the copies were enqueued on this thread's stream
         return model

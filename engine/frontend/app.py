@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from engine.frontend import admin_api, control_api, embeddings_api, native_api, openai_api
+from engine.frontend import adapters, admin_api, control_api, embeddings_api, native_api, openai_api
 from engine.frontend.errors import ApiError
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import STREAMING, json_response
@@ -64,6 +64,8 @@ _POSTS: dict[str, Handler] = {
     "/pause_generation": control_api.pause_generation,
     "/continue_generation": control_api.continue_generation,
     "/update_weights_from_disk": control_api.update_weights_from_disk,
+    "/load_lora_adapter": adapters.load_lora_adapter,
+    "/unload_lora_adapter": adapters.unload_lora_adapter,
     "/start_profile": control_api.start_profile,
     "/stop_profile": control_api.stop_profile,
     "/tokenize": admin_api.tokenize,

@@ -26,6 +26,7 @@ from engine.messages import (
     GenerateBatch,
     GenerateRequest,
     GetState,
+    LoadAdapter,
     PauseGeneration,
     SchedulerReady,
     StartProfile,
@@ -35,12 +36,15 @@ from engine.messages import (
     TextOutput,
     ToFrontend,
     ToScheduler,
+    UnloadAdapter,
     UpdateWeights,
 )
 
 R = TypeVar("R", StateReply, FlushReply, ControlReply)
 Reply = StateReply | FlushReply | ControlReply
-Control = PauseGeneration | ContinueGeneration | UpdateWeights | StartProfile | StopProfile
+Control = (
+    PauseGeneration | ContinueGeneration | UpdateWeights | StartProfile | StopProfile | LoadAdapter | UnloadAdapter
+)
 
 MAX_RID_CHARS = 256
 CALL_TIMEOUT_S = 20.0  # a scheduler that is in a long step answers after it
@@ -159,6 +163,7 @@ class EngineClient:
         self.ready = asyncio.Event()
         self.last_heard_s = float("-inf")
         self.updated: dict[str, int | str] = {}  # model_path and weight_version, since the weights were changed
+        self.adapters: dict[str, str] = {}  # name -> path of those that requests may name
         self._send = send
         self._max_live = max_live
         self._closed: ApiError | None = None
@@ -269,6 +274,8 @@ class EngineClient:
         else:
             if isinstance(message, ControlReply) and "weight_version" in message.values:
                 self.updated = message.values  # also when whoever asked for it has gone away
+            if isinstance(message, ControlReply) and message.adapters is not None:
+                self.adapters = message.adapters
             call = self._calls.get(message.call_id)
             if call is not None and not call.done():
                 call.set_result(message)

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from engine.frontend.adapters import choose_model
 from engine.frontend.errors import ApiError, bad_field, decode_body
 from engine.frontend.fields import check_num_samples, check_prompt_ids
-from engine.frontend.openai_api import check_model
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import json_response
 from engine.messages import GenerateRequest, TextOutput
@@ -29,12 +29,13 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     dimensions: int | None = None
     user: str | None = None
     rid: str | None = None
+    lora_path: str | None = None
 
 
 async def embeddings(request: web.Request) -> web.Response:
     s = request.app[SERVICES]
     body = decode_body(await request.read(), EmbeddingBody)
-    check_model(s, body.model)
+    model = choose_model(s, body.model, body.lora_path)
     _check(s, body)
     prompts = _prompts(body.input)
     check_num_samples(len(prompts), 1, field="input")
@@ -47,6 +48,7 @@ async def embeddings(request: web.Request) -> web.Response:
             sampling=NOTHING_NEW,
             skip_cache_insert=True,
             pooling=s.embedding_pooling,
+            lora=model.lora,
         )
         for i, prompt in enumerate(ids)
     ]
@@ -61,7 +63,7 @@ async def embeddings(request: web.Request) -> web.Response:
                 {"object": "embedding", "index": i, "embedding": show(_vector(answer))}
                 for i, answer in enumerate(answers)
             ],
-            "model": s.served_name,
+            "model": model.shown,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
     )

@@ -13,6 +13,7 @@ from engine.frontend.constraints import Constraint, GrammarFields
 from engine.frontend.errors import ApiError, bad_field, from_invalid_param
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+from engine.stop_regex import compile_all
 
 Host = str | list[str | None] | None
 Port = int | list[int | None] | None
@@ -42,6 +43,8 @@ class SamplingFields(GrammarFields, kw_only=True):
     skip_special_tokens: bool | None = None
     n: int | None = None
     stream_interval: int | None = None
+    stop_regex: str | list[str] | None = None
+    no_stop_trim: bool | None = None
 
 
 class BootstrapFields(Protocol):
@@ -70,17 +73,18 @@ def build_sampling(
     if constraint is not None:
         names = {**(names or {}), constraint.spec.kind: constraint.field}
     given = {name: getattr(fields, name) for name in _PLAIN if getattr(fields, name) is not None}
-    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     params = SamplingParams(
         **{**(defaults or {}), **given},
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens or 0,
-        stop=stop,
+        stop=_several(fields.stop),
+        stop_regex=_several(fields.stop_regex),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         **grammar,
     )
     try:
         check_sampling_params(params, vocab_size=vocab_size)
+        compile_all(params.stop_regex)
     except InvalidParam as e:
         raise from_invalid_param(e, names=names) from None
     return params
@@ -99,7 +103,12 @@ _PLAIN = (
     "ignore_eos",
     "skip_special_tokens",
     "n",
+    "no_stop_trim",
 )
+
+
+def _several(value: str | list[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 def refuse(body: msgspec.Struct, unsupported: tuple[str, ...], *, inside: str = "") -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from engine.frontend.adapters import check_lora_path
 from engine.frontend.answers import absorb
 from engine.frontend.chosen import asked_token_ids, hidden_state_lists
 from engine.frontend.constraints import plain_constraint
@@ -43,11 +44,10 @@ _REFUSED = (
     "image_data",
     "video_data",
     "audio_data",
-    "lora_path",
     "session_params",
     "custom_logit_processor",
 )
-_REFUSED_SAMPLING = ("stop_regex", "no_stop_trim", "custom_params")
+_REFUSED_SAMPLING = ("custom_params",)
 
 
 class SamplingBody(SamplingFields, kw_only=True):
@@ -55,8 +55,6 @@ class SamplingBody(SamplingFields, kw_only=True):
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
     beam_width: int | None = None
-    stop_regex: Any = None
-    no_stop_trim: Any = None
     custom_params: Any = None
 
 
@@ -73,6 +71,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     priority: int | None = None
     return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | list[bool] | None = None
+    lora_path: str | list[str | None] | None = None
     bootstrap_host: Host = None
     bootstrap_port: Port = None
     bootstrap_room: Room = None
@@ -80,7 +79,6 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     image_data: Any = None
     video_data: Any = None
     audio_data: Any = None
-    lora_path: Any = None
     session_params: Any = None
     custom_logit_processor: Any = None
 
@@ -107,6 +105,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         logprobs=[r.logprobs for r in requests],
         hidden_states=[r.return_hidden_states for r in requests],
         texts=bool(body.return_text_in_logprobs),
+        loras=[r.lora for r in requests],
         single=single and n == 1,
         weight_version=lambda: s.weight_version,
     )
@@ -124,6 +123,7 @@ class NativeView:
         logprobs: list[LogprobOptions | None],
         hidden_states: list[bool],
         texts: bool,
+        loras: list[str],
         single: bool,
         weight_version: Callable[[], str],
     ) -> None:
@@ -132,6 +132,7 @@ class NativeView:
         self._logprobs = logprobs
         self._hidden_states = hidden_states
         self._texts = texts
+        self._loras = loras
         self._single = single
         self._weight_version = weight_version
         self._whole: dict[int, TextOutput] = {}
@@ -168,6 +169,10 @@ class NativeView:
             "e2e_latency": time.monotonic() - self._start_s,
             **t.times,
         }
+        if t.cached_by_tier:
+            meta["cached_tokens_details"] = dict(zip(("device", "host", "storage"), t.cached_by_tier, strict=True))
+        if self._loras[index]:
+            meta["lora_path"] = self._loras[index]
         if self._hidden_states[index]:
             meta["hidden_states"] = hidden_state_lists(t)
         options = self._logprobs[index]
@@ -257,6 +262,7 @@ def _one_params(s: Services, p: SamplingBody) -> SamplingParams:
     refuse(p, _REFUSED_SAMPLING, inside=INSIDE)
     if p.beam_width is not None and p.beam_width > 1:
         raise bad_field("sampling_params.beam_width", "beam search is not supported", code="unsupported_parameter")
+    names = {"seed": "sampling_seed"} if p.seed is None else None
     if p.seed is None:
         p.seed = p.sampling_seed
     least = p.min_new_tokens
@@ -266,6 +272,7 @@ def _one_params(s: Services, p: SamplingBody) -> SamplingParams:
         vocab_size=s.vocab_size,
         max_new_tokens=limit,
         min_new_tokens=least,
+        names=names,
         constraint=plain_constraint(p, inside=INSIDE),
     )
 
@@ -290,6 +297,7 @@ def _requests(
         for p in _each("sampling_params", body.sampling_params, len(prompts))
     ]
     priority = check_priority(body.priority)
+    loras = [check_lora_path(s, name) for name in _each("lora_path", body.lora_path, len(prompts))]
     requests: list[GenerateRequest] = []
     for i, ids in enumerate(prompts):
         for j, sampling in enumerate(s.samples_of(params[i])):
@@ -305,6 +313,7 @@ def _requests(
                     stream=bool(body.stream),
                     stream_interval=intervals[i],
                     priority=priority,
+                    lora=loras[i],
                     grammar_field="" if sampling.grammar is None else INSIDE + sampling.grammar.kind,
                 )
             )

@@ -6,10 +6,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from engine.frontend.adapters import adapter_cards, choose_model
 from engine.frontend.chat_template import TemplateRefused
 from engine.frontend.client import Generation
 from engine.frontend.constraints import Constraint, format_constraint, only_one, plain_constraint
-from engine.frontend.errors import ApiError, bad_field, decode_body
+from engine.frontend.errors import bad_field, decode_body
 from engine.frontend.fields import (
     build_bootstraps,
     build_sampling,
@@ -39,13 +40,11 @@ from engine.frontend.usage import Usage
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
 
-ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes when the client named none
-
 
 async def completions(request: web.Request) -> web.StreamResponse:
     s = request.app[SERVICES]
     body = decode_body(await request.read(), CompletionBody)
-    check_model(s, body.model)
+    model = choose_model(s, body.model, body.lora_path)
     check_completion(body)
     prompts = completion_prompts(body)
     check_num_samples(len(prompts), body.n or 1, field="prompt")
@@ -59,14 +58,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
     id = body.rid or s.mint_id("cmpl-")
     cut = body.max_tokens is None
     requests = _requests(s, body, id=id, prompts=ids, params=params, logprobs=logprobs, field="prompt", cut=cut)
-    generation = _start(s, requests, id=id, constraint=constraint)
+    generation = _start(s, requests, id=id, constraint=constraint, lora=model.lora)
     echoes = [_echo(s, p) if body.echo else "" for p in prompts for _ in range(params.n)]
     view = CompletionView(
         body,
         echoes=echoes,
         logprobs=logprobs is not None,
         id=id,
-        model=s.served_name,
+        model=model.shown,
         created=int(time.time()),
         usage=Usage([len(p) for p in ids], n=params.n),
     )
@@ -76,7 +75,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     s = request.app[SERVICES]
     body = decode_body(await request.read(), ChatBody)
-    check_model(s, body.model)
+    model = choose_model(s, body.model, body.lora_path)
     check_chat(body)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -93,14 +92,14 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     logprobs = LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None
     id = body.rid or s.mint_id("chatcmpl-")
     requests = _requests(s, body, id=id, prompts=[ids], params=params, logprobs=logprobs, field="messages", cut=False)
-    generation = _start(s, requests, id=id, constraint=constraint)
+    generation = _start(s, requests, id=id, constraint=constraint, lora=model.lora)
     view = _chat_view(
         s,
         body,
         format,
         logprobs=logprobs is not None,
         id=id,
-        model=s.served_name,
+        model=model.shown,
         created=int(time.time()),
         usage=Usage([len(ids)], n=params.n),
     )
@@ -108,25 +107,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    return json_response({"object": "list", "data": [_model_card(request.app[SERVICES])]})
+    return json_response({"object": "list", "data": _model_cards(request.app[SERVICES])})
 
 
 async def get_model(request: web.Request) -> web.Response:
     s = request.app[SERVICES]
-    check_model(s, request.match_info["model"])
-    return json_response(_model_card(s))
-
-
-def check_model(s: Services, name: str | None) -> None:
-    """Raise ApiError(404) for a model that is not served here; no name means the one that is."""
-    if name is None or name in ANY_MODEL or name in (s.served_name, s.model_path):
-        return
-    raise ApiError(
-        404,
-        f"the model {name!r} does not exist; this server has {s.served_name!r}",
-        field="model",
-        code="model_not_found",
-    )
+    chosen = choose_model(s, request.match_info["model"], None)
+    return json_response(next(card for card in _model_cards(s) if card["id"] == chosen.shown))
 
 
 def render_chat(s: Services, body: ChatBody) -> str:
@@ -236,9 +223,11 @@ def _requests(
     ]
 
 
-def _start(s: Services, requests: list[GenerateRequest], *, id: str, constraint: Constraint | None) -> Generation:
-    if constraint is not None:
-        requests = [msgspec.structs.replace(r, grammar_field=constraint.field) for r in requests]
+def _start(
+    s: Services, requests: list[GenerateRequest], *, id: str, constraint: Constraint | None, lora: str
+) -> Generation:
+    field = "" if constraint is None else constraint.field
+    requests = [msgspec.structs.replace(r, grammar_field=field, lora=lora) for r in requests]
     return s.client.generate(requests, groups=[id] * len(requests))
 
 
@@ -251,8 +240,8 @@ def _echo(s: Services, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else s.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
-def _model_card(s: Services) -> dict[str, Any]:
-    return {
+def _model_cards(s: Services) -> list[dict[str, Any]]:
+    base = {
         "id": s.served_name,
         "object": "model",
         "created": s.started_unix_s,
@@ -261,3 +250,4 @@ def _model_card(s: Services) -> dict[str, Any]:
         "parent": None,
         "max_model_len": s.context_length,
     }
+    return [base, *adapter_cards(s, base)]

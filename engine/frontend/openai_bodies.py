@@ -14,9 +14,6 @@ MAX_COMPLETION_LOGPROBS = 5
 DEFAULT_COMPLETION_TOKENS = 16
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 UNSUPPORTED = (
-    "stop_regex",
-    "no_stop_trim",
-    "lora_path",
     "custom_logit_processor",
     "return_hidden_states",
 )
@@ -42,9 +39,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     bootstrap_port: Port = None
     bootstrap_room: Room = None
     response_format: ResponseFormat | None = None
-    stop_regex: Any = None
-    no_stop_trim: Any = None
-    lora_path: Any = None
+    lora_path: str | None = None
     custom_logit_processor: Any = None
     return_hidden_states: Any = None
 

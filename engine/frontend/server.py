@@ -25,8 +25,9 @@ from engine.frontend.client import EngineClient
 from engine.frontend.errors import ApiError
 from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.frontend.metrics import Metrics
-from engine.frontend.services import Services
+from engine.frontend.services import ANY_MODEL, Services
 from engine.frontend.tokenizer import load_tokenizer, read_json
+from engine.lora.names import lora_enabled, named_paths
 from engine.messages import Shutdown, ToFrontend, ToScheduler
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
@@ -132,8 +133,12 @@ def make_services(
     metrics = Metrics(model_name=served_name, mode=mode)
     context = engine.context_length or model.max_position_embeddings
     max_live = engine.max_running_requests + engine.max_queued_requests
+    client = EngineClient(send=send, now_s=now_s, observer=metrics, max_live=max_live)
+    client.adapters = named_paths(engine)
+    if taken := {*ANY_MODEL, served_name, model_path} & client.adapters.keys():
+        raise ConfigError(f"--lora-paths: {min(taken)!r} is a name of the model itself; choose another")
     return Services(
-        client=EngineClient(send=send, now_s=now_s, observer=metrics, max_live=max_live),
+        client=client,
         tokenizer=tokenizer,
         template=load_chat_template(model_path, config=tokenizer.config, special_tokens=tokenizer.special_tokens),
         metrics=metrics,
@@ -163,6 +168,7 @@ def make_services(
         tool_call_parser=engine.tool_call_parser,
         return_hidden_states=engine.enable_return_hidden_states,
         embedding_pooling=engine.embedding_pooling,
+        lora=lora_enabled(engine),
     )
 
 

@@ -21,6 +21,7 @@ from engine.frontend.metrics import Metrics
 from engine.frontend.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
 
+ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes when the client named none
 INLINE_CHARS = 2000  # shorter texts are tokenized in the event loop: that costs less than a thread switch
 
 
@@ -49,6 +50,7 @@ class Services:
     tool_call_parser: str | None = None
     return_hidden_states: bool = False  # requests may ask for them
     embedding_pooling: str = "last"
+    lora: bool = False  # requests may name adapters
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
 
     @property

@@ -36,6 +36,11 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
+    def num_ids(self) -> int:
+        """One more than the greatest id that means something."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
     def special_tokens(self) -> dict[str, str]:
         """bos_token, eos_token, pad_token, unk_token: what a chat template may name."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -10,10 +10,10 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]."""
 
     def __init__(self, *, gate_up: Linear, down: Linear, intermediate_size: int) -> None:
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
         self._intermediate_size = intermediate_size
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = torch.split(self._gate_up(x), self._intermediate_size, dim=-1)
-        return self._down(functional.silu(gate).mul_(up))
+        gate, up = torch.split(self.gate_up(x), self._intermediate_size, dim=-1)
+        return self.down(functional.silu(gate).mul_(up))

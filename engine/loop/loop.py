@@ -4,23 +4,26 @@ One turn:   receive -> role.poll -> schedule -> launch ------> collect the oldes
                                                   |                  ^
                                   depth 2: the next step is launched before this one's results are read
 
-It owns the launched steps and nothing else; decisions are the scheduler's, the role's and the control's
+Launched steps are the pipeline's (engine/loop/pipeline.py); decisions are the scheduler's, the role's and the control's
 (engine/loop/control.py: pause, weights, profiles). Around them it tells who only listens: times, log, gate, watchdog.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.executor.executor import Executor, Launch
+from engine.executor.executor import Executor
 from engine.grammar.queue import GrammarQueue
+from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import Control, Profiler, Weights
+from engine.loop.disk_pump import DiskPump
 from engine.loop.interval_log import IntervalLog
+from engine.loop.pipeline import Pipeline
 from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.reporter import Reporter
 from engine.loop.role import Role
@@ -34,6 +37,7 @@ from engine.messages import (
     GenerateBatch,
     GenerateRequest,
     GetState,
+    LoadAdapter,
     RequestOpened,
     Shutdown,
     ToDetokenizer,
@@ -41,7 +45,9 @@ from engine.messages import (
     TokenBatch,
     TokenOutput,
     ToScheduler,
+    UnloadAdapter,
 )
+from engine.stop_regex import compile_all
 
 log = logging.getLogger(__name__)
 
@@ -92,17 +98,19 @@ class EngineLoop:
         settings: LoopSettings,
         clock: Callable[[], float],
         grammars: GrammarQueue | None = None,
+        disk: DiskPump | None = None,
+        adapters: AdapterControl | None = None,
     ) -> None:
-        assert settings.depth >= 1
         self._scheduler = scheduler
-        self._executor = executor
         self._role = role
         self._ports = ports
         self._watchdog = watchdog
         self._settings = settings
         self._clock = clock
         self._grammars = grammars or GrammarQueue(None)
-        self._launched: deque[Launch] = deque()
+        self._disk = disk or DiskPump()
+        self._adapters = adapters or AdapterControl.without()
+        self._pipeline = Pipeline(scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step)
         self._skipper = ReceiveSkipper(interval=settings.recv_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
         self._times = Timekeeper()
@@ -120,6 +128,7 @@ class EngineLoop:
             role=role,
             control=self._control,
             grammars=self._grammars,
+            adapters=self._adapters,
             intervals=self._intervals,
             num_live=lambda: max(self._times.num_live, len(scheduler.live_rids())),  # unanswered, or with memory
         )
@@ -137,47 +146,43 @@ class EngineLoop:
         """One turn; False when there was nothing to compute."""
         now_s = self._clock()
         outputs: list[TokenOutput] = []
-        if self._skipper.due(self._launched[-1].plan if self._launched else None):
+        if self._skipper.due(self._pipeline.last):
             for message in self._ports.receive():
                 outputs += self._handle(message, now_s)
-        outputs += self._control.on_turn(num_launched=len(self._launched))
+        outputs += self._control.on_turn(num_launched=self._pipeline.num_launched)
+        self._adapters.on_turn()
         for request in self._control.release():
             outputs += self._add(request, now_s)
         outputs += self._admit_with_grammar(now_s)
         outputs += self._role.poll(now_s)
+        self._disk.turn()
         plan = None if self._control.paused else self._scheduler.schedule(now_s)
+        worked = plan is not None or self._pipeline.num_launched > 0
         if plan is not None:
-            while plan.wait and self._launched:
-                outputs += self._collect()
-            self._launch(plan, now_s)
-        worked = bool(self._launched)
-        if self._launched and (plan is None or len(self._launched) >= self._settings.depth):
-            outputs += self._collect()
+            self._note_launch(plan, now_s)
+        outputs += self._pipeline.advance(plan)
         self._tell(outputs)
         return worked
 
-    def _launch(self, plan: Plan, now_s: float) -> None:
-        self._scheduler.fill_masks(plan)
+    def _note_launch(self, plan: Plan, now_s: float) -> None:
         self._times.launched(plan, now_s)
         for line in self._intervals.launched(plan, now_s):
             log.info("%s", line)
-        self._launched.append(self._executor.launch(plan))
 
     def _tell(self, outputs: list[TokenOutput]) -> None:
         if not outputs:
             return
         self._times.told(outputs, self._clock())
+        self._adapters.told(outputs)
         if told := self._gate.pass_on(outputs):
             self._ports.to_detokenizer(TokenBatch(told))
 
-    def _collect(self) -> list[TokenOutput]:
-        launch = self._launched.popleft()
-        effects = self._scheduler.collect(launch.plan, self._executor.collect(launch))
+    def _on_step(self, effects: StepEffects) -> list[TokenOutput]:
         self._control.on_collected()
         return self._role.on_step(effects, self._clock())
 
     def _rest(self) -> None:
-        waiting = self._role.waits_for_outside() or bool(self._grammars.rids())
+        waiting = self._role.waits_for_outside() or bool(self._grammars.rids()) or self._disk.busy
         now_s = self._clock()
         for line in self._intervals.rested(now_s):
             log.info("%s", line)
@@ -202,6 +207,8 @@ class EngineLoop:
                 self._ports.to_frontend(FlushReply(call_id, ok, text))
             case GetState(call_id=call_id, check=check):
                 self._ports.to_frontend(self._reporter.state(call_id, check=check))
+            case LoadAdapter() | UnloadAdapter():
+                self._adapters.on_message(message)
             case Shutdown():
                 self.stopped = True
             case _:
@@ -213,12 +220,15 @@ class EngineLoop:
         return [output for rid in self._times.live_rids() for output in self._abort(rid, now_s)]
 
     def _add(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
+        adapter = self._adapters.acquire(message)
+        if isinstance(adapter, TokenOutput):
+            return [adapter]
         if self._control.blocks_input:
             self._control.hold(message)
             return []
         tail = message.input_ids[-PROMPT_TAIL_TOKENS:]
         sampling = message.sampling
-        self._ports.to_detokenizer(RequestOpened(message.rid, tail, sampling.stop, sampling.skip_special_tokens))
+        self._ports.to_detokenizer(_opened(message, tail))
         request = Request(
             rid=message.rid,
             input_ids=message.input_ids,
@@ -232,6 +242,8 @@ class EngineLoop:
             keep_kv=not message.skip_cache_insert,
             return_hidden_states=message.return_hidden_states,
             pooling=message.pooling,
+            adapter=adapter,
+            stop_patterns=compile_all(sampling.stop_regex),
         )
         self._gate.open(message)
         self._times.arrived(request, now_s)
@@ -247,3 +259,15 @@ class EngineLoop:
 
     def _abort(self, rid: str, now_s: float) -> list[TokenOutput]:
         return self._grammars.abort(rid) or self._role.abort(rid, now_s)
+
+
+def _opened(message: GenerateRequest, prompt_tail: list[int]) -> RequestOpened:
+    sampling = message.sampling
+    return RequestOpened(
+        rid=message.rid,
+        prompt_tail=prompt_tail,
+        stop=sampling.stop,
+        skip_special_tokens=sampling.skip_special_tokens,
+        stop_regex=sampling.stop_regex,
+        no_stop_trim=sampling.no_stop_trim,
+    )

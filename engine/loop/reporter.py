@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from engine.core.scheduler import Scheduler
 from engine.grammar.queue import GrammarQueue
+from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import Control
 from engine.loop.interval_log import IntervalLog
 from engine.loop.role import Role
@@ -29,6 +30,7 @@ class Reporter:
         role: Role,
         control: Control,
         grammars: GrammarQueue,
+        adapters: AdapterControl,
         intervals: IntervalLog,
         num_live: Callable[[], int],
     ) -> None:
@@ -36,6 +38,7 @@ class Reporter:
         self._role = role
         self._control = control
         self._grammars = grammars
+        self._adapters = adapters
         self._intervals = intervals
         self._num_live = num_live
         self._next_check_s = 0.0
@@ -45,7 +48,7 @@ class Reporter:
         if check:
             self._problems = self._find_problems()
         scheduler, allocator = self._scheduler, self._scheduler.memory.allocator
-        counts = allocator.counts()
+        counts, host = allocator.counts(), scheduler.memory.host
         used = counts["held"] + counts["quarantined"] + counts["cached"] - scheduler.memory.cache.num_evictable
         return StateReply(
             call_id=call_id,
@@ -63,6 +66,7 @@ class Reporter:
             counters={
                 **{k: float(v) for k, v in asdict(scheduler.counters).items()},
                 **self._grammars.counters(),
+                **({} if host is None else {k: float(v) for k, v in host.counters.items()}),
                 **self._role.counters(),
             },
             gauges={
@@ -70,7 +74,9 @@ class Reporter:
                 "waiting_tokens": float(scheduler.waiting_tokens),
                 "live": float(self._num_live()),
                 "paused": float(self._control.paused),
+                **self._adapters.gauges(),
                 **self._intervals.gauges(),
+                **({} if host is None else host.gauges()),
                 **self._role.gauges(),
             },
             problems=self._problems,
@@ -87,6 +93,7 @@ class Reporter:
     def _find_problems(self) -> list[str]:
         try:
             self._scheduler.check()
+            self._adapters.check()
         except AssertionError as error:
             return [f"scheduler: {error}", *self._role.check()]
         return self._role.check()

@@ -29,7 +29,8 @@ class StreamGate:
         return [told for output in outputs if (told := self._judge(output)) is not None]
 
     def _interval_for(self, request: GenerateRequest) -> int:
-        if request.sampling.stop and request.sampling.min_new_tokens:
+        sampling = request.sampling
+        if (sampling.stop or sampling.stop_regex) and sampling.min_new_tokens:
             return 1  # a stop string may stand before the least length: the detokenizer must see where the end came
         if not request.stream:
             return FORCED_INTERVAL

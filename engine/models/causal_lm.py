@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.layers.linear import LinearSite
 from engine.models.cache_spec import CacheSpec
 
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]. It writes k and v into the KV pool, then attends
@@ -17,6 +18,10 @@ class CausalLM(Protocol):
 
     def cache_specs(self) -> list[CacheSpec]:
         """What each layer wants remembered, in layer order."""
+        ...
+
+    def linear_sites(self) -> list[LinearSite]:
+        """The matrices that adapters may change, in the same order for all models of one shape."""
         ...
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

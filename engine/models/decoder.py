@@ -6,7 +6,7 @@ Knows tensors and tensor names. Must not know pages, requests or batches: attent
 import torch
 
 from engine.layers.gated_mlp import GatedMLP
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, apply_rope
 from engine.model_config import ModelConfig
@@ -24,6 +24,7 @@ class DenseDecoder:
         self._spec = FullAttentionSpec(
             num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=checkpoint.dtype_name
         )
+        self._config = config
         table = [config.vocab_size, config.hidden_size]
         self._embedding = checkpoint.take("model.embed_tokens.weight", table)
         self._layers = [_Layer(config, checkpoint, index=index) for index in range(config.num_layers)]
@@ -36,6 +37,9 @@ class DenseDecoder:
 
     def cache_specs(self) -> list[CacheSpec]:
         return [self._spec] * len(self._layers)
+
+    def linear_sites(self) -> list[LinearSite]:
+        return [site for index, layer in enumerate(self._layers) for site in layer.sites(self._config, index)]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         x = self._embedding.index_select(0, input_ids)
@@ -57,6 +61,19 @@ class _Layer:
         self._mlp_norm = RMSNorm(checkpoint.take(f"{prefix}post_attention_layernorm.weight", [hidden]), eps=eps)
         self._mlp = _mlp(config, checkpoint, prefix=f"{prefix}mlp.")
 
+    def sites(self, config: ModelConfig, index: int) -> list[LinearSite]:
+        attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+        hidden, size = config.hidden_size, config.intermediate_size
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        qkv = ((f"{attention}q_proj", q), (f"{attention}k_proj", kv), (f"{attention}v_proj", kv))
+        gate_up = ((f"{mlp}gate_proj", size), (f"{mlp}up_proj", size))
+        return [
+            LinearSite(self._attention.qkv, SiteShape(hidden, qkv)),
+            LinearSite(self._attention.out, SiteShape(q, ((f"{attention}o_proj", hidden),))),
+            LinearSite(self._mlp.gate_up, SiteShape(hidden, gate_up)),
+            LinearSite(self._mlp.down, SiteShape(size, ((f"{mlp}down_proj", hidden),))),
+        ]
+
     def __call__(self, x: torch.Tensor, turn: _Turn, attend: Attend) -> torch.Tensor:
         x = x + self._attention(self._attention_norm(x), turn, attend)
         return x + self._mlp(self._mlp_norm(x))
@@ -74,18 +91,18 @@ class _Attention:
         bias = checkpoint.take_rows([f"{name}.bias" for name in names], rows, []) if config.attention_bias else None
         self._index = index
         self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
-        self._qkv = Linear(weight, bias)
+        self.qkv = Linear(weight, bias)
         out_bias = checkpoint.take(f"{prefix}o_proj.bias", [hidden]) if config.attention_out_bias else None
-        self._out = Linear(checkpoint.take(f"{prefix}o_proj.weight", [hidden, heads * dim]), out_bias)
+        self.out = Linear(checkpoint.take(f"{prefix}o_proj.weight", [hidden, heads * dim]), out_bias)
         self._norm = _qk_norm(config, checkpoint, prefix=prefix) if config.qk_norm else None
 
     def __call__(self, x: torch.Tensor, turn: _Turn, attend: Attend) -> torch.Tensor:
         heads, kv_heads = self._heads, self._kv_heads
-        qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, self._dim)
+        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self._dim)
         qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
         qk = apply_rope(qk if self._norm is None else self._norm(qk), *turn)
         q, k = torch.split(qk, [heads, kv_heads], dim=1)
-        return self._out(attend(self._index, q, k, v))
+        return self.out(attend(self._index, q, k, v))
 
 
 def _qk_norm(config: ModelConfig, checkpoint: Checkpoint, *, prefix: str) -> RMSNorm:

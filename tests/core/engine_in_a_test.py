@@ -4,21 +4,25 @@ import random
 from collections import deque
 
 from engine.core.growth import MeasuredGrowth
+from engine.core.host_cache import HostCache
 from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.outputs import StepEffects
 from engine.core.page_allocator import PageAllocator
-from engine.core.plan import Plan
+from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.policy import Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
-from tests.core.hash_model import HashModel
+from tests.core.hash_model import HashModel, next_token, prefix_hash
 
 
 class EngineInATest:
+    """`lag`: a launched step runs when it is collected, as late as a stream may; otherwise at once."""
+
     def __init__(
         self,
         *,
@@ -27,6 +31,7 @@ class EngineInATest:
         max_running: int = 8,
         chunk: int | None = 16,
         depth: int = 1,
+        lag: bool = False,
         radix: bool = True,
         max_queued: int = 1000,
         policy: str = "fcfs",
@@ -34,7 +39,9 @@ class EngineInATest:
         conservativeness: float = 1.0,
         backup_pages: int = 0,
         reserve_floor: int = 0,
+        host: HostCache | None = None,
         resume_elsewhere: bool = False,
+        vocab_size: int | None = None,
         **limits: object,
     ) -> None:
         allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
@@ -45,7 +52,7 @@ class EngineInATest:
             chunked_prefill_size=chunk,
             **{"max_prefill_tokens": 64, **limits},  # type: ignore[arg-type]
         )
-        memory = Memory(allocator=allocator, cache=RadixCache(allocator, enabled=radix))
+        memory = Memory(allocator=allocator, cache=RadixCache(allocator, enabled=radix, below=host), host=host)
         self.scheduler = Scheduler(
             limits=bounds,
             memory=memory,
@@ -58,29 +65,60 @@ class EngineInATest:
             reserve_floor=reserve_floor,
             growth=MeasuredGrowth(),
             resume_elsewhere=resume_elsewhere,
+            vocab_size=vocab_size,
         )
         self.now_s = 0.0
         self.model = HashModel(page_size=page_size)
         self.depth = depth
-        self.launched: deque[tuple[Plan, object]] = deque()
+        self.lag = lag
+        self.launched: deque[tuple[Plan, StepResult | None]] = deque()
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, FinishReason] = {}
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.plans: list[Plan] = []
 
     def add(
-        self, rid: str, prompt: list[int], *, eos: int | None = None, priority: int = 0, **sampling: object
+        self,
+        rid: str,
+        prompt: list[int],
+        *,
+        eos: int | None = None,
+        priority: int = 0,
+        adapter: int = 0,
+        **sampling: object,
     ) -> Request:
-        request = Request(
+        request = self._request(rid, prompt, eos=eos, priority=priority, adapter=adapter, **sampling)
+        self.say(self.scheduler.add(request))
+        return request
+
+    def land(self, rid: str, prompt: list[int], **sampling: object) -> Request:
+        """A request whose prompt was computed elsewhere: adopted, its KV written, its first token known."""
+        request = self._request(rid, prompt, **sampling)
+        assert self.scheduler.adopt(request) is None and self.scheduler.reserve(request)
+        self.model.write(request.pages, prompt)
+        first = ItemResult(next_token(prefix_hash(prompt)))
+        self.say(self.scheduler.start_decoding(request, first, cached_tokens=0))
+        return request
+
+    def _request(
+        self,
+        rid: str,
+        prompt: list[int],
+        *,
+        eos: int | None = None,
+        priority: int = 0,
+        adapter: int = 0,
+        **sampling: object,
+    ) -> Request:
+        return Request(
             rid=rid,
             input_ids=prompt,
             sampling=SamplingParams(**{"max_new_tokens": 8, **sampling}),  # type: ignore[arg-type]
             eos_ids=frozenset() if eos is None else frozenset({eos}),
             arrived_s=self.now_s,
             priority=priority,
+            adapter=adapter,
         )
-        self.say(self.scheduler.add(request))
-        return request
 
     def abort(self, rid: str) -> None:
         self.say(self.scheduler.abort(rid))
@@ -95,23 +133,32 @@ class EngineInATest:
 
     def turn(self) -> bool:
         """One turn of the loop; False when there is nothing left to do."""
-        plan = self.scheduler.schedule(self.now_s)
-        while plan is not None and plan.wait and self.launched:
+        plan = self.next_plan()
+        while plan is not None and (plan.wait or plan.draw_late) and self.launched:
             self.collect()
         if plan is not None:
-            self.scheduler.fill_masks(plan)
-            self.plans.append(plan)
-            self.launched.append((plan, self.model.run(plan)))
+            self.launch(plan)
         if self.launched and (plan is None or len(self.launched) >= self.depth):
             self.collect()
             return True
         self.scheduler.check()
         return plan is not None
 
+    def next_plan(self) -> Plan | None:
+        return self.scheduler.schedule(self.now_s)
+
+    def launch(self, plan: Plan) -> None:
+        self.scheduler.fill_masks(plan)
+        self.plans.append(plan)
+        self.launched.append((plan, None if self.lag else self.model.run(plan)))
+
     def collect(self) -> None:
-        done, result = self.launched.popleft()
-        self.say(self.scheduler.collect(done, result).outputs)  # type: ignore[arg-type]
+        plan, result = self.launched.popleft()
+        self.on_step(self.scheduler.collect(plan, result or self.model.run(plan)))
         self.scheduler.check()
+
+    def on_step(self, effects: StepEffects) -> None:
+        self.say(effects.outputs)
 
     def run(self, max_turns: int = 10_000) -> None:
         for _ in range(max_turns):

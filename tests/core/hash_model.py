@@ -1,32 +1,57 @@
-"""A model in ten lines whose KV can be checked: each cache slot holds the hash of the token prefix that ends there.
+"""A model in a few lines whose KV can be checked: each cache slot holds the hash of the token prefix that ends there.
 
-A step verifies every slot it reads, so a lost, stale, swapped or overwritten page fails at once, and the next token is
-a function of the whole prefix, so the expected answer of any prompt is computable without an engine.
+A step verifies every slot it reads, so a lost, stale, swapped or overwritten page fails at once, and whatever the model
+says (next token, logprob, hidden state) is a function of the whole prefix, so the right answer needs no engine.
 """
 
-from engine.core.plan import ItemResult, Plan, StepResult
+import array
+from dataclasses import dataclass
+
+from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
+from engine.messages import TokenLogprob
 
 VOCAB = 50
+MASK_BYTES = 8
+BAD_SHARE = 61  # one prefix in so many gives NaN, where the model may
 
 
 def step_hash(before: int, token: int) -> int:
     return (before * 1000003 + token + 1) % (2**61 - 1)
 
 
-def prefix_hash(tokens: list[int]) -> int:
-    value = 0
+def prefix_hash(tokens: list[int], seed: int = 0) -> int:
+    """`seed`: other weights, or an adapter: other KV of the same tokens."""
+    value = seed
     for token in tokens:
         value = step_hash(value, token)
     return value
 
 
-def next_token(prefix: int) -> int:
-    return (prefix >> 7) % VOCAB
+def next_token(prefix: int, mask: bytes | None = None) -> int:
+    """The first token that `mask` allows, from the one that the prefix says."""
+    first = (prefix >> 7) % VOCAB
+    if mask is None:
+        return first
+    return next(t % VOCAB for t in range(first, first + VOCAB) if mask[t % VOCAB // 8] >> (t % VOCAB % 8) & 1)
 
 
-def expected_tokens(prompt: list[int], n: int, eos: int | None = None) -> list[int]:
-    """What greedy generation must give."""
-    value, out = prefix_hash(prompt), []
+def is_bad(prefix: int) -> bool:
+    return prefix % BAD_SHARE == 0
+
+
+def logprob_of(prefix: int, token: int) -> float:
+    """Of `token` behind `prefix`."""
+    return -float((prefix + token * 7) % 4096)
+
+
+def hidden_of(prefix: int) -> list[float]:
+    """Small whole numbers: their float32 sums are exact in any order."""
+    return [float(prefix % 251), float(prefix % 127)]
+
+
+def expected_tokens(prompt: list[int], n: int, eos: int | None = None, *, adapter: int = 0) -> list[int]:
+    """What greedy generation must give. An adapter changes the KV of every token."""
+    value, out = prefix_hash(prompt, adapter), []
     while len(out) < n:
         token = next_token(value)
         out.append(token)
@@ -36,15 +61,30 @@ def expected_tokens(prompt: list[int], n: int, eos: int | None = None) -> list[i
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One token's place in a page: the hash of the prefix that ends here, and the token."""
+
+    value: int
+    token: int
+
+
 class HashModel:
-    """Executes plans in the order of the stream, like the model runner: page rows, FutureMap, KV by (page, offset)."""
+    """Executes plans in the order of the stream, like the model runner: page rows, FutureMap, KV by (page, offset).
+
+    `weights`: other weights, other KV. `gives_nan`: some prefixes do.
+    """
 
     def __init__(self, *, page_size: int) -> None:
         self.page_size = page_size
-        self.kv: dict[tuple[int, int], int] = {}
+        self.weights = 0
+        self.gives_nan = False
+        self.kv: dict[tuple[int, int], Slot] = {}
         self.rows: dict[int, list[int]] = {}
+        self.adapters: dict[int, int] = {}
         self.last: dict[int, int] = {}
-        self.copies: dict[int, list[list[int | None]]] = {}  # of pages, in host memory
+        self.copies: dict[int, list[list[Slot | None]]] = {}  # of pages, in host memory
+        self.host: dict[int, list[Slot]] = {}  # host page -> its slots
 
     def run(self, plan: Plan) -> StepResult:
         self._copy_pages(plan)
@@ -53,23 +93,31 @@ class HashModel:
         for opened in plan.opens:
             assert opened.slot not in self.rows, "a slot is opened twice"
             self.rows[opened.slot] = []
-        results = []
-        for item in plan.items:
-            row = self.rows[item.slot]
-            assert len(row) == item.page_start
-            row += item.new_pages
-            tokens = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
-            value = self._read(row, item.start)
-            for position, token in enumerate(tokens, item.start):
-                value = step_hash(value, token)
-                self.kv[self._at(row, position)] = value
-            token = next_token(value) if item.sample else None
-            if token is not None:
-                self.last[item.slot] = token
-            results.append(ItemResult(token))
-        return StepResult(plan.seq, results)
+            self.adapters[opened.slot] = opened.adapter
+        return StepResult(plan.seq, [self._forward(item, plan.masks.get(i)) for i, item in enumerate(plan.items)])
+
+    def _forward(self, item: PlanItem, mask: bytes | None) -> ItemResult:
+        row = self.rows[item.slot]
+        assert len(row) == item.page_start
+        row += item.new_pages
+        tokens = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
+        values = [self.read(row, item.start, adapter=self.adapters[item.slot])]
+        for position, token in enumerate(tokens, item.start):
+            values.append(step_hash(values[-1], token))
+            self.kv[self._at(row, position)] = Slot(values[-1], token)
+        result = ItemResult(None, input_logprobs=_input_logprobs(item, tokens, values), hidden=_hidden(item, values))
+        if item.sample:
+            result.token = self.last[item.slot] = next_token(values[-1], mask)
+            result.bad = self.gives_nan and is_bad(values[-1])
+            if item.logprobs is not None:
+                result.logprob = TokenLogprob(logprob_of(values[-1], result.token), result.token)
+        return result
 
     def _copy_pages(self, plan: Plan) -> None:
+        for out in plan.to_host:
+            self.host[out.host_page] = [self.kv[out.page, o] for o in range(self.page_size)]
+        for back in plan.from_host:
+            self.kv.update({(back.page, o): v for o, v in enumerate(self.host[back.host_page])})
         for key in plan.drops:
             del self.copies[key]
         for save in plan.saves:
@@ -82,13 +130,42 @@ class HashModel:
     def _at(self, row: list[int], position: int) -> tuple[int, int]:
         return row[position // self.page_size], position % self.page_size
 
-    def _read(self, row: list[int], end: int) -> int:
-        """The hash at end - 1; it vouches for the slots before it only if those still hold what led to it."""
-        return self.kv[self._at(row, end - 1)] if end else 0
+    def read(self, row: list[int], end: int, *, adapter: int = 0) -> int:
+        """The hash at end - 1, which vouches for what stands before it: every slot must follow from the one before."""
+        value = self.weights + adapter
+        for position in range(end):
+            slot = self.kv[self._at(row, position)]
+            value = step_hash(value, slot.token)
+            assert slot.value == value, f"wrong KV at position {position}"
+        return value
+
+    def write(self, pages: list[int], tokens: list[int]) -> None:
+        """As a transfer does: KV of `tokens` into `pages`, behind the back of the stream."""
+        value = self.weights
+        for position, token in enumerate(tokens):
+            value = step_hash(value, token)
+            self.kv[self._at(pages, position)] = Slot(value, token)
 
     def verify(self, pages: list[int], tokens: list[int]) -> None:
         """Every slot of `pages` holds the prefix hash of `tokens`."""
-        value = 0
-        for position, token in enumerate(tokens):
-            value = step_hash(value, token)
-            assert self.kv[self._at(pages, position)] == value, f"wrong KV at position {position}"
+        assert self.read(pages, len(tokens)) == prefix_hash(tokens, self.weights), "the KV of another prompt"
+
+
+def _input_logprobs(item: PlanItem, tokens: list[int], values: list[int]) -> list[TokenLogprob]:
+    """values[i]: the prefix before tokens[i]."""
+    if item.logprob_from is None:
+        return []
+    tokens = tokens if item.logprob_next is None else [*tokens, item.logprob_next]
+    at = range(item.logprob_from - item.start, len(tokens))
+    return [TokenLogprob(logprob_of(values[i], tokens[i]), tokens[i]) for i in at]
+
+
+def _hidden(item: PlanItem, values: list[int]) -> bytes:
+    if item.hidden_from is None:
+        return b""
+    rows = [hidden_of(value) for value in values[1 + item.hidden_from - item.start :]]
+    if item.pool == "last":
+        rows = rows[-1:]
+    elif item.pool == "mean":
+        rows = [[sum(column) for column in zip(*rows, strict=True)]]
+    return array.array("f", [x for row in rows for x in row]).tobytes()

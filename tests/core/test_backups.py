@@ -1,8 +1,6 @@
 """Retraction with KV copied to the host: the same tokens, no copy left, memory given back only after its copy."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine.core import new_token_ratio
 from engine.core.request import Request
@@ -76,45 +74,6 @@ def test_an_abort_while_retracted_forgets_the_copy() -> None:
         engine.abort(rid)
     engine.run()
     assert engine.model.copies == {} and engine.scheduler.idle
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    requests=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 25), st.integers(0, 60)), min_size=1, max_size=8),
-    depth=st.integers(1, 2),
-    page_size=st.sampled_from([1, 4]),
-    capacity=st.integers(48, 90),
-    backup_pages=st.sampled_from([0, 6, 1000]),
-    radix=st.booleans(),
-    aborts=st.booleans(),
-)
-def test_any_load_ends_with_the_right_tokens_and_no_copy(
-    requests: list[tuple[int, int, int]],
-    depth: int,
-    page_size: int,
-    capacity: int,
-    backup_pages: int,
-    radix: bool,
-    aborts: bool,
-) -> None:
-    pages = capacity // page_size
-    engine = EngineInATest(
-        num_pages=pages, page_size=page_size, depth=depth, radix=radix, backup_pages=backup_pages, conservativeness=0.0
-    )
-    prompts = {f"r{i}": [i % 3, *range(length)] for i, (length, _, _) in enumerate(requests)}
-    for (rid, prompt), (_, new, _) in zip(prompts.items(), requests, strict=True):
-        engine.add(rid, prompt, max_new_tokens=new)
-    when = {after: f"r{i}" for i, (_, _, after) in enumerate(requests)} if aborts else {}
-    for turn in range(5000):
-        if turn in when:
-            engine.abort(when[turn])
-        if not engine.turn() and turn > 60:
-            break
-    assert engine.scheduler.idle and engine.model.copies == {}
-    for i, (rid, prompt) in enumerate(prompts.items()):
-        want = expected_tokens(prompt, requests[i][1])
-        got = engine.tokens[rid]
-        assert got == (want if engine.finish[rid].kind == "length" else want[: len(got)])
 
 
 @pytest.mark.parametrize(("floor", "taken"), [(0, [True, True, True]), (8, [True, True, False])])

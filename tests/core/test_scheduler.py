@@ -1,10 +1,9 @@
-"""The scheduler with literals: what is planned, what ends when, where memory goes."""
+"""The scheduler with literals: what is planned, what ends when, where memory goes. (Anything at all: tests/core/proof.)"""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from engine.core.policy import POLICIES, Priorities
+from engine.core.policy import Priorities
+from engine.messages import LogprobOptions
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 
@@ -221,6 +220,53 @@ def test_decodes_ride_along_with_a_chunk(depth: int) -> None:
     assert engine.tokens == {"running": expected_tokens([1, 2, 3], 12), "long": expected_tokens(list(range(30)), 2)}
 
 
+def test_a_chunked_prompt_goes_on_by_a_page_although_riders_have_the_budget() -> None:
+    """They may have come since its first chunk: from a prefill worker, or resumed."""
+    engine = EngineInATest(page_size=4, chunk=8, max_running=20, mixed_chunk=True)
+    engine.add("long", list(range(20)), max_new_tokens=2)
+    engine.turn()
+    for i in range(7):
+        engine.land(f"r{i}", [i], max_new_tokens=20)
+    engine.run()
+    parts = [item.q_len for plan in engine.plans for item in plan.items if item.rid == "long" and item.extend]
+    assert parts == [8, 4, 4, 4] and engine.tokens["long"] == expected_tokens(list(range(20)), 2)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_has_a_row_goes_on_although_others_have_none(depth: int) -> None:
+    """A decode worker adopts more than it has rows; after a retraction those without one stand before the one that has."""
+    engine = EngineInATest(page_size=4, max_running=1, depth=depth)
+    engine.land("first", [1], max_new_tokens=9)
+    engine.turn()
+    engine.land("second", [2], max_new_tokens=9)
+    while engine.launched:
+        engine.collect()
+    engine.scheduler.retract_all()
+    engine.land("third", [3], max_new_tokens=9)
+    engine.run()
+    assert engine.tokens == {rid: expected_tokens([i], 9) for i, rid in enumerate(("first", "second", "third"), 1)}
+
+
+@pytest.mark.parametrize(("length", "new"), [(5, 35), (4, 36), (1, 39)])
+def test_a_request_that_fills_the_memory_is_given_its_pages(length: int, new: int) -> None:
+    """Forty tokens in ten pages: what may run at all must not wait for ever."""
+    engine = EngineInATest(page_size=4, num_pages=10, conservativeness=2.0)
+    engine.land("r", list(range(length)), max_new_tokens=new)
+    engine.run()
+    assert engine.tokens["r"] == expected_tokens(list(range(length)), new)
+
+
+def test_prompt_logprobs_come_once_although_the_prompt_was_retracted_half_way() -> None:
+    engine = EngineInATest(page_size=4, chunk=8)
+    request = engine.add("r", list(range(20)), max_new_tokens=2)
+    request.logprobs = LogprobOptions(0)
+    engine.turn()
+    assert engine.scheduler.retract_all() == 1
+    engine.run()
+    said = [entry.token_id for output in engine.outputs["r"] for entry in output.input_logprobs]
+    assert said == list(range(20))
+
+
 def test_two_prefills_in_a_row_ask_for_depth_1() -> None:
     engine = EngineInATest(depth=2, chunk=8, wait_between_prefills=True)
     for i in range(3):
@@ -258,91 +304,3 @@ def test_a_much_higher_priority_takes_a_running_place(priority: int, preempted: 
     engine.run()
     assert engine.scheduler.counters.preemptions == preempted
     assert engine.tokens == {"low": expected_tokens([1, 2], 20), "high": expected_tokens([3], 3)}
-
-
-REQUESTS = st.lists(
-    st.tuples(
-        st.integers(0, 3),  # which prefix family
-        st.integers(1, 30),  # prompt length
-        st.integers(1, 20),  # max_new_tokens
-        st.integers(0, 12),  # turns until the next arrival
-        st.one_of(st.none(), st.integers(0, 30)),  # abort after so many turns
-        st.integers(-20, 20),  # priority
-    ),
-    min_size=1,
-    max_size=14,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    requests=REQUESTS,
-    depth=st.integers(1, 3),
-    page_size=st.sampled_from([1, 2, 4]),
-    capacity=st.integers(52, 120),
-    chunk=st.sampled_from([None, 4, 8, 16]),
-    radix=st.booleans(),
-    clip=st.sampled_from([0, 3, 4096]),
-    policy=st.sampled_from(POLICIES),
-    priorities=st.sampled_from([None, Priorities(), Priorities(low_first=True, aging_s=3.0, preempt_threshold=2)]),
-    conservativeness=st.sampled_from([0.0, 1.0, 2.0]),
-    mixed=st.booleans(),
-    backup_pages=st.sampled_from([0, 10, 1000]),
-)
-def test_anything_goes_and_every_invariant_holds(
-    requests: list[tuple[int, int, int, int, int | None, int]],
-    depth: int,
-    page_size: int,
-    capacity: int,
-    chunk: int | None,
-    radix: bool,
-    clip: int,
-    policy: str,
-    priorities: Priorities | None,
-    conservativeness: float,
-    mixed: bool,
-    backup_pages: int,
-) -> None:
-    import engine.core.new_token_ratio as memory
-
-    engine = EngineInATest(
-        depth=depth,
-        page_size=page_size,
-        num_pages=capacity // page_size,
-        chunk=chunk,
-        radix=radix,
-        max_running=5,
-        policy=policy,
-        priorities=priorities,
-        conservativeness=conservativeness,
-        mixed_chunk=mixed,
-        wait_between_prefills=not mixed,
-        backup_pages=backup_pages,
-    )
-    original, memory.CLIP_TOKENS = memory.CLIP_TOKENS, clip
-    try:
-        aborts: list[tuple[int, str]] = []
-        turn = 0
-        for i, (family, length, new, gap, abort_after, priority) in enumerate(requests):
-            prompt = [(family * 7 + k) % 50 for k in range(length)]
-            engine.add(f"r{i}", prompt, max_new_tokens=new, priority=priority)
-            if abort_after is not None:
-                aborts.append((turn + abort_after, f"r{i}"))
-            for _ in range(gap):
-                turn += 1
-                engine.now_s = float(turn)
-                engine.turn()
-                for due, rid in aborts:
-                    if due == turn:
-                        engine.abort(rid)
-        engine.run()
-    finally:
-        memory.CLIP_TOKENS = original
-    for i, (family, length, new, *_rest) in enumerate(requests):
-        want = expected_tokens([(family * 7 + k) % 50 for k in range(length)], new)
-        got = engine.tokens[f"r{i}"]
-        if engine.finish[f"r{i}"].kind == "abort":
-            assert got == want[: len(got)]
-        else:
-            assert got == want
-    assert all_pages_back(engine) and engine.model.copies == {}

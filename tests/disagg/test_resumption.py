@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from disagg.recompute import Bounds, request_for, why_not
 from tests.core.hash_model import VOCAB, expected_tokens
-from tests.disagg.roles_in_a_test import Cluster, assert_no_output_twice
+from tests.disagg.two_roles import Cluster, assert_no_output_twice
 from transfer_backends.contract import Asked, Work
 
 

@@ -45,6 +45,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "score": {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 2},
     "score-texts": {"prompt": [PROMPT, "k01 v02 k01"], "max_tokens": 0, "echo": True, "logprobs": 1},
     "stop": {"prompt": PROMPT, "max_tokens": 8, "stop": ["v91"]},
+    "stop-regex": {"prompt": PROMPT, "max_tokens": 8, "extra_body": {"stop_regex": r"v9\d"}},
     "stop-at-once": {"prompt": PROMPT, "max_tokens": 8, "stop": ["v42"]},
     "long-echo": {"prompt": " ".join(f"k{i:02d} v{i:02d}" for i in range(250)), "max_tokens": 1, "echo": True}
     | {"logprobs": 1},
@@ -157,6 +158,12 @@ def test_the_answers_are_the_right_ones(apis: tuple[openai.OpenAI, openai.OpenAI
     assert answer.logprobs.tokens == ["<bos>", *(f" {word}" for word in answer.text.split())]
     assert answer.logprobs.token_logprobs is not None and answer.logprobs.token_logprobs[0] is None
     assert answer.logprobs.token_logprobs[-3:] == pytest.approx([0, 0, 0], abs=0.01)
+    regex: Any = {"prompt": PROMPT, "max_tokens": 8, "extra_body": {"stop_regex": ["nothing", r"k\d3 v9\d"]}}
+    answer = pd.completions.create(**GREEDY, **regex).choices[0]
+    assert (answer.text, answer.finish_reason) == (" v42 ", "stop") and answer.matched_stop == r"k\d3 v9\d"  # type: ignore[attr-defined]
+    regex["extra_body"]["no_stop_trim"] = True
+    events = list(pd.completions.create(**GREEDY, **regex, stream=True))
+    assert "".join(event.choices[0].text for event in events) == " v42 k03 v91"
     chat = pd.chat.completions.create(**GREEDY, messages=USER, logprobs=True)
     assert chat.choices[0].finish_reason == "stop" and (chat.choices[0].message.content or "").strip() == "v42"
     assert chat.usage is not None and chat.usage.prompt_tokens > len(IDS)
@@ -188,6 +195,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n"),
     ({"top_p": 7}, "top_p"),
     ({"stop": ["x"] * 99}, "stop"),
+    ({"stop_regex": "(?=x)"}, "stop_regex"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ({"logprobs": 77}, "logprobs"),
     ({"seed": 2**63}, "seed"),

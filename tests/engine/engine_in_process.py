@@ -1,13 +1,14 @@
 """The whole engine of one process (real model, pool, kernels, streams, scheduler), driven without sockets."""
 
-from collections import deque
+import time
 
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.grammar import Grammar
+from engine.core.outputs import StepEffects
 from engine.core.request import Request
-from engine.executor.executor import Launch
-from engine.messages import FinishReason, LogprobOptions, TokenLogprob
+from engine.loop.pipeline import Pipeline
+from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
 from engine.model_config import load_model_config
 from engine.sampling_params import SamplingParams
 
@@ -15,12 +16,20 @@ from engine.sampling_params import SamplingParams
 class EngineInProcess:
     """`depth=None`: what the configuration resolves to."""
 
-    def __init__(self, model_path: str, *, depth: int | None = None, **flags: object) -> None:
+    def __init__(
+        self, model_path: str, *, depth: int | None = None, num_token_ids: int | None = None, **flags: object
+    ) -> None:
         config = EngineConfig(model_path=model_path, **{"max_total_tokens": 8192, **flags})  # type: ignore[arg-type]
         self.model = load_model_config(model_path)
-        self.parts: EngineParts = build_engine(config, self.model, tail_text=lambda ids: "", progress=False)
-        self.depth = depth or self.parts.depth
-        self.launched: deque[Launch] = deque()
+        self.parts: EngineParts = build_engine(
+            config, self.model, tail_text=lambda ids: "", progress=False, num_token_ids=num_token_ids
+        )
+        self.pipeline = Pipeline(
+            scheduler=self.parts.scheduler,
+            executor=self.parts.executor,
+            depth=depth or self.parts.depth,
+            on_step=self._on_step,
+        )
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.input_logprobs: dict[str, list[TokenLogprob]] = {}
@@ -34,6 +43,7 @@ class EngineInProcess:
         *,
         logprobs: LogprobOptions | None = None,
         grammar: Grammar | None = None,
+        adapter: int = 0,
         **sampling: object,
     ) -> None:
         values = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
@@ -45,6 +55,7 @@ class EngineInProcess:
             arrived_s=0.0,
             logprobs=logprobs,
             grammar=grammar,
+            adapter=adapter,
         )
         assert self.parts.scheduler.add(request) == []
 
@@ -56,21 +67,13 @@ class EngineInProcess:
         assert counts["held"] == counts["quarantined"] == 0
 
     def turn(self) -> bool:
-        plan = self.parts.scheduler.schedule()
-        if plan is not None:
-            while plan.wait and self.launched:
-                self._collect()
-            self.parts.scheduler.fill_masks(plan)
-            self.launched.append(self.parts.executor.launch(plan))
-        if not self.launched:
-            return False
-        if plan is None or len(self.launched) >= self.depth:
-            self._collect()
-        return True
+        self.parts.disk.turn()
+        plan = self.parts.scheduler.schedule(time.monotonic())
+        worked = plan is not None or self.pipeline.num_launched > 0
+        self.pipeline.advance(plan)
+        return worked
 
-    def _collect(self) -> None:
-        launch = self.launched.popleft()
-        effects = self.parts.scheduler.collect(launch.plan, self.parts.executor.collect(launch))
+    def _on_step(self, effects: StepEffects) -> list[TokenOutput]:
         for output in effects.outputs:
             self.tokens.setdefault(output.rid, []).extend(output.new_ids)
             self.logprobs.setdefault(output.rid, []).extend(output.logprobs)
@@ -78,6 +81,8 @@ class EngineInProcess:
             self.cached[output.rid] = output.cached_tokens
             if output.finish is not None:
                 self.finish[output.rid] = output.finish
+        return effects.outputs
 
     def close(self) -> None:
+        self.parts.disk.close()
         self.parts.executor.close()

@@ -3,7 +3,7 @@
 usage: python -m tests.faults.matrix [--jobs 2] [--again] [--results DIR] [CELL...]
 
 CELL: fault:victim:phase:backend with wildcards, `kill:prefill:*`, say; default: all. A run that was broken off goes on where it
-was; --again runs the chosen cells anew. The page is written only when every cell of the matrix has a result.
+was; --again runs the chosen cells anew. docs/reports/fault_matrix.json and the page are written when every cell of the matrix has a result.
 Exit status: 0 when all chosen cells passed.
 """
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from tests.faults.cells import Cell, chosen
 from tests.faults.lane import group_of, path_of
-from tests.faults.report import RESULTS, keep_environment, write_page
+from tests.faults.report import MATRIX, RESULTS, about_run, keep, write_page
 
 LANE_CELLS = 12
 POLL_S = 0.2
@@ -76,10 +76,12 @@ def main() -> int:
     for cell in cells if args.again else []:
         path_of(args.results, cell).unlink(missing_ok=True)
     missing = [cell for cell in cells if not path_of(args.results, cell).exists()]
+    about = about_run()
     if missing:
-        keep_environment(args.results, "matrix", began_s=time.time())
         run(missing, results=args.results, jobs=args.jobs)
-    write_page(args.results)
+    if all(path_of(args.results, cell).exists() for cell in chosen([])):
+        keep(MATRIX, {"about": about, "cells": {cell.name: _read(args.results, cell) for cell in chosen([])}})
+        write_page()
     return _summary(cells, args.results)
 
 

@@ -1,18 +1,20 @@
 """Writes docs/reliability.md from the results of the matrix and of the soak (JSON files; see `matrix.py`, `soak.py`)."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from deploy.bench.environment import describe
 from tests.faults.cells import BACKENDS, MOVERS, Cell, Fault, Phase, Victim, chosen, why_not
-from tests.faults.lane import path_of
+from tests.faults.run_cell import FAULT_S, LONG, NUM_REQUESTS
+from tests.faults.soak_report import render
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
-RESULTS = ROOT / ".faults"
+RESULTS = ROOT / ".faults"  # of a run under way
+REPORTS = ROOT / "docs" / "reports"
+MATRIX, SOAK = "fault_matrix.json", "churn_soak.json"
 
 INTRO = """# Reliability
 
@@ -46,32 +48,35 @@ Each cell brings all of them into a phase, does one fault, and demands that
 | decoding | streams have had their first tokens, {long} are asked for |
 
 A child's death ends its worker, which a supervisor starts again. In a cell: how the {requests} requests ended (`cut`: the
-connection broke, only ever where the router itself is killed), the seconds from the fault to the last one's end, then those to clean
-survivors. With one worker a role there is nobody to try again with while the victim is away: errors are what is right
+connection broke, only ever where the router itself is killed), the seconds from the fault to the last one's end, then those until
+survivors are clean (where the fault passes by itself: until all are, and serve). With one worker a role there is nobody to try again with while the victim is away: errors are what is right
 there; "right" is demanded wherever what the request still needs is left (`must_be_right` in `tests/faults/cells.py`).
 """
 
 
-def keep_environment(results: Path, name: str, *, began_s: float) -> None:
-    """Remember where and how a run was made."""
-    about = {**describe(), "load_at_start": os.getloadavg()[0], "began_s": began_s}
-    (results / f"{name}.about").write_text(json.dumps(about))
+def about_run() -> dict[str, Any]:
+    """Where and how a run is made; call it when it begins."""
+    return {**describe(), "began_s": time.time()}
 
 
-def write_page(results: Path, page: Path = PAGE) -> None:
-    from tests.faults.run_cell import FAULT_S, LONG, NUM_REQUESTS
+def keep(name: str, value: object, reports: Path = REPORTS) -> None:
+    """A report to commit: one JSON file of docs/reports."""
+    (reports / name).write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
+
+def write_page(reports: Path = REPORTS, page: Path = PAGE) -> None:
+    """From the reports that there are; the other run's part of the page stays as it was."""
     text = INTRO.format(requests=NUM_REQUESTS, fault_s=FAULT_S, long=LONG)
-    text += _matrix(results) + _soak(results)
-    page.write_text(text)
+    page.write_text(text + _matrix(_read(reports / MATRIX)) + _soak(_read(reports / SOAK)))
 
 
-def _matrix(results: Path) -> str:
-    text = "".join(f"\n### {backend}\n\n{_table(results, backend)}" for backend in BACKENDS)
-    return f"{text}\n{_reasons()}\n{_figures(results)}"
+def _matrix(report: dict[str, Any] | None) -> str:
+    cells = {} if report is None else report["cells"]
+    text = "".join(f"\n### {backend}\n\n{_table(cells, backend)}" for backend in BACKENDS)
+    return f"{text}\n{_reasons()}\n" + ("" if report is None else _figures(list(cells.values()), report["about"]))
 
 
-def _table(results: Path, backend: str) -> str:
+def _table(results: dict[str, Any], backend: str) -> str:
     lines = ["| fault | victim | " + " | ".join(Phase) + " |", "|---|---|" + "---|" * len(Phase)]
     for fault in Fault:
         for victim in Victim if backend == "nixl" else MOVERS:
@@ -80,10 +85,10 @@ def _table(results: Path, backend: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(results: Path, cell: Cell) -> str:
+def _cell(results: dict[str, Any], cell: Cell) -> str:
     if why_not(cell) is not None:
         return "n/a"
-    found = _read(path_of(results, cell))
+    found = results.get(cell.name)
     if found is None:
         return "not run"
     if not found["ok"]:
@@ -103,11 +108,7 @@ def _reasons() -> str:
     return "n/a:\n\n" + "\n".join(lines) + "\n"
 
 
-def _figures(results: Path) -> str:
-    found = [r for cell in chosen([]) if (r := _read(path_of(results, cell))) is not None]
-    about = _read(results / "matrix.about")
-    if not found or about is None:
-        return ""
+def _figures(found: list[dict[str, Any]], about: dict[str, Any]) -> str:
     loads = [r["load"] for r in found]
     worst = {name: max(r[name] for r in found) for name in ("slowest_s", "settled_s", "serves_s", "down_s")}
     return (
@@ -118,13 +119,10 @@ def _figures(results: Path) -> str:
     )
 
 
-def _soak(results: Path) -> str:
-    found, about = _read(results / "soak.result"), _read(results / "soak.about")
-    if found is None or about is None:
+def _soak(report: dict[str, Any] | None) -> str:
+    if report is None:
         return ""
-    from tests.faults.soak_report import render
-
-    return "\n## Soak under churn\n\n" + render(found) + "\n" + _where(about) + "\n"
+    return f"\n## Soak under churn\n\n{render(report)}\n{_where(report['about'])}\n"
 
 
 def _where(about: dict[str, Any]) -> str:

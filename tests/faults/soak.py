@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
 import sys
@@ -27,7 +28,7 @@ from tests.e2e.workload import recall_body
 from tests.faults.churn import ROLES, Fleet
 from tests.faults.load import judge
 from tests.faults.memory import Watch
-from tests.faults.report import RESULTS, keep_environment, write_page
+from tests.faults.report import REPORTS, RESULTS, SOAK, about_run, keep, write_page
 from tests.faults.soak_report import verdict
 
 AT_ONCE = 16
@@ -149,6 +150,7 @@ class Soak:
             "wrong": self._wrong[:10],
             "slowest_s": self._slowest_s,
             "events": dict(self._fleet.events),
+            "load": os.getloadavg()[2],
             "processes": self._watch.num_processes,
             "trends": [vars(one) for one in self._watch.trends()],
             "problems": self._problems,
@@ -175,10 +177,11 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--backend", choices=("nixl", "mooncake"), default="nixl")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where logs go")
+    parser.add_argument("--reports", type=Path, default=REPORTS, help="where the report goes; the page beside it")
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
-    keep_environment(args.results, "soak", began_s=time.time())
+    about = about_run()
     fleet = Fleet(args.backend)
     left = ["the cluster was not ended"]
     try:
@@ -189,8 +192,8 @@ def main() -> int:
         with contextlib.suppress(KeyboardInterrupt):
             left = fleet.close()
     result["problems"] += [f"left behind: {what}" for what in left]
-    (args.results / "soak.result").write_text(json.dumps(result))
-    write_page(args.results)
+    keep(SOAK, {"about": about, **result}, args.reports)
+    write_page(args.reports, args.reports.parent / "reliability.md")
     bad = verdict(result)
     print("\n".join(bad) or f"{result['requests']} requests, all as they should be")
     return 1 if bad else 0

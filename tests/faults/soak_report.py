@@ -34,7 +34,7 @@ def render(result: dict[str, Any]) -> str:
         f"leaves within 0.3 s. Meanwhile {deaths} workers died ({_list(events, ('kill -9', 'child killed', 'SIGTERM'))}); "
         f"{_list(events, ('back at its address', 'replaced at a new address'))} (POST and DELETE /workers of the router). Two prefill "
         f"and two decode workers, of which one each, the veterans, is never touched; a bootstrap server and a router.\n\n"
-        f"How they ended: {said} (left: the client went away). Wrong: {len(result['wrong'])}. The slowest took {result['slowest_s']:.1f} s. "
+        f"The machine was shared (load average {result['load']:.1f} over the last 15 minutes). How they ended: {said} (left: the client went away). Wrong: {len(result['wrong'])}. The slowest took {result['slowest_s']:.1f} s. "
         f"{'All holds.' if not bad else 'DOES NOT HOLD: ' + '; '.join(bad)}\n\n"
         f"{_errors(result)}"
         f"Resident memory of every process that lived {2 + 1} minutes or longer ({len(result['trends'])} of {result['processes']}), a straight line "

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 
 import engine.core.new_token_ratio as new_token_ratio
+from engine.core.plan import Plan
+from engine.executor.executor import Launch
+from engine.executor.model_runner import Forward, StepOutput
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
-from engine.grammar.llguidance_backend import LlguidanceCompiler
+from engine.grammar.compiler import Compiler
+from engine.grammar.registry import make_compiler
 from engine.sampling_params import GrammarSpec
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import EOS, VOCAB_SIZE, make_tiny_checkpoint
@@ -39,9 +44,11 @@ def tokenizer(checkpoint: str) -> Tokenizer:
     return load_tokenizer(Path(checkpoint))
 
 
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> LlguidanceCompiler:
-    return LlguidanceCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], any_whitespace=False)
+@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
+def compiler(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Compiler:
+    compiler = make_compiler(request.param, tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], any_whitespace=False)
+    assert compiler is not None
+    return compiler
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +59,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def run(path: str, compiler: LlguidanceCompiler, **flags: object) -> EngineInProcess:
+def run(path: str, compiler: Compiler, **flags: object) -> EngineInProcess:
     """Every grammar four times with a drawn seed, and plain requests beside them."""
     engine = EngineInProcess(path, **flags)
     try:
@@ -74,7 +81,7 @@ def text_of(tokenizer: Tokenizer, engine: EngineInProcess, rid: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint: str, compiler: LlguidanceCompiler) -> EngineInProcess:
+def reference(checkpoint: str, compiler: Compiler) -> EngineInProcess:
     return run(checkpoint, compiler)
 
 
@@ -92,6 +99,36 @@ def test_every_answer_is_in_its_grammar(reference: EngineInProcess, tokenizer: T
     assert "stop" in kinds and "abort" not in kinds
 
 
+def test_a_forward_is_launched_while_the_token_before_it_is_not_drawn(checkpoint: str, compiler: Compiler) -> None:
+    """The stream is held at the first step: the second one's forward is on it all the same, and its draw is not."""
+    engine = EngineInProcess(checkpoint, stream="threaded")
+    runner = engine.parts.executor._runner
+    order: list[str] = []
+    gate = threading.Event()
+    launch_forward, draw = engine.parts.executor.launch_forward, runner.draw
+
+    def launch_and_open(plan: Plan) -> Launch:
+        launch = launch_forward(plan)
+        order.append(f"forward {plan.seq} launched")
+        gate.set()
+        return launch
+
+    def held_draw(plan: Plan, forward: Forward) -> StepOutput:
+        assert gate.wait(60.0)
+        order.append(f"draw {plan.seq}")
+        return draw(plan, forward)
+
+    engine.parts.executor.launch_forward, runner.draw = launch_and_open, held_draw  # type: ignore[method-assign]
+    try:
+        grammar = compiler.compile(SPECS["regex"]).start()
+        engine.add("r", [20, 21], grammar=grammar, max_new_tokens=2, temperature=1.0, seed=1)
+        engine.run()
+    finally:
+        gate.set()
+        engine.close()
+    assert order == ["forward 2 launched", "draw 1", "draw 2"]
+
+
 WAYS = {
     "depth-2": {"stream": "threaded", "stream_delay_ms": 1.0},
     "depth-2-mixed": {"stream": "threaded", "enable_mixed_chunk": True, "chunked_prefill_size": 16},
@@ -101,16 +138,17 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_do_not_depend_on_depth_or_batch(
-    checkpoint: str, compiler: LlguidanceCompiler, reference: EngineInProcess, way: str
+    checkpoint: str, compiler: Compiler, reference: EngineInProcess, way: str
 ) -> None:
     """Plain requests beside the constrained ones too."""
     engine = run(checkpoint, compiler, **WAYS[way])
     assert engine.tokens == reference.tokens
+    assert (engine.parts.scheduler.counters.late_draws > 0) == way.startswith("depth-2")
     assert {rid: f.kind for rid, f in engine.finish.items()} == {rid: f.kind for rid, f in reference.finish.items()}
 
 
 def test_a_retracted_request_goes_on_in_its_grammar(
-    checkpoint: str, compiler: LlguidanceCompiler, reference: EngineInProcess, monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, compiler: Compiler, reference: EngineInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(new_token_ratio, "CLIP_TOKENS", 1)
     engine = run(checkpoint, compiler, max_total_tokens=256, page_size=4, stream="threaded")
@@ -118,7 +156,7 @@ def test_a_retracted_request_goes_on_in_its_grammar(
     assert engine.tokens == reference.tokens
 
 
-def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: LlguidanceCompiler) -> None:
+def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: Compiler) -> None:
     """After `[ab]+` the text may go on or end: the drawn end token ends it, ignore_eos or not."""
     for ignore_eos in (False, True):
         engine = EngineInProcess(checkpoint)
@@ -130,7 +168,7 @@ def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: Llguidan
         assert engine.tokens["r"][-1] == EOS and len(engine.tokens["r"]) >= 2
 
 
-def test_min_new_tokens_gives_way_where_only_the_end_is_left(checkpoint: str, compiler: LlguidanceCompiler) -> None:
+def test_min_new_tokens_gives_way_where_only_the_end_is_left(checkpoint: str, compiler: Compiler) -> None:
     """`a` or an end token: before min_new_tokens the end is banned, and after `aa` nothing else is possible."""
     engine = EngineInProcess(checkpoint)
     grammar = compiler.compile(GrammarSpec("ebnf", 'start: "a" "a" b?\nb: "c"')).start()
@@ -142,7 +180,7 @@ def test_min_new_tokens_gives_way_where_only_the_end_is_left(checkpoint: str, co
 
 
 def test_a_token_that_the_grammar_refuses_fails_its_request_alone(
-    checkpoint: str, compiler: LlguidanceCompiler, reference: EngineInProcess
+    checkpoint: str, compiler: Compiler, reference: EngineInProcess
 ) -> None:
     """A state that is out of step (it has seen another token) is told, and hurts nobody else."""
     engine = EngineInProcess(checkpoint)

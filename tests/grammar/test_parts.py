@@ -1,6 +1,7 @@
 """The small parts with literals: masks on logits, the finish check, the scheduler's waits, bad grammars, structural tags."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -9,16 +10,19 @@ from engine.core.finish import check_finish
 from engine.core.request import Request
 from engine.executor.token_mask import token_mask, unpacked_on_device
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
-from engine.grammar.compiler import GrammarInvalid
+from engine.grammar.compiler import Compiler, GrammarInvalid
 from engine.grammar.llguidance_backend import LlguidanceCompiler
+from engine.grammar.registry import make_compiler
 from engine.model_config import DEFAULT_MODEL_PATH
 from engine.sampling_params import GrammarSpec, SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 from tests.frontend.conftest import byte_tokenizer
+from tests.grammar.fixed import Fixed
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, EOS = 260, 256
+BACKENDS = ("llguidance", "xgrammar")
 
 
 def bits(*tokens: int, words: int = 2) -> bytes:
@@ -62,29 +66,6 @@ def test_where_an_edit_banned_all_that_is_allowed_the_grammar_wins() -> None:
     assert masked[1].isfinite().nonzero().flatten().tolist() == [6]
 
 
-class Fixed:
-    """Accepts what it is told to and ends after `length` tokens."""
-
-    problem = "no such word"
-
-    def __init__(self, length: int, refuses: int = -1) -> None:
-        self.seen: list[int] = []
-        self.masks = 0
-        self._length, self._refuses = length, refuses
-
-    @property
-    def ended(self) -> bool:
-        return len(self.seen) >= self._length
-
-    def accept(self, token: int) -> bool:
-        self.seen.append(token)
-        return token != self._refuses
-
-    def bitmask(self) -> bytes:
-        self.masks += 1
-        return b""
-
-
 def request_of(output: list[int], *, max_new_tokens: int, grammar: Fixed, eos: int = 9) -> Request:
     sampling = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=(7,))
     request = Request(
@@ -115,8 +96,8 @@ def test_the_grammar_s_end_has_its_place_among_the_checks(
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_batch_with_a_grammar_waits_for_the_tokens_before_it(depth: int) -> None:
-    """The state has seen every token but the last before each mask; plain batches do not wait."""
+def test_the_draw_of_a_constrained_batch_waits_for_the_tokens_before_it(depth: int) -> None:
+    """The state has seen every token but the last before each mask; plain batches draw at once."""
     engine = EngineInATest(depth=depth)
     grammar = Fixed(5)
     request = engine.add("r", [1, 2, 3], max_new_tokens=20)
@@ -124,11 +105,13 @@ def test_a_batch_with_a_grammar_waits_for_the_tokens_before_it(depth: int) -> No
     engine.run()
     assert engine.tokens["r"] == grammar.seen == expected_tokens([1, 2, 3], 5)
     assert engine.finish["r"].kind == "stop" and grammar.masks == 5
-    waits = sum(plan.wait for plan in engine.plans)
-    assert waits == 0 if depth == 1 else waits >= 4
+    late = sum(plan.draw_late for plan in engine.plans)
+    assert late == engine.scheduler.counters.late_draws
+    assert late == 0 if depth == 1 else late >= 4
+    assert not any(plan.wait for plan in engine.plans), "the forward waits for nobody"
     engine.add("plain", [4, 5], max_new_tokens=5)
     engine.run()
-    assert sum(plan.wait for plan in engine.plans) == waits
+    assert sum(plan.draw_late for plan in engine.plans) == late
 
 
 def test_a_token_outside_the_grammar_is_an_error_of_its_request() -> None:
@@ -147,9 +130,20 @@ def tokenizer() -> Tokenizer:
     return byte_tokenizer()
 
 
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> LlguidanceCompiler:
-    return LlguidanceCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS])
+def compiler(tokenizer: Tokenizer, backend: str) -> Compiler:
+    return compiler_of(backend, tokenizer)
+
+
+def compiler_of(backend: str, tokenizer: Tokenizer, **options: Any) -> Compiler:
+    compiler = make_compiler(backend, tokenizer, **{"vocab_size": VOCAB_SIZE, "eos_ids": [EOS], **options})
+    assert compiler is not None
+    return compiler
 
 
 BAD = {
@@ -172,13 +166,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_grammar_is_told_in_one_line(compiler: LlguidanceCompiler, name: str) -> None:
+def test_a_bad_grammar_is_told_in_one_line(compiler: Compiler, name: str) -> None:
     with pytest.raises(GrammarInvalid) as error:
         compiler.compile(GrammarSpec(*BAD[name]))
     assert str(error.value) and "\n" not in str(error.value) and len(str(error.value)) <= 300
 
 
-def accepts(compiler: LlguidanceCompiler, tokenizer: Tokenizer, spec: GrammarSpec, text: str) -> bool:
+def accepts(compiler: Compiler, tokenizer: Tokenizer, spec: GrammarSpec, text: str) -> bool:
     """Whether `text` and then the end may be said, token by token, each allowed by the mask before it."""
     state = compiler.compile(spec).start()
     for token in tokenizer.encode(text, add_special_tokens=False):
@@ -191,7 +185,7 @@ def accepts(compiler: LlguidanceCompiler, tokenizer: Tokenizer, spec: GrammarSpe
     return state.ended or bool(state.bitmask()[EOS // 8] >> EOS % 8 & 1)
 
 
-def test_structural_tags_force_what_follows_a_trigger(compiler: LlguidanceCompiler, tokenizer: Tokenizer) -> None:
+def test_structural_tags_force_what_follows_a_trigger(compiler: Compiler, tokenizer: Tokenizer) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}},
@@ -207,6 +201,7 @@ def test_structural_tags_force_what_follows_a_trigger(compiler: LlguidanceCompil
 
 
 def test_a_trigger_may_be_a_special_token(tokenizer: Tokenizer) -> None:
+    """llguidance alone: a special token has no text in xgrammar."""
     compiler = LlguidanceCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[257])
     tag = {"triggers": ["<s>"], "structures": [{"begin": "<s>!", "schema": {"type": "integer"}, "end": "."}]}
     state = compiler.compile(GrammarSpec("structural_tag", json.dumps(tag))).start()
@@ -225,25 +220,25 @@ def test_a_trigger_may_be_a_special_token(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_what_a_grammar_accepts(
-    compiler: LlguidanceCompiler, tokenizer: Tokenizer, kind: str, source: str, good: list[str], bad: list[str]
+    compiler: Compiler, tokenizer: Tokenizer, kind: str, source: str, good: list[str], bad: list[str]
 ) -> None:
     assert all(accepts(compiler, tokenizer, GrammarSpec(kind, source), text) for text in good)
     assert not any(accepts(compiler, tokenizer, GrammarSpec(kind, source), text) for text in bad)
 
 
 @pytest.fixture(scope="module")
-def shipped() -> tuple[LlguidanceCompiler, Tokenizer]:
+def shipped(backend: str) -> tuple[Compiler, Tokenizer]:
     """Of the shipped model: one token a word, an unknown token for all others."""
     tokenizer = load_tokenizer(DEFAULT_MODEL_PATH)
-    return LlguidanceCompiler(tokenizer, vocab_size=528, eos_ids=[2]), tokenizer
+    return compiler_of(backend, tokenizer, vocab_size=528, eos_ids=[2]), tokenizer
 
 
-def test_a_vocabulary_that_cannot_write_json_says_so(shipped: tuple[LlguidanceCompiler, Tokenizer]) -> None:
+def test_a_vocabulary_that_cannot_write_json_says_so(shipped: tuple[Compiler, Tokenizer]) -> None:
     with pytest.raises(GrammarInvalid, match="no token of the vocabulary can follow"):
         shipped[0].compile(GrammarSpec("json_schema", '{"type": "object"}'))
 
 
-def test_forced_text_is_written_with_tokens_that_say_just_that(shipped: tuple[LlguidanceCompiler, Tokenizer]) -> None:
+def test_forced_text_is_written_with_tokens_that_say_just_that(shipped: tuple[Compiler, Tokenizer]) -> None:
     """Word by word, although the tokenizer alone would drop the space before the first."""
     compiler, tokenizer = shipped
     mask = compiler.compile(GrammarSpec("regex", " v9[0-9]")).start().bitmask()
@@ -262,7 +257,7 @@ def test_forced_text_is_written_with_tokens_that_say_just_that(shipped: tuple[Ll
     assert not dead_end.accept(2) and dead_end.problem == "no token of the vocabulary can follow" and not dead_end.ended
 
 
-def test_whitespace_between_the_parts_of_json_is_a_choice(tokenizer: Tokenizer) -> None:
+def test_whitespace_between_the_parts_of_json_is_a_choice(tokenizer: Tokenizer, backend: str) -> None:
     spec = GrammarSpec("json_schema", '{"type": "object"}')
-    dense = LlguidanceCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], any_whitespace=False)
+    dense = compiler_of(backend, tokenizer, any_whitespace=False)
     assert accepts(dense, tokenizer, spec, '{"a":1}') and not accepts(dense, tokenizer, spec, '{"a": 1}')

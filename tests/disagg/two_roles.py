@@ -1,6 +1,8 @@
-"""Both roles over the production scheduler and the hash model, joined by a `Wire`, in one thread."""
+"""A prefill and a decode engine under their production roles, joined by the test's wire, in one thread."""
 
 import random
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from disagg.decode_role import DecodeRole
 from disagg.metadata import MetadataBuffers
@@ -20,16 +22,17 @@ class RoleEngine(EngineInATest):
 
     role: PrefillRole | DecodeRole
     now_s = 0.0
+    overlapped = 0  # steps launched before the last was collected
 
-    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, prefill_only: bool) -> None:
+    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, prefill_only: bool, **wishes: object) -> None:
+        """`wishes`: other fields of the request; sampling as a whole where it is not only greedy."""
         request = Request(
             rid=rid,
             input_ids=prompt,
-            sampling=SamplingParams(max_new_tokens=new),
-            eos_ids=frozenset(),
             arrived_s=self.now_s,
             bootstrap=Bootstrap("127.0.0.1", 1, room),
             prefill_only=prefill_only,
+            **{"sampling": SamplingParams(max_new_tokens=new), "eos_ids": frozenset(), **wishes},  # type: ignore[arg-type]
         )
         self.say(self.role.add(request, self.now_s))
 
@@ -39,26 +42,41 @@ class RoleEngine(EngineInATest):
     def turn(self) -> bool:
         self.say(self.role.poll(self.now_s))
         plan = self.scheduler.schedule()
+        while plan is not None and (plan.wait or plan.draw_late) and self.launched:
+            self.collect()
         if plan is not None:
-            self.scheduler.fill_masks(plan)
-            self.launched.append((plan, self.model.run(plan)))
+            self.launch(plan)
+            self.overlapped += len(self.launched) > 1
         worked = bool(self.launched)
         if self.launched and (plan is None or len(self.launched) >= self.depth):
-            done, result = self.launched.popleft()
-            effects: StepEffects = self.scheduler.collect(done, result)  # type: ignore[arg-type]
-            self.say(self.role.on_step(effects, self.now_s))
+            self.collect()
         self.scheduler.check()
         assert self.role.check() == []
         return worked
 
+    def on_step(self, effects: StepEffects) -> None:
+        self.say(self.role.on_step(effects, self.now_s))
+
 
 class Cluster:
+    """`places`: adapters in a batch of either engine; `both`: what else both are given; `decode`: what decode alone is."""
+
     def __init__(
-        self, *, pages: tuple[int, int], page_size: int, chunk: int, depth: int, rows: int = 3, **decode: object
+        self,
+        *,
+        pages: tuple[int, int],
+        page_size: int,
+        chunk: int | None,
+        depth: int,
+        rows: int = 3,
+        places: int = 0,
+        both: Mapping[str, object] = MappingProxyType({}),
+        **decode: object,
     ) -> None:
-        make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 4}
+        make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 4, "max_loras_per_batch": places}
+        make |= both
         self.prefill = RoleEngine(num_pages=pages[0], **make)  # type: ignore[arg-type]
-        self.decode = RoleEngine(num_pages=pages[1], **make, **decode)  # type: ignore[arg-type]
+        self.decode = RoleEngine(num_pages=pages[1], **{**make, **decode})  # type: ignore[arg-type]
         rows_p, rows_d = MetadataBuffers(rows), MetadataBuffers(rows)
         self.wire = Wire(prefill=self.prefill.model, decode=self.decode.model, rows=(rows_p, rows_d))
         self.prefill.role = PrefillRole(
@@ -77,9 +95,10 @@ class Cluster:
             prealloc_timeout_s=1000.0,
         )
 
-    def submit(self, rid: str, prompt: list[int], room: int, *, new: int) -> None:
-        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True)
-        self.decode.submit(rid, prompt, room, new=new, prefill_only=False)
+    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, adapter: int = 0) -> None:
+        """To both, as the router does."""
+        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True, adapter=adapter)
+        self.decode.submit(rid, prompt, room, new=new, prefill_only=False, adapter=adapter)
 
     def run(self, rng: random.Random, max_turns: int = 20_000) -> None:
         """Until nothing is left anywhere."""

@@ -1,0 +1,65 @@
+"""Which adapters the next step may hold: at most `max_loras_per_batch`, those of the running requests counted.
+
+A request whose adapter has no place is passed over; it holds up nobody behind it. So that it is not passed over for ever,
+one that has waited `lora_drain_wait_s` makes the adapter in use that ends soonest take no new requests, and the place that
+this frees is its own. Requests for the model alone need no place. The rule of skipping is SGLang's.
+"""
+
+from collections.abc import Iterable
+
+from engine.core.limits import Limits
+from engine.core.request import Request
+
+
+class AdapterBudget:
+    """Good for one step. `growing`: who computes or is about to; `waiting`: in order of arrival."""
+
+    def __init__(
+        self, limits: Limits, *, growing: Iterable[Request], waiting: Iterable[Request], now_s: float = 0.0
+    ) -> None:
+        self._places = limits.max_loras_per_batch
+        self._used: set[int] = set()
+        self._ending: int | None = None  # takes no new requests
+        self._promised: set[int] = set()  # at most one: it gets the next free place
+        if self._places == 0:
+            return
+        running = [r for r in growing if r.adapter]
+        self._used = {r.adapter for r in running}
+        overdue = self._overdue(waiting, limits.lora_drain_wait_s, now_s)
+        if overdue is not None:
+            self._promised = {overdue.adapter}
+            self._ending = _ends_soonest(running) if len(self._used) >= self._places else None
+
+    def has_place(self, request: Request) -> bool:
+        adapter = request.adapter
+        if not adapter:
+            return True
+        if adapter in self._used:
+            return adapter != self._ending
+        return len(self._used | self._promised | {adapter}) <= self._places
+
+    def take(self, request: Request) -> None:
+        """`request` is part of the step."""
+        assert self.has_place(request)
+        if request.adapter:
+            self._used.add(request.adapter)
+
+    def _overdue(self, waiting: Iterable[Request], wait_s: float | None, now_s: float) -> Request | None:
+        """The first that has waited too long for an adapter nobody uses now."""
+        if wait_s is None:
+            return None
+        for request in waiting:
+            if now_s - request.arrived_s < wait_s:
+                return None
+            if request.adapter and request.adapter not in self._used:
+                return request
+        return None
+
+
+def _ends_soonest(running: list[Request]) -> int:
+    """The adapter whose last request has least left to compute; the older load where two are equal."""
+    left: dict[int, int] = {}
+    for request in running:
+        own = request.num_tokens - request.launched_len + request.draws_left
+        left[request.adapter] = max(own, left.get(request.adapter, 0))
+    return min(left, key=lambda adapter: (left[adapter], adapter))

@@ -1,0 +1,134 @@
+"""Which LoRA adapters there are, by name, and who uses them. Pure: reading them and changing weights is done outside.
+
+    (absent) --begin_load--> LOADING --finish_load--> READY --begin_unload--> LEAVING --nobody uses it: take_left--> (absent)
+                                \\__fail_load__ (absent)
+
+An adapter's *number* belongs to one load of it: whatever comes later under the same name has another, so nothing that was
+computed with the old weights (KV in the radix cache) is ever taken for the new. Number 0 is the model alone.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class AdapterState(Enum):
+    LOADING = "loading"
+    READY = "ready"
+    LEAVING = "leaving"
+
+
+class AdapterRefused(ValueError):
+    """A name that cannot be loaded, unloaded or used now. `status`: the HTTP status of that."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(slots=True)
+class Adapter:
+    """`users`: live requests that compute with it, by rid."""
+
+    name: str
+    path: str
+    number: int
+    state: AdapterState
+    users: set[str]
+
+
+class Adapters:
+    """`max_loaded`: how many may be loaded at once; None: no limit."""
+
+    def __init__(self, *, max_loaded: int | None = None) -> None:
+        self._max_loaded = max_loaded
+        self._last_number = 0
+        self._by_name: dict[str, Adapter] = {}
+        self._used_by: dict[str, Adapter] = {}  # rid -> what it computes with
+
+    # ---- loads
+
+    def begin_load(self, name: str, path: str) -> None:
+        """Raises AdapterRefused; nothing has changed then."""
+        known = self._by_name.get(name)
+        if known is not None and known.state is AdapterState.READY:
+            raise AdapterRefused(f"lora_name: {name!r} is loaded already (from {known.path}); unload it first")
+        if known is not None:
+            raise AdapterRefused(f"lora_name: {name!r} is {known.state.value} just now", status=409)
+        if self._max_loaded is not None and len(self._by_name) >= self._max_loaded:
+            raise AdapterRefused(
+                f"lora_name: {len(self._by_name)} adapters are loaded, as many as --max-loaded-loras allows; unload one first"
+            )
+        self._last_number += 1
+        self._by_name[name] = Adapter(name, path, self._last_number, AdapterState.LOADING, set())
+
+    def finish_load(self, name: str) -> int:
+        """Its number; requests may name it from now on."""
+        adapter = self._by_name[name]
+        assert adapter.state is AdapterState.LOADING
+        adapter.state = AdapterState.READY
+        return adapter.number
+
+    def fail_load(self, name: str) -> None:
+        assert self._by_name[name].state is AdapterState.LOADING
+        del self._by_name[name]
+
+    def begin_unload(self, name: str) -> None:
+        """No new request gets it; those that have it go on. Raises AdapterRefused."""
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            raise AdapterRefused(f"lora_name: {name!r} is not loaded; {self._said_loaded()}")
+        if adapter.state is not AdapterState.READY:
+            raise AdapterRefused(f"lora_name: {name!r} is {adapter.state.value} just now", status=409)
+        adapter.state = AdapterState.LEAVING
+
+    def take_left(self) -> list[Adapter]:
+        """Those that leave and are used by nobody any more; they are forgotten."""
+        left = [a for a in self._by_name.values() if a.state is AdapterState.LEAVING and not a.users]
+        for adapter in left:
+            del self._by_name[adapter.name]
+        return left
+
+    # ---- uses
+
+    def acquire(self, rid: str, name: str) -> int:
+        """The number that request `rid` computes with, the same until `release`. Raises AdapterRefused."""
+        if rid in self._used_by:
+            return self._used_by[rid].number
+        adapter = self._by_name.get(name)
+        if adapter is None or adapter.state is AdapterState.LOADING:
+            raise AdapterRefused(f"lora_path: no adapter {name!r} is loaded; {self._said_loaded()}")
+        if adapter.state is AdapterState.LEAVING:
+            raise AdapterRefused(f"lora_path: the adapter {name!r} is being unloaded")
+        adapter.users.add(rid)
+        self._used_by[rid] = adapter
+        return adapter.number
+
+    def release(self, rid: str) -> None:
+        """The request has ended. Nothing happens if it used none."""
+        adapter = self._used_by.pop(rid, None)
+        if adapter is not None:
+            adapter.users.remove(rid)
+
+    # ---- what can be seen
+
+    def loaded(self) -> dict[str, str]:
+        """Name -> path of those that requests may name, in order of loading."""
+        return {a.name: a.path for a in self._by_name.values() if a.state is AdapterState.READY}
+
+    def counts(self) -> dict[AdapterState, int]:
+        return {state: sum(a.state is state for a in self._by_name.values()) for state in AdapterState}
+
+    @property
+    def num_used(self) -> int:
+        """Adapters that live requests compute with."""
+        return sum(bool(a.users) for a in self._by_name.values())
+
+    def _said_loaded(self) -> str:
+        names = list(self.loaded())
+        return f"loaded: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "none is"
+
+    def check(self) -> None:
+        used = {rid: a.name for a in self._by_name.values() for rid in a.users}
+        assert used == {rid: a.name for rid, a in self._used_by.items()}, "users and adapters differ"
+        assert not any(a.users for a in self._by_name.values() if a.state is AdapterState.LOADING)
+        assert self._max_loaded is None or len(self._by_name) <= self._max_loaded

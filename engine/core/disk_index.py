@@ -1,0 +1,160 @@
+"""Which pages lie in files, and which files go when room is needed. Pure: files are what the disk threads say they are.
+
+It owns the count of bytes. A write that was decided counts at once, a file counts until it is known to be gone, and the
+victims of a write are deleted before it: the bytes on disk never exceed the limit.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.core.page_keys import KVIdentity
+
+
+@dataclass(slots=True, frozen=True)
+class DiskRead:
+    """Fill `host_page` from the file of `key`."""
+
+    key: bytes
+    host_page: int
+    identity: KVIdentity
+
+
+@dataclass(slots=True, frozen=True)
+class DiskWrite:
+    """Delete the files of `victims`, then write `host_page` into the file of `key`."""
+
+    key: bytes
+    host_page: int
+    identity: KVIdentity
+    victims: tuple[bytes, ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class DiskDelete:
+    keys: tuple[bytes, ...]
+
+
+DiskWork = DiskRead | DiskWrite | DiskDelete
+Files = tuple[tuple[bytes, int], ...]  # (key, bytes)
+
+
+@dataclass(slots=True, frozen=True)
+class DiskDone:
+    """`ok`: it was read, or written. A read that is not ok has removed its file (`bad`: there was one, and it was wrong).
+
+    `undeleted`: (key, bytes) of files that should be gone and are not; a write with such victims was not tried.
+    """
+
+    work: DiskWork
+    ok: bool
+    bad: bool = False
+    undeleted: Files = ()
+
+
+class DiskIndex:
+    """`files`: (key, bytes) of what is there at the start, least recently used first; what exceeds the limit is in
+
+    `excess` and must be deleted before anything else. `file_bytes`: of one new file.
+    """
+
+    def __init__(self, *, max_bytes: int, file_bytes: int, files: Iterable[tuple[bytes, int]] = ()) -> None:
+        self._max_bytes = max_bytes
+        self._file_bytes = file_bytes
+        self._sizes: OrderedDict[bytes, int] = OrderedDict(files)  # least recently used first
+        self._writing: set[bytes] = set()
+        self._doomed: set[bytes] = set()  # being written, and to be deleted then
+        self._reading: set[bytes] = set()
+        self.num_bytes = sum(self._sizes.values())
+        self.excess = self._make_room(0) or ()
+
+    @property
+    def num_files(self) -> int:
+        return len(self._sizes)
+
+    def has(self, key: bytes) -> bool:
+        """Whether it can be read."""
+        return key in self._sizes and key not in self._writing
+
+    def holds(self, key: bytes) -> bool:
+        """Whether it is there, or on its way."""
+        return key in self._sizes
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
+
+    def begin_write(self, key: bytes) -> tuple[bytes, ...] | None:
+        """The files that go for it; None: there is no room, or it is there."""
+        if key in self._sizes:
+            return None
+        victims = self._make_room(self._file_bytes)
+        if victims is None:
+            return None
+        self._sizes[key] = self._file_bytes
+        self.num_bytes += self._file_bytes
+        self._writing.add(key)
+        return victims
+
+    def end_write(self, work: DiskWrite, *, ok: bool, undeleted: Files) -> DiskDelete | None:
+        """What is to be deleted because everything was, while this was being written."""
+        self._writing.remove(work.key)
+        if not ok:
+            self._drop(work.key)
+        self._restore(undeleted)
+        if work.key not in self._doomed:
+            return None
+        self._doomed.remove(work.key)
+        self._drop(work.key)
+        return DiskDelete((work.key,)) if ok else None
+
+    def begin_read(self, key: bytes) -> None:
+        assert self.has(key)
+        self._reading.add(key)
+
+    def end_read(self, key: bytes, *, ok: bool, undeleted: Files) -> None:
+        self._reading.discard(key)
+        if not ok:
+            self._drop(key)
+            self._restore(undeleted)
+
+    def end_delete(self, undeleted: Files) -> None:
+        self._restore(undeleted)
+
+    def clear(self) -> DiskDelete:
+        """Forget every file; what is being written goes when it is complete."""
+        self._doomed |= self._writing
+        keys = tuple(key for key in self._sizes if key not in self._writing)
+        for key in keys:
+            self._drop(key)
+        return DiskDelete(keys)
+
+    def _make_room(self, size: int) -> tuple[bytes, ...] | None:
+        """Drop the least recently used that nobody touches until `size` more bytes fit; None (and nothing changed): never."""
+        victims, room = list[bytes](), self._max_bytes - self.num_bytes
+        for key, held in self._sizes.items():
+            if room >= size:
+                break
+            if key not in self._writing and key not in self._reading:
+                victims.append(key)
+                room += held
+        if room < size:
+            return None
+        for key in victims:
+            self._drop(key)
+        return tuple(victims)
+
+    def _drop(self, key: bytes) -> None:
+        self.num_bytes -= self._sizes.pop(key, 0)
+
+    def _restore(self, undeleted: Files) -> None:
+        """They take room as before (one that was written since replaced it), as the last that would go again."""
+        for key, size in undeleted:
+            if key not in self._sizes:
+                self._sizes[key] = size
+                self.num_bytes += size
+
+    def check(self) -> None:
+        assert self.num_bytes == sum(self._sizes.values())
+        assert self._writing <= set(self._sizes) and self._doomed <= self._writing

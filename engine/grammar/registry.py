@@ -1,0 +1,37 @@
+"""Which library compiles grammars (`--grammar-backend`). Imports it only when asked for."""
+
+from collections.abc import Callable, Sequence
+
+from engine.config import ConfigError
+from engine.frontend.tokenizer import Tokenizer
+from engine.grammar.compiler import Compiler
+
+
+def make_compiler(
+    backend: str, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], any_whitespace: bool = True
+) -> Compiler | None:
+    """`backend`: "llguidance" | "xgrammar" | "none". Raises ConfigError when its library is missing."""
+    if backend == "none":
+        return None
+    try:
+        make = _BACKENDS[backend]()
+    except ImportError as error:
+        raise ConfigError(
+            f"--grammar-backend {backend}: {error}; install it (pip install {backend}) or choose another"
+        ) from error
+    return make(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids, any_whitespace=any_whitespace)
+
+
+def _llguidance() -> Callable[..., Compiler]:
+    from engine.grammar.llguidance_backend import LlguidanceCompiler
+
+    return LlguidanceCompiler
+
+
+def _xgrammar() -> Callable[..., Compiler]:
+    from engine.grammar.xgrammar_backend import XgrammarCompiler
+
+    return XgrammarCompiler
+
+
+_BACKENDS = {"llguidance": _llguidance, "xgrammar": _xgrammar}

@@ -1,0 +1,182 @@
+"""Grammars by xgrammar (https://github.com/mlc-ai/xgrammar), the second backend behind the same interface.
+
+Compiles ahead what llguidance computes on the way: masks are cheaper, hard schemas take seconds to compile. Its Python
+package imports torch and transformers, so this module is imported only in the scheduler's process and only when asked for
+(`--grammar-backend xgrammar`). Owns its view of the vocabulary: the exact bytes of every token, from our own tokenizer.
+"""
+
+import json
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import xgrammar as xg
+
+from engine.frontend.tokenizer import Tokenizer
+from engine.grammar.compiler import GrammarInvalid
+from engine.grammar.structural import StructuralTag
+from engine.sampling_params import GrammarSpec
+
+MAX_NESTING = 100  # of a schema: xgrammar's time grows with the square of it
+MAX_MESSAGE_CHARS = 300
+WORD_BITS = 32
+NO_TOKEN = "no token of the vocabulary can follow"
+
+
+class XgrammarCompiler:
+    """`vocab_size`: rows of the model's logits. `any_whitespace`: JSON may have spaces between its parts."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], any_whitespace: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = list(eos_ids)
+        self._any_whitespace = any_whitespace
+        self._lock = threading.Lock()
+        self._compiler: xg.GrammarCompiler | None = None
+
+    def prepare(self) -> None:
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = xg.GrammarCompiler(self._vocabulary(), max_threads=1, cache_enabled=False)
+
+    def compile(self, spec: GrammarSpec) -> "XgrammarGrammar":
+        self.prepare()
+        assert self._compiler is not None
+        try:
+            compiled = self._compiled(self._compiler, spec)
+        except GrammarInvalid:
+            raise
+        except (RuntimeError, ValueError, TypeError, RecursionError) as error:
+            raise GrammarInvalid(_one_line(str(error) or type(error).__name__)) from None
+        grammar = XgrammarGrammar(compiled, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
+        if not any(grammar.start().bitmask()):
+            raise GrammarInvalid(f"no answer of this model can begin so ({NO_TOKEN})")
+        return grammar
+
+    def _compiled(self, compiler: xg.GrammarCompiler, spec: GrammarSpec) -> xg.CompiledGrammar:
+        match spec.kind:
+            case "json_schema":
+                _check_schema(msgspec.json.decode(spec.source))
+                return compiler.compile_json_schema(
+                    spec.source,
+                    any_whitespace=self._any_whitespace,
+                    separators=None if self._any_whitespace else (",", ":"),
+                    strict_mode=False,
+                )
+            case "regex":
+                return compiler.compile_regex(spec.source)
+            case "ebnf":
+                gbnf = "::=" in spec.source
+                return compiler.compile_grammar(spec.source) if gbnf else compiler.compile_lark(spec.source)
+            case "structural_tag":
+                return compiler.compile_structural_tag(_structural_tag(spec.source))
+        raise GrammarInvalid(f"{spec.kind} is no kind of grammar")
+
+    def _vocabulary(self) -> xg.TokenizerInfo:
+        """A special token has no text: it is in no grammar, and an end token stands for the end."""
+        silent = self._tokenizer.special_ids
+        tokens = [b"" if i in silent else self._tokenizer.token_bytes(i) for i in range(self._vocab_size)]
+        return xg.TokenizerInfo(
+            tokens, xg.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=self._eos_ids or None
+        )
+
+
+class XgrammarGrammar:
+    """A compiled grammar, never advanced itself."""
+
+    def __init__(self, compiled: xg.CompiledGrammar, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._compiled = compiled
+        self._num_words = -(-vocab_size // WORD_BITS)
+        self._not_end = ~_mask_of(eos_ids, self._num_words)
+
+    def start(self) -> "XgrammarState":
+        return XgrammarState(xg.GrammarMatcher(self._compiled), num_words=self._num_words, not_end=self._not_end)
+
+
+class XgrammarState:
+    """One request's state. `not_end`: mask of all tokens that are no end token."""
+
+    def __init__(self, matcher: xg.GrammarMatcher, *, num_words: int, not_end: np.ndarray) -> None:
+        self._matcher = matcher
+        self._not_end = not_end
+        self._bits: np.ndarray | None = None  # of the present state, once they were asked for
+        self._num_words = num_words
+        self.problem = ""
+
+    @property
+    def ended(self) -> bool:
+        if self.problem:
+            return False
+        if self._matcher.is_terminated():
+            return True
+        return self._matcher.is_completed() and not bool((self._mask() & self._not_end).any())
+
+    def accept(self, token: int) -> bool:
+        fits = not self.problem and not self._matcher.is_terminated() and self._matcher.accept_token(token)
+        if not fits and not self.problem:
+            self.problem = f"token {token} does not fit" if self._mask().any() else NO_TOKEN
+        self._bits = None
+        return fits
+
+    def bitmask(self) -> bytes:
+        return self._mask().tobytes()
+
+    def _mask(self) -> np.ndarray:
+        """After the end, as in a state that is of no use any more, only the end may follow."""
+        if self._bits is None:
+            bits = np.full((1, self._num_words), -1, dtype=np.int32)
+            if self._matcher.is_terminated():
+                bits[0] = ~self._not_end
+            else:
+                self._matcher.fill_next_token_bitmask(bits)
+            self._bits = bits[0]
+        return self._bits
+
+
+def _mask_of(tokens: Sequence[int], num_words: int) -> np.ndarray:
+    bits = np.zeros(num_words, dtype=np.uint32)
+    for token in tokens:
+        bits[token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS)
+    return bits.view(np.int32)
+
+
+def _check_schema(schema: object, *, depth: int = 0) -> None:
+    """What xgrammar would take without a word and we do not: another document's schema, or one too deep for it."""
+    if depth > MAX_NESTING:
+        raise GrammarInvalid(f"nested deeper than {MAX_NESTING} levels")
+    if isinstance(schema, dict):
+        reference = schema.get("$ref", "#")
+        if isinstance(reference, str) and not reference.startswith("#"):
+            raise GrammarInvalid(f"$ref {reference[:80]!r}: only references into the schema itself can be followed")
+        for value in schema.values():
+            _check_schema(value, depth=depth + 1)
+    elif isinstance(schema, list):
+        for value in schema:
+            _check_schema(value, depth=depth + 1)
+
+
+def _structural_tag(source: str) -> xg.StructuralTag:
+    """Of SGLang's JSON (engine/grammar/structural.py). Raises GrammarInvalid."""
+    try:
+        tag = msgspec.json.decode(source, type=StructuralTag)
+    except msgspec.MsgspecError as error:
+        raise GrammarInvalid(str(error)) from None
+    if not tag.structures or not all(tag.triggers):
+        raise GrammarInvalid("structures must not be empty, nor may a trigger")
+    for structure in tag.structures:
+        if not any(structure.begin.startswith(trigger) for trigger in tag.triggers):
+            raise GrammarInvalid(f"no trigger begins {structure.begin!r}")
+    items = [xg.StructuralTagItem(begin=s.begin, schema=json.dumps(s.schema), end=s.end) for s in tag.structures]
+    return xg.StructuralTag.from_legacy_structural_tag(items, tag.triggers)
+
+
+def _one_line(text: str) -> str:
+    """Without the place in xgrammar's source that its messages begin with."""
+    text = " ".join(text.split())
+    place, found, rest = text.partition(".cc:")
+    if found and " " not in place.partition("] ")[2]:
+        text = rest.partition(": ")[2]
+    return text[:MAX_MESSAGE_CHARS]

@@ -1,0 +1,80 @@
+"""Puts the host tier together: host memory, disk folder and threads, and what the core decides with."""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.config import ConfigError, EngineConfig
+from engine.core.disk_index import DiskIndex
+from engine.core.host_cache import HostCache, HostCacheSettings
+from engine.core.page_keys import KVIdentity
+from engine.executor.host_pool import HostPool
+from engine.executor.kv_pool import KVPool
+from engine.hicache.disk import Disk
+from engine.hicache.page_file import file_bytes
+from engine.hicache.page_folder import PageFolder
+from engine.loop.disk_pump import DiskPump
+from engine.resolve import host_pages
+
+
+@dataclass(frozen=True, slots=True)
+class HostTier:
+    cache: HostCache
+    pool: HostPool
+    pump: DiskPump
+
+
+def build_host_tier(
+    config: EngineConfig, pool: KVPool, identity: KVIdentity, *, wakeup: Callable[[], None]
+) -> HostTier:
+    """`wakeup` is called in a disk thread whenever work has ended. Raises ConfigError."""
+    pages = host_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=_available_bytes())
+    host_pool = _allocate(pool, pages)
+    folder = PageFolder.open(config.hicache_storage_dir) if config.hicache_storage_dir is not None else None
+    index = None if folder is None else open_index(folder, config, identity)
+    cache = HostCache(
+        num_pages=pages,
+        identity=identity,
+        settings=HostCacheSettings(
+            write_policy=config.hicache_write_policy,
+            prefetch_policy=config.hicache_storage_prefetch_policy,
+            prefetch_timeout_s=config.hicache_storage_prefetch_timeout,
+        ),
+        disk=index,
+        life=uuid.uuid4().hex,
+    )
+    disk = None if folder is None else Disk(folder, page_of=host_pool.page, when_done=wakeup)
+    return HostTier(cache, host_pool, DiskPump(cache, disk))
+
+
+def open_index(folder: PageFolder, config: EngineConfig, identity: KVIdentity) -> DiskIndex:
+    """What is in the folder, cut down to the limit before anything else happens."""
+    max_bytes = int(config.hicache_storage_size_gb * 1e9)
+    if max_bytes < file_bytes(identity):
+        raise ConfigError(
+            f"--hicache-storage-size-gb {config.hicache_storage_size_gb}: "
+            f"a page takes {file_bytes(identity)} bytes; raise it"
+        )
+    index = DiskIndex(max_bytes=max_bytes, file_bytes=file_bytes(identity), files=folder.scan())
+    if undeleted := folder.delete(index.excess):
+        raise ConfigError(
+            f"--hicache-storage-dir: {len(undeleted)} files beyond --hicache-storage-size-gb cannot be deleted "
+            f"in {folder.path}; delete them or raise the limit"
+        )
+    return index
+
+
+def _allocate(pool: KVPool, pages: int) -> HostPool:
+    try:
+        return HostPool(pool, num_pages=pages)
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:
+        size = pages * pool.page_bytes / 1e9
+        raise ConfigError(f"--hicache-size: no host memory for {size:.1f} GB ({error}); lower it") from error
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise ConfigError("--enable-hierarchical-cache: /proc/meminfo does not say how much memory is available")

@@ -1,0 +1,99 @@
+"""The disk threads: one reads (somebody waits for it), one writes and deletes. Each ends every piece of work it is given.
+
+It owns the threads and their queues; what is read and written is decided in engine/core/host_cache.py. Nothing here may
+fail a request: whatever is wrong with a file or the disk is a piece of work that did not succeed.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from engine.core.disk_index import DiskDelete, DiskDone, DiskRead, DiskWork, DiskWrite
+from engine.hicache.page_file import BadFile
+from engine.hicache.page_folder import PageFolder
+
+log = logging.getLogger(__name__)
+
+END_S = 2.0
+PageView = Callable[[int], memoryview]
+
+
+class Disk:
+    """`page_of(i)`: the bytes of host page i, writable. `when_done` is called in a disk thread."""
+
+    def __init__(self, folder: PageFolder, *, page_of: PageView, when_done: Callable[[], None]) -> None:
+        self._folder = folder
+        self._page_of = page_of
+        self._when_done = when_done
+        self._done: queue.SimpleQueue[DiskDone] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[DiskWork | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[DiskWork | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._write_fails = False  # the last one did; the writing thread's
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), name=f"hicache-{name}", daemon=True)
+            for name, work in (("read", self._reads), ("write", self._writes))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: DiskWork) -> None:
+        (self._reads if isinstance(work, DiskRead) else self._writes).put(work)
+
+    def poll(self) -> list[DiskDone]:
+        """What has ended since the last call."""
+        done = []
+        while not self._done.empty():
+            done.append(self._done.get())
+        return done
+
+    def close(self) -> None:
+        """What is queued is written if that does not take long: the next process finds it."""
+        for work in (self._reads, self._writes):
+            work.put(None)
+        for thread in self._threads:
+            thread.join(END_S)
+        self._closing.set()
+        self._folder.close()
+
+    def _run(self, queue_: "queue.SimpleQueue[DiskWork | None]") -> None:
+        while (work := queue_.get()) is not None and not self._closing.is_set():
+            self._done.put(self._do(work))
+            self._when_done()
+
+    def _do(self, work: DiskWork) -> DiskDone:
+        try:
+            match work:
+                case DiskRead():
+                    return self._read(work)
+                case DiskWrite():
+                    return self._write(work)
+                case DiskDelete(keys):
+                    return DiskDone(work, ok=True, undeleted=self._folder.delete(keys))
+        except Exception:  # a thread that ends would leave requests waiting for ever
+            log.exception("hierarchical cache: %s failed", type(work).__name__)
+            return DiskDone(work, ok=False)
+
+    def _read(self, work: DiskRead) -> DiskDone:
+        try:
+            self._folder.read(work.key, self._page_of(work.host_page), work.identity)
+            return DiskDone(work, ok=True)
+        except FileNotFoundError:
+            return DiskDone(work, ok=False)
+        except (BadFile, OSError) as error:
+            log.warning("hierarchical cache: %s.kv is deleted: %s", work.key.hex(), error)
+            return DiskDone(work, ok=False, bad=True, undeleted=self._folder.delete((work.key,)))
+
+    def _write(self, work: DiskWrite) -> DiskDone:
+        if undeleted := self._folder.delete(work.victims):
+            return DiskDone(work, ok=False, undeleted=undeleted)
+        try:
+            self._folder.write(work.key, self._page_of(work.host_page), work.identity)
+            self._write_fails = False
+            return DiskDone(work, ok=True)
+        except OSError as error:
+            if not self._write_fails:  # a full disk is one line, not one a page
+                log.warning("hierarchical cache: pages cannot be written: %s", error)
+            self._write_fails = True
+            return DiskDone(work, ok=False)

@@ -1,0 +1,53 @@
+"""What the KV of this engine is: the names under which other processes may find its pages, and nobody else."""
+
+import hashlib
+from itertools import groupby
+from pathlib import Path
+
+from engine.config import ConfigError
+from engine.core.page_keys import KVIdentity
+from engine.executor.kv_pool import KVPool
+from engine.model_config import ModelConfig
+
+LAYOUT_VERSION = 1  # of engine/executor/kv_pool.py
+SAMPLE_BYTES, NUM_SAMPLES = 16 << 10, 64  # of each file of a checkpoint
+
+
+def kv_identity(pool: KVPool, model: ModelConfig, *, dtype: str, version: str, fingerprint: str) -> KVIdentity:
+    """`version`: the weights' name (what tells weights apart is `fingerprint`; a long name is cut)."""
+    layers = "+".join(
+        f"{len(list(group))}x{kv_heads}x{head_dim}:{kind}"
+        for (kv_heads, head_dim, kind), group in groupby((s.num_kv_heads, s.head_dim, s.dtype) for s in pool.specs)
+    )
+    return KVIdentity(
+        layout=hashed_if_long(f"v{LAYOUT_VERSION}/{pool.device.type}/{layers}"),
+        dtype=dtype,
+        page_size=pool.page_size,
+        page_bytes=pool.page_bytes,
+        model=model.signature(),
+        weights=f"{version[:64]}/{fingerprint}",
+    )
+
+
+def hashed_if_long(text: str) -> str:
+    return text if len(text) <= 128 else hashlib.sha256(text.encode()).hexdigest()
+
+
+def fingerprint(model_path: str) -> str:
+    """Of a checkpoint's files: name, size, time of the last change, and samples of what is in them.
+
+    Reading gigabytes would take minutes; samples, because images and archives may give all files one time. Raises
+    ConfigError.
+    """
+    digest = hashlib.sha256()
+    try:
+        for file in sorted([*Path(model_path).glob("*.safetensors"), Path(model_path) / "config.json"]):
+            status = file.stat()
+            digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+            with file.open("rb") as opened:
+                for at in range(0, status.st_size, max(SAMPLE_BYTES, status.st_size // NUM_SAMPLES)):
+                    opened.seek(at)
+                    digest.update(opened.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise ConfigError(f"{model_path}: {error}") from error
+    return digest.hexdigest()[:32]

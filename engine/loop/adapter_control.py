@@ -1,0 +1,160 @@
+"""LoRA adapters come and go while the loop runs: read in a thread, installed between two steps, unloaded when unused.
+
+It owns the registry (engine/core/adapters.py) and the calls that wait for an answer. It must not know sockets or tensors.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from engine.config import ConfigError
+from engine.core.adapters import AdapterRefused, Adapters, AdapterState
+from engine.messages import ControlReply, FinishReason, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
+
+log = logging.getLogger(__name__)
+
+OFF = "this server was started without --enable-lora"
+
+
+class AdapterStore(Protocol):
+    """The part of engine/lora/store.py that is used here."""
+
+    def start_reading(self, path: str, *, when_done: Callable[[], None]) -> "Future[Any]": ...
+
+    def read(self, path: str) -> Any: ...
+
+    def install(self, number: int, weights: Any) -> None: ...
+
+    def remove(self, number: int) -> None: ...
+
+
+class AdapterControl:
+    """`store` None: there are no adapters here. `forget_prefixes_of`: no cached KV of that number is needed any more.
+
+    `reply` answers; `wakeup` ends the loop's rest, from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: AdapterStore | None,
+        max_loaded: int | None,
+        forget_prefixes_of: Callable[[int], None],
+        reply: Callable[[ControlReply], None],
+        wakeup: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._adapters = Adapters(max_loaded=max_loaded)
+        self._forget_prefixes_of = forget_prefixes_of
+        self._reply = reply
+        self._wakeup = wakeup
+        self._reading: list[tuple[LoadAdapter, Future[Any]]] = []
+        self._unloading: dict[str, str] = {}  # name -> call that waits
+
+    @staticmethod
+    def without() -> "AdapterControl":
+        """For an engine that has no adapters and whose loop is told of none."""
+        return AdapterControl(
+            store=None, max_loaded=None, forget_prefixes_of=lambda _: None, reply=lambda _: None, wakeup=lambda: None
+        )
+
+    def load_now(self, name: str, path: str) -> None:
+        """Before the loop runs. Raises ConfigError."""
+        assert self._store is not None
+        self._adapters.begin_load(name, path)
+        self._install(name, self._store.read(path))
+
+    # ---- requests
+
+    def acquire(self, request: GenerateRequest) -> int | TokenOutput:
+        """The number of its adapter (0: none), which stays loaded until the request's end is told; or its refusal."""
+        if not request.lora:
+            return 0
+        if self._store is None:
+            return _refused(request, f"lora_path: {OFF}")
+        try:
+            return self._adapters.acquire(request.rid, request.lora)
+        except AdapterRefused as error:
+            return _refused(request, str(error))
+
+    def told(self, outputs: Iterable[TokenOutput]) -> None:
+        """These are on their way to the client."""
+        for output in outputs:
+            if output.finish is not None:
+                self._adapters.release(output.rid)
+        if self._unloading:
+            self._wakeup()  # somebody may have been the last user
+
+    # ---- loads and unloads
+
+    def on_message(self, message: LoadAdapter | UnloadAdapter) -> None:
+        if self._store is None:
+            return self._refuse(message.call_id, f"lora_name: {OFF}")
+        try:
+            if isinstance(message, UnloadAdapter):
+                self._adapters.begin_unload(message.name)
+                self._unloading[message.name] = message.call_id
+                return
+            self._adapters.begin_load(message.name, message.path)
+        except AdapterRefused as error:
+            return self._refuse(message.call_id, str(error), status=error.status)
+        self._reading.append((message, self._store.start_reading(message.path, when_done=self._wakeup)))
+
+    def on_turn(self) -> None:
+        """Once a turn, before planning."""
+        if not self._reading and not self._unloading:
+            return
+        done = [(message, future) for message, future in self._reading if future.done()]
+        self._reading = [entry for entry in self._reading if entry not in done]
+        for message, future in done:
+            self._on_read(message, future)
+        for adapter in self._adapters.take_left():
+            self._remove(adapter.name, adapter.number)
+
+    def _on_read(self, message: LoadAdapter, future: "Future[Any]") -> None:
+        error = future.exception()
+        if error is None:
+            self._install(message.name, future.result())
+            return self._accept(message.call_id, f"loaded the adapter {message.name!r}")
+        self._adapters.fail_load(message.name)
+        if not isinstance(error, ConfigError):
+            log.error("reading the adapter %s failed", message.path, exc_info=error)
+            error = ConfigError(f"{message.path} cannot be read: {error}")
+        self._refuse(message.call_id, f"lora_path: {error}")
+
+    def _install(self, name: str, weights: Any) -> None:
+        assert self._store is not None
+        self._store.install(self._adapters.finish_load(name), weights)
+        log.info("adapter %r loaded", name)
+
+    def _remove(self, name: str, number: int) -> None:
+        assert self._store is not None
+        self._store.remove(number)
+        self._forget_prefixes_of(number)
+        log.info("adapter %r unloaded", name)
+        self._accept(self._unloading.pop(name), f"unloaded the adapter {name!r}")
+
+    # ---- answers
+
+    def gauges(self) -> dict[str, float]:
+        """Only where adapters may be."""
+        if self._store is None:
+            return {}
+        counts = self._adapters.counts()
+        loaded = counts[AdapterState.READY] + counts[AdapterState.LEAVING]
+        return {"num_loaded_loras": float(loaded), "num_used_loras": float(self._adapters.num_used)}
+
+    def check(self) -> None:
+        self._adapters.check()
+
+    def _accept(self, call_id: str, message: str) -> None:
+        self._reply(ControlReply(call_id, True, message, adapters=self._adapters.loaded()))
+
+    def _refuse(self, call_id: str, message: str, *, status: int = 400) -> None:
+        self._reply(ControlReply(call_id, False, message, status=status, adapters=self._adapters.loaded()))
+
+
+def _refused(request: GenerateRequest, message: str) -> TokenOutput:
+    reason = FinishReason(kind="abort", message=message, status=400, field="lora_path")
+    return TokenOutput(rid=request.rid, new_ids=[], finish=reason, prompt_tokens=len(request.input_ids))

@@ -1,0 +1,42 @@
+"""Between the host tier's decisions and the disk threads, once a turn. It decides nothing."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from engine.core.disk_index import DiskDone, DiskWork
+from engine.core.host_cache import HostCache
+
+
+class DiskPort(Protocol):
+    """The part of engine/hicache/disk.py that is used here."""
+
+    def submit(self, work: DiskWork) -> None: ...
+
+    def poll(self) -> Iterable[DiskDone]: ...
+
+    def close(self) -> None: ...
+
+
+class DiskPump:
+    """Without a host tier or a disk a turn is nothing."""
+
+    def __init__(self, host: HostCache | None = None, disk: DiskPort | None = None) -> None:
+        self._host = host
+        self._disk = disk
+
+    def turn(self) -> None:
+        if self._host is None or self._disk is None:
+            return
+        for done in self._disk.poll():
+            self._host.on_disk(done)
+        for work in self._host.take_work():
+            self._disk.submit(work)
+
+    def close(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
+
+    @property
+    def busy(self) -> bool:
+        """Requests may wait for what is being read."""
+        return self._host is not None and self._host.busy

@@ -1,0 +1,108 @@
+"""The launched steps: which step is launched, drawn and collected when. The same for every role, device and depth.
+
+    depth 1                    launch N -> collect N -> launch N+1
+    depth 2                    launch N -> launch N+1 -> collect N
+    depth 2, the draw is late  launch N -> forward N+1 -> collect N -> masks N+1 -> draw N+1
+
+It owns the launched steps and nothing else. What a step means is the scheduler's, what comes of it the caller's.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from engine.core.outputs import StepEffects
+from engine.core.plan import Plan, StepResult
+from engine.messages import TokenOutput
+
+
+class Launched(Protocol):
+    """A step on its way."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+
+L = TypeVar("L", bound=Launched)
+
+
+class Launcher(Protocol[L]):
+    """The executor's side (engine/executor/executor.py)."""
+
+    def launch(self, plan: Plan) -> L: ...
+
+    def launch_forward(self, plan: Plan) -> L: ...
+
+    def launch_draw(self, launched: L) -> None: ...
+
+    def collect(self, launched: L) -> StepResult: ...
+
+
+class StepOwner(Protocol):
+    """The scheduler's side."""
+
+    def fill_masks(self, plan: Plan) -> None: ...
+
+    def collect(self, plan: Plan, result: StepResult) -> StepEffects: ...
+
+
+class Pipeline(Generic[L]):
+    """`depth`: steps launched before the oldest is collected. `on_step`: what is to be said of a collected one."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: StepOwner,
+        executor: Launcher[L],
+        depth: int,
+        on_step: Callable[[StepEffects], list[TokenOutput]],
+    ) -> None:
+        assert depth >= 1
+        self._scheduler = scheduler
+        self._executor = executor
+        self._depth = depth
+        self._on_step = on_step
+        self._launched: deque[L] = deque()
+
+    @property
+    def num_launched(self) -> int:
+        return len(self._launched)
+
+    @property
+    def last(self) -> Plan | None:
+        """The plan launched last, if its step is not collected yet."""
+        return self._launched[-1].plan if self._launched else None
+
+    def advance(self, plan: Plan | None) -> list[TokenOutput]:
+        """Launch `plan`; collect the oldest step where the depth is reached, or nothing else is left to do."""
+        outputs = [] if plan is None else self._launch(plan)
+        if self._launched and (plan is None or len(self._launched) >= self._depth):
+            outputs += self._collect()
+        return outputs
+
+    def _launch(self, plan: Plan) -> list[TokenOutput]:
+        if plan.draw_late and not plan.wait:
+            return self._launch_in_two(plan)
+        outputs = self._collect_all_but(0) if plan.wait else []
+        self._scheduler.fill_masks(plan)
+        self._launched.append(self._executor.launch(plan))
+        return outputs
+
+    def _launch_in_two(self, plan: Plan) -> list[TokenOutput]:
+        """The forward needs no mask: it computes while the tokens are collected that the masks follow from."""
+        launched = self._executor.launch_forward(plan)
+        self._launched.append(launched)
+        outputs = self._collect_all_but(1)
+        self._scheduler.fill_masks(plan)
+        self._executor.launch_draw(launched)
+        return outputs
+
+    def _collect_all_but(self, left: int) -> list[TokenOutput]:
+        outputs: list[TokenOutput] = []
+        while len(self._launched) > left:
+            outputs += self._collect()
+        return outputs
+
+    def _collect(self) -> list[TokenOutput]:
+        launched = self._launched.popleft()
+        return self._on_step(self._scheduler.collect(launched.plan, self._executor.collect(launched)))

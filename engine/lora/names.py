@@ -1,0 +1,52 @@
+"""The flags of adapters, read: which are loaded at start, and whether there may be any. Pure; never torch."""
+
+from engine.config import ConfigError, EngineConfig
+
+MAX_NAME_CHARS = 256
+
+
+def lora_enabled(config: EngineConfig) -> bool:
+    """`--lora-paths` asks for it as well."""
+    return config.enable_lora or bool(config.lora_paths)
+
+
+def named_paths(config: EngineConfig) -> dict[str, str]:
+    """Name -> directory of `--lora-paths`: "name=path", or a path that is its own name. Raises ConfigError."""
+    named: dict[str, str] = {}
+    for entry in config.lora_paths:
+        name, equals, path = entry.partition("=")
+        path = path if equals else entry
+        if problem := name_problem(name):
+            raise ConfigError(f"--lora-paths {entry}: the name {problem}")
+        if not path:
+            raise ConfigError(f"--lora-paths {entry}: names no directory; write NAME=DIRECTORY")
+        if name in named:
+            raise ConfigError(f"--lora-paths: two adapters are called {name!r}")
+        named[name] = path
+    return named
+
+
+def name_problem(name: str) -> str | None:
+    """What is wrong with an adapter's name, if something is."""
+    if not 0 < len(name) <= MAX_NAME_CHARS:
+        return f"must have 1 to {MAX_NAME_CHARS} characters"
+    if not name.isprintable() or name != name.strip():
+        return "must be printable, without space around it"
+    return None
+
+
+def check_lora(config: EngineConfig) -> None:
+    """Raises ConfigError for values that no server could honour."""
+    given = {
+        "--max-loras-per-batch": config.max_loras_per_batch,
+        "--max-lora-rank": config.max_lora_rank,
+        "--max-loaded-loras": config.max_loaded_loras,
+    }
+    for flag, value in given.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag}: must be at least 1, got {value}")
+    if config.lora_drain_wait_threshold < 0:
+        raise ConfigError(f"--lora-drain-wait-threshold: must be at least 0, got {config.lora_drain_wait_threshold}")
+    named, limit = named_paths(config), config.max_loaded_loras
+    if limit is not None and len(named) > limit:
+        raise ConfigError(f"--lora-paths: {len(named)} adapters are more than --max-loaded-loras {limit}")

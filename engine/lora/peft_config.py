@@ -1,0 +1,138 @@
+"""What adapter_config.json of a PEFT directory says, checked: rank and scale of each matrix. Never torch.
+
+What would change the answer and is not supported is refused by the name of its field; what only matters for training is
+not looked at. Field names and their meaning: peft.LoraConfig.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.config import ConfigError
+
+V = TypeVar("V")
+
+CONFIG_FILE = "adapter_config.json"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MAX_CONFIG_BYTES = 1 << 20
+
+# field -> values that mean "no"; anything else needs what we do not have
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "modules_to_save": (None, []),
+    "fan_in_fan_out": (None, False),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "layer_replication": (None, []),
+    "use_qalora": (None, False),
+    "alora_invocation_tokens": (None, []),
+}
+# ways to begin training that change the base model's weights too: such an adapter fits another model than ours
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """`ranks`, `alphas`: what rank_pattern and alpha_pattern say, by the end of a matrix' name."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    ranks: dict[str, int]
+    alphas: dict[str, float]
+
+    def rank_of(self, matrix: str) -> int:
+        """`matrix`: its name in the checkpoint, e.g. "model.layers.0.self_attn.q_proj"."""
+        return _by_end(self.ranks, matrix, self.rank)
+
+    def scale_of(self, matrix: str) -> float:
+        """What B A is multiplied by: alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
+        rank = self.rank_of(matrix)
+        return _by_end(self.alphas, matrix, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+
+
+def read_peft_config(folder: Path) -> PeftConfig:
+    """Raises ConfigError, one line that names file and field."""
+    file = folder / CONFIG_FILE
+    fields = _read(file)
+    if fields.get("peft_type", "LORA") != "LORA":
+        raise ConfigError(f"{file}: peft_type {fields['peft_type']!r} is not supported; only LORA is")
+    for name, fine in _UNSUPPORTED.items():
+        if fields.get(name) not in fine:
+            raise ConfigError(f"{file}: {name} {fields[name]!r} is not supported; export the adapter without it")
+    start = fields.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_OTHER_BASE):
+        raise ConfigError(
+            f"{file}: init_lora_weights {start!r} changes the base model too; convert the adapter to plain LoRA in PEFT"
+        )
+    _check_targets(file, fields.get("target_modules"))
+    return PeftConfig(
+        rank=_rank(file, "r", fields.get("r")),
+        alpha=_number(file, "lora_alpha", fields.get("lora_alpha")),
+        rslora=fields.get("use_rslora") is True,
+        ranks={end: _rank(file, "rank_pattern", r) for end, r in _pattern(file, "rank_pattern", fields).items()},
+        alphas={end: _number(file, "alpha_pattern", a) for end, a in _pattern(file, "alpha_pattern", fields).items()},
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file.parent}: no such directory; give the local directory of a PEFT adapter")
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(
+                f"{file}: is longer than {MAX_CONFIG_BYTES} bytes; this is no adapter_config.json of PEFT"
+            )
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot be read ({error.strerror}); is this the directory of a PEFT adapter?"
+        ) from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{file}: is not valid JSON; export the adapter again") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{file}: must be a JSON object; export the adapter again")
+    return fields
+
+
+def _check_targets(file: Path, targets: object) -> None:
+    """A list of names is checked here; a pattern is not looked at, since the tensors say themselves where they belong."""
+    if targets is None or isinstance(targets, str):
+        return
+    if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+        raise ConfigError(f"{file}: target_modules must be a list of names, got {targets!r}")
+    for target in targets:
+        if target.rpartition(".")[2] not in TARGETS:
+            raise ConfigError(f"{file}: target_modules: {target!r} is not supported; supported: {', '.join(TARGETS)}")
+
+
+def _pattern(file: Path, field: str, fields: dict[str, Any]) -> dict[str, Any]:
+    value = fields.get(field) or {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: {field} must be an object of names, got {value!r}")
+    for end in value:
+        if not re.fullmatch(r"[A-Za-z0-9_.]+", end):
+            raise ConfigError(f"{file}: {field}: {end!r} is a pattern; only the ends of names are supported")
+    return value
+
+
+def _by_end(values: dict[str, V], matrix: str, default: V) -> V:
+    """The first whose key `matrix` ends with, at a dot."""
+    return next((v for end, v in values.items() if f".{matrix}".endswith(f".{end}")), default)
+
+
+def _rank(file: Path, field: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{file}: {field}: a rank must be a whole number of at least 1, got {value!r}")
+    return value
+
+
+def _number(file: Path, field: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ConfigError(f"{file}: {field}: must be a number, got {value!r}")
+    return float(value)

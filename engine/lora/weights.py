@@ -1,0 +1,138 @@
+"""Weights of one adapter, as the layers want them: read from adapter_model.safetensors, checked against the model's sites.
+
+Never unpickles anything. Which request uses an adapter is not known here.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.config import ConfigError
+from engine.layers.linear import SiteShape
+from engine.lora.peft_config import PeftConfig, read_peft_config
+from engine.models.checkpoint import DTYPES
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
+_TENSOR = re.compile(r"base_model\.model\.(?P<matrix>.+)\.lora_(?P<side>[AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class SiteWeights:
+    """What an adapter adds to one site: y[:, columns] += (x A^T)[:, ranks] B^T for each part.
+
+    `a`: [sum of ranks, in], the parts' A one below the other. `parts`: (columns of y, ranks of x A^T, B^T [rank, columns],
+    the scale in it).
+    """
+
+    a: Tensor
+    parts: tuple[tuple[slice, slice, Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """`sites`: parallel to the model's; None where the adapter changes nothing."""
+
+    sites: tuple[SiteWeights | None, ...]
+    max_rank: int
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [t for s in self.sites if s is not None for t in (s.a, *(b for _, _, b in s.parts))]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def read_adapter(
+    path: str, sites: Sequence[SiteShape], *, dtype: torch.dtype, device: torch.device, max_rank: int | None = None
+) -> AdapterWeights:
+    """The adapter of PEFT directory `path` for a model with `sites`. Raises ConfigError, one line."""
+    folder = Path(path)
+    config = read_peft_config(folder)
+    file = folder / WEIGHTS_FILE
+    known = {name: (rows, site.in_size) for site in sites for name, rows in site.parts}
+    with torch.inference_mode():
+        pairs = _read_pairs(file, known, config)
+        ranks = [a.shape[0] for a, _ in pairs.values()]
+        if max_rank is not None and max(ranks) > max_rank:
+            raise ConfigError(f"{file}: has rank {max(ranks)}, more than --max-lora-rank {max_rank}; raise that")
+        made = tuple(_site_weights(site, pairs, config, dtype=dtype, device=device) for site in sites)
+    return AdapterWeights(made, max(ranks))
+
+
+def _read_pairs(
+    file: Path, known: Mapping[str, tuple[int, int]], config: PeftConfig
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Matrix -> its A [rank, in] and B [rows, rank], each as the file has it."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    with _open(file) as tensors:
+        for name in sorted(tensors.keys()):
+            match = _TENSOR.fullmatch(name)
+            if match is None or match["matrix"] not in known:
+                raise ConfigError(f"{file}: tensor {name} changes nothing that this model has and adapters may change")
+            halves.setdefault(match["matrix"], {})[match["side"]] = _read(file, tensors, name)
+    if not halves:
+        raise ConfigError(f"{file}: holds no tensor; export the adapter again")
+    for matrix, half in halves.items():
+        _check_pair(file, matrix, half, rank=config.rank_of(matrix), shape=known[matrix])
+    return {matrix: (half["A"], half["B"]) for matrix, half in halves.items()}
+
+
+def _check_pair(file: Path, matrix: str, half: dict[str, Tensor], *, rank: int, shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    for side, wanted in (("A", [rank, columns]), ("B", [rows, rank])):
+        if side not in half:
+            raise ConfigError(f"{file}: {matrix} has no lora_{side}; export the adapter again")
+        found = list(half[side].shape)
+        if found != wanted:
+            raise ConfigError(
+                f"{file}: lora_{side} of {matrix} has shape {found}, model and adapter_config.json ask for {wanted}; "
+                "is it an adapter of this model?"
+            )
+
+
+def _site_weights(
+    site: SiteShape,
+    pairs: Mapping[str, tuple[Tensor, Tensor]],
+    config: PeftConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> SiteWeights | None:
+    parts, sides, column, rank = [], [], 0, 0
+    for name, rows in site.parts:
+        if name in pairs:
+            a, b = pairs[name]
+            scaled = (b.float() * config.scale_of(name)).t().to(dtype=dtype, device=device).contiguous()
+            parts.append((slice(column, column + rows), slice(rank, rank + a.shape[0]), scaled))
+            sides.append(a.to(dtype))
+            rank += a.shape[0]
+        column += rows
+    return SiteWeights(torch.cat(sides).to(device), tuple(parts)) if parts else None
+
+
+def _open(file: Path) -> Any:
+    if not file.is_file() and (file.parent / PICKLE_FILE).is_file():
+        raise ConfigError(f"{file.parent}: has {PICKLE_FILE} only, which is never read; save it as safetensors")
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: is not a readable safetensors file ({error}); export the adapter again") from None
+
+
+def _read(file: Path, tensors: Any, name: str) -> Tensor:
+    try:
+        tensor: Tensor = tensors.get_tensor(name)
+    except (SafetensorError, AttributeError, RuntimeError) as error:
+        raise ConfigError(f"{file}: tensor {name} cannot be read: {error}; export the adapter again") from None
+    if tensor.dtype not in DTYPES.values():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise ConfigError(f"{file}: tensor {name} is {kind}; supported: {', '.join(DTYPES)}")
+    if not tensor.isfinite().all():
+        raise ConfigError(f"{file}: tensor {name} holds values that are no numbers (NaN or infinity)")
+    return tensor

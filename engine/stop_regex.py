@@ -1,0 +1,90 @@
+"""Regular expressions that end an answer: checked at the door, searched by the scheduler and the detokenizer.
+
+The engine is RE2 (https://github.com/google/re2): time linear in the text, bounded memory, so no pattern can stall a
+scheduler; what needs backtracking (backreferences, lookaround) is refused. How far a match can reach is computed by the
+parser of Python's `re`, whose syntax a pattern must follow, too. Knows text, not requests.
+"""
+
+import re
+import warnings
+from re import _parser  # type: ignore[attr-defined]  # private, but the only one that tells a pattern's width (3.11+)
+
+import re2  # type: ignore[import-untyped]
+
+from engine.sampling_params import InvalidParam
+
+MAX_REACH = 256  # characters of a match: a longer one need not be seen, and what is sent of it cannot be taken back
+MAX_INSTRUCTIONS = (
+    1000  # of all patterns of a request: the worst of them takes a millisecond or two a token, most microseconds
+)
+MAX_MEMORY_BYTES = 1 << 20
+FIELD = "stop_regex"
+
+
+class StopRegex:
+    """`reach`: characters that a match may have; whoever shows text holds back one less until the answer has ended."""
+
+    def __init__(self, pattern: str) -> None:
+        """Raises InvalidParam that names `stop_regex`."""
+        self.pattern = pattern
+        self.reach = _reach(pattern)
+        self._compiled = _compiled(pattern)
+        if self._compiled.search("") is not None:
+            raise InvalidParam(FIELD, f"{_shown(pattern)} matches the empty text: every answer would end at once")
+
+    @property
+    def size(self) -> int:
+        """Instructions of the compiled pattern: a search takes at most as many steps for each character."""
+        return int(self._compiled.programsize)
+
+    def found(self, text: str, start: int) -> bool:
+        """Whether a match begins at `start` or later; what stands before it is context (for ^ and \\b)."""
+        return self._compiled.search(text, start) is not None
+
+    def begin(self, text: str, *, start: int, beyond: int) -> int | None:
+        """Where the first match from `start` on begins that ends behind `beyond`, or the first of all, if there is one."""
+        spans = [match.span() for match in self._compiled.finditer(text, start)]
+        return next((a for a, b in spans if b > beyond), spans[0][0] if spans else None)
+
+
+def compile_all(patterns: tuple[str, ...]) -> tuple[StopRegex, ...]:
+    """Raises InvalidParam that names `stop_regex`."""
+    regexes = tuple(StopRegex(pattern) for pattern in patterns)
+    size = sum(regex.size for regex in regexes)
+    if size > MAX_INSTRUCTIONS:
+        raise InvalidParam(FIELD, f"too large: {size} RE2 instructions, at most {MAX_INSTRUCTIONS}; repeat fewer times")
+    return regexes
+
+
+def _compiled(pattern: str) -> "re2._Regexp":
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = MAX_MEMORY_BYTES
+    try:
+        return re2.compile(pattern, options)
+    except (re2.error, UnicodeEncodeError) as error:
+        reason = error.args[0] if isinstance(error, re2.error) else "it is not valid Unicode"
+        raise _invalid(pattern, reason.decode(errors="replace") if isinstance(reason, bytes) else reason) from None
+
+
+def _reach(pattern: str) -> int:
+    """Most characters of a match, by Python's parser; it would be less than RE2's where the two read a pattern apart."""
+    if "{," in pattern:
+        raise _invalid(pattern, "write {0,n} instead of {,n}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            width = int(_parser.parse(pattern).getwidth()[1])
+    except (re.error, RecursionError, OverflowError) as error:
+        raise _invalid(pattern, "nested too deeply" if isinstance(error, RecursionError) else str(error)) from None
+    return max(1, min(width, MAX_REACH))
+
+
+def _invalid(pattern: str, reason: str) -> InvalidParam:
+    return InvalidParam(
+        FIELD, f"{_shown(pattern)} is no regular expression that can be followed (RE2 syntax): {reason}"
+    )
+
+
+def _shown(pattern: str) -> str:
+    return repr(pattern if len(pattern) <= 80 else pattern[:77] + "...")

@@ -1,0 +1,377 @@
+"""Plays a story: the production core under a role and a control that do what disagg/ and engine/loop/control.py do.
+
+At every step every owner checks itself and every plan is judged; at the end every request has been told what the oracle
+says, once, and all memory is back.
+"""
+
+from collections import Counter
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+from engine.core.outputs import StepEffects, output_of
+from engine.core.plan import ItemResult, Plan
+from engine.core.radix_cache import Node
+from engine.core.request import Request
+from engine.core.scheduler import ABORTED
+from engine.messages import LogprobOptions, TokenLogprob, TokenOutput
+from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import EngineInATest
+from tests.core.hash_model import Slot, is_bad, logprob_of, next_token, prefix_hash
+from tests.core.proof.cycle_grammar import CycleGrammar
+from tests.core.proof.oracle import Wishes, wishes_of
+from tests.core.proof.story import Ask, Event, Setup, Story
+from tests.core.proof.verdict import judge
+
+MAX_TURNS_TO_REST = 3000
+
+
+@dataclass(eq=False)
+class Life:
+    """One request. `stage`: what the role outside waits for ("": nothing). `since`, `weights`: as the oracle has them."""
+
+    ask: Ask
+    wishes: Wishes
+    request: Request
+    stage: str = ""
+    answer: TokenOutput | None = None
+    quarantined: list[int] = field(default_factory=list)
+    since: list[int] = field(default_factory=lambda: [0])
+    weights: list[int] = field(default_factory=list)
+
+
+class Driver(EngineInATest):
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(
+            num_pages=setup.capacity // setup.page_size,
+            page_size=setup.page_size,
+            max_running=setup.max_running,
+            chunk=None if setup.chunk_pages is None else setup.chunk_pages * setup.page_size,
+            depth=setup.depth,
+            lag=setup.lag,
+            radix=setup.radix,
+            max_queued=setup.max_queued,
+            policy=setup.policy,
+            priorities=setup.priorities,
+            conservativeness=setup.conservativeness,
+            backup_pages=setup.backup_pages,
+            reserve_floor=setup.reserve_floor,
+            mixed_chunk=setup.mixed,
+            wait_between_prefills=setup.wait,
+            max_prefill_tokens=setup.max_prefill_tokens,
+            prefill_max_requests=setup.prefill_max_requests,
+        )
+        self.setup = setup
+        self.model.gives_nan = setup.gives_nan
+        self.lives: dict[str, Life] = {}
+        self.held: list[Ask] = []  # by the control
+        self.paused = False
+        self.pause_mode = ""  # asked for, not done
+        self.updating = False
+        self.updates = 0
+        self.overlapped = 0  # steps launched before the last was collected
+
+    # ---- events
+
+    def tell(self, event: Ask | Event) -> None:
+        if isinstance(event, Ask):
+            self.held.append(event)
+            self._release_held()
+        elif event.kind == "turns":
+            for _ in range(event.n):
+                self.turn()
+        elif event.kind in ("abort", "abort-retracted"):
+            living = [rid for rid in self.lives if rid not in self.finish]
+            if event.kind == "abort-retracted":
+                living = [rid for rid in living if self.scheduler.stages.waiting.get(rid) and self._retracted(rid)]
+            if living:
+                self._abort(self.lives[living[event.n % len(living)]])
+        elif event.kind == "move":
+            staged = [life for life in self.lives.values() if life.stage]
+            if staged:
+                self._move(staged[event.n % len(staged)])
+        elif event.kind == "flush":
+            self._flush()
+        elif event.kind == "update":
+            self.updating = True
+        elif event.kind == "continue":
+            self.paused, self.pause_mode = False, ""
+        else:
+            self._pause(event.kind.removeprefix("pause-"))
+
+    def _retracted(self, rid: str) -> bool:
+        return self.lives[rid].request.retractions > 0
+
+    def come_to_rest(self) -> None:
+        self.paused, self.pause_mode = False, ""
+        for _ in range(MAX_TURNS_TO_REST):
+            worked = self.turn()
+            staged = [life for life in self.lives.values() if life.stage]
+            for life in staged:
+                self._move(life)
+            if not (worked or staged or self.held or self.launched) and self.scheduler.idle:
+                return
+        stages = {rid: life.stage for rid, life in self.lives.items() if rid not in self.finish}
+        raise AssertionError(f"no rest: {stages}, {self.scheduler.memory.allocator.counts()}")
+
+    # ---- requests
+
+    def _release_held(self) -> None:
+        if self.paused or self.updating:
+            return
+        asks, self.held = self.held, []
+        for ask in asks:
+            self._arrive(ask)
+
+    def _arrive(self, ask: Ask) -> None:
+        role = self.setup.role
+        pooling = ask.pooling if role != "decode" else ""
+        prefill_only = role == "prefill" and not pooling
+        allocator = self.scheduler.memory.allocator
+        whole = allocator.num_pages * allocator.page_size - ask.length
+        new = 0 if pooling else whole if ask.fill else ask.new
+        wishes = wishes_of(ask, new=min(new, 1) if prefill_only else new, gives_nan=self.setup.gives_nan)
+        request = Request(
+            rid=f"r{len(self.lives)}",
+            input_ids=ask.prompt,
+            sampling=SamplingParams(
+                max_new_tokens=new,
+                min_new_tokens=ask.min_new,
+                stop=() if wishes.stop_string is None else (wishes.stop_string,),
+                stop_token_ids=wishes.stop_ids,
+            ),
+            eos_ids=wishes.eos,
+            arrived_s=self.now_s,
+            priority=ask.priority,
+            prefill_only=prefill_only,
+            grammar=None if ask.grammar is None or pooling else CycleGrammar(*ask.grammar),
+            logprobs=self._logprob_options(ask),
+            return_hidden_states=ask.hidden and not pooling,
+            pooling=pooling,
+            keep_kv=ask.keep_kv and not pooling,
+        )
+        life = self.lives[request.rid] = Life(ask, wishes, request, weights=[self.model.weights])
+        full = len(self.scheduler.live_rids()) >= self.setup.max_queued + self.setup.max_running
+        if role == "decode":
+            reason = self.scheduler.adopt(request)
+            life.stage = "prealloc" if reason is None else ""
+            self.say([] if reason is None else [TokenOutput(rid=request.rid, new_ids=[], finish=reason)])
+        else:
+            self.say(self.scheduler.add(request))
+            life.stage = "computing" if prefill_only and request.rid not in self.finish else ""
+        self._check_refusal(life, full=full)
+
+    def _logprob_options(self, ask: Ask) -> LogprobOptions | None:
+        if ask.logprob_from is None or ask.logprob_from >= max(1, ask.length):
+            return None
+        return LogprobOptions(-1 if self.setup.role == "decode" else ask.logprob_from)
+
+    def _check_refusal(self, life: Life, *, full: bool) -> None:
+        allocator = self.scheduler.memory.allocator
+        total = life.ask.length + life.request.max_new_tokens
+        status = self.finish[life.request.rid].status if life.request.rid in self.finish else 0
+        if life.ask.length == 0 or (allocator.pages_for(total) > allocator.num_pages and not full):
+            assert status == 400
+        elif full:
+            assert status in (400, 503)
+        else:
+            assert status == 0, f"refused without need: {self.finish[life.request.rid]}"
+
+    def _abort(self, life: Life) -> None:
+        request = life.request
+        if life.stage in ("prealloc", "transfer", "landed"):
+            self.say([self.scheduler.end_kept(request, ABORTED)])
+            if life.stage == "prealloc":
+                self.scheduler.release(request)
+            else:
+                life.quarantined = self.scheduler.quarantine(request)
+                self.scheduler.release(request)
+            life.stage = "" if life.stage == "prealloc" else "quarantined"
+        elif life.stage == "computed":  # its answer was held back for this
+            request.finish = ABORTED
+            self.say([output_of(request, [])])
+            life.stage = "reading"
+        elif life.stage == "computing":
+            outputs = self.scheduler.abort(request.rid)
+            self.say(outputs if request.finish is not None else [self.scheduler.end_kept(request, ABORTED)])
+            life.stage = "reading"
+        else:
+            self.say(self.scheduler.abort(request.rid))
+
+    # ---- the outside of a role
+
+    def _move(self, life: Life) -> None:
+        request = life.request
+        if life.stage == "prealloc":
+            first = next(other for other in self.lives.values() if other.stage == "prealloc")
+            if first is life and self.scheduler.num_retracted == 0 and not self.paused:
+                life.stage = "transfer" if self.scheduler.reserve(request) else "prealloc"
+        elif life.stage == "transfer":
+            self.model.write(request.pages, request.input_ids)
+            life.stage = "landed"
+        elif life.stage == "landed":
+            self.model.verify(request.pages, request.input_ids)
+            life.stage = ""
+            self.say(self.scheduler.start_decoding(request, self._first_token(life), cached_tokens=0))
+        elif life.stage == "quarantined":
+            junk = {(p, o): Slot(7, 7) for p in life.quarantined for o in range(self.setup.page_size)}
+            self.model.kv.update(junk)  # a peer writes late
+            self.scheduler.end_quarantine(life.quarantined)
+            life.stage = ""
+        elif life.stage in ("computed", "reading"):
+            self.model.verify(request.pages, request.input_ids[: request.computed_len])
+            if life.answer is not None and life.stage == "computed":
+                self.say([life.answer])
+            self.scheduler.release(request)
+            life.stage = ""
+
+    def _first_token(self, life: Life) -> ItemResult:
+        request = life.request
+        value = prefix_hash(request.input_ids, self.model.weights)
+        token = next_token(value, request.grammar.bitmask() if request.grammar is not None else None)
+        said = TokenLogprob(logprob_of(value, token), token) if request.logprobs is not None else None
+        return ItemResult(token, logprob=said, bad=self.setup.gives_nan and is_bad(value))
+
+    def on_step(self, effects: StepEffects) -> None:
+        self.say(effects.outputs)
+        page_size = self.setup.page_size
+        for request in effects.progressed:
+            whole = request.computed_len // page_size
+            self.model.verify(request.pages[:whole], request.tokens(0, whole * page_size))
+        for request, output, _ in effects.prefilled:
+            self.lives[request.rid].answer, self.lives[request.rid].stage = output, "computed"
+
+    # ---- control
+
+    def _pause(self, mode: str) -> None:
+        if self.pause_mode:
+            return  # one is being paused already
+        self.paused, self.pause_mode = True, mode
+        if mode == "abort":
+            for life in [life for rid, life in self.lives.items() if rid not in self.finish]:
+                self._abort(life)
+            self.held.clear()
+
+    def _flush(self) -> None:
+        before = self.scheduler.memory.cache.num_pages
+        flushed = self.scheduler.flush_cache()
+        assert flushed == self.scheduler.idle
+        assert self.scheduler.memory.cache.num_pages == (0 if flushed else before)
+
+    def _control(self) -> None:
+        if not self.launched:
+            if self.pause_mode == "retract":
+                self.scheduler.retract_all()
+            self.pause_mode = ""
+            self._update_weights()
+        self._release_held()
+
+    def _update_weights(self) -> None:
+        if not self.updating:
+            return
+        if self.paused and not self.scheduler.holds_no_kv:
+            self.scheduler.retract_all()
+        if not self.scheduler.holds_no_kv:
+            self.updating = not self.paused  # refused, or it waits until they are done
+            return
+        self.scheduler.forget_prefixes()
+        self.updating = False
+        self.updates += 1
+        self.model.weights += 1
+        for rid, life in self.lives.items():
+            if rid not in self.finish:
+                life.since.append(len(life.request.output_ids))
+                life.weights.append(self.model.weights)
+
+    # ---- turns
+
+    def turn(self) -> bool:
+        self.now_s += 1.0
+        self._control()
+        return super().turn()
+
+    def next_plan(self) -> Plan | None:
+        return None if self.paused else super().next_plan()
+
+    def launch(self, plan: Plan) -> None:
+        self._check_plan(plan)
+        self.overlapped += bool(self.launched)
+        super().launch(plan)
+
+    def _check_plan(self, plan: Plan) -> None:
+        """Budgets hold, nobody is computed twice, and nothing is written that is not the request's own."""
+        limits, items = self.scheduler.limits, plan.items
+        assert len({item.rid for item in items}) == len(items) <= limits.max_running_requests
+        extends = [item for item in items if item.extend]
+        assert limits.prefill_max_requests is None or len(extends) <= limits.prefill_max_requests
+        if limits.chunked_prefill_size is not None and extends:
+            tokens = sum(item.q_len for item in extends)
+            assert tokens <= limits.chunked_prefill_size, f"a step of {tokens} tokens"
+        for item in items:
+            request = self.lives[item.rid].request
+            assert item.sample or item.kv_len % limits.page_size == 0, "a chunk ends inside a page"
+            last = -(-item.kv_len // limits.page_size)
+            written = request.pages[item.start // limits.page_size : last]
+            assert not item.sample or item.output_len < max(1, request.max_new_tokens), "a step past the length"
+            assert set(written) <= set(request.pages[request.shared_pages :]), "a step writes into shared pages"
+
+    def tally(self) -> Counter[str]:
+        """What has happened, for those who count."""
+        counters, plans = self.scheduler.counters, self.plans
+        kinds = Counter(f"end:{finish.kind}-{finish.status}" for finish in self.finish.values())
+        return kinds + Counter(
+            {f"role:{self.setup.role}": 1},
+            steps=counters.steps,
+            stories=1,
+            requests=len(self.lives),
+            tokens=counters.generation_tokens,
+            retractions=counters.retractions,
+            preemptions=counters.preemptions,
+            wasted_draws=counters.wasted_draws,
+            restored_tokens=self.scheduler.backups.restored_tokens,
+            cached_tokens=counters.cached_tokens,
+            updates=self.updates,
+            mixed=sum(len({item.extend for item in plan.items}) == 2 for plan in plans),
+            chunks=sum(not item.sample for plan in plans for item in plan.items),
+            overlapped=self.overlapped,
+            masks=sum(len(plan.masks) for plan in plans),
+        )
+
+    def check_cache(self) -> None:
+        """What the radix tree promises is in its pages."""
+        paths: list[tuple[Node, list[int], list[int]]] = [(self.scheduler.memory.cache.root, [], [])]
+        while paths:
+            node, tokens, pages = paths.pop()
+            self.model.verify(pages, tokens)
+            paths += [(c, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
+
+
+def growth_cut_at(tokens: int) -> AbstractContextManager[object]:
+    """0: nobody is expected to grow, so memory runs out."""
+    return patch("engine.core.new_token_ratio.CLIP_TOKENS", tokens)
+
+
+def play(story: Story) -> Driver:
+    """From the first event to rest, all checked; the engine as it then is."""
+    driver = Driver(story.setup)
+    with growth_cut_at(story.setup.clip):
+        for event in story.events:
+            driver.tell(event)
+        driver.check_cache()
+        driver.come_to_rest()
+    driver.check_cache()
+    counts = driver.scheduler.memory.allocator.counts()
+    assert (
+        counts["held"] == counts["quarantined"] == 0 and driver.scheduler.memory.cache.num_evictable == counts["cached"]
+    )
+    assert driver.model.copies == {}, "a copy of an ended request is left"
+    for life in driver.lives.values():
+        judge(
+            life.request,
+            life.ask,
+            life.wishes,
+            said=driver.outputs[life.request.rid],
+            weights=(life.since, life.weights),
+            landed=story.setup.role == "decode",
+        )
+    return driver

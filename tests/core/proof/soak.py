@@ -1,0 +1,92 @@
+"""More steps than a test run has time for, from fresh seeds: `make soak-core STEPS=1000000`.
+
+Rounds of stories, each from a seed of its own. A failure is shrunk, printed with the line that replays its round, and
+ends the run with status 1; what was driven goes to --report.
+"""
+
+import argparse
+import json
+import logging
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
+from tqdm import tqdm
+
+from tests.core.proof.driver import play
+from tests.core.proof.story import stories
+from tests.disagg.two_role_stories import play as play_two_roles
+from tests.disagg.two_role_stories import two_role_stories
+
+STORIES_A_ROUND = 100  # of each kind
+
+T = TypeVar("T")
+
+
+def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
+    """The stories of seed `number`, of one engine and of two roles; raises what a wrong one raises."""
+    seen = _drive(number, stories(), lambda story: play(story).tally(), shrink=shrink)
+    seen += _drive(number, two_role_stories(), play_two_roles, shrink=shrink)
+    return seen
+
+
+def _drive(number: int, drawn: SearchStrategy[T], tell: Callable[[T], Counter[str]], *, shrink: bool) -> Counter[str]:
+    seen: Counter[str] = Counter()
+
+    @seed(number)
+    @settings(
+        max_examples=STORIES_A_ROUND,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(story=drawn)
+    def drive(story: T) -> None:
+        seen.update(tell(story))
+
+    drive()
+    return seen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.core.proof.soak", description=__doc__)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=None, help="of the first round; fresh without it")
+    parser.add_argument("--no-shrink", action="store_true")
+    parser.add_argument("--report", type=Path, default=None)
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)  # the roles say which transfer failed
+    first = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
+    seen: Counter[str] = Counter()
+    started_s, number = time.monotonic(), first
+    with tqdm(total=args.steps, unit="step", desc=f"seeds from {first}", mininterval=1.0) as bar:
+        while seen["steps"] < args.steps:
+            try:
+                now = drive_round(number, shrink=not args.no_shrink)
+            except BaseException:
+                print(f"\nreplay: make soak-core STEPS=1 SEED={number}", file=sys.stderr)
+                raise
+            seen.update(now)
+            bar.update(now["steps"])
+            number += 1
+    report = {
+        "seeds": [first, number - 1],
+        "seconds": round(time.monotonic() - started_s, 1),
+        **dict(sorted(seen.items())),
+    }
+    print(json.dumps(report, indent=2))
+    if args.report is not None:
+        args.report.parent.mkdir(parents=True, exist_ok=True)
+        args.report.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

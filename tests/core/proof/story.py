@@ -1,0 +1,152 @@
+"""What may happen to an engine, as values that hypothesis draws and shrinks: a setup, then events in order.
+
+A story says nothing of what is right; that is the driver's and the oracle's.
+"""
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from engine.core.policy import POLICIES, Priorities
+
+ROLES = ("unified", "prefill", "decode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One engine. `chunk_pages` None: prompts go whole. `clip`: the estimate of growth, cut there (0: nobody grows).
+
+    `lag`: steps run when they are collected. `gives_nan`: the model sometimes does.
+    """
+
+    role: str
+    page_size: int
+    capacity: int
+    max_running: int
+    depth: int
+    lag: bool
+    chunk_pages: int | None
+    mixed: bool
+    wait: bool
+    radix: bool
+    policy: str
+    priorities: Priorities | None
+    conservativeness: float
+    clip: int
+    backup_pages: int
+    reserve_floor: int
+    max_prefill_tokens: int
+    prefill_max_requests: int | None
+    max_queued: int
+    gives_nan: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request: a prompt of `length` tokens of one of few families (so that prefixes are shared), and its wishes.
+
+    `stop`: "" | "eos" | "ids" | "string"; `stop_at`: which of the expected tokens it is. `logprob_from`: -1 output only.
+    """
+
+    family: int
+    length: int
+    new: int
+    priority: int
+    stop: str
+    stop_at: int
+    min_new: int
+    grammar: tuple[int, int] | None
+    logprob_from: int | None
+    hidden: bool
+    pooling: str
+    keep_kv: bool
+    fill: bool  # `new` is as much as the whole memory holds
+
+    @property
+    def prompt(self) -> list[int]:
+        return [(self.family * 7 + k) % 50 for k in range(self.length)]
+
+
+@dataclass(frozen=True)
+class Event:
+    """`kind`: "turns" (n of them), "abort" (request n), "abort-retracted" (n-th of those), "move" (the outside goes on with its n-th request), "flush",
+
+    "update" (other weights), "continue", or "pause-" and a mode.
+    """
+
+    kind: str
+    n: int = 0
+
+
+@dataclass(frozen=True)
+class Story:
+    setup: Setup
+    events: tuple[Ask | Event, ...]
+
+
+def _setups() -> st.SearchStrategy[Setup]:
+    return st.builds(
+        Setup,
+        role=st.sampled_from(ROLES),
+        page_size=st.sampled_from([1, 2, 4]),
+        capacity=st.sampled_from(range(46, 90)),
+        max_running=st.sampled_from(range(1, 8)),
+        depth=st.sampled_from([1, 2, 2, 3]),
+        lag=st.booleans(),
+        chunk_pages=st.sampled_from([None, 1, 2, 3, 8]),
+        mixed=st.booleans(),
+        wait=st.booleans(),
+        radix=st.sampled_from([True, True, False]),
+        policy=st.sampled_from(POLICIES),
+        priorities=st.sampled_from([None, Priorities(), Priorities(low_first=True, aging_s=3.0, preempt_threshold=2)]),
+        conservativeness=st.sampled_from([0.0, 0.0, 0.0, 1.0, 2.0]),
+        clip=st.sampled_from([0, 0, 0, 3, 4096]),
+        backup_pages=st.sampled_from([0, 8, 1000]),
+        reserve_floor=st.sampled_from([0, 4]),
+        max_prefill_tokens=st.sampled_from([16, 64]),
+        prefill_max_requests=st.sampled_from([None, None, 1, 2]),
+        max_queued=st.sampled_from([1000, 1000, 1000, 4]),
+        gives_nan=st.booleans(),
+    )
+
+
+def asks() -> st.SearchStrategy[Ask]:
+    return st.builds(
+        Ask,
+        family=st.integers(0, 3),
+        length=st.sampled_from([0, *range(1, 29)]),
+        new=st.sampled_from(range(21)),
+        priority=st.sampled_from(range(-12, 13)),
+        stop=st.sampled_from(["", "", "", "eos", "ids", "string"]),
+        stop_at=st.integers(0, 10),
+        min_new=st.sampled_from([0, 0, 0, 5]),
+        grammar=st.sampled_from([None, None, None, (0, 4), (1, 9), (2, 40)]),
+        logprob_from=st.sampled_from([None, None, -1, 0, 3, 12]),
+        hidden=st.sampled_from([False, False, False, True]),
+        pooling=st.sampled_from(["", "", "", "", "", "last", "mean"]),
+        keep_kv=st.sampled_from([True, True, True, False]),
+        fill=st.sampled_from([False] * 19 + [True]),
+    )
+
+
+KINDS = {
+    "turns": 40,
+    "move": 30,
+    "abort": 6,
+    "abort-retracted": 3,
+    "continue": 6,
+    "pause-retract": 5,
+    "pause-in_place": 1,
+    "pause-abort": 1,
+}
+KINDS |= {"flush": 1, "update": 1}
+
+
+def _events() -> st.SearchStrategy[Event]:
+    kinds = [kind for kind, weight in KINDS.items() for _ in range(weight)]
+    return st.builds(Event, st.sampled_from(kinds), st.sampled_from(range(10)))
+
+
+def stories(*, min_events: int = 25, max_events: int = 60) -> st.SearchStrategy[Story]:
+    event = st.one_of(asks(), _events(), asks(), _events(), _events())
+    return st.builds(Story, _setups(), st.lists(event, min_size=min_events, max_size=max_events).map(tuple))

@@ -1,0 +1,178 @@
+"""Requests that cross both roles with aborts on either side at any moment, drawn by hypothesis and judged by the oracle."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from engine.messages import LogprobOptions
+from engine.sampling_params import SamplingParams
+from tests.core.proof.cycle_grammar import CycleGrammar
+from tests.core.proof.driver import growth_cut_at
+from tests.core.proof.oracle import Answer, answer_of, wishes_of
+from tests.core.proof.story import Ask, asks
+from tests.disagg.two_roles import Cluster, RoleEngine
+
+
+@dataclass(frozen=True)
+class Event:
+    """`kind`: "go" (n moves of wire or engines, by lot), "abort-prefill", "abort-decode", "abort-both" (request n)."""
+
+    kind: str
+    n: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoRoleStory:
+    """`rows`: metadata rows of each side. `seed`: of the lots that say who moves next."""
+
+    page_size: int
+    capacity: tuple[int, int]
+    chunk_pages: int
+    depth: int
+    decode_depth: int
+    lag: bool
+    mixed: bool
+    rows: int
+    backup_pages: int
+    resume_elsewhere: bool
+    conservativeness: float
+    clip: int
+    seed: int
+    events: tuple[Ask | Event, ...]
+
+
+def two_role_stories() -> st.SearchStrategy[TwoRoleStory]:
+    kinds = ["go"] * 10 + ["abort-prefill", "abort-decode", "abort-both"]
+    event = st.builds(Event, st.sampled_from(kinds), st.sampled_from(range(20)))
+    return st.builds(
+        TwoRoleStory,
+        page_size=st.sampled_from([1, 2, 4]),
+        capacity=st.tuples(st.sampled_from(range(48, 120)), st.sampled_from(range(48, 64))),
+        chunk_pages=st.sampled_from([1, 2, 4]),
+        depth=st.sampled_from([1, 2]),
+        decode_depth=st.sampled_from([1, 2, 3]),
+        lag=st.booleans(),
+        mixed=st.booleans(),
+        rows=st.sampled_from([1, 3, 8]),
+        backup_pages=st.sampled_from([0, 8, 1000]),
+        resume_elsewhere=st.booleans(),
+        conservativeness=st.sampled_from([0.0, 0.0, 1.0]),
+        clip=st.sampled_from([0, 0, 0, 4096]),
+        seed=st.integers(0, 2**32),
+        events=st.lists(st.one_of(asks(), event, event), min_size=15, max_size=45).map(tuple),
+    )
+
+
+class _Play:
+    def __init__(self, story: TwoRoleStory) -> None:
+        size = story.page_size
+        self.cluster = Cluster(
+            pages=(story.capacity[0] // size, story.capacity[1] // size),
+            page_size=size,
+            chunk=story.chunk_pages * size,
+            depth=story.depth,
+            rows=story.rows,
+            both={
+                "max_running": 8,
+                "lag": story.lag,
+                "mixed_chunk": story.mixed,
+                "conservativeness": story.conservativeness,
+            },
+            backup_pages=0 if story.resume_elsewhere else story.backup_pages,
+            resume_elsewhere=story.resume_elsewhere,
+        )
+        self.cluster.decode.depth = story.decode_depth
+        self.rng = random.Random(story.seed)
+        self.right: dict[str, tuple[Answer, bool]] = {}  # what is right, and whether logprobs were asked for
+        self.quarantined = 0
+
+    @property
+    def engines(self) -> tuple[RoleEngine, RoleEngine]:
+        return self.cluster.prefill, self.cluster.decode
+
+    def tell(self, event: Ask | Event) -> None:
+        if isinstance(event, Ask):
+            self._ask(event)
+        elif event.kind == "go":
+            for _ in range(event.n):
+                self._go()
+        elif self.right:
+            rid = f"r{event.n % len(self.right)}"
+            for side in ("prefill", "decode"):
+                if event.kind in (f"abort-{side}", "abort-both"):
+                    getattr(self.cluster, side).abort(rid)
+
+    def _go(self) -> None:
+        self.cluster.wire.step(self.rng)
+        self.rng.choice(self.engines).turn()
+        self.quarantined += self.cluster.decode.scheduler.memory.allocator.counts()["quarantined"] > 0
+
+    def _ask(self, ask: Ask) -> None:
+        if ask.length == 0:
+            return
+        number = len(self.right) + 1
+        rid, wishes = f"r{number - 1}", wishes_of(ask, new=max(1, ask.new), gives_nan=False)
+        self.right[rid] = answer_of(wishes, [0], [0]), ask.logprob_from is not None
+        for engine in self.engines:
+            engine.submit(
+                rid,
+                ask.prompt,
+                number,
+                new=0,
+                prefill_only=engine is self.cluster.prefill,
+                sampling=SamplingParams(
+                    max_new_tokens=wishes.new,
+                    min_new_tokens=ask.min_new,
+                    stop=() if wishes.stop_string is None else (wishes.stop_string,),
+                    stop_token_ids=wishes.stop_ids,
+                ),
+                eos_ids=wishes.eos,
+                grammar=None if ask.grammar is None else CycleGrammar(*ask.grammar),
+                logprobs=None if ask.logprob_from is None else LogprobOptions(),
+                keep_kv=ask.keep_kv,
+            )
+
+    def judge(self) -> None:
+        self.cluster.assert_all_back()
+        assert self.cluster.decode.model.copies == {}, "a copy of an ended request is left"
+        prefill, decode = self.engines
+        for rid, (right, with_logprobs) in self.right.items():
+            assert rid in prefill.finish and rid in decode.finish
+            got, finish = decode.tokens[rid], decode.finish[rid]
+            cut = finish.kind == "abort"
+            assert got == (right.tokens[: len(got)] if cut else right.tokens)
+            assert cut or (finish.kind, finish.matched) == (right.why, right.matched)
+            logprobs = [entry.logprob for output in decode.outputs[rid] for entry in output.logprobs]
+            assert logprobs == (right.logprobs[: len(got)] if with_logprobs else [])
+            told = [output.completion_tokens for output in decode.outputs[rid] if output.new_ids]
+            assert told == list(range(1, len(told) + 1))
+
+    def tally(self) -> Counter[str]:
+        prefill, decode = self.engines
+        plans = prefill.plans + decode.plans
+        return Counter(f"end:{finish.kind}" for finish in decode.finish.values()) + Counter(
+            stories=1,
+            requests=len(self.right),
+            steps=prefill.scheduler.counters.steps + decode.scheduler.counters.steps,
+            retractions=decode.scheduler.counters.retractions,
+            resumed_elsewhere=int(decode.role.counters().get("resumed_through_prefill", 0)),
+            restored_tokens=decode.scheduler.backups.restored_tokens,
+            overlapped=prefill.overlapped + decode.overlapped,
+            chunks=sum(not item.sample for plan in plans for item in plan.items),
+            mixed=sum(len({item.extend for item in plan.items}) == 2 for plan in plans),
+            masks=sum(len(plan.masks) for plan in plans),
+            quarantined=self.quarantined,
+        )
+
+
+def play(story: TwoRoleStory) -> Counter[str]:
+    """From the first event to rest, all checked; what happened, counted."""
+    it = _Play(story)
+    with growth_cut_at(story.clip):
+        for event in story.events:
+            it.tell(event)
+        it.cluster.run(it.rng)
+    it.judge()
+    return it.tally()

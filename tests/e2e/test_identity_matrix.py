@@ -1,0 +1,68 @@
+"""The shipped model's answers are the oracle's in every cell of
+
+    {depth 1, 2} x {chunked, not} x {mixed, not} x {retracted, not} x {unified, disaggregated over NIXL}
+
+Every answer is determined by the prompt (recall), so it needs the KV and never a tie. That each cell really is what it
+says is read off its steps.
+"""
+
+import random
+from contextlib import AbstractContextManager
+from itertools import product
+
+import pytest
+
+from engine.model_config import DEFAULT_MODEL_PATH
+from engine.models.recall.oracle import continuation
+from tests.e2e.two_engines import System, disaggregated, run, unified
+from tests.e2e.workload import recall_prompt
+
+NUM_PROMPTS, PAIRS = 8, 40
+NEW_TOKENS = (48, 44, 40, 36)
+ROOMY, TIGHT = 8192, 464  # tokens; four requests fit when they begin (96 each) and not when the first ends (128 each)
+CELLS = list(product((1, 2), (False, True), (False, True), (False, True), (False, True)))
+NAMES = [
+    "-".join([f"depth{d}", *(n for n, on in zip(("chunked", "mixed", "retracted", "pd"), rest, strict=True) if on)])
+    for d, *rest in CELLS
+]
+
+
+@pytest.mark.parametrize(("depth", "chunked", "mixed", "retracted", "pd"), CELLS, ids=NAMES)
+def test_every_cell_gives_the_right_answer(depth: int, chunked: bool, mixed: bool, retracted: bool, pd: bool) -> None:
+    rng = random.Random(3)
+    asked = [(f"r{i}", recall_prompt(rng, PAIRS), NEW_TOKENS[i % len(NEW_TOKENS)]) for i in range(NUM_PROMPTS)]
+    right = {rid: continuation(prompt, new, ignore_eos=True) for rid, prompt, new in asked}
+    flags: dict[str, object] = {
+        "stream": "threaded",
+        "stream_delay_ms": 0.3,
+        "disable_overlap_schedule": depth == 1,
+        "chunked_prefill_size": 32 if chunked else -1,
+        "enable_mixed_chunk": mixed,
+        "schedule_conservativeness": 0.0,
+    }
+    with _system(flags, tokens=TIGHT if retracted else ROOMY, pd=pd) as system:
+        assert run(system, asked, turns_between=6) == right
+        _assert_is_what_it_says(system, depth=depth, chunked=chunked, mixed=mixed, retracted=retracted, pd=pd)
+
+
+def _system(flags: dict[str, object], *, tokens: int, pd: bool) -> AbstractContextManager[System]:
+    if pd:
+        return disaggregated(
+            DEFAULT_MODEL_PATH, decode={"max_total_tokens": tokens}, **{**flags, "max_total_tokens": ROOMY}
+        )
+    return unified(DEFAULT_MODEL_PATH, **{**flags, "max_total_tokens": tokens})
+
+
+def _assert_is_what_it_says(
+    system: System, *, depth: int, chunked: bool, mixed: bool, retracted: bool, pd: bool
+) -> None:
+    first, last = system.workers[0], system.workers[-1]
+    retractions = last.parts.scheduler.counters.retractions
+    assert (retractions > 0) == retracted, f"{retractions} retractions"
+    for worker in system.workers:
+        assert worker.depth == depth
+        if worker is last or chunked:  # a prefill worker with one whole prompt at a time has nothing to overlap
+            assert (worker.seen.overlapped > 0) == (depth == 2)
+    assert (first.seen.chunks > 0) == chunked
+    # A prefill worker has no decodes to mix in; a decode worker computes prompts only of those it retracted.
+    assert (last.seen.mixed > 0) == (mixed and (retracted or not pd)), f"{last.seen.mixed} mixed steps"

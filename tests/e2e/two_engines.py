@@ -1,0 +1,207 @@
+"""Whole workers without HTTP: production engine, role, transfer engine and bootstrap server, in one process.
+
+A pair is a prefill and a decode worker whose KV crosses by the real transfer engine; `turn`s take the loop's place.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from time import monotonic, sleep
+from typing import Protocol
+
+from bootstrap_server.app import BootstrapServer
+from bootstrap_server.config import BootstrapConfig
+from disagg.compose import make_role
+from disagg.config import DisaggConfig
+from disagg.scheduler_process import SchedulerSpec
+from engine.core.plan import Plan
+from engine.core.request import Request
+from engine.loop.role import Role
+from engine.messages import Bootstrap, TokenOutput
+from engine.sampling_params import SamplingParams
+from tests.engine.engine_in_process import EngineInProcess
+
+HOST = "127.0.0.1"
+REST_S = 60.0
+
+
+@dataclass
+class Seen:
+    """What the steps of a worker were."""
+
+    overlapped: int = 0
+    mixed: int = 0
+    chunks: int = 0
+
+    def plan(self, plan: Plan, *, in_flight: int) -> None:
+        self.overlapped += in_flight > 0
+        self.mixed += len({item.extend for item in plan.items}) == 2
+        self.chunks += sum(not item.sample for item in plan.items)
+
+
+@dataclass
+class Told:
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+
+    def hear(self, outputs: Sequence[TokenOutput]) -> None:
+        for output in outputs:
+            assert output.rid not in self.ended
+            self.tokens.setdefault(output.rid, []).extend(output.new_ids)
+            if output.finish is not None:
+                assert output.finish.kind != "abort", output.finish
+                self.ended.add(output.rid)
+
+
+class WorkerInProcess(EngineInProcess):
+    """`mode`: as --disaggregation-mode; `bootstrap`: port of the server (prefill registers there)."""
+
+    def __init__(self, model_path: str, *, mode: str = "null", bootstrap: int = 0, **flags: object) -> None:
+        super().__init__(model_path, **flags)
+        spec = SchedulerSpec(
+            engine=self.parts.config,
+            disagg=DisaggConfig(disaggregation_mode=mode, num_reserved_decode_tokens=0),
+            ipc_dir="",
+            control_host=HOST,
+            bootstrap=f"{HOST}:{bootstrap}" if mode == "prefill" else None,
+        )
+        self.role: Role = make_role(spec, self.parts, wakeup=lambda: None)
+        self.prefill_only = mode == "prefill"
+        self.seen, self.told = Seen(), Told()
+
+    def submit(self, rid: str, prompt: list[int], *, new: int, meeting: Bootstrap | None) -> None:
+        request = Request(
+            rid=rid,
+            input_ids=prompt,
+            sampling=SamplingParams(max_new_tokens=new, temperature=0.0, seed=0, ignore_eos=True),
+            eos_ids=frozenset(self.model.eos_token_ids),
+            arrived_s=monotonic(),
+            bootstrap=meeting,
+            prefill_only=self.prefill_only,
+        )
+        self.told.hear(self.role.add(request, monotonic()))
+
+    def poll(self) -> None:
+        self.told.hear(self.role.poll(monotonic()))
+
+    def turn(self) -> bool:
+        self.poll()
+        plan = self.parts.scheduler.schedule(monotonic())
+        if plan is not None:
+            while plan.wait and self.launched:
+                self._collect()
+            self.seen.plan(plan, in_flight=len(self.launched))
+            self.launched.append(self.parts.executor.launch(plan))
+        worked = bool(self.launched)
+        if self.launched and (plan is None or len(self.launched) >= self.depth):
+            self._collect()
+        return worked
+
+    def _collect(self) -> None:
+        launch = self.launched.popleft()
+        effects = self.parts.scheduler.collect(launch.plan, self.parts.executor.collect(launch))
+        self.told.hear(self.role.on_step(effects, monotonic()))
+
+    @property
+    def at_rest(self) -> bool:
+        return not self.launched and self.parts.scheduler.idle and not self.role.waits_for_outside()
+
+    def check(self) -> None:
+        self.parts.scheduler.check()
+        assert self.role.check() == []
+        counts = self.parts.scheduler.memory.allocator.counts()
+        assert counts["held"] == counts["quarantined"] == 0
+
+    def close(self) -> None:
+        self.role.close()
+        super().close()
+
+
+class System(Protocol):
+    """One worker, or a pair."""
+
+    @property
+    def workers(self) -> list[WorkerInProcess]: ...
+
+    def submit(self, rid: str, prompt: list[int], *, new: int) -> None: ...
+
+    def gather(self, count: int) -> None:
+        """Until `count` requests are where they decode; none does yet. So what happens then is the same every time."""
+
+
+class Alone:
+    def __init__(self, worker: WorkerInProcess) -> None:
+        self.workers = [worker]
+
+    def submit(self, rid: str, prompt: list[int], *, new: int) -> None:
+        self.workers[0].submit(rid, prompt, new=new, meeting=None)
+
+    def gather(self, count: int) -> None:
+        """They are."""
+
+
+class Pair:
+    def __init__(self, prefill: WorkerInProcess, decode: WorkerInProcess, *, port: int) -> None:
+        self.workers = [prefill, decode]
+        self._port = port
+        self._rooms = 0
+
+    def submit(self, rid: str, prompt: list[int], *, new: int) -> None:
+        self._rooms += 1
+        for worker in self.workers:
+            worker.submit(rid, prompt, new=new, meeting=Bootstrap(HOST, self._port, self._rooms))
+
+    def gather(self, count: int) -> None:
+        prefill, decode = self.workers
+        deadline_s = monotonic() + REST_S
+        while decode.parts.scheduler.num_running < count:
+            assert monotonic() < deadline_s, decode.role.queues()
+            prefill.turn()
+            decode.poll()
+
+
+@contextmanager
+def unified(model_path: str, **flags: object) -> Iterator[Alone]:
+    with ExitStack() as stack:
+        worker = WorkerInProcess(model_path, **flags)
+        stack.callback(worker.close)
+        yield Alone(worker)
+
+
+@contextmanager
+def disaggregated(model_path: str, *, decode: dict[str, object], **flags: object) -> Iterator[Pair]:
+    """`decode`: flags of that worker alone."""
+    with ExitStack() as stack:
+        server = BootstrapServer(BootstrapConfig(port=0), shared=False, secret=None)
+        server.start()
+        stack.callback(server.close)
+        workers = []
+        for mode, own in (("prefill", {}), ("decode", decode)):
+            worker = WorkerInProcess(model_path, mode=mode, bootstrap=server.port, **{**flags, **own})
+            stack.callback(worker.close)
+            workers.append(worker)
+        yield Pair(*workers, port=server.port)
+
+
+def run(system: System, asked: list[tuple[str, list[int], int]], *, turns_between: int) -> dict[str, list[int]]:
+    """Half of `asked` (name, prompt, new tokens) at once, the others one by one while those run.
+
+    The tokens of each; all memory is back then.
+    """
+    half = len(asked) // 2
+    waiting = asked[half:]
+    for rid, prompt, new in asked[:half]:
+        system.submit(rid, prompt, new=new)
+    system.gather(half)
+    deadline_s, turns = monotonic() + REST_S, 0
+    while waiting or not all(worker.at_rest for worker in system.workers):
+        assert monotonic() < deadline_s, [worker.role.queues() for worker in system.workers]
+        if not any([worker.turn() for worker in system.workers]):
+            sleep(0.0005)
+        turns += 1
+        if waiting and turns % turns_between == 0:
+            rid, prompt, new = waiting.pop(0)
+            system.submit(rid, prompt, new=new)
+    for worker in system.workers:
+        worker.check()
+    return system.workers[-1].told.tokens

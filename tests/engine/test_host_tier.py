@@ -1,0 +1,224 @@
+"""The host tier with real KV: tokens are those of an engine without any cache, whichever tier a prefix comes from."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.config import ConfigError, EngineConfig
+from engine.hicache.identity import fingerprint
+from engine.model_config import load_model_config
+from engine.resolve import host_pages, resolve
+from tests.engine.engine_in_process import EngineInProcess
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+TINY = {"page_size": 4, "max_total_tokens": 160, "chunked_prefill_size": 32}
+PROMPTS = [[16 + (7 * family + i) % 250 for i in range(70)] + [20 + i] for family in range(5) for i in range(3)]
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: str) -> list[list[int]]:
+    engine = EngineInProcess(checkpoint, disable_radix_cache=True, page_size=4, max_total_tokens=4096)
+    return answers(engine)
+
+
+class Tiered:
+    """Engines that end with the test."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self._checkpoint = checkpoint
+        self._open: list[EngineInProcess] = []
+
+    def start(self, **flags: object) -> EngineInProcess:
+        engine = EngineInProcess(self._checkpoint, enable_hierarchical_cache=True, **{**TINY, **flags})
+        self._open.append(engine)
+        return engine
+
+    def end(self, engine: EngineInProcess) -> None:
+        self._open.remove(engine)
+        engine.close()
+
+    def end_all(self) -> None:
+        for engine in list(self._open):
+            self.end(engine)
+
+
+@pytest.fixture
+def tiered(checkpoint: str) -> Iterator[Tiered]:
+    tiered = Tiered(checkpoint)
+    yield tiered
+    tiered.end_all()
+
+
+def answers(engine: EngineInProcess) -> list[list[int]]:
+    """One request after the other, two at a time."""
+    before = len(engine.tokens)
+    for at in range(0, len(PROMPTS), 2):
+        for i, prompt in enumerate(PROMPTS[at : at + 2], at):
+            engine.add(f"{before}-{i}", prompt, max_new_tokens=6)
+        engine.run()
+    return [engine.tokens[f"{before}-{i}"] for i in range(len(PROMPTS))]
+
+
+def counters(engine: EngineInProcess) -> dict[str, int]:
+    host = engine.parts.scheduler.memory.host
+    assert host is not None
+    return host.counters
+
+
+def settle(engine: EngineInProcess) -> None:
+    """Until the disk threads have done what they were given."""
+    host = engine.parts.scheduler.memory.host
+    assert host is not None
+    deadline_s = time.monotonic() + DEADLINE_S
+    while engine.turn() or host.pages.num_pinned:
+        assert time.monotonic() < deadline_s, "the disk does not come to rest"
+        os.sched_yield()
+
+
+def files(path: Path) -> list[Path]:
+    return sorted((path / "0").glob("*.kv"))
+
+
+def bytes_in(path: Path) -> int:
+    """At the moment when all names had been listed, or less: what is deleted meanwhile does not count."""
+    total = 0
+    for file in files(path):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("stream", ["inline", "threaded"])
+def test_tokens_are_the_same_when_prefixes_come_back_from_the_host(
+    policy: str, stream: str, tiered: Tiered, expected: list[list[int]]
+) -> None:
+    engine = tiered.start(hicache_write_policy=policy, stream=stream, hicache_ratio=4.0)
+    assert answers(engine) == answers(engine) == expected
+    assert counters(engine)["hicache_host_hit_tokens"] >= 5 * 68, "prefixes came back"
+    assert sum(engine.cached.values()) == sum(
+        counters(engine)[f"hicache_{tier}_hit_tokens"] for tier in ("device", "host", "disk")
+    )
+
+
+def test_another_process_finds_the_files(tiered: Tiered, expected: list[list[int]], tmp_path: Path) -> None:
+    disk = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path), "hicache_ratio": 4.0}
+    first = tiered.start(**disk)
+    assert answers(first) == expected
+    settle(first)
+    assert counters(first)["hicache_written_pages"] == len(files(tmp_path)) > 5 * 17
+    tiered.end(first)
+    second = tiered.start(hicache_storage_prefetch_policy="wait_complete", stream="threaded", **disk)
+    run_to_the_end(second)
+    assert [second.tokens[f"r{i}"] for i in range(len(PROMPTS))] == expected
+    assert counters(second)["hicache_disk_hit_tokens"] >= 5 * 68
+    assert counters(second)["hicache_bad_files"] == 0
+
+
+def run_to_the_end(engine: EngineInProcess) -> None:
+    """As `answers`, where a request may wait for files."""
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(f"r{i}", prompt, max_new_tokens=6)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while engine.turn() or not engine.parts.scheduler.idle:
+            assert time.monotonic() < deadline_s, "the request does not end"
+
+
+def test_damaged_files_are_misses_and_the_tokens_are_right(
+    tiered: Tiered, expected: list[list[int]], tmp_path: Path
+) -> None:
+    disk = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path), "hicache_ratio": 4.0}
+    first = tiered.start(**disk)
+    answers(first)
+    settle(first)
+    tiered.end(first)
+    for i, file in enumerate(files(tmp_path)):
+        data = file.read_bytes()
+        file.write_bytes([data[:-9], data[:-1] + bytes([data[-1] ^ 1]), b"", data[::-1]][i % 4])
+    second = tiered.start(hicache_storage_prefetch_policy="wait_complete", **disk)
+    run_to_the_end(second)
+    assert [second.tokens[f"r{i}"] for i in range(len(PROMPTS))] == expected
+    assert counters(second)["hicache_bad_files"] >= 5 * 16 and counters(second)["hicache_disk_hit_tokens"] == 0
+
+
+def test_the_folder_never_holds_more_than_its_limit(tiered: Tiered, tmp_path: Path) -> None:
+    engine = tiered.start(
+        hicache_storage_backend="file", hicache_storage_dir=str(tmp_path), hicache_storage_size_gb=1e-4
+    )
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(f"r{i}", prompt, max_new_tokens=2)
+        while engine.turn():
+            assert bytes_in(tmp_path) <= 1e5
+    settle(engine)
+    assert 5e4 < bytes_in(tmp_path) <= 1e5
+
+
+def test_other_weights_do_not_find_the_kv_of_the_first(tiered: Tiered, tmp_path: Path) -> None:
+    disk = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path / "disk"), "hicache_ratio": 4.0}
+    engine = tiered.start(**disk)
+    answers(engine)
+    settle(engine)
+    other = make_tiny_checkpoint(tmp_path / "other", "qwen3", seed=1)
+    weights = engine.parts.weights
+    model = weights.read(other, when_done=lambda: None).result(timeout=DEADLINE_S)
+    engine.parts.scheduler.forget_prefixes()
+    weights.take(model, model_path=other, version=None)  # under the same name
+    fresh = EngineInProcess(other, disable_radix_cache=True, page_size=4, max_total_tokens=4096)
+    assert answers(engine) == answers(fresh)
+    assert engine.cached[f"{len(PROMPTS)}-0"] == 0
+
+
+def test_checkpoints_differ_by_what_is_in_them_even_where_names_sizes_and_times_agree(tmp_path: Path) -> None:
+    first, second = (make_tiny_checkpoint(tmp_path / str(seed), "qwen3", seed=seed) for seed in (1, 2))
+    for file in [*Path(first).iterdir(), *Path(second).iterdir()]:
+        os.utime(file, ns=(1, 1))
+    assert fingerprint(first) != fingerprint(second)
+    moved = Path(first).rename(tmp_path / "moved")
+    before = fingerprint(str(moved))
+    os.utime(moved / "model.safetensors", ns=(2, 2))
+    assert fingerprint(str(moved)) != before
+
+
+BAD = {
+    "needs the radix cache": {"enable_hierarchical_cache": True, "disable_radix_cache": True},
+    "need --enable-hierarchical-cache": {"hicache_storage_backend": "file", "hicache_storage_dir": "/tmp/x"},
+    "--hicache-storage-dir: give both": {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
+    "--hicache-storage-backend file and": {"enable_hierarchical_cache": True, "hicache_storage_dir": "/tmp/x"},
+    "--hicache-ratio: must": {"enable_hierarchical_cache": True, "hicache_ratio": 0.0},
+    "--hicache-size: must": {"enable_hierarchical_cache": True, "hicache_size": float("nan")},
+    "--hicache-storage-size-gb: must": {"enable_hierarchical_cache": True, "hicache_storage_size_gb": -1.0},
+    "--hicache-storage-prefetch-timeout: must": {
+        "enable_hierarchical_cache": True,
+        "hicache_storage_prefetch_timeout": -0.1,
+    },
+}
+
+
+@pytest.mark.parametrize(("message", "flags"), BAD.items(), ids=BAD.keys())
+def test_a_bad_flag_is_an_error_that_names_it(message: str, flags: dict[str, object], checkpoint: str) -> None:
+    config = EngineConfig(model_path=checkpoint, **flags)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        resolve(config, load_model_config(checkpoint), cuda=False)
+
+
+def pages_of(**flags: float) -> int:
+    return host_pages(EngineConfig(**flags), num_pages=100, page_bytes=1000, free_bytes=500_000)  # type: ignore[arg-type]
+
+
+def test_host_pages_follow_the_ratio_or_the_size() -> None:
+    assert pages_of(hicache_ratio=1.5) == 150
+    assert pages_of(hicache_ratio=1.5, hicache_size=0.0004) == 400
+    with pytest.raises(ConfigError, match=r"--hicache-ratio 6\.0: .* are free; lower it"):
+        pages_of(hicache_ratio=6.0)
+    with pytest.raises(ConfigError, match="--hicache-size 1e-09: holds no page"):
+        pages_of(hicache_size=1e-9)

@@ -1,0 +1,24 @@
+"""A grammar that accepts anything, notes what it saw, and ends where it is told to."""
+
+
+class Fixed:
+    """Accepts what it is told to and ends after `length` tokens."""
+
+    problem = "no such word"
+
+    def __init__(self, length: int, refuses: int = -1) -> None:
+        self.seen: list[int] = []
+        self.masks = 0
+        self._length, self._refuses = length, refuses
+
+    @property
+    def ended(self) -> bool:
+        return len(self.seen) >= self._length
+
+    def accept(self, token: int) -> bool:
+        self.seen.append(token)
+        return token != self._refuses
+
+    def bitmask(self) -> bytes:
+        self.masks += 1
+        return b"\xff" * 8

@@ -1,0 +1,164 @@
+"""Loads and unloads beside the production scheduler at depth 2, by a store whose reading the test finishes."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from engine.config import ConfigError
+from engine.loop.adapter_control import AdapterControl
+from engine.messages import ControlReply, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
+from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import EngineInATest
+from tests.core.hash_model import expected_tokens
+
+
+class FakeStore:
+    """`events`: what was done to the stream, in order."""
+
+    def __init__(self) -> None:
+        self.futures: dict[str, Future[Any]] = {}
+        self.events: list[tuple[str, int]] = []
+
+    def start_reading(self, path: str, *, when_done: Callable[[], None]) -> "Future[Any]":
+        self.futures[path] = Future()
+        return self.futures[path]
+
+    def read(self, path: str) -> str:
+        return path
+
+    def install(self, number: int, weights: Any) -> None:
+        self.events.append(("install", number))
+
+    def remove(self, number: int) -> None:
+        self.events.append(("remove", number))
+
+
+class Rig(EngineInATest):
+    """What the loop does with adapters: acquire, told, a turn of control before planning."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=2, max_loras_per_batch=2)
+        self.store = FakeStore()
+        self.replies: dict[str, ControlReply] = {}
+        self.control = AdapterControl(
+            store=self.store,
+            max_loaded=3,
+            forget_prefixes_of=self.scheduler.memory.cache.forget,
+            reply=lambda reply: self.replies.__setitem__(reply.call_id, reply),
+            wakeup=lambda: None,
+        )
+
+    def load(self, name: str) -> None:
+        self.control.on_message(LoadAdapter(f"load-{name}", name, f"/{name}"))
+        self.store.futures[f"/{name}"].set_result("weights")
+        self.turn()
+
+    def ask(self, rid: str, lora: str, prompt: list[int], new: int = 6) -> None:
+        message = GenerateRequest(rid, prompt, SamplingParams(max_new_tokens=new), lora=lora)
+        got = self.control.acquire(message)
+        if isinstance(got, TokenOutput):
+            self.say([got])
+        else:
+            self.add(rid, prompt, adapter=got, max_new_tokens=new)
+
+    def say(self, outputs: list[TokenOutput]) -> None:
+        super().say(outputs)
+        self.control.told(outputs)
+
+    def turn(self) -> bool:
+        self.control.on_turn()
+        self.control.check()
+        for plan, _ in self.launched:
+            gone = {number for event, number in self.store.events if event == "remove"}
+            requests = [self.scheduler.stages.live[item.rid] for item in plan.items]
+            live = {request.adapter for request in requests if request.finish is None}
+            assert not gone & live, "an adapter was removed under a request"
+        return super().turn()
+
+
+def test_an_adapter_is_unloaded_when_its_last_request_has_ended() -> None:
+    rig = Rig()
+    rig.load("a")
+    rig.load("b")
+    assert rig.replies["load-b"].ok and rig.replies["load-b"].adapters == {"a": "/a", "b": "/b"}
+    rig.ask("old", "a", [1, 2, 3], new=12)
+    rig.ask("other", "b", [1, 2, 3], new=20)
+    rig.turn()
+    rig.control.on_message(UnloadAdapter("u", "a"))
+    rig.ask("new", "a", [1, 2, 3])
+    refused = rig.finish["new"]
+    assert (refused.status, refused.field) == (400, "lora_path") and "being unloaded" in refused.message
+    while "old" not in rig.finish:
+        assert "u" not in rig.replies
+        rig.turn()
+    rig.run()
+    assert rig.replies["u"].ok and rig.replies["u"].adapters == {"b": "/b"}
+    assert rig.store.events == [("install", 1), ("install", 2), ("remove", 1)]
+    assert rig.tokens["old"] == expected_tokens([1, 2, 3], 12, adapter=1)
+    assert rig.control.gauges() == {"num_loaded_loras": 1.0, "num_used_loras": 0.0}
+
+
+def test_other_weights_under_an_old_name_find_no_kv_of_the_old() -> None:
+    rig = Rig()
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    for number in (1, 2):
+        rig.load("a")
+        for rid in ("first", "again"):
+            rig.ask(f"{rid}-{number}", "a", prompt)
+            rig.run()
+        assert [rig.outputs[f"{rid}-{number}"][0].cached_tokens for rid in ("first", "again")] == [0, 8]
+        assert rig.tokens[f"again-{number}"] == expected_tokens(prompt, 6, adapter=number)
+        rig.control.on_message(UnloadAdapter(f"u{number}", "a"))
+        rig.turn()
+        assert rig.replies[f"u{number}"].ok and rig.scheduler.memory.cache.num_pages == 0
+
+
+def test_what_cannot_be_read_changes_nothing() -> None:
+    rig = Rig()
+    rig.load("a")
+    rig.ask("running", "a", [1, 2, 3], new=10)
+    errors = {"bad": ConfigError("/bad: no such directory"), "bug": RuntimeError("oops")}
+    for name, error in errors.items():
+        rig.control.on_message(LoadAdapter(name, name, f"/{name}"))
+        rig.ask(f"early-{name}", name, [1])
+        assert "no adapter" in rig.finish[f"early-{name}"].message
+        rig.store.futures[f"/{name}"].set_exception(error)
+        rig.turn()
+        reply = rig.replies[name]
+        assert (reply.ok, reply.status, reply.adapters) == (False, 400, {"a": "/a"})
+        assert reply.message.startswith(f"lora_path: /{name}")
+    rig.load("bad")  # mended
+    assert rig.replies["load-bad"].adapters == {"a": "/a", "bad": "/bad"}
+    rig.run()
+    assert rig.store.events == [("install", 1), ("install", 4)] and rig.tokens["running"] == expected_tokens(
+        [1, 2, 3], 10, adapter=1
+    )
+
+
+@pytest.mark.parametrize("message", [LoadAdapter("c", "a", "/a"), UnloadAdapter("c", "a")])
+def test_without_enable_lora_all_is_refused(message: LoadAdapter | UnloadAdapter) -> None:
+    replies: list[ControlReply] = []
+    control = AdapterControl(
+        store=None, max_loaded=None, forget_prefixes_of=lambda _: None, reply=replies.append, wakeup=lambda: None
+    )
+    control.on_message(message)
+    assert replies[0].message == "lora_name: this server was started without --enable-lora" and not replies[0].ok
+    refused = control.acquire(GenerateRequest("r", [1], SamplingParams(), lora="a"))
+    assert isinstance(refused, TokenOutput) and refused.finish is not None and refused.finish.field == "lora_path"
+    assert control.acquire(GenerateRequest("r", [1], SamplingParams())) == 0 and control.gauges() == {}
+
+
+def test_aborted_requests_no_longer_use_their_adapter() -> None:
+    rig = Rig()
+    rig.load("a")
+    rig.ask("r", "a", [1, 2, 3], new=100)
+    rig.turn()
+    rig.turn()
+    rig.control.on_message(UnloadAdapter("u", "a"))
+    rig.abort("r")
+    rig.turn()
+    assert rig.replies["u"].ok
+    rig.run()
+    assert rig.scheduler.idle

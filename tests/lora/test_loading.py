@@ -1,0 +1,198 @@
+"""What is read from a PEFT directory, and what is refused: one line that names file and field, nothing loaded."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import ConfigError, EngineConfig
+from engine.layers.linear import SiteShape
+from engine.lora.bank import add_delta
+from engine.lora.names import check_lora, lora_enabled, named_paths
+from engine.lora.segments import adapter_runs
+from engine.lora.weights import read_adapter
+from engine.model_config import load_model_config
+from engine.models.registry import load_model
+from tests.lora.tiny_adapters import make_tiny_adapter
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("base"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def shapes(checkpoint: str) -> list[SiteShape]:
+    model = load_model(checkpoint, load_model_config(checkpoint), dtype="float32", device="cpu", progress=False)
+    return [site.shape for site in model.linear_sites()]
+
+
+def rewrite(adapter: str, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = Path(adapter) / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def first(tensors: dict[str, torch.Tensor], side: str = "A") -> str:
+    return min(name for name in tensors if f"lora_{side}" in name)
+
+
+FIELDS = {
+    "use_dora": True,
+    "bias": "all",
+    "lora_bias": True,
+    "modules_to_save": ["lm_head"],
+    "fan_in_fan_out": True,
+    "trainable_token_indices": [1],
+    "layer_replication": [[0, 2]],
+    "alora_invocation_tokens": [1, 2],
+    "peft_type": "IA3",
+    "init_lora_weights": "pissa_niter_4",
+    "r": 0,
+    "lora_alpha": "16",
+    "rank_pattern": {"q_proj": "4"},
+    "alpha_pattern": {"layers\\.[0-3].*": 2},
+    "target_modules": ["q_proj", "lm_head"],
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_that_cannot_be_honoured_is_named(
+    checkpoint: str, shapes: list[SiteShape], tmp_path: Path, field: str
+) -> None:
+    adapter = make_tiny_adapter(tmp_path, checkpoint, seed=1, **{field: FIELDS[field]})
+    with pytest.raises(ConfigError, match=f"adapter_config.json: {field}"):
+        read(adapter, shapes)
+
+
+def read(adapter: str, shapes: list[SiteShape], max_rank: int | None = None) -> object:
+    return read_adapter(adapter, shapes, dtype=torch.float32, device=torch.device("cpu"), max_rank=max_rank)
+
+
+TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "other shape": (lambda t: t.update({first(t): torch.zeros(4, 63)}), r"has shape \[4, 63\], .* ask for \[4, 128\]"),
+    "other rank": (lambda t: t.update({first(t): torch.zeros(5, 128)}), r"has shape \[5, 128\]"),
+    "half a pair": (lambda t: t.pop(first(t, "B")), "has no lora_B"),
+    "not a number": (lambda t: t.update({first(t): t[first(t)] * torch.nan}), "no numbers"),
+    "not floats": (lambda t: t.update({first(t): t[first(t)].to(torch.int8)}), "is int8; supported: bfloat16"),
+    "unknown matrix": (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(1)}), "lm_head"),
+    "no such layer": (
+        lambda t: t.update({first(t).replace("layers.0", "layers.9"): torch.zeros(1)}),
+        "tensor .*layers.9.* changes nothing",
+    ),
+    "dora": (lambda t: t.update({first(t).replace("lora_A", "lora_magnitude_vector"): torch.zeros(1)}), "magnitude"),
+    "nothing": (lambda t: t.clear(), "holds no tensor"),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_tensors_that_do_not_fit_are_named(checkpoint: str, shapes: list[SiteShape], tmp_path: Path, case: str) -> None:
+    change, message = TENSORS[case]
+    adapter = make_tiny_adapter(tmp_path, checkpoint, seed=1)
+    rewrite(adapter, change)
+    with pytest.raises(ConfigError, match=message):
+        read(adapter, shapes)
+
+
+def test_broken_and_missing_files_are_told_in_one_line(
+    checkpoint: str, shapes: list[SiteShape], tmp_path: Path
+) -> None:
+    adapter = Path(make_tiny_adapter(tmp_path / "a", checkpoint, seed=1, rank=6))
+    assert read(str(adapter), shapes, 6) is not None
+    with pytest.raises(ConfigError, match="has rank 6, more than --max-lora-rank 5"):
+        read(str(adapter), shapes, 5)
+    (adapter / "adapter_model.safetensors").write_bytes(b"\x08\x00")
+    with pytest.raises(ConfigError, match="not a readable safetensors file"):
+        read(str(adapter), shapes)
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"adapter_model.bin only, which is never read"):
+        read(str(adapter), shapes)
+    (adapter / "adapter_model.bin").unlink()
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors"):
+        read(str(adapter), shapes)
+    for text in ("{", "[" * 100_000, "[1]", "\xff"):
+        (adapter / "adapter_config.json").write_text(text, encoding="latin-1")
+        with pytest.raises(ConfigError, match=r"adapter_config\.json"):
+            read(str(adapter), shapes)
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(ConfigError, match="is this the directory of a PEFT adapter"):
+        read(str(adapter), shapes)
+    with pytest.raises(ConfigError, match="no such directory"):
+        read("/nowhere", shapes)
+
+
+def test_fused_matrices_change_by_their_parts(shapes: list[SiteShape], checkpoint: str, tmp_path: Path) -> None:
+    """Only k and up of one layer: q, v, gate and every other layer stay."""
+    adapter = make_tiny_adapter(tmp_path, checkpoint, seed=3, targets=("k_proj", "up_proj"), layers=(2,))
+    weights = read_adapter(adapter, shapes, dtype=torch.float32, device=torch.device("cpu"))
+    assert [i for i, site in enumerate(weights.sites) if site is not None] == [8, 10]
+    tensors = load_file(Path(adapter) / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.2.self_attn.k_proj.lora"
+    k = 2.0 * tensors[f"{prefix}_B.weight"] @ tensors[f"{prefix}_A.weight"]  # alpha 8 / rank 4
+    x, site = torch.randn(5, 64), weights.sites[8]
+    assert site is not None
+    wanted = torch.zeros(5, 128)
+    wanted[:, 64:96] = x @ k.t()
+    y = torch.zeros(5, 128)
+    add_delta(site, x[1:3], y[1:3])
+    assert not y[[0, 3, 4]].any()
+    torch.testing.assert_close(y[1:3], wanted[1:3])
+
+
+def test_runs_of_tokens_by_adapter() -> None:
+    assert adapter_runs([]) == [] and adapter_runs([(0, 5), (0, 1)]) == []
+    items = [(0, 3), (7, 2), (7, 1), (0, 1), (7, 4), (5, 1), (5, 2)]
+    assert adapter_runs(items) == [(7, slice(3, 6)), (7, slice(7, 11)), (5, slice(11, 14))]
+
+
+def test_flags_of_adapters() -> None:
+    config = EngineConfig(lora_paths=("a=/x/a", "/y/b=c", "/plain"))
+    assert named_paths(config) == {"a": "/x/a", "/y/b": "c", "/plain": "/plain"} and lora_enabled(config)
+    assert lora_enabled(EngineConfig(enable_lora=True)) and not lora_enabled(EngineConfig())
+
+
+BAD_FLAGS = {
+    "--lora-paths =x": {"lora_paths": ("=x",)},
+    "--lora-paths a=": {"lora_paths": ("a=",)},
+    "two adapters are called 'a'": {"lora_paths": ("a=1", "a=2")},
+    "--max-loras-per-batch: must be at least 1, got 0": {"max_loras_per_batch": 0},
+    "--max-lora-rank: must be at least 1, got -1": {"max_lora_rank": -1},
+    "--max-loaded-loras: must be at least 1, got 0": {"max_loaded_loras": 0},
+    "2 adapters are more than --max-loaded-loras 1": {
+        "lora_paths": ("a=1", "b=1"),
+        "max_loaded_loras": 1,
+    },
+    "--lora-drain-wait-threshold: must be at least 0": {"lora_drain_wait_threshold": -1.0},
+}
+
+
+@pytest.mark.parametrize("message", BAD_FLAGS)
+def test_flags_that_cannot_be_honoured_are_named(message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_lora(EngineConfig(**BAD_FLAGS[message]))  # type: ignore[arg-type]
+
+
+def test_patterns_give_single_matrices_their_rank_and_alpha(
+    checkpoint: str, shapes: list[SiteShape], tmp_path: Path
+) -> None:
+    patterns = {"rank_pattern": {"layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"q_proj": 16}}
+    adapter = make_tiny_adapter(
+        tmp_path, checkpoint, seed=1, targets=("q_proj",), ranks={"layers.1.self_attn.q_proj": 2}, **patterns
+    )
+    weights = read_adapter(adapter, shapes, dtype=torch.float32, device=torch.device("cpu"))
+    tensors = load_file(Path(adapter) / "adapter_model.safetensors")
+    for layer, scale in ((0, 16 / 4), (1, 16 / 2)):
+        site = weights.sites[4 * layer]
+        assert site is not None
+        ((_, _, b),) = site.parts
+        wanted = scale * tensors[f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_B.weight"]
+        torch.testing.assert_close(b, wanted.t())
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {}}))
+    with pytest.raises(ConfigError, match=r"has shape \[2, 64\]"):
+        read(adapter, shapes)
