@@ -8,7 +8,10 @@ import psutil
 
 from tests.faults.household import Part
 
-WARM_UP_S = 120.0  # of a process's life: caches, pools and allocators fill
+# Of a process's life. Caches and pools fill, and tables with a time to live: the slowest is prefill's memory of ended
+# rooms (--disaggregation-bootstrap-timeout, 300 s), which grows until the first of them expire.
+WARM_UP_S = 320.0
+NUM_KEPT = 60  # samples of a curve that go into the report
 LEAST_SPAN_S = 60.0  # shorter lives say nothing
 
 
@@ -30,6 +33,7 @@ class Trend:
     growth_kib: float
     mean_mib: float
     span_s: float
+    curve_mib: tuple[tuple[int, float], ...] = ()  # (seconds, MiB), the warm-up too
 
 
 class Watch:
@@ -66,7 +70,13 @@ def trend(curve: Curve, *, warm_up_s: float = WARM_UP_S, least_span_s: float = L
         return None
     mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-    return Trend(curve.name, slope * 60, slope * span_s, mean_y / 1024, span_s)
+    return Trend(curve.name, slope * 60, slope * span_s, mean_y / 1024, span_s, _thinned(curve))
+
+
+def _thinned(curve: Curve) -> tuple[tuple[int, float], ...]:
+    step = max(1, len(curve.at_s) // NUM_KEPT)
+    points = zip(curve.at_s[::step], curve.kib[::step], strict=True)
+    return tuple((round(at_s), round(kib / 1024, 1)) for at_s, kib in points)
 
 
 def _name(part: Part, process: psutil.Process) -> str:

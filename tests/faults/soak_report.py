@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tests.faults.memory import WARM_UP_S
+
 FLAT_KIB_A_REQUEST = 0.25  # 5 MiB over 20,000 requests; a request that is never forgotten costs more
 
 
@@ -37,8 +39,8 @@ def render(result: dict[str, Any]) -> str:
         f"The machine was shared (load average {result['load']:.1f} over the last 15 minutes). How they ended: {said} (left: the client went away). Wrong: {len(result['wrong'])}. The slowest took {result['slowest_s']:.1f} s. "
         f"{'All holds.' if not bad else 'DOES NOT HOLD: ' + '; '.join(bad)}\n\n"
         f"{_errors(result)}"
-        f"Resident memory of every process that lived {2 + 1} minutes or longer ({len(result['trends'])} of {result['processes']}), a straight line "
-        f"fitted after two minutes of warm-up; flat means at most {FLAT_KIB_A_REQUEST:g} KiB a request:\n\n{_trends(result)}"
+        f"Resident memory of every process that lived long enough ({len(result['trends'])} of {result['processes']}), a straight line "
+        f"fitted after {WARM_UP_S:g} s of warm-up (tables with a time to live fill meanwhile: prefill remembers ended rooms for 300 s); flat means at most {FLAT_KIB_A_REQUEST:g} KiB a request:\n\n{_trends(result)}"
     )
 
 
