@@ -35,6 +35,10 @@ class Load:
         self.begun = asyncio.Event()
         self._tasks = [asyncio.create_task(self._one(i, seed)) for i in range(count)]
 
+    @property
+    def is_over(self) -> bool:
+        return all(task.done() for task in self._tasks)
+
     def add(self, seed: int) -> None:
         """One more, short and not streaming."""
         self._tasks.append(asyncio.create_task(self._one(0, seed, new_tokens=4)))
