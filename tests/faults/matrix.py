@@ -14,6 +14,7 @@ import sys
 import time
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -76,13 +77,21 @@ def main() -> int:
     for cell in cells if args.again else []:
         path_of(args.results, cell).unlink(missing_ok=True)
     missing = [cell for cell in cells if not path_of(args.results, cell).exists()]
-    about = about_run()
+    about = _about(args.results, is_new=len(missing) == len(chosen([])))
     if missing:
         run(missing, results=args.results, jobs=args.jobs)
     if all(path_of(args.results, cell).exists() for cell in chosen([])):
         keep(MATRIX, {"about": about, "cells": {cell.name: _read(args.results, cell) for cell in chosen([])}})
         write_page()
     return _summary(cells, args.results)
+
+
+def _about(results: Path, *, is_new: bool) -> dict[str, Any]:
+    """How the matrix is run; of its first part, if it was broken off and goes on."""
+    path = results / "about.json"
+    if is_new or not path.exists():
+        path.write_text(json.dumps(about_run()))
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
 def _summary(cells: list[Cell], results: Path) -> int:
