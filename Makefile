@@ -7,19 +7,24 @@ ARGS ?=
 TESTS ?= tests
 CELLS ?=
 JOBS ?= 2
-MINUTES ?= 10
 EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,dev
 TORCH ?= torch==2.13.0
 # What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
 # Parts that decide without I/O (and the command line): held to mypy --strict.
 TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokenizer grammar hicache lora) disagg \
-	$(wildcard transfer_backends/*.py) bootstrap_server router deploy
+	$(wildcard transfer_backends/*.py) bootstrap_server router deploy security
 
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS
 
-.PHONY: help setup run test soak-core mutants bench fault-matrix churn-soak lint format clean
+# make sim SEED=7 NODES=8; make sim-soak MINUTES=10 (it writes docs/simulation.md); both unset: drawn
+SEED ?=
+NODES ?=
+MINUTES ?= 10
+SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
+
+.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz fault-matrix churn-soak lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -30,6 +35,9 @@ help:
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reliability.md"
 	@echo "make churn-soak [MINUTES=10]  20,000 requests while workers die and come; docs/reliability.md"
+	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
+	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
+	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
 	@echo "make lint | format     check | mend style, types and import order"
 	@echo "make clean             remove $(VENV) and caches"
 
@@ -63,6 +71,24 @@ fault-matrix: $(STAMP)
 churn-soak: $(STAMP)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
+sim: $(STAMP)
+	$(SIM)
+
+sim-soak: $(STAMP)
+	$(SIM) --soak $(MINUTES) --report docs/simulation.md
+
+sim-mutants: $(STAMP)
+	$(SIM) --mutants
+
+# Schemathesis lives apart: its pytest plugin and its versions are no affair of ours.
+FUZZ_VENV := .venv-fuzz
+$(FUZZ_VENV)/bin/schemathesis:
+	$(BIN)/python -m venv $(FUZZ_VENV)
+	$(FUZZ_VENV)/bin/pip install -q "schemathesis>=4.32,<5"
+
+fuzz: $(STAMP) $(FUZZ_VENV)/bin/schemathesis
+	$(BIN)/python -m tests.fuzz.run --schemathesis $(FUZZ_VENV)/bin/schemathesis --report docs/reports/fuzz.md $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,5 +100,5 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(FUZZ_VENV) .schemathesis .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

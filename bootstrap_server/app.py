@@ -1,10 +1,10 @@
 """The HTTP side of the registry: an aiohttp app, and a server that runs in a thread of its own or blocks.
 
-Every body is decoded strictly and limited in size; every error is one JSON message.
+Every body is decoded strictly and limited in size; every error is one JSON message. With a secret every call but
+/health is signed (security/signing.py), and so is every answer.
 """
 
 import asyncio
-import hmac
 import logging
 import threading
 import time
@@ -18,16 +18,18 @@ from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import (
     MAX_BODY_BYTES,
     MAX_BUT,
-    SECRET_HEADER,
     ErrorReply,
     Lease,
     Registration,
     RoomBatch,
-    token,
 )
 from bootstrap_server.registry import Registry, RegistryError
+from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Verdict, Verifier
 
 START_S = 10.0
+LOG_EVERY_S = 5.0
+log = logging.getLogger(__name__)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -38,9 +40,11 @@ def make_app(
     secret: bytes | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> web.Application:
-    """`secret`: callers must send its token, or get a 401 (except on /health)."""
-    app = web.Application(middlewares=[_errors_as_json, _guard(secret)], client_max_size=MAX_BODY_BYTES)
-    routes = Routes(registry, config, clock)
+    """`secret`: callers must prove that they know it, or get a 401 (except on /health)."""
+    guard = Guard(None if secret is None else Verifier(secret), clock)
+    middlewares = [_errors_as_json, guard.middleware, _errors_as_json]  # the inner one: errors are signed like answers
+    app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
+    routes = Routes(registry, config, clock, guard)
     app.router.add_put("/route", routes.register)
     app.router.add_get("/route", routes.look_up)
     app.router.add_delete("/route", routes.leave)
@@ -50,7 +54,8 @@ def make_app(
 
 
 class Routes:
-    def __init__(self, registry: Registry, config: BootstrapConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, registry: Registry, config: BootstrapConfig, clock: Callable[[], float], guard: "Guard") -> None:
+        self._guard = guard
         self._registry = registry
         self._config = config
         self._clock = clock
@@ -86,7 +91,8 @@ class Routes:
 
     async def health(self, request: web.Request) -> web.Response:
         self._now()
-        return _json({"workers": self._registry.num_workers, "rooms": self._registry.num_rooms})
+        counts = {"workers": self._registry.num_workers, "rooms": self._registry.num_rooms}
+        return _json({**counts, "refused": self._guard.num_refused})
 
 
 class BootstrapServer:
@@ -160,17 +166,44 @@ def _listen_error(config: BootstrapConfig, error: OSError) -> OSError:
     )
 
 
-def _guard(secret: bytes | None) -> Any:
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        sent = request.headers.get(SECRET_HEADER, "").encode(errors="replace")
-        if secret is not None and request.path != "/health" and not hmac.compare_digest(sent, token(secret).encode()):
-            return _fail(
-                401, f"{SECRET_HEADER}: missing or wrong; start every worker with the same --cluster-secret-file"
-            )
-        return await handler(request)
+class Guard:
+    """Lets in calls that are signed with the cluster's secret; signs the answers; counts who was refused."""
 
-    return guard
+    def __init__(self, verifier: Verifier | None, clock: Callable[[], float]) -> None:
+        self.num_refused = 0
+        self._verifier = verifier
+        self._clock = clock
+        self._next_log_s = 0.0
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        verifier = self._verifier
+        if verifier is None or request.path == "/health":
+            return await handler(request)
+        now_s = self._clock()
+        call = Call(request.method, request.raw_path, await request.read())
+        verdict, nonce = verifier.verify(request.headers.get(AUTH_HEADER, ""), call, now_s)
+        if verdict is Verdict.FORGED:
+            self._count(request, now_s)
+        if verdict is not Verdict.GOOD:
+            return _unsigned(verifier.challenge(now_s))
+        response = await handler(request)
+        if isinstance(response, web.Response) and isinstance(response.body, bytes):
+            response.headers[AUTH_HEADER] = verifier.sign_answer(nonce, status=response.status, body=response.body)
+        return response
+
+    def _count(self, request: web.Request, now_s: float) -> None:
+        self.num_refused += 1
+        if now_s >= self._next_log_s:
+            self._next_log_s = now_s + LOG_EVERY_S
+            text = "%s was refused: its call is not signed with this cluster's secret, or was made before (%d so far)"
+            log.warning(text, request.remote, self.num_refused)
+
+
+def _unsigned(challenge: str) -> web.Response:
+    response = _fail(401, f"{AUTH_HEADER}: missing or wrong; start every worker with the same --cluster-secret-file")
+    response.headers[CHALLENGE_HEADER] = challenge
+    return response
 
 
 @web.middleware

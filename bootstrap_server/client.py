@@ -17,20 +17,21 @@ import msgspec
 
 from bootstrap_server.protocol import (
     MAX_ROOMS_A_BATCH,
-    SECRET_HEADER,
     ErrorReply,
     Lease,
     Registration,
     RoomBatch,
     RouteReply,
-    token,
 )
+from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
 MAX_REPLY_BYTES = 1 << 20
 MAX_WAITING_ROOMS = 65536
 JOIN_S = 5.0
+UNPROVEN = 0
+MAX_CHALLENGE_CHARS = 128
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def look_up(
     Raises `BootstrapError`.
     """
     others = "" if any_but is None else "&any=1&but=" + urllib.parse.quote(",".join(any_but))
-    body = _call(server, "GET", f"/route?room={room}{others}", None, secret=secret, timeout_s=timeout_s)
+    signer = None if secret is None else Signer(secret)
+    body = _call(server, Call("GET", f"/route?room={room}{others}", b""), signer=signer, timeout_s=timeout_s)
     return _read(server, body, RouteReply)  # type: ignore[no-any-return]
 
 
@@ -79,13 +81,14 @@ class Registrar:
         self.error: str | None = None  # of the last try
         self._server = server
         self._worker = worker
-        self._secret = secret
+        self._signer = None if secret is None else Signer(secret)
         self._timeout_s = timeout_s
         self._clock = clock
         self._shared = False
         self._rooms: queue.Queue[int] = queue.Queue(MAX_WAITING_ROOMS)
         self._wake = threading.Event()
         self._stop = False
+        self._renew_at_s, self._retry_s = clock(), FIRST_RETRY_S
         self._thread = threading.Thread(target=self._run, name="bootstrap-registrar", daemon=True)
 
     def start(self) -> None:
@@ -111,21 +114,24 @@ class Registrar:
                 self._request("DELETE", f"/route?incarnation={incarnation}", None)
 
     def _run(self) -> None:
-        renew_at_s, retry_s = self._clock(), FIRST_RETRY_S
         while not self._stop:
             self._wake.clear()
-            try:
-                if self._clock() >= renew_at_s:
-                    lease = self._register()
-                    renew_at_s = self._clock() + lease.lease_s / 3
-                self._register_rooms()
-                retry_s = FIRST_RETRY_S
-                pause_s = renew_at_s - self._clock()
-            except BootstrapError as error:
-                self._complain(str(error))
-                renew_at_s = self._clock() + retry_s
-                pause_s, retry_s = retry_s, min(2 * retry_s, LONGEST_RETRY_S)
-            self._wake.wait(max(pause_s, 0.0))
+            self._wake.wait(self.turn())
+
+    def turn(self) -> float:
+        """One turn of the thread: register or renew when due, hand rooms over. Returns the pause until the next, in seconds."""
+        try:
+            if self._clock() >= self._renew_at_s:
+                lease = self._register()
+                self._renew_at_s = self._clock() + lease.lease_s / 3
+            self._register_rooms()
+        except BootstrapError as error:
+            self._complain(str(error))
+            pause_s, self._retry_s = self._retry_s, min(2 * self._retry_s, LONGEST_RETRY_S)
+            self._renew_at_s = self._clock() + pause_s
+            return pause_s
+        self._retry_s = FIRST_RETRY_S
+        return max(self._renew_at_s - self._clock(), 0.0)
 
     def _register(self) -> Lease:
         body = self._request("PUT", "/route", self._worker)
@@ -162,26 +168,49 @@ class Registrar:
         self.error = error
 
     def _request(self, method: str, path: str, value: Any) -> bytes:
-        return _call(self._server, method, path, value, secret=self._secret, timeout_s=self._timeout_s)
+        call = Call(method, path, b"" if value is None else msgspec.json.encode(value))
+        return _call(self._server, call, signer=self._signer, timeout_s=self._timeout_s)
 
 
-def _call(server: str, method: str, path: str, value: Any, *, secret: bytes | None, timeout_s: float) -> bytes:
+def _call(server: str, call: Call, *, signer: Signer | None, timeout_s: float) -> bytes:
     host, _, port = server.rpartition(":")
     if not (host and port.isdigit() and int(port) < 65536):
         raise BootstrapError(f"bootstrap server {server!r} is not HOST:PORT", permanent=True)
-    headers = {} if secret is None else {SECRET_HEADER: token(secret)}
     connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
     try:
-        connection.request(method, path, None if value is None else msgspec.json.encode(value), headers)
-        response = connection.getresponse()
-        status, body = response.status, response.read(MAX_REPLY_BYTES)
+        status, body = _exchange(connection, call) if signer is None else _exchange_signed(connection, call, signer)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise BootstrapError(f"bootstrap server {server} cannot be reached: {error}") from None
     finally:
         connection.close()
+    if status == UNPROVEN:
+        message = f"bootstrap server {server} did not show that it knows the secret of --cluster-secret-file"
+        raise BootstrapError(message, permanent=True)
     if status != 200:
         raise _refusal(server, status, body)
     return body
+
+
+def _exchange(connection: http.client.HTTPConnection, call: Call) -> tuple[int, bytes]:
+    connection.request(call.method, call.path, call.body or None)
+    response = connection.getresponse()
+    return response.status, response.read(MAX_REPLY_BYTES)
+
+
+def _exchange_signed(connection: http.client.HTTPConnection, call: Call, signer: Signer) -> tuple[int, bytes]:
+    """Status `UNPROVEN`: an answer of somebody who does not know the secret. A 401 is tried once more, as its challenge says."""
+    for _ in range(2):
+        header, nonce = signer.sign(call)
+        connection.request(call.method, call.path, call.body or None, {AUTH_HEADER: header})
+        response = connection.getresponse()
+        status, body = response.status, response.read(MAX_REPLY_BYTES)
+        if signer.is_answer(response.headers.get(AUTH_HEADER, ""), nonce, status=status, body=body):
+            return status, body
+        challenge = response.headers.get(CHALLENGE_HEADER, "")
+        if status != 401 or not challenge:
+            return UNPROVEN, b""
+        signer.challenge = challenge[:MAX_CHALLENGE_CHARS]
+    return status, body
 
 
 def _refusal(server: str, status: int, body: bytes) -> BootstrapError:

@@ -15,4 +15,5 @@ class BootstrapConfig:
     lease: float = _flag(15.0, "seconds a prefill worker stays listed without renewing")
     room_ttl: float = _flag(120.0, "seconds the owner of a room is remembered")
     max_workers: int = _flag(1024, "prefill workers that may be registered")
+    allow_insecure: bool = _flag(False, "listen off loopback without --cluster-secret-file: anybody may register")
     max_rooms: int = _flag(262144, "rooms remembered; the oldest are forgotten beyond it")

@@ -7,6 +7,7 @@
     POST   /rooms           RoomBatch -> {}               a prefill worker owns these rooms (shared servers only)
     GET    /health          -> {}
     any error: 4xx or 503 with ErrorReply, one clear message
+    With a cluster secret all but /health is signed, both ways (security/signing.py).
 
 **Several prefill workers behind one server.** A request names the bootstrap server, not the worker. The server inside a
 prefill worker knows that one worker only, so any room leads to it, and decode keeps the answer (`shared` false). A
@@ -15,8 +16,6 @@ the request arrives (batched, remembered for `room_ttl` seconds), and decode's l
 404 that it retries until its handshake times out. SGLang solves the same for data-parallel ranks (`/register_dp_rank`).
 """
 
-import hashlib
-import hmac
 from typing import Annotated
 
 import msgspec
@@ -24,7 +23,6 @@ import msgspec
 MAX_BODY_BYTES = 1 << 20
 MAX_ROOMS_A_BATCH = 4096
 MAX_BUT = 64  # incarnations in one look-up
-SECRET_HEADER = "X-Cluster-Token"
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -69,8 +67,3 @@ class RoomBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ErrorReply(msgspec.Struct, frozen=True):
     error: str
-
-
-def token(secret: bytes) -> str:
-    """What proves knowledge of the cluster secret without sending it."""
-    return hmac.new(secret, b"tandem bootstrap", hashlib.sha256).hexdigest()

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from disagg.decode_role import DecodeRole
-from disagg.metadata import MetadataBuffers
+from disagg.metadata import Checksum, MetadataBuffers
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from disagg.registration import look_up_any_with, look_up_with, registrar_of
 from disagg.scheduler_process import SchedulerSpec
 from disagg.secret import read_secret
 from engine.build import EngineParts
+from engine.executor.page_checksum import NAME as CHECKSUM_NAME
+from engine.executor.page_checksum import PageChecksum
 from engine.loop.role import Role, UnifiedRole
 from transfer_backends.contract import KVArgs, Region, TransferConfig
 from transfer_backends.decode_manager import DecodeManager
@@ -31,7 +33,7 @@ def _prefill(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
 ) -> PrefillRole:
     engine = make_engine(spec.disagg.disaggregation_transfer_backend, _options(spec))
-    kv_args = _kv_args(parts, metadata)
+    kv_args = _kv_args(spec, parts, metadata)
     config = _transfer_config(spec)
     manager = PrefillManager(kv_args, engine, config)
     manager.set_wakeup(wakeup)
@@ -45,6 +47,7 @@ def _prefill(
         metadata=metadata,
         directory=registrar,
         page_bytes=parts.pool.page_bytes,
+        checksum=_checksum(spec, parts),
         bounds=_bounds(parts),
     )
 
@@ -55,7 +58,7 @@ def _decode(
     backend = spec.disagg.disaggregation_transfer_backend
     config = _transfer_config(spec)
     manager = DecodeManager(
-        _kv_args(parts, metadata),
+        _kv_args(spec, parts, metadata),
         make_engine(backend, _options(spec)),
         config,
         lookup=look_up_with(config.secret),
@@ -69,6 +72,7 @@ def _decode(
         metadata=metadata,
         moves_bytes=backend != "fake",
         prealloc_timeout_s=spec.disagg.disaggregation_prealloc_timeout,
+        checksum=_checksum(spec, parts),
     )
 
 
@@ -77,7 +81,11 @@ def _bounds(parts: EngineParts) -> Bounds:
     return Bounds(vocab_size=parts.model.vocab_size, context_length=parts.config.context_length)
 
 
-def _kv_args(parts: EngineParts, metadata: MetadataBuffers) -> KVArgs:
+def _checksum(spec: SchedulerSpec, parts: EngineParts) -> Checksum | None:
+    return PageChecksum(parts.pool) if spec.disagg.disaggregation_kv_checksum else None
+
+
+def _kv_args(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers) -> KVArgs:
     pool = parts.pool
     device = pool.device.index or 0 if pool.device.type == "cuda" else None
     region = Region(pool.base_ptr, 1 + pool.num_pages, pool.page_bytes, device)
@@ -87,6 +95,7 @@ def _kv_args(parts: EngineParts, metadata: MetadataBuffers) -> KVArgs:
         signature=parts.model.signature(),
         page_size=pool.page_size,
         dtype=parts.config.dtype,
+        kv_checksum=CHECKSUM_NAME if spec.disagg.disaggregation_kv_checksum else "off",
     )
 
 

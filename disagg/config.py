@@ -20,6 +20,12 @@ class DisaggConfig:
     disaggregation_control_host: str | None = flag(
         None, "address the control plane binds and tells its peers; default: --host"
     )
+    disaggregation_bootstrap_allowed: tuple[str, ...] = flag(
+        (),
+        "bootstrap servers that a decode worker may ask because a request names them: HOST, HOST:PORT or a network like "
+        "10.0.0.0/8; default: this machine's if it listens on loopback, and those that a router with the cluster's secret "
+        "vouches for",
+    )
     disaggregation_bootstrap_timeout: float = flag(300.0, "seconds prefill waits for decode's page indices")
     disaggregation_prealloc_timeout: float = flag(300.0, "seconds decode waits for memory for a request")
     num_reserved_decode_tokens: int = flag(
@@ -43,6 +49,9 @@ class DisaggConfig:
     disaggregation_heartbeat_max_failures: int = flag(3, "missed heartbeats before a peer is declared dead")
     disaggregation_drain_timeout: float = flag(
         30.0, "seconds to wait for a peer's abort acknowledgement before its session is fenced"
+    )
+    disaggregation_kv_checksum: bool = flag(
+        False, "prefill sends a checksum of a prompt's KV pages, decode compares before it starts (both need the flag)"
     )
     cluster_secret_file: str | None = flag(
         None, "file with a secret that all workers share; it authenticates control plane and bootstrap server"

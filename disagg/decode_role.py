@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from disagg.metadata import MetadataBuffers, MetadataCorrupt
+from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt, verify
 from disagg.quarantine import Quarantine
 from disagg.resumption import Resumption
 from engine.core.outputs import StepEffects, refusal, refused
@@ -70,12 +70,15 @@ class DecodeRole:
         metadata: MetadataBuffers,
         moves_bytes: bool,
         prealloc_timeout_s: float,
+        checksum: Checksum | None = None,
     ) -> None:
+        """`checksum`: of pages, compared with prefill's before decode starts; None: it is not asked for."""
         self._scheduler = scheduler
         self._manager = manager
         self._metadata = metadata
         self._moves_bytes = moves_bytes
         self._prealloc_timeout_s = prealloc_timeout_s
+        self._checksum = checksum
         self._entries: dict[str, Entry] = {}
         self._quarantine = Quarantine(scheduler=scheduler, metadata=metadata)
         self._resumption = Resumption(
@@ -84,6 +87,7 @@ class DecodeRole:
             metadata=metadata,
             quarantine=self._quarantine,
             moves_bytes=moves_bytes,
+            checksum=checksum,
         )
         self._counters: Counter[str] = Counter()
 
@@ -164,8 +168,12 @@ class DecodeRole:
         assert entry.row is not None
         try:
             first = self._metadata.read(entry.row, room=entry.room if entry.moves_bytes else None)
-        except MetadataCorrupt as error:
-            self._counters["metadata_corrupt"] += 1
+            if self._checksum is not None and entry.moves_bytes:
+                verify(first, entry.request.pages, self._checksum)
+                self._counters["kv_checksum_verified"] += 1
+        except (MetadataCorrupt, KVCorrupt) as error:
+            log.error("decode %s (room %d): %s", entry.request.rid, entry.room, error)
+            self._counters["metadata_corrupt" if isinstance(error, MetadataCorrupt) else "kv_checksum_failed"] += 1
             return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {error}", status=500))
         times = entry.request.times
         times.landed_s, times.remote_queue_s, times.remote_prefill_s = now_s, first.queue_s, first.prefill_s
@@ -211,7 +219,7 @@ class DecodeRole:
     def counters(self) -> dict[str, float]:
         backups = self._scheduler.backups
         own = {"backup_saved_tokens": backups.saved_tokens, "backup_restored_tokens": backups.restored_tokens}
-        return {**self._manager.counters, **self._counters, **self._resumption.counters, **own}
+        return {**self._manager.counters, **(self._counters + self._resumption.counters), **own}
 
     def gauges(self) -> dict[str, float]:
         return {}

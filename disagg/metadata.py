@@ -3,10 +3,12 @@
 A row carries what decode needs besides KV: the first token, its logprobs, what prefill found cached. `room` comes last
 and vouches for the row: a row that says another room was never written, or written by somebody else.
 
-    first_token  bad  cached_tokens  has_logprob  top_num  logprob  asked_num  queue_s  prefill_s
+    first_token  bad  cached_tokens  has_logprob  top_num  asked_num  logprob  queue_s  prefill_s
+    has_kv_checksum  kv_checksum
     top_values[MAX_TOP]  top_ids[MAX_TOP]  asked_values[MAX_ASKED]  asked_ids[MAX_ASKED]  room
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +20,7 @@ from transfer_backends.contract import Region
 MAX_TOP = 128
 MAX_ASKED = MAX_ASKED_TOKEN_IDS
 MAX_DURATION_S = 1e6
+MASK = (1 << 64) - 1
 
 _HEAD = (
     "first_token",
@@ -29,8 +32,10 @@ _HEAD = (
     "logprob",
     "queue_s",
     "prefill_s",
+    "has_kv_checksum",
+    "kv_checksum",
 )
-_HEAD_FORMATS = ("<i8", "<i8", "<i8", "<i8", "<i8", "<i8", "<f8", "<f8", "<f8")
+_HEAD_FORMATS = ("<i8", "<i8", "<i8", "<i8", "<i8", "<i8", "<f8", "<f8", "<f8", "<i8", "<i8")
 _TOP_AT = 128
 _ASKED_AT = _TOP_AT + 16 * MAX_TOP  # two arrays of 8-byte numbers come before
 _ROOM_AT = _ASKED_AT + 16 * MAX_ASKED
@@ -59,18 +64,37 @@ ROW = np.dtype(
 )
 
 
+Checksum = Callable[[Sequence[int]], int]  # of the bytes of pages, in their order; signed, 64 bits
+
+
 class MetadataCorrupt(Exception):
     """A landed row is not the row of this room."""
 
 
+class KVCorrupt(Exception):
+    """Landed pages are not the pages that prefill sent."""
+
+
+def verify(first: "FirstToken", pages: Sequence[int], checksum: Checksum) -> None:
+    """Raises KVCorrupt."""
+    found = checksum(pages)
+    if first.kv_checksum != found:
+        told = "none" if first.kv_checksum is None else f"{first.kv_checksum & MASK:016x}"
+        raise KVCorrupt(f"checksum of {len(pages)} pages is {found & MASK:016x}, prefill sent {told}: KV was corrupted")
+
+
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What a row says. `queue_s`, `prefill_s`: how long the prompt waited and computed on the prefill worker."""
+    """What a row says. `queue_s`, `prefill_s`: how long the prompt waited and computed on the prefill worker.
+
+    `kv_checksum`: of the prompt's pages, None where checksums are off.
+    """
 
     result: ItemResult
     cached_tokens: int
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    kv_checksum: int | None = None
 
 
 class MetadataBuffers:
@@ -106,6 +130,7 @@ class MetadataBuffers:
         entry["first_token"] = -1 if result.token is None else result.token
         entry["bad"], entry["cached_tokens"] = result.bad, first.cached_tokens
         entry["queue_s"], entry["prefill_s"] = first.queue_s, first.prefill_s
+        entry["has_kv_checksum"], entry["kv_checksum"] = first.kv_checksum is not None, first.kv_checksum or 0
         entry["has_logprob"] = result.logprob is not None
         if result.logprob is not None:
             top = result.logprob.top[:MAX_TOP]
@@ -131,6 +156,7 @@ class MetadataBuffers:
             int(entry["cached_tokens"]),
             _duration(entry["queue_s"]),
             _duration(entry["prefill_s"]),
+            int(entry["kv_checksum"]) if entry["has_kv_checksum"] else None,
         )
 
     def check(self) -> list[str]:

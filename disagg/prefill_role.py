@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from disagg.metadata import FirstToken, MetadataBuffers
+from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from disagg.recompute import Bounds, request_for, why_not
 from disagg.transfer_gauges import TransferGauges
 from engine.core.outputs import StepEffects, output_of, refusal, refused
@@ -98,7 +98,9 @@ class PrefillRole:
         directory: Directory,
         page_bytes: int,
         bounds: Bounds,
+        checksum: Checksum | None = None,
     ) -> None:
+        """`checksum`: of pages, sent along with them; None: it is not asked for."""
         self._directory = directory
         self._scheduler = scheduler
         self._manager = manager
@@ -108,6 +110,7 @@ class PrefillRole:
         self._counters: Counter[str] = Counter()
         self._page_bytes = page_bytes
         self._bounds = bounds
+        self._checksum = checksum
         self._transfers = TransferGauges()
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
@@ -226,6 +229,7 @@ class PrefillRole:
             cached_tokens=entry.request.cached_tokens,
             queue_s=times.queue_s,
             prefill_s=times.prefill_s,
+            kv_checksum=None if self._checksum is None else self._checksum(entry.request.pages[entry.skip_pages :]),
         )
         self._metadata.write(entry.row, room=entry.room, first=said)
         rest = entry.request.pages[entry.sent_pages :]

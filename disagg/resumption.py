@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from disagg.metadata import MetadataBuffers, MetadataCorrupt
+from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt, verify
 from disagg.quarantine import Quarantine
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -58,12 +58,14 @@ class Resumption:
         metadata: MetadataBuffers,
         quarantine: Quarantine,
         moves_bytes: bool,
+        checksum: Checksum | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._manager = manager
         self._metadata = metadata
         self._quarantine = quarantine
         self._moves_bytes = moves_bytes
+        self._checksum = checksum
         self._entries: dict[str, Entry] = {}  # in order of arrival of the requests
         self.counters: Counter[str] = Counter()
 
@@ -117,16 +119,24 @@ class Resumption:
             return False
         entry.stage = Stage.TRANSFER
         known = request.tokens(0, request.num_tokens - 1)
-        given = request.pages[request.shared_pages : self._scheduler.memory.allocator.pages_for(len(known))]
+        given = self._asked_pages(request)
         work = Work(tokens=known, skip_pages=request.shared_pages, priority=request.priority, share=request.keep_kv)
         entry.receiver.ask(given, row, work)
         return True
+
+    def _asked_pages(self, request: Request) -> list[int]:
+        """Those of every known token but the last, without what is cached here."""
+        return request.pages[request.shared_pages : self._scheduler.memory.allocator.pages_for(request.num_tokens - 1)]
 
     def _land(self, entry: Entry) -> None:
         assert entry.row is not None
         try:
             said = self._metadata.read(entry.row, room=entry.room if self._moves_bytes else None)
-        except MetadataCorrupt as error:
+            if self._checksum is not None and self._moves_bytes:
+                verify(said, self._asked_pages(entry.request), self._checksum)
+                self.counters["kv_checksum_verified"] += 1
+        except (MetadataCorrupt, KVCorrupt) as error:
+            self.counters["kv_checksum_failed"] += isinstance(error, KVCorrupt)
             return self._fail(entry, str(error))
         if said.result.bad or (self._moves_bytes and said.result.token is not None):
             return self._fail(entry, "prefill computed NaN, or drew a token, which was not asked for")

@@ -29,6 +29,7 @@ from engine.loop.watchdog import Watchdog
 from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_config import ModelConfig, load_model_config
+from security.addresses import SecurityConfigError
 from transfer_backends.contract import BackendUnavailable, EngineError
 
 log = logging.getLogger(__name__)
@@ -189,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=spec.log_level.upper(), format="%(asctime)s scheduler %(levelname)s %(message)s")
     try:
         run(spec)
-    except (ConfigError, BackendUnavailable, EngineError) as error:
+    except (ConfigError, SecurityConfigError, BackendUnavailable, EngineError) as error:
         print(f"tandem serve: error: {error}", file=sys.stderr, flush=True)
         return TOLD
     return 0

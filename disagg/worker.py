@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,12 +16,13 @@ from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
 from disagg.children import Children
 from disagg.config import DisaggConfig
+from disagg.exposure import check_exposure, meeting_places
 from disagg.scheduler_process import SchedulerSpec
 from disagg.secret import read_secret
 from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.detokenizer.process import DetokenizerConfig
 from engine.frontend.ipc import IpcPaths
-from engine.frontend.server import FrontendAddress, WorkerDied, run_frontend
+from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
 from engine.model_config import load_model_config
 from engine.resolve import with_model_path
 
@@ -29,31 +31,51 @@ PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (
 
 
 def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status. Raises ConfigError before anything is started."""
+    """Serve until SIGTERM (after a drain) or SIGINT; returns the exit status. Raises ConfigError before anything is started."""
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s worker %(levelname)s %(message)s")
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each piece of junk would fill logs
     engine = with_model_path(engine)
     load_model_config(engine.model_path)  # a broken checkpoint is told before processes are started
+    if not server.drain_timeout >= 0:
+        raise ConfigError(f"--drain-timeout: must be at least 0, got {server.drain_timeout:g}")
+    if server.default_deadline is not None and not server.default_deadline > 0:
+        raise ConfigError(f"--default-deadline: must be greater than 0, got {server.default_deadline:g}")
     control_host = _control_host(server, disagg)
+    check_exposure(server, disagg, control_host=control_host)
+    meeting_places(server, disagg, control_host=control_host)  # wrong files and rules are told before anything starts
+    open_worker_gate(server)
     bootstrap = _embedded_bootstrap_server(server, disagg)
     ipc, children = IpcPaths.create(), Children()
+    signal.signal(signal.SIGTERM, _leave)  # until the frontend catches signals: what is begun is undone in order
+    signal.signal(signal.SIGINT, _leave)
     try:
         if bootstrap is not None:
             _listen(bootstrap, disagg)
             disagg = replace(disagg, disaggregation_bootstrap_port=bootstrap.port)
         _start(children, ipc, engine=engine, server=server, disagg=disagg, control_host=control_host)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(children, ipc, engine=engine, server=server, disagg=disagg))
+            runner.run(_serve(children, ipc, engine=engine, server=server, disagg=disagg, control_host=control_host))
         return 0
     except WorkerDied as error:
         if not children.told():
             print(f"tandem serve: error: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
+        _ignore_signals()  # the rest is bounded, and what it removes nobody else would
         children.end()
         ipc.remove()
         if bootstrap is not None:
             bootstrap.close()
+
+
+def _leave(signum: int, frame: object) -> None:
+    _ignore_signals()
+    raise SystemExit(0)
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _start(
@@ -82,7 +104,13 @@ def _start(
 
 
 async def _serve(
-    children: Children, ipc: IpcPaths, *, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig
+    children: Children,
+    ipc: IpcPaths,
+    *,
+    engine: EngineConfig,
+    server: ServerConfig,
+    disagg: DisaggConfig,
+    control_host: str,
 ) -> None:
     await run_frontend(
         server=server,
@@ -93,6 +121,8 @@ async def _serve(
         default_bootstrap_port=disagg.disaggregation_bootstrap_port,
         on_ready=lambda address: _say_ready(address, server, disagg),
         children_alive=children.dead,
+        meeting=meeting_places(server, disagg, control_host=control_host),
+        drain_s=server.drain_timeout,
     )
 
 

@@ -130,6 +130,22 @@ class ServerConfig:
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30000, "port to listen on; 0: a free one")
     api_key: str | None = flag(None, "clients must send this as 'Authorization: Bearer KEY'")
+    api_key_file: str | None = flag(None, "file of such keys, one a line; read anew when it changes, and on SIGHUP")
+    admin_api_key: str | None = flag(
+        None, "key for what changes the server (weights, cache, pause, profiles, abort all); default: the API keys do"
+    )
+    admin_api_key_file: str | None = flag(None, "file of admin keys, one a line; read anew as the other")
+    allow_insecure: bool = flag(False, "listen off loopback without keys or a cluster secret: anybody may do anything")
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
     max_body_bytes: int = flag(64 << 20, "longest request body")
     ready_file: str | None = flag(None, "write JSON here once the server is healthy")
+    enable_early_rejection: bool = flag(
+        False,
+        "503 at once for a request whose first token would come after its x-request-timeout (or --default-deadline)",
+    )
+    default_deadline: float | None = flag(
+        None, "seconds that requests without x-request-timeout may wait; default: for ever"
+    )
+    drain_timeout: float = flag(
+        30.0, "seconds that running requests get after SIGTERM; then they are handed back (503); a second signal: none"
+    )

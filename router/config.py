@@ -45,12 +45,35 @@ class RouterConfig:
     retry_backoff_s: float = flag(0.05, "pause before the second retry, doubled each time (the first is immediate)")
     connect_timeout_s: float = flag(5.0, "seconds a connection to a worker may take")
     request_timeout_s: float = flag(1800.0, "seconds one request may take in all")
-    shutdown_timeout_s: float = flag(3.0, "seconds running requests get to end after SIGTERM or Ctrl-C")
+    max_concurrent_requests: int = flag(16384, "requests that are served at a time; one more is answered 429")
+    drain_timeout: float = flag(
+        30.0, "seconds that running requests get after SIGTERM; then they are handed back (503); a second signal: none"
+    )
+    shutdown_timeout_s: float = flag(3.0, "seconds that last answers get to leave when the router ends")
     max_body_bytes: int = flag(64 << 20, "longest request body")
     api_key: str | None = flag(None, "clients must send this as 'Authorization: Bearer KEY'")
+    api_key_file: str | None = flag(None, "file of such keys, one a line; read anew when it changes, and on SIGHUP")
+    admin_api_key: str | None = flag(
+        None, "key for what changes workers or the pool (weights, cache, pause, /workers); default: the API keys do"
+    )
+    admin_api_key_file: str | None = flag(None, "file of admin keys, one a line; read anew as the other")
+    allow_insecure: bool = flag(False, "listen off loopback without API keys: anybody may do anything")
     worker_api_key: str | None = flag(
         None, "key the router sends to workers; default: the client's Authorization header is passed on"
     )
+    worker_api_key_file: str | None = flag(None, "file with that key in its first line; read anew when it changes")
+    worker_admin_api_key: str | None = flag(
+        None, "key for calls that workers keep for their admin; default: the caller's Authorization header is passed on"
+    )
+    worker_admin_api_key_file: str | None = flag(None, "file with that key in its first line")
+    cluster_secret_file: str | None = flag(
+        None, "file with the secret that workers share: the router vouches to decode for the bootstrap servers it names"
+    )
+    rate_limit_requests_per_second: float = flag(
+        0.0,
+        "requests a second that one API key (without keys: one address) may make; more are answered 429; 0: no limit",
+    )
+    rate_limit_burst: int = flag(0, "requests that may come at once under the rate limit; 0: those of two seconds")
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
     ready_file: str | None = flag(None, "write JSON here once the router listens")
 
@@ -66,6 +89,12 @@ def check_config(config: RouterConfig) -> None:
     for _, port in config.prefill:
         _require(port is None or 0 < port < 65536, "--prefill", f"bootstrap port must be 1 to 65535, got {port}")
     _check_numbers(config)
+    _require(
+        config.rate_limit_requests_per_second >= 0,
+        "--rate-limit-requests-per-second",
+        "must be at least 0; 0: no limit",
+    )
+    _require(config.rate_limit_burst >= 0, "--rate-limit-burst", "must be at least 0")
 
 
 def check_worker_url(name: str, url: str) -> None:
@@ -90,10 +119,10 @@ def _check_numbers(config: RouterConfig) -> None:
     for name in ("health_check_interval_s", "health_check_timeout_s", "connect_timeout_s", "request_timeout_s"):
         value = getattr(config, name)
         _require(value > 0, f"--{name.replace('_', '-')}", f"must be greater than 0, got {value}")
-    for name in ("health_failure_threshold", "health_success_threshold", "max_body_bytes"):
+    for name in ("health_failure_threshold", "health_success_threshold", "max_concurrent_requests", "max_body_bytes"):
         value = getattr(config, name)
         _require(value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}")
-    for name in ("retry_max", "retry_backoff_s", "load_poll_interval_s", "shutdown_timeout_s"):
+    for name in ("retry_max", "retry_backoff_s", "load_poll_interval_s", "drain_timeout", "shutdown_timeout_s"):
         value = getattr(config, name)
         _require(value >= 0, f"--{name.replace('_', '-')}", f"must be at least 0, got {value}")
 

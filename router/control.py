@@ -10,11 +10,16 @@ import msgspec
 from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError, check_worker_url
+from router.credentials import Credentials
 from router.dispatch import no_worker_message
+from router.draining import DRAINING, LiveRequests
 from router.errors import error_response
-from router.health import HealthMonitor, worker_headers
+from router.guard import require_admin
+from router.health import HealthMonitor
 from router.metrics import RouterMetrics
+from router.openapi import make_document
 from router.workers import Health, Role, Worker, WorkerTable, missing_roles
+from security.keys import Gate
 
 FAN_OUT_TIMEOUT_S = 30.0
 UPDATE_TIMEOUT_S = 3600.0  # weights come from a disk, and running requests may finish first
@@ -43,14 +48,20 @@ class Control:
         monitor: HealthMonitor,
         session: aiohttp.ClientSession,
         metrics: RouterMetrics,
+        gate: Gate,
+        credentials: Credentials,
         roles: tuple[Role, ...],
+        live: LiveRequests,
     ) -> None:
         self._config = config
         self._table = table
         self._monitor = monitor
         self._session = session
         self._metrics = metrics
+        self._gate = gate
+        self._credentials = credentials
         self._roles = roles
+        self._live = live
 
     def routes(self) -> list[web.RouteDef]:
         """All routes of this module."""
@@ -74,6 +85,7 @@ class Control:
             web.post("/abort_request", self.abort_request),
             *(web.post(path, self.pass_to_all) for path in PASSED_TO_ALL),
             web.get("/metrics", self.get_metrics),
+            web.get("/openapi.json", self.openapi),
         ]
 
     async def liveness(self, request: web.Request) -> web.Response:
@@ -81,7 +93,12 @@ class Control:
         return _json({"status": "alive"})
 
     async def readiness(self, request: web.Request) -> web.Response:
-        """200 if a request would find its workers, else 503 naming the role that is missing."""
+        """200 if a request would find its workers, else 503 naming the role that is missing (or that we drain)."""
+        if self._live.draining:
+            body = {"status": DRAINING, "num_live_reqs": len(self._live)}
+            answer = _json(body, status=503)
+            answer.headers["Retry-After"] = "1"
+            return answer
         workers = self._table.workers()
         missing = missing_roles(self._table, self._roles)
         if missing:
@@ -91,13 +108,14 @@ class Control:
 
     async def health_generate(self, request: web.Request) -> web.Response:
         """A real token through every worker."""
-        return await self._fan_out("GET", "/health_generate")
+        return await self._fan_out("GET", "/health_generate", self._credentials.own())
 
     async def proxy(self, request: web.Request) -> web.Response:
         """The answer of a worker that speaks for all: the first one that is up, decode before prefill."""
+        headers = self._credentials.for_client(_authorization(request))
         for role in reversed(self._roles):
             for worker in self._table.alive(role):
-                answer = await self._call(worker, "GET", request.path)
+                answer = await self._call(worker, "GET", request.path, headers)
                 if answer.status:
                     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
         missing = missing_roles(self._table, self._roles) or list(self._roles)
@@ -149,19 +167,35 @@ class Control:
         return _json({"workers": [describe(w) for w in self._table.workers()]})
 
     async def flush_cache(self, request: web.Request) -> web.Response:
-        return await self._fan_out("POST", "/flush_cache")
+        return await self._fan_out("POST", "/flush_cache", self._credentials.for_admin(_authorization(request)))
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        """Passed to every worker: only they know request ids."""
-        return await self._fan_out("POST", "/abort_request", await request.read())
+        """Passed to every worker: only they know request ids. All requests at once are an admin's to abort."""
+        body = await request.read()
+        headers = self._credentials.for_client(_authorization(request))
+        if _aborts_all(body):
+            if (refusal := require_admin(request, self._gate)) is not None:
+                return refusal
+            headers = self._credentials.for_admin(_authorization(request))
+        return await self._fan_out("POST", "/abort_request", headers, body)
 
     async def pass_to_all(self, request: web.Request) -> web.Response:
         """Pause, continue, weights, adapters, profiles: every worker does it, at the same time."""
         timeout_s = UPDATE_TIMEOUT_S if request.path in SLOW else FAN_OUT_TIMEOUT_S
-        return await self._fan_out("POST", request.path, await request.read(), timeout_s=timeout_s)
+        headers = self._credentials.for_admin(_authorization(request))
+        return await self._fan_out("POST", request.path, headers, await request.read(), timeout_s=timeout_s)
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """Own routes, and generation as the first worker that is up describes it (decode before prefill)."""
+        for role in reversed(self._roles):
+            for worker in self._table.alive(role):
+                answer = await self._call(worker, "GET", "/openapi.json", self._credentials.own())
+                if answer.status == 200:
+                    return _json(make_document(_decoded(answer.body)))
+        return _json(make_document(None))
 
     def _asked_role(self, asked: dict[str, Any]) -> Role | web.Response:
         word = asked.get("role", asked.get("worker_type", self._roles[0].value if len(self._roles) == 1 else None))
@@ -171,11 +205,19 @@ class Control:
         return error_response(400, f"role: must be one of {', '.join(self._roles)}, got {word!r}", param="role")
 
     async def _fan_out(
-        self, method: str, path: str, body: bytes = b"", *, timeout_s: float = FAN_OUT_TIMEOUT_S
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: bytes = b"",
+        *,
+        timeout_s: float = FAN_OUT_TIMEOUT_S,
     ) -> web.Response:
         """Call every worker that is not down; the worst status of all, with each one's answer."""
-        workers = [w for w in self._table.workers() if w.health is Health.UP]
-        answers = await asyncio.gather(*(self._call(w, method, path, body, timeout_s=timeout_s) for w in workers))
+        workers = [w for w in self._table.workers() if w.health in (Health.UP, Health.DRAINING)]
+        answers = await asyncio.gather(
+            *(self._call(w, method, path, headers, body, timeout_s=timeout_s) for w in workers)
+        )
         status = max((a.status or 502 for a in answers), default=503)
         results = [
             {"url": w.url, "role": w.role.value, "status": a.status, "answer": a.body.decode(errors="replace")}
@@ -184,9 +226,16 @@ class Control:
         return _json({"success": status == 200, "workers": results}, status=status)
 
     async def _call(
-        self, worker: Worker, method: str, path: str, body: bytes = b"", *, timeout_s: float = FAN_OUT_TIMEOUT_S
+        self,
+        worker: Worker,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: bytes = b"",
+        *,
+        timeout_s: float = FAN_OUT_TIMEOUT_S,
     ) -> "_Called":
-        headers = {**worker_headers(self._config), **({"Content-Type": "application/json"} if body else {})}
+        headers = headers | ({"Content-Type": "application/json"} if body else {})
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(
@@ -223,6 +272,23 @@ def describe(worker: Worker) -> dict[str, Any]:
         "assigned_total": worker.assigned_total,
         "report": None if worker.report is None else asdict(worker.report),
     }
+
+
+def _authorization(request: web.Request) -> str:
+    return request.headers.get("Authorization", "")
+
+
+def _decoded(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _aborts_all(body: bytes) -> bool:
+    """Whether a worker could read it so; what is no JSON object is for the workers to refuse."""
+    asked = _decoded(body)
+    return isinstance(asked, dict) and bool(asked.get("abort_all"))
 
 
 def _asked_url(asked: dict[str, Any]) -> str | web.Response:

@@ -10,9 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from aiohttp import web
 
 from router.config import RouterConfig
+from router.credentials import Credentials
+from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
+from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
 from router.guard import REQUEST_ID
 from router.legs import Answer, Call, LegError, Legs
@@ -25,13 +29,16 @@ from router.rewrite import Api, ParsedBody, parse_body, write_bodies
 from router.rooms import RoomMinter
 from router.sse import error_event
 from router.workers import Lease, Role, Worker, WorkerTable, missing_roles
+from security.voucher import VOUCHER_HEADER, vouch
 
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 1.0
 RETRY_AFTER_S = "1"  # told to clients when no worker is there
 
-_PASSED_HEADERS = ("authorization", "traceparent", "tracestate")
+HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
+
+_PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER)
 _ANSWER_HEADERS = ("Content-Type", "Retry-After")
 
 
@@ -45,6 +52,9 @@ class Parts:
     policy: Policy
     legs: Legs
     metrics: RouterMetrics
+    credentials: Credentials
+    secret: bytes | None
+    live: LiveRequests
     on_unreachable: Callable[[LegError], None]
 
 
@@ -57,6 +67,7 @@ class _Exchange:
     parsed: ParsedBody
     body: bytes
     call: Call
+    live: LiveRequest
     started_s: float
     tried: set[int] = field(default_factory=set)
 
@@ -73,6 +84,28 @@ class Dispatcher:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The handler. `BadBody` for a body that cannot be routed."""
+        refusal = self._refusal()
+        if refusal is not None:
+            return refusal
+        with self._parts.live.request() as live:
+            try:
+                return await self._handle(request, live)
+            except asyncio.CancelledError:
+                if not live.took_cancel():
+                    raise
+                return _handed_back()
+
+    def _refusal(self) -> web.Response | None:
+        """What a new request is told when none is taken."""
+        live = self._parts.live
+        if live.draining:
+            return draining_response("the router is draining: it takes no new requests")
+        if live.full:
+            message = f"the router serves {len(live)} requests (--max-concurrent-requests); try again later"
+            return error_response(429, message, code="queue_full", headers={"Retry-After": RETRY_AFTER_S})
+        return None
+
+    async def _handle(self, request: web.Request, live: LiveRequest) -> web.StreamResponse:
         started_s = time.monotonic()
         body = await request.read()
         request_id = request[REQUEST_ID]
@@ -82,6 +115,7 @@ class Dispatcher:
             parsed=parse_body(Api(request.path), body),
             body=body,
             call=Call(request.path, self._headers(request, request_id)),
+            live=live,
             started_s=started_s,
         )
         return await self._serve(exchange)
@@ -95,7 +129,16 @@ class Dispatcher:
     async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
         """Attempts until one answers, fails for good, or none is left."""
         config = self._parts.config
+        if not self._parts.rooms.has_room_for(exchange.parsed.num_samples):
+            return error_response(
+                429,
+                "the router has too many samples in flight",
+                code="queue_full",
+                headers={"Retry-After": RETRY_AFTER_S},
+            )
         for attempt in range(config.retry_max + 1):
+            if attempt:
+                exchange.call = exchange.call.later(time.monotonic() - exchange.started_s)
             roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
             workers = self._pick(roles, exchange.tried)
             if workers is None:
@@ -136,7 +179,7 @@ class Dispatcher:
         prefill_lease, decode_lease = self._charge(prefill, parsed), self._charge(decode, parsed)
         race = Race(
             asyncio.create_task(parts.legs.fetch(prefill, exchange.call, prefill_body)),
-            asyncio.create_task(parts.legs.open(decode, exchange.call, decode_body)),
+            asyncio.create_task(parts.legs.open(decode, self._vouched(exchange.call, prefill, rooms), decode_body)),
         )
         try:
             answer = await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
@@ -165,6 +208,7 @@ class Dispatcher:
         headers["Cache-Control"] = "no-cache"
         if race is not None:
             race.watch_prefill(self._note)
+        exchange.live.cut = answer.response.close
         try:
             out = await relay_stream(
                 exchange.request,
@@ -174,14 +218,22 @@ class Dispatcher:
                 on_first_byte=lambda: self._first_byte(exchange),
             )
         except StreamBroken as broken:
-            return await self._end_broken(broken, answer.worker, race)
+            return await self._end_broken(exchange, broken, answer.worker, race)
+        if exchange.live.handed_back:
+            return await self._end_broken(exchange, StreamBroken(out, ConnectionError()), answer.worker, race)
         if race is not None and race.refused is not None:
-            return await self._end_broken(StreamBroken(out, race.refused), answer.worker, race)
+            return await self._end_broken(exchange, StreamBroken(out, race.refused), answer.worker, race)
         await out.write_eof()
         return out
 
-    async def _end_broken(self, broken: StreamBroken, worker: Worker, race: Race | None) -> web.StreamResponse:
+    async def _end_broken(
+        self, exchange: _Exchange, broken: StreamBroken, worker: Worker, race: Race | None
+    ) -> web.StreamResponse:
         """Say in the stream what happened; both legs end."""
+        if exchange.live.handed_back:
+            if race is not None:
+                await race.close()
+            return await end_with_event(broken.out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
         failure = race.refused if race is not None else None
         if failure is None:
             failure = LegError(worker, reason="lost", detail=f"the stream broke off: {broken}")
@@ -189,6 +241,14 @@ class Dispatcher:
         if race is not None:
             await race.close()
         return await end_with_event(broken.out, _failure_event(failure))
+
+    def _vouched(self, call: Call, prefill: Worker, rooms: Sequence[int]) -> Call:
+        """With our word for the bootstrap server that the body names, where there is a secret to give it by."""
+        secret, port = self._parts.secret, prefill.bootstrap_port
+        if secret is None or port is None:
+            return call
+        voucher = vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)
+        return Call(call.path, {**call.headers, VOUCHER_HEADER: voucher})
 
     def _pick(self, roles: Sequence[Role], tried: set[int]) -> tuple[Worker, ...] | None:
         """One worker of each role, least loaded (or as the policy says) among those not tried yet."""
@@ -205,7 +265,7 @@ class Dispatcher:
         """Count a failure; a worker that could not be reached is looked at."""
         reason = f"http_{failure.status}" if failure.reason == "status" else failure.reason
         self._parts.metrics.errors.labels(reason, failure.worker.role.value).inc()
-        if failure.reason in ("refused", "lost"):
+        if failure.reason in ("refused", "lost") or failure.draining:
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
 
@@ -227,9 +287,16 @@ class Dispatcher:
             value = request.headers.get(name)
             if value is not None:
                 headers[name] = value
-        if self._parts.config.worker_api_key is not None:
-            headers["authorization"] = f"Bearer {self._parts.config.worker_api_key}"
-        return headers
+        return headers | self._parts.credentials.for_client(request.headers.get("Authorization", ""))
+
+
+def draining_response(message: str) -> web.Response:
+    """503 of a router that ends; another one may serve the request."""
+    return error_response(503, message, code=DRAINING, headers={"Retry-After": RETRY_AFTER_S})
+
+
+def _handed_back() -> web.Response:
+    return draining_response(HANDED_BACK)
 
 
 def no_worker_message(table: WorkerTable, missing: list[Role]) -> str:
@@ -256,8 +323,23 @@ def _failure_response(failure: LegError) -> web.Response:
 
 def _failure_event(failure: LegError) -> bytes:
     status = failure.status or 502
-    message = failure.body.decode(errors="replace")[:2000] if failure.body else str(failure)
-    return error_event(message, kind=error_kind(status), code=status)
+    return error_event(_message_of(failure), kind=error_kind(status), code=status)
+
+
+def _message_of(failure: LegError) -> str:
+    """What the worker said, without the JSON around it; else what happened."""
+    try:
+        return msgspec.json.decode(failure.body, type=_ErrorBody).error.message
+    except msgspec.MsgspecError:
+        return failure.body.decode(errors="replace")[:2000] or str(failure)
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
 
 
 def _answer_headers(headers: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""The middleware around every route: request ids, the clients' key, and errors in OpenAI's shape. Decides no routing."""
+"""The middleware around every route: request ids, who may call what and how often, errors in OpenAI's shape. No routing."""
 
-import hmac
 import logging
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -10,8 +10,10 @@ from aiohttp import web
 
 from router.errors import error_response
 from router.metrics import RouterMetrics
+from router.rate_limit import RateLimiter, client_of
 from router.rewrite import Api, BadBody
 from router.workers import WorkerTableError
+from security.keys import Access, Caller, Gate
 
 log = logging.getLogger(__name__)
 
@@ -19,22 +21,44 @@ MAX_REQUEST_ID_CHARS = 256
 REQUEST_ID = web.RequestKey("request_id", str)
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics"))
+CALLER = web.RequestKey("caller", Caller)
+_OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json"))
+# What changes workers for everybody, or the pool. A route named nowhere here needs an API key.
+_ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
+_ADMIN_PATHS = frozenset(
+    (
+        "/flush_cache",
+        "/pause_generation",
+        "/continue_generation",
+        "/update_weights_from_disk",
+        "/start_profile",
+        "/stop_profile",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+    )
+)
 _COUNTED_PATHS = frozenset(Api)
 
 
-def make_guard(*, api_key: str | None, metrics: RouterMetrics) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """The middleware. `api_key`: what clients must send, None: nothing."""
-    expected = None if api_key is None else f"Bearer {api_key}".encode()
+def need_of(method: str, path: str) -> Access:
+    """What a caller must be."""
+    if path in _OPEN_PATHS:
+        return Access.NONE
+    return Access.ADMIN if path in _ADMIN_PATHS or (method, path) in _ADMIN_ROUTES else Access.USER
+
+
+def make_guard(
+    *, gate: Gate, limiter: RateLimiter | None, metrics: RouterMetrics
+) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """The middleware. `limiter` counts what needs a key; None: no limit."""
 
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         request_id = request.headers.get("X-Request-Id", "")[:MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
         request[REQUEST_ID] = request_id
-        if expected is not None and request.path not in _OPEN_PATHS and not _authorized(request, expected):
-            response: web.StreamResponse = error_response(
-                401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
-            )
+        response: web.StreamResponse | None = _refused(request, gate, limiter, metrics)
+        if response is not None:
+            pass
         elif request.path in _COUNTED_PATHS:
             response = await _counted(request, handler, metrics)
         else:
@@ -91,6 +115,30 @@ def _http_error(request: web.Request, err: web.HTTPException) -> web.StreamRespo
     return error_response(err.status, message, headers=headers)
 
 
-def _authorized(request: web.Request, expected: bytes) -> bool:
-    given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-    return hmac.compare_digest(given, expected)
+def require_admin(request: web.Request, gate: Gate) -> web.Response | None:
+    """For a handler that only now knows what is asked for: None, or the refusal."""
+    refusal = gate.refusal(request[CALLER], Access.ADMIN)
+    return None if refusal is None else _refusal(*refusal)
+
+
+def _refused(
+    request: web.Request, gate: Gate, limiter: RateLimiter | None, metrics: RouterMetrics
+) -> web.Response | None:
+    now_s, need = time.monotonic(), need_of(request.method, request.path)
+    caller = request[CALLER] = gate.caller(request.headers.get("Authorization", ""), now_s)
+    refusal = gate.refusal(caller, need)
+    if refusal is not None:
+        metrics.refused.labels("key").inc()
+        return _refusal(*refusal)
+    if limiter is None or need is Access.NONE:
+        return None
+    wait_s = limiter.wait_s(caller.name or client_of(request.remote), now_s)
+    if wait_s == 0.0:
+        return None
+    metrics.refused.labels("rate").inc()
+    message = "too many requests from this client (--rate-limit-requests-per-second)"
+    return error_response(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(math.ceil(wait_s))})
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    return error_response(status, message, code="invalid_api_key" if status == 401 else "admin_key_needed")

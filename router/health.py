@@ -5,15 +5,15 @@ Owns those tasks; what the answers mean is decided by the worker table.
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from router.config import RouterConfig
+from router.credentials import Credentials
 from router.legs import LegError
-from router.reports import parse_bootstrap, parse_load, parse_mode
+from router.reports import parse_bootstrap, parse_load, parse_mode, says_draining
 from router.workers import Check, Health, Role, Worker, WorkerTable
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,10 @@ MAX_ANSWER_BYTES = 4 << 20
 class HealthMonitor:
     """Watches every worker of `table` that was given to `watch`."""
 
-    def __init__(self, *, config: RouterConfig, table: WorkerTable, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, *, config: RouterConfig, table: WorkerTable, session: aiohttp.ClientSession, credentials: Credentials
+    ) -> None:
+        self._credentials = credentials
         self._config = config
         self._table = table
         self._session = session
@@ -55,10 +58,15 @@ class HealthMonitor:
             await self.unwatch(watch.worker)
 
     def on_unreachable(self, failure: LegError) -> None:
-        """A request could not reach its worker: where nothing listens it leaves the pool now; else it is checked now."""
+        """A request could not reach its worker: where nothing listens, or it drains, it leaves the pool now.
+
+        Else it is checked now.
+        """
         worker = failure.worker
         if failure.reason == "refused":
             self._tell(worker, Check.REFUSED, str(failure))
+        elif failure.draining:
+            self._tell(worker, Check.DRAINING, "it is draining")
         watch = self._watches.get(worker.worker_id)
         if watch is not None:
             watch.info_due_s = 0.0  # it may have been restarted, with another bootstrap port
@@ -78,7 +86,7 @@ class HealthMonitor:
         """One round: health, then what else is due. A worker comes up with its bootstrap address known."""
         worker = watch.worker
         result, error = await self._ask_health(worker)
-        now_s = time.monotonic()
+        now_s = _now_s()
         if result is Check.OK and (worker.health is not Health.UP or now_s >= watch.info_due_s):
             error = await self._read_info(worker) or ""
             result = Check.FAILED if error else Check.OK
@@ -86,25 +94,29 @@ class HealthMonitor:
         self._tell(worker, result, error)
         if worker.health is Health.UP and self._config.load_poll_interval_s > 0 and now_s >= watch.load_due_s:
             watch.load_due_s = now_s + self._config.load_poll_interval_s
-            self._table.on_report(worker, parse_load(await self._first_json(worker, _LOAD_PATHS)))
+            self._table.on_report(worker, parse_load((await self._first_json(worker, _LOAD_PATHS))[0]))
 
     def _tell(self, worker: Worker, result: Check, error: str) -> None:
-        if self._table.on_check(worker, result, now_s=time.monotonic(), error=error):
+        if self._table.on_check(worker, result, now_s=_now_s(), error=error):
             level = logging.INFO if worker.health is Health.UP else logging.WARNING
             log.log(level, "%s worker %s is %s %s", worker.role, worker.url, worker.health, error)
 
     async def _ask_health(self, worker: Worker) -> tuple[Check, str]:
         try:
-            status, _ = await self._get(worker, "/health")
+            status, body = await self._get(worker, "/health")
         except aiohttp.ClientConnectorError as err:
             return Check.REFUSED, str(err)
         except (aiohttp.ClientError, OSError, TimeoutError) as err:
             return Check.FAILED, f"/health: {str(err) or type(err).__name__}"
+        if status == 503 and says_draining(body):
+            return Check.DRAINING, "it is draining"
         return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")
 
     async def _read_info(self, worker: Worker) -> str | None:
         """Read role and bootstrap address; returns what is wrong. Workers that say nothing of themselves are fine."""
-        info = await self._first_json(worker, _INFO_PATHS)
+        info, error = await self._first_json(worker, _INFO_PATHS)
+        if error:  # nothing was learnt: what is known of it stays
+            return error
         mode, expected = parse_mode(info), _EXPECTED_MODE[worker.role]
         if mode is not None and mode != expected:
             return f"runs with --disaggregation-mode {mode}, but was given as a {worker.role} worker"
@@ -113,21 +125,24 @@ class HealthMonitor:
             self._table.on_bootstrap(worker, host=host, port=port)
         return None
 
-    async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> Any:
-        """The first of `paths` that answers JSON; None if none does."""
+    async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:
+        """(the first JSON answer of `paths`, ""); (None, "") when it has none; (None, why) when one could not be asked."""
+        error = ""
         for path in paths:
             try:
                 status, body = await self._get(worker, path)
                 if status == 200:
-                    return msgspec.json.decode(body)
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
+                    return msgspec.json.decode(body), ""
+            except (ValueError, RecursionError):
                 continue
-        return None
+            except (aiohttp.ClientError, OSError, TimeoutError) as err:
+                error = f"{path}: {str(err) or type(err).__name__}"
+        return None, error
 
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=self._config.health_check_timeout_s)
         async with self._session.get(
-            worker.url + path, timeout=timeout, headers=worker_headers(self._config), allow_redirects=False
+            worker.url + path, timeout=timeout, headers=self._credentials.own(), allow_redirects=False
         ) as response:
             return response.status, await _read_bounded(response)
 
@@ -144,10 +159,9 @@ class _Watch:
         self.info_due_s = 0.0
 
 
-def worker_headers(config: RouterConfig) -> dict[str, str]:
-    """The key for the router's own calls to workers."""
-    key = config.worker_api_key or config.api_key
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
+def _now_s() -> float:
+    """The event loop's time: monotonic, and virtual in a simulation."""
+    return asyncio.get_running_loop().time()
 
 
 async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
-from router.workers import Worker
+from router.deadline import less_time
+from router.reports import says_draining
+from router.workers import MAX_WORKERS, Worker
 
 RETRYABLE_STATUSES = frozenset((500, 502, 503))
+MAX_URLS = 4 * MAX_WORKERS  # parsed ones that are kept
 READ_BUFFER_BYTES = 256 << 10
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that a kept connection is rarely closed under a new request
 
@@ -45,6 +48,11 @@ class LegError(Exception):
         self.body = body
 
     @property
+    def draining(self) -> bool:
+        """The worker ends in good order: it takes nothing new, or could not finish this one."""
+        return self.status == 503 and says_draining(self.body)
+
+    @property
     def retryable(self) -> bool:
         """Another worker may do better. Back-pressure and bad requests (4xx) are the client's to handle."""
         return self.reason in ("refused", "lost") or self.status in RETRYABLE_STATUSES
@@ -66,6 +74,10 @@ class Call:
 
     path: str
     headers: Mapping[str, str]
+
+    def later(self, elapsed_s: float) -> "Call":
+        """The same, sent again so many seconds after the first time: less of its timeout is left."""
+        return Call(self.path, less_time(self.headers, elapsed_s))
 
 
 def open_session(*, connect_timeout_s: float, request_timeout_s: float) -> aiohttp.ClientSession:
@@ -106,6 +118,8 @@ class Legs:
         """Parsed once per worker and path: parsing costs more than a dictionary look-up."""
         url = self._urls.get((base, path))
         if url is None:
+            if len(self._urls) >= MAX_URLS:  # of workers that left
+                self._urls.clear()
             url = self._urls[base, path] = URL(base + path)
         return url
 

@@ -26,6 +26,9 @@ class RouterMetrics:
         self.errors = Counter(
             "tandem_router_errors", "Failures seen while serving requests", ["reason", "role"], registry=registry
         )
+        self.refused = Counter(
+            "tandem_router_refused", "Requests refused before they were read", ["why"], registry=registry
+        )
         self.retries = Counter("tandem_router_retries", "Attempts after the first one", ["reason"], registry=registry)
         self.inflight = Gauge("tandem_router_inflight_requests", "Requests being served", registry=registry)
         self.ttfb_s = Histogram(

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import msgspec
+
+from router.draining import DRAINING
 from router.workers import LoadReport
 
 _USED = ("num_used_tokens", "num_tokens")
@@ -49,6 +52,18 @@ def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
         if text.isdecimal() and (port := _port(int(text))) is not None:
             return host.strip("[]"), port
     return url_host, _port(info.get("disaggregation_bootstrap_port"))
+
+
+def says_draining(body: bytes) -> bool:
+    """Whether a 503 is one of a worker that ends in good order: on /health by `status`, else by the error's code."""
+    try:
+        said = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    if not isinstance(said, dict):
+        return False
+    error = said.get("error")
+    return said.get("status") == DRAINING or (isinstance(error, dict) and error.get("code") == DRAINING)
 
 
 def parse_mode(info: object) -> str | None:

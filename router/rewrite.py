@@ -12,12 +12,14 @@ from typing import Any
 
 import msgspec
 
+from security.json_depth import MAX_DEPTH, deeper_than
+
 BYTES_PER_TOKEN = 4  # of text; a guess good enough to balance by
 DEFAULT_OUTPUT_TOKENS = 128  # assumed when the request does not bound its answer
 MAX_COUNTED_OUTPUT_TOKENS = 512  # answers are mostly far shorter than the bound that clients send
 MAX_SAMPLES = 4096  # of one request
 
-_BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
+BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
 _NULL = b"null"
 _FIRST_INSIDE = re.compile(rb"\[\s*(.)")
 
@@ -68,6 +70,8 @@ _encode = msgspec.json.Encoder().encode
 
 def parse_body(api: Api, body: bytes) -> ParsedBody:
     """Read a request body. `BadBody` if it is not a JSON object or asks for more than `MAX_SAMPLES` samples."""
+    if deeper_than(body):
+        raise BadBody(None, f"the body is nested too deeply (more than {MAX_DEPTH} levels)")
     try:
         fields = _fields_decoder.decode(body)
         prompts, prompt_tokens = _prompts(api, fields)
@@ -98,7 +102,7 @@ def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequ
     Prefill's answer is not forwarded, so it is never streamed: its errors then come with a real status.
     """
     assert len(rooms) == parsed.num_samples, (len(rooms), parsed.num_samples)
-    fields: dict[str, object] = {k: v for k, v in parsed.fields.items() if k not in _BOOTSTRAP_FIELDS}
+    fields: dict[str, object] = {k: v for k, v in parsed.fields.items() if k not in BOOTSTRAP_FIELDS}
     many = len(rooms) > 1
     fields["bootstrap_host"] = [host] * len(rooms) if many else host
     fields["bootstrap_port"] = [port] * len(rooms) if many else port

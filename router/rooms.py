@@ -7,6 +7,7 @@ never equal to a live one: two live requests in one room would mix their KV.
 from collections.abc import Callable, Iterable
 
 ROOM_BITS = 63
+MAX_LIVE_ROOMS = 1 << 20
 
 
 class RoomMinter:
@@ -15,6 +16,9 @@ class RoomMinter:
     def __init__(self, draw: Callable[[int], int]) -> None:
         self._draw = draw
         self._live: set[int] = set()
+
+    def has_room_for(self, count: int) -> bool:
+        return len(self._live) + count <= MAX_LIVE_ROOMS
 
     def mint(self, count: int) -> tuple[int, ...]:
         """`count` fresh rooms; they live until released."""

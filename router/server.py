@@ -1,15 +1,13 @@
 """Puts the router together and runs it. The only place that builds its parts, listens, and handles signals."""
 
-import asyncio
 import errno
 import json
 import logging
 import os
 import secrets
-import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import uvloop
@@ -17,15 +15,21 @@ from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
+from router.credentials import Credentials
 from router.dispatch import Dispatcher, Parts
+from router.draining import LiveRequests, StopSignals
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs, open_session
 from router.metrics import RouterMetrics
 from router.policies import make_policy
+from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
 from router.workers import Role, Thresholds, WorkerTable
+from security.addresses import require_secret
+from security.keys import Gate, open_gate
+from security.secret import read_secret_file
 
 log = logging.getLogger(__name__)
 
@@ -33,26 +37,29 @@ log = logging.getLogger(__name__)
 class RunningRouter:
     """A router that listens at `url`; its state, for tests and for the launcher."""
 
-    def __init__(self, *, url: str, table: WorkerTable, rooms: RoomMinter) -> None:
+    def __init__(self, *, url: str, table: WorkerTable, rooms: RoomMinter, gate: Gate, live: LiveRequests) -> None:
         self.url = url
+        self.gate = gate
         self.table = table
         self.rooms = rooms
+        self.live = live
 
 
 async def run_router(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
-    """Run until SIGTERM or SIGINT, or until cancelled. `on_ready(url)` is called once the router listens.
+    """Run until SIGTERM (drain), SIGINT or a second signal (end at once), or until cancelled. `on_ready(url)` is called once the router listens.
 
     `RouterConfigError` for a flag that cannot be honoured, a taken port included. It listens even when no worker is
     alive yet: requests are then answered 503, and /readiness says what is missing.
     """
-    stop = asyncio.Event()
+    signals = StopSignals()
     async with start_router(config) as router:
-        with _signals(stop):
+        with signals.caught(on_hangup=lambda: router.gate.reload(time.monotonic())):
             if config.ready_file is not None:
                 _write_ready_file(Path(config.ready_file), router.url)
             if on_ready is not None:
                 on_ready(router.url)
-            await stop.wait()
+            await signals.asked.wait()
+            await router.live.drain(timeout_s=config.drain_timeout, at_once=signals.at_once)
 
 
 def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
@@ -64,15 +71,18 @@ def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None
 
 @asynccontextmanager
 async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
-    """A listening router; leaving the block drains and stops it."""
+    """A listening router; leaving the block stops it."""
     check_config(config)
+    secret, gate = _check_exposure(config)
+    credentials = Credentials(config, api=gate.api)
     table = _table(config)
     rooms = RoomMinter(secrets.randbits)
     metrics = RouterMetrics(table)
+    live = LiveRequests(max_live=config.max_concurrent_requests)
     async with open_session(
         connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s
     ) as session:
-        monitor = HealthMonitor(config=config, table=table, session=session)
+        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
         dispatcher = Dispatcher(
             Parts(
                 config=config,
@@ -81,14 +91,25 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                 policy=make_policy(config.policy, draw=secrets.randbelow),
                 legs=Legs(session),
                 metrics=metrics,
+                credentials=credentials,
+                secret=secret,
+                live=live,
                 on_unreachable=monitor.on_unreachable,
             )
         )
         control = Control(
-            config=config, table=table, monitor=monitor, session=session, metrics=metrics, roles=dispatcher.roles
+            config=config,
+            table=table,
+            monitor=monitor,
+            session=session,
+            metrics=metrics,
+            gate=gate,
+            credentials=credentials,
+            roles=dispatcher.roles,
+            live=live,
         )
         runner = web.AppRunner(
-            _app(config, dispatcher=dispatcher, control=control, metrics=metrics),
+            _app(config, dispatcher=dispatcher, control=control, metrics=metrics, gate=gate),
             access_log=None,
             handler_cancellation=True,  # a client that goes away ends both legs at once
             shutdown_timeout=config.shutdown_timeout_s,
@@ -99,15 +120,40 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             for worker in table.workers():
                 monitor.watch(worker)
             await monitor.first_round()
-            yield RunningRouter(url=f"http://{_url_host(config.host)}:{port}", table=table, rooms=rooms)
+            url = f"http://{_url_host(config.host)}:{port}"
+            yield RunningRouter(url=url, table=table, rooms=rooms, gate=gate, live=live)
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
             await dispatcher.close()
             await monitor.close()
 
 
-def _app(config: RouterConfig, *, dispatcher: Dispatcher, control: Control, metrics: RouterMetrics) -> web.Application:
-    guard = make_guard(api_key=config.api_key, metrics=metrics)
+def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
+    """The cluster's secret, and who may call. Raises `SecurityConfigError` where anybody could, from anywhere."""
+    gate = open_gate(
+        api_key=config.api_key,
+        api_key_file=config.api_key_file,
+        admin_api_key=config.admin_api_key,
+        admin_api_key_file=config.admin_api_key_file,
+    )
+    warning = require_secret(
+        config.host,
+        flag="--host",
+        what="the router",
+        remedy="--api-key-file (or --api-key)",
+        has_secret=gate.is_set,
+        allow_insecure=config.allow_insecure,
+    )
+    if warning is not None:
+        log.warning(warning)
+    return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file), gate
+
+
+def _app(
+    config: RouterConfig, *, dispatcher: Dispatcher, control: Control, metrics: RouterMetrics, gate: Gate
+) -> web.Application:
+    limiter = make_limiter(config.rate_limit_requests_per_second, config.rate_limit_burst)
+    guard = make_guard(gate=gate, limiter=limiter, metrics=metrics)
     app = web.Application(middlewares=[guard], client_max_size=config.max_body_bytes)
     app.add_routes([web.post(api.value, dispatcher.handle) for api in Api])
     app.add_routes([web.put(Api.GENERATE.value, dispatcher.handle), *control.routes()])
@@ -157,18 +203,3 @@ def _write_ready_file(path: Path, url: str) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps({"router": url}))
     partial.replace(path)
-
-
-@contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """While inside, SIGTERM and SIGINT set `stop` (where this thread may handle signals)."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with suppress(NotImplementedError, RuntimeError, ValueError):
-            loop.add_signal_handler(number, stop.set)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with suppress(NotImplementedError, RuntimeError, ValueError):
-                loop.remove_signal_handler(number)

@@ -39,7 +39,7 @@ def _end_of_last(data: bytes, separator: bytes) -> int:
     return 0 if at < 0 else at + len(separator)
 
 
-def error_event(message: str, *, kind: str, code: int) -> bytes:
+def error_event(message: str, *, kind: str, code: int | str) -> bytes:
     """One event with an OpenAI error object; clients' SDKs raise it."""
     error = {"message": message, "type": kind, "param": None, "code": code}
     return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
 
+MAX_WORKERS = 4096
+
 
 class Role(StrEnum):
     PREFILL = "prefill"
@@ -19,13 +21,18 @@ class Role(StrEnum):
 class Health(StrEnum):
     STARTING = "starting"  # never answered a check yet
     UP = "up"
+    DRAINING = "draining"  # it finishes what it has, and takes nothing new
     DOWN = "down"
 
 
 class Check(StrEnum):
-    """What was learnt about a worker. `REFUSED`: nothing listens there, so no second opinion is needed."""
+    """What was learnt about a worker. `REFUSED`: nothing listens there, so no second opinion is needed.
+
+    `DRAINING`: it says so itself.
+    """
 
     OK = "ok"
+    DRAINING = "draining"
     FAILED = "failed"
     REFUSED = "refused"
 
@@ -33,12 +40,19 @@ class Check(StrEnum):
 # (state, event) -> (next state, which threshold must be reached first). Every cell is here.
 TRANSITIONS: dict[tuple[Health, Check], tuple[Health, str]] = {
     (Health.STARTING, Check.OK): (Health.UP, "success"),
+    (Health.STARTING, Check.DRAINING): (Health.DRAINING, "none"),
     (Health.STARTING, Check.FAILED): (Health.STARTING, "none"),
     (Health.STARTING, Check.REFUSED): (Health.STARTING, "none"),
     (Health.UP, Check.OK): (Health.UP, "none"),
+    (Health.UP, Check.DRAINING): (Health.DRAINING, "none"),
     (Health.UP, Check.FAILED): (Health.DOWN, "failure"),
     (Health.UP, Check.REFUSED): (Health.DOWN, "none"),
+    (Health.DRAINING, Check.OK): (Health.UP, "success"),  # another one serves at this address
+    (Health.DRAINING, Check.DRAINING): (Health.DRAINING, "none"),
+    (Health.DRAINING, Check.FAILED): (Health.DOWN, "failure"),
+    (Health.DRAINING, Check.REFUSED): (Health.DOWN, "none"),
     (Health.DOWN, Check.OK): (Health.UP, "success"),
+    (Health.DOWN, Check.DRAINING): (Health.DRAINING, "none"),
     (Health.DOWN, Check.FAILED): (Health.DOWN, "none"),
     (Health.DOWN, Check.REFUSED): (Health.DOWN, "none"),
 }
@@ -121,6 +135,8 @@ class WorkerTable:
         url = url.rstrip("/")
         if any(w.url == url for w in self._workers):
             raise WorkerTableError(f"url: {url} is already in the table")
+        if len(self._workers) >= MAX_WORKERS:
+            raise WorkerTableError(f"url: {MAX_WORKERS} workers are in the table, no more fit")
         worker = Worker(
             worker_id=self._next_id,
             url=url,
@@ -151,7 +167,7 @@ class WorkerTable:
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Tell the result of a check, or of a request that could not connect. True if the worker's state changed."""
-        same = (worker.last_check is Check.OK) == (result is Check.OK) and worker.last_check is not None
+        same = worker.last_check is not None and _kind(worker.last_check) is _kind(result)
         worker.streak = worker.streak + 1 if same else 1
         worker.last_check = result
         worker.last_error = error
@@ -201,6 +217,11 @@ class WorkerTable:
             held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
             assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))
             assert worker.inflight_tokens == sum(held), (worker.url, worker.inflight_tokens, sum(held))
+
+
+def _kind(check: Check) -> Check:
+    """Refused or failed: bad either way."""
+    return Check.FAILED if check is Check.REFUSED else check
 
 
 def missing_roles(table: WorkerTable, roles: Iterable[Role]) -> list[Role]:

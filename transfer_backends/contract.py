@@ -40,7 +40,8 @@ class KVArgs:
 
     kv:  one item is one page with all its layers (docs/architecture.md, "KV pages"); item index = page id
     aux: one item is one row of the metadata buffer
-    `signature` names model and layout; `signature`, `page_size`, `dtype` and both `item_bytes` must equal the peer's.
+    `signature` names model and layout; `signature`, `page_size`, `dtype`, both `item_bytes` and `kv_checksum` (the name of
+    the checksum that goes with the pages, or "off") must equal the peer's.
     """
 
     kv: Region
@@ -48,6 +49,7 @@ class KVArgs:
     signature: str
     page_size: int
     dtype: str
+    kv_checksum: str = "off"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,7 @@ class TransferConfig:
     handshake_timeout_s: float = 10.0  # decode: look-up + registration
     heartbeat_interval_s: float = 1.0
     heartbeat_max_failures: int = 3
+    transfer_retries: int = 1  # prefill: times that a transfer with a failed write begins anew, to the same live peer
     drain_timeout_s: float = 30.0  # decode: abort -> acknowledgement; after it the pages count as stuck
     control_host: str = "127.0.0.1"
     control_port: int = 0  # prefill's; 0: a free one

@@ -1,7 +1,8 @@
 """Sockets of the control plane: prefill listens (`ListenPort`), decode connects (`ConnectPort`). ZMQ over TCP.
 
 A port is used by one thread; only `wake` may be called from any. It carries frames and reports links that are gone; it
-knows no messages. Nothing here blocks except `poll`, for at most its timeout.
+knows no messages. Nothing here blocks except `poll`, for at most its timeout. With a secret every connection is CURVE
+(`curve.py`): strangers are refused before a frame of theirs is read.
 """
 
 import contextlib
@@ -12,21 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
+from transfer_backends.curve import Doorkeeper, guard_connector, guard_listener
 from transfer_backends.wire import MAX_FRAME_BYTES
 
 HIGH_WATER = 16384  # frames queued for a peer that does not read; one more and its link counts as lost
 LINGER_MS = 500
 CONNECT_TIMEOUT_MS = 5000
 MAX_FRAMES_A_POLL = 256  # so that timers run under a flood
-_GONE = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_MADE = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | _REFUSED
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class LinkClosed:
+    """`refused`: the other side does not speak as we do; mostly, it has another cluster secret, or one has none."""
+
     link: Any
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,14 @@ class SomeLinkClosed:
     """One link is gone, not known which: send to each to find out (`send` is False for it)."""
 
 
-Event = Frame | LinkClosed | SomeLinkClosed
+@dataclass(frozen=True)
+class PeersRefused:
+    """So many connections were turned away: they do not know the cluster's secret, or do not speak ZMQ."""
+
+    count: int
+
+
+Event = Frame | LinkClosed | SomeLinkClosed | PeersRefused
 
 
 def advertised_host(host: str) -> str:
@@ -86,37 +94,49 @@ class Waker:
 class ListenPort:
     """A ROUTER that peers connect to. Links are the routing ids that the socket mints."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, secret: bytes | None = None) -> None:
         self._context = zmq.Context(1)
+        self._doorkeeper = None if secret is None else Doorkeeper(self._context, secret)
         self._socket = _socket(self._context, zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if secret is not None:
+            guard_listener(self._socket, secret)
         try:
             self._socket.bind(f"tcp://{_bracket(host)}:{port or '*'}")
         except zmq.ZMQError as error:
             self._socket.close(0)
+            if self._doorkeeper is not None:
+                self._doorkeeper.close()
             self._context.term()
             raise OSError(f"control plane cannot listen on {host}:{port}: {error}") from None
         number = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self.address = f"{_bracket(advertised_host(host))}:{number}"
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         self._waker = Waker()
         self.wake = self._waker.wake
         self._poller = zmq.Poller()
         for readable in (self._socket, self._monitor, self._waker):
             self._poller.register(readable, zmq.POLLIN)
+        if self._doorkeeper is not None:
+            self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[Event]:
         ready = dict(self._poller.poll(_millis(timeout_s)))
         if not ready:
             return []
         self._waker.clear()
+        if self._doorkeeper is not None:
+            self._doorkeeper.answer()
         events: list[Event] = []
         for _ in range(MAX_FRAMES_A_POLL):
             parts = _receive(self._socket)
             if parts is None:
                 break
             events.append(Frame(parts[0], parts[1] if len(parts) == 2 else b""))
-        if _drain_monitor(self._monitor):
+        seen = _drain_monitor(self._monitor)
+        if refused := sum(bool(kind & _REFUSED) for kind in seen):
+            events.append(PeersRefused(refused))
+        if len(seen) > refused:
             events.append(SomeLinkClosed())
         return events
 
@@ -131,6 +151,8 @@ class ListenPort:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(LINGER_MS)
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
         self._context.term()
         self._waker.close()
 
@@ -138,9 +160,10 @@ class ListenPort:
 class ConnectPort:
     """One DEALER a link; the caller numbers the links. A link never reconnects by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, secret: bytes | None = None) -> None:
+        self._secret = secret
         self._context = zmq.Context(1)
-        self._links: dict[int, tuple[Any, Any]] = {}
+        self._links: dict[int, _Link] = {}
         self._waker = Waker()
         self.wake = self._waker.wake
         self._poller = zmq.Poller()
@@ -150,37 +173,40 @@ class ConnectPort:
         dealer = _socket(self._context, zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
         dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        monitor = dealer.get_monitor_socket(_GONE)
+        if self._secret is not None:
+            guard_connector(dealer, self._secret)
+        monitor = dealer.get_monitor_socket(_GONE | _MADE)
+        made = _Link(dealer, monitor)
         try:
             dealer.connect(f"tcp://{address}")
         except zmq.ZMQError:
-            _close_pair(dealer, monitor)
+            made.close()
             return False
-        self._links[link] = (dealer, monitor)
+        self._links[link] = made
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         return True
 
     def disconnect(self, link: int) -> None:
-        pair = self._links.pop(link, None)
-        if pair is not None:
-            for readable in pair:
+        gone = self._links.pop(link, None)
+        if gone is not None:
+            for readable in (gone.dealer, gone.monitor):
                 self._poller.unregister(readable)
-            _close_pair(*pair)
+            gone.close()
 
     def poll(self, timeout_s: float) -> list[Event]:
         ready = dict(self._poller.poll(_millis(timeout_s)))
         if not ready:
             return []
         self._waker.clear()
-        return [event for link, pair in list(self._links.items()) for event in _link_events(link, pair, ready)]
+        return [event for number, link in list(self._links.items()) for event in _link_events(number, link, ready)]
 
     def send(self, link: int, data: bytes) -> bool:
-        pair = self._links.get(link)
-        if pair is None:
+        known = self._links.get(link)
+        if known is None:
             return False
         try:
-            pair[0].send(data, zmq.DONTWAIT)
+            known.dealer.send(data, zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
         return True
@@ -192,16 +218,34 @@ class ConnectPort:
         self._waker.close()
 
 
-def _link_events(link: int, pair: tuple[Any, Any], ready: dict[Any, int]) -> Iterator[Event]:
-    dealer, monitor = pair
-    if dealer in ready:
+@dataclass(slots=True)
+class _Link:
+    """`made`: what of `_MADE` has happened."""
+
+    dealer: Any
+    monitor: Any
+    made: int = 0
+
+    def close(self) -> None:
+        self.dealer.disable_monitor()
+        self.monitor.close(0)
+        self.dealer.close(LINGER_MS)
+
+
+def _link_events(number: int, link: _Link, ready: dict[Any, int]) -> Iterator[Event]:
+    if link.dealer in ready:
         for _ in range(MAX_FRAMES_A_POLL):
-            parts = _receive(dealer)
+            parts = _receive(link.dealer)
             if parts is None:
                 break
-            yield Frame(link, parts[0] if len(parts) == 1 else b"")
-    if monitor in ready and _drain_monitor(monitor):
-        yield LinkClosed(link)
+            yield Frame(number, parts[0] if len(parts) == 1 else b"")
+    if link.monitor not in ready:
+        return
+    seen = _drain_monitor(link.monitor)
+    for kind in seen:
+        link.made |= kind & _MADE
+    if any(kind & _GONE for kind in seen):  # who cannot read our greeting just hangs up
+        yield LinkClosed(number, refused=link.made == zmq.EVENT_CONNECTED)
 
 
 def _receive(source: Any) -> list[bytes] | None:
@@ -212,17 +256,12 @@ def _receive(source: Any) -> list[bytes] | None:
         return None
 
 
-def _drain_monitor(monitor: Any) -> bool:
-    found = False
-    while _receive(monitor) is not None:
-        found = True
-    return found
-
-
-def _close_pair(dealer: Any, monitor: Any) -> None:
-    dealer.disable_monitor()
-    monitor.close(0)
-    dealer.close(LINGER_MS)
+def _drain_monitor(monitor: Any) -> list[int]:
+    """Kinds of the events that waited."""
+    kinds = []
+    while (parts := _receive(monitor)) is not None:
+        kinds.append(int(parse_monitor_message(parts)["event"]))
+    return kinds
 
 
 def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> Any:

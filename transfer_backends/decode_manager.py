@@ -4,9 +4,7 @@ The role calls `receiver(...)` from the scheduler's loop; nothing it does there 
 """
 
 import time
-import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from transfer_backends.contract import (
     Clock,
@@ -19,18 +17,19 @@ from transfer_backends.contract import (
     TransferConfig,
     Work,
 )
-from transfer_backends.control_port import ConnectPort, Event, Frame, LinkClosed
+from transfer_backends.control_port import Event, Frame, LinkClosed
 from transfer_backends.decode_rooms import DecodeRooms
 from transfer_backends.decode_sessions import Command, Connect, Disconnect, LookUp, Prove
 from transfer_backends.fake_pair import FakeReceiver
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
-from transfer_backends.liveness import liveness
+from transfer_backends.outside import THIS_MACHINE, Outside
 from transfer_backends.shell import TICK_S, Shell
 from transfer_backends.wire import Bye, Message, encode
 
 EAGER_S = 0.001  # poll period of an engine that needs it, while rooms are open
 NUM_LOOKUP_THREADS = 8
 CLOSE_S = 5.0
+NO_HANDSHAKE = "it refused the connection; start every worker with the same --cluster-secret-file (or all without)"
 
 
 class DecodeManager(Shell):
@@ -50,8 +49,9 @@ class DecodeManager(Shell):
         lookup: Lookup,
         lookup_any: LookupAny | None = None,
         clock: Clock = time.monotonic,
+        outside: Outside = THIS_MACHINE,
     ) -> None:
-        self.incarnation = uuid.uuid4().hex
+        self.incarnation = outside.incarnation()
         self._engine = engine
         self._lookup = lookup
         self._lookup_any = lookup_any or (lambda bootstrap, room, _: lookup(bootstrap, room))
@@ -63,10 +63,11 @@ class DecodeManager(Shell):
             descriptor=engine.descriptor(),
             config=config,
         )
-        self._links = ConnectPort()
+        self._links = outside.connect(secret=config.secret)
         super().__init__(name="decode", port=self._links, machine=self._rooms.machine, config=config, clock=clock)
-        self._lookups = ThreadPoolExecutor(NUM_LOOKUP_THREADS, "decode-lookup")
-        self._proofs = ThreadPoolExecutor(2, "decode-proof")
+        self._lookups = outside.pool(NUM_LOOKUP_THREADS, "decode-lookup")
+        self._proofs = outside.pool(2, "decode-proof")
+        self._liveness = outside.liveness
 
     def start(self) -> None:
         self._thread.start()
@@ -133,7 +134,9 @@ class DecodeManager(Shell):
         if isinstance(event, Frame):
             self._read(event.data, lambda message: self._rooms.on_message(event.link, message, now_s))
         elif isinstance(event, LinkClosed):
-            self._rooms.on_link_closed(event.link, now_s)
+            self._rooms.on_link_closed(
+                event.link, now_s, reason=NO_HANDSHAKE if event.refused else "the connection was lost"
+            )
 
     def _tick(self, now_s: float) -> None:
         self._rooms.tick(now_s)
@@ -157,7 +160,7 @@ class DecodeManager(Shell):
         """Returns the link when it turned out to be lost."""
         if isinstance(item, tuple):
             link, message = item
-            return None if self._links.send(link, encode(message, self._config.secret)) else link
+            return None if self._links.send(link, encode(message)) else link
         if isinstance(item, Connect):
             return None if self._links.connect(item.link, item.control) else item.link
         if isinstance(item, Disconnect):
@@ -189,7 +192,7 @@ class DecodeManager(Shell):
             self._rooms.on_lookup_failed(item.bootstrap, item.room, error, permanent=permanent, now_s=now_s)
 
     def _prove(self, item: Prove) -> None:
-        proof = liveness(item.mark, item.control)
+        proof = self._liveness(item.mark, item.control)
         with self.core() as now_s:
             self._rooms.on_proof(item.incarnation, proof, now_s)
 

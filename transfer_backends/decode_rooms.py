@@ -11,7 +11,7 @@ ends that: past `drain_timeout_s` the room counts as stuck, and its pages stay q
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,11 +20,9 @@ from transfer_backends.decode_sessions import Effects, LinkId, LookUp, Phase, Se
 from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, PeerProtocolError, RoomKey, TransferMachine
 from transfer_backends.liveness import Liveness
 from transfer_backends.wire import (
-    PROTOCOL_VERSION,
     Abort,
     Bye,
     Drained,
-    Layout,
     Message,
     Ping,
     Pong,
@@ -36,9 +34,13 @@ from transfer_backends.wire import (
     TransferInfo,
     WireRegion,
     clip,
+    layout_of,
     pack_ids,
 )
 
+V = TypeVar("V")
+
+MAX_SERVERS = 4096  # bootstrap servers that are remembered: requests name them
 FIRST_RETRY_S = 0.02
 SCAN_S_A_ROOM = 50e-6  # deadlines of many rooms are looked at less often, so that ticks stay cheap
 LONGEST_RETRY_S = 0.5
@@ -72,7 +74,7 @@ class DecodeRooms:
     def __init__(
         self, *, incarnation: str, kv_args: KVArgs, caps: Caps, descriptor: bytes, config: TransferConfig
     ) -> None:
-        layout = Layout(PROTOCOL_VERSION, caps.name, kv_args.signature, kv_args.page_size, kv_args.dtype)
+        layout = layout_of(kv_args, backend=caps.name)
         kv, aux = _wire(kv_args.kv), _wire(kv_args.aux)
         self.sessions = SessionTable(
             incarnation=incarnation,
@@ -87,7 +89,7 @@ class DecodeRooms:
         self._rooms: dict[RoomKey, Room] = {}
         self._next_scan_s = 0.0
         self._routes: dict[str, Route] = {}  # of bootstrap servers that know one prefill worker
-        self._shared: set[str] = set()  # bootstrap servers that know several: one look-up a room
+        self._shared: dict[str, None] = {}  # bootstrap servers that know several: one look-up a room
         self._handlers: dict[type, Callable[[Session, Any, float], None]] = {
             Registered: self._on_registered,
             Refused: self._on_refused,
@@ -176,7 +178,10 @@ class DecodeRooms:
             self.effects.queue.append(LookUp(rec.bootstrap, rec.key[0], any_but))
 
     def _attach(self, rec: Room, route: Route, now_s: float) -> None:
-        rec.looking = False
+        rec.looking, rec.retry_at_s = False, None
+        if self.sessions.get(route.incarnation) is None and len(self.sessions) >= self._config.max_peers:
+            self._give_up(rec, f"decode talks to {len(self.sessions)} prefill workers, no more fit (max_peers)", now_s)
+            return
         session = self.sessions.obtain(route, now_s)
         if session.phase is Phase.LOST or session.pulse.silent:
             self._drop_routes(session)
@@ -191,13 +196,13 @@ class DecodeRooms:
 
     def on_route(self, bootstrap: str, room: int, route: Route, now_s: float) -> None:
         if not route.shared:
-            self._shared.discard(bootstrap)
-            self._routes[bootstrap] = route
+            self._shared.pop(bootstrap, None)
+            _keep(self._routes, bootstrap, route)
             for rec in self._seekers(bootstrap, None):
                 self._attach(rec, route, now_s)
             return
         waiting = [] if bootstrap in self._shared else self._seekers(bootstrap, None)
-        self._shared.add(bootstrap)
+        _keep(self._shared, bootstrap, None)
         for rec in self._seekers(bootstrap, room):
             self._attach(rec, route, now_s)
         for rec in waiting:
@@ -282,10 +287,10 @@ class DecodeRooms:
         session.pulse.heard()
         handler(session, message, now_s)
 
-    def on_link_closed(self, link: LinkId, now_s: float) -> None:
+    def on_link_closed(self, link: LinkId, now_s: float, *, reason: str = "the connection was lost") -> None:
         session = self.sessions.by_link(link)
         if session is not None:
-            self._lose(session, "the connection was lost", now_s)
+            self._lose(session, reason, now_s)
 
     def _lose(self, session: Session, why: str, now_s: float) -> None:
         self._drop_routes(session)
@@ -466,3 +471,11 @@ def _wire_work(work: Work) -> tuple[bytes, int, int, bool]:
 
 def _wire(region: Region) -> WireRegion:
     return WireRegion(region.base_ptr, region.num_items, region.item_bytes, region.device)
+
+
+def _keep(table: dict[str, V], name: str, value: V) -> None:
+    """The latest `MAX_SERVERS`."""
+    table.pop(name, None)
+    table[name] = value
+    while len(table) > MAX_SERVERS:
+        del table[next(iter(table))]

@@ -67,7 +67,7 @@ class EngineDriver:
         while not self._stop:
             self._event.clear()
             try:
-                moved = self._step()
+                moved = self.step()
             except Exception:  # our bug: the other rooms go on
                 self.num_errors += 1
                 log.exception("sender thread: an error was survived")
@@ -85,7 +85,13 @@ class EngineDriver:
         nap_s = min(FIRST_NAP_S * 2 ** min(self._naps, 10), LONG_NAP_S)
         self._event.wait(STALE_NAP_S if self._naps > STALE_AFTER_NAPS else nap_s)
 
-    def _step(self) -> bool:
+    @property
+    def busy(self) -> bool:
+        """Operations are under way."""
+        return bool(self._running)
+
+    def step(self) -> bool:
+        """One turn of the sender thread; True when something moved."""
         with self._core() as now_s:
             commands = list(self._rooms.effects.commands)
             self._rooms.effects.commands.clear()

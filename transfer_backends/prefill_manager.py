@@ -4,15 +4,14 @@ The role calls `sender(...)` from the scheduler's loop; nothing it does there bl
 """
 
 import time
-import uuid
 from collections.abc import Sequence
 
 from transfer_backends.contract import Asked, Clock, Engine, KVArgs, KVSender, TransferConfig
-from transfer_backends.control_port import Event, Frame, LinkClosed, ListenPort
+from transfer_backends.control_port import Event, Frame, LinkClosed, PeersRefused
 from transfer_backends.engine_driver import EngineDriver
 from transfer_backends.fake_pair import FakeSender
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
-from transfer_backends.liveness import own_mark
+from transfer_backends.outside import THIS_MACHINE, Outside
 from transfer_backends.prefill_rooms import PrefillRooms
 from transfer_backends.shell import TICK_S, Shell
 from transfer_backends.wire import Bye, Message, Ping, encode
@@ -26,14 +25,22 @@ class PrefillManager(Shell):
     `kv_args` describes memory that must stay mapped until `close` returned. The engine belongs to the manager.
     """
 
-    def __init__(self, kv_args: KVArgs, engine: Engine, config: TransferConfig, clock: Clock = time.monotonic) -> None:
-        self.incarnation = uuid.uuid4().hex
+    def __init__(
+        self,
+        kv_args: KVArgs,
+        engine: Engine,
+        config: TransferConfig,
+        clock: Clock = time.monotonic,
+        *,
+        outside: Outside = THIS_MACHINE,
+    ) -> None:
+        self.incarnation = outside.incarnation()
         self._engine = engine
         engine.register([kv_args.kv, kv_args.aux])
         self._rooms = PrefillRooms(
-            incarnation=self.incarnation, mark=own_mark(), kv_args=kv_args, caps=engine.caps, config=config
+            incarnation=self.incarnation, mark=outside.mark(), kv_args=kv_args, caps=engine.caps, config=config
         )
-        self._listen = ListenPort(config.control_host, config.control_port)
+        self._listen = outside.listen(config.control_host, config.control_port, secret=config.secret)
         super().__init__(name="prefill", port=self._listen, machine=self._rooms.machine, config=config, clock=clock)
         self._driver = EngineDriver(engine=engine, rooms=self._rooms, core=self.core)
         self._recheck = 0
@@ -112,6 +119,9 @@ class PrefillManager(Shell):
             self._read(event.data, lambda message: self._rooms.on_message(event.link, message, now_s))
         elif isinstance(event, LinkClosed):
             self._rooms.on_link_closed(event.link, now_s)
+        elif isinstance(event, PeersRefused):
+            text = "a stranger at the control plane was refused (do all workers have the same --cluster-secret-file?)"
+            self._fault("refused_connections", text, count=event.count)
         else:
             self._recheck = 3
 
@@ -130,7 +140,7 @@ class PrefillManager(Shell):
                 work = self._take()
             if not work:
                 break
-            lost = [link for link, message in work if not self._listen.send(link, encode(message, self._config.secret))]
+            lost = [link for link, message in work if not self._listen.send(link, encode(message))]
             if lost:
                 with self.core() as now_s:
                     for link in lost:

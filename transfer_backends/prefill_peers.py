@@ -32,6 +32,8 @@ from transfer_backends.wire import (
 Link = Hashable
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
+ADDRESS_SPACE = 1 << 64
+MAX_ITEMS = 1 << 31  # page ids are int32
 
 
 class Phase(Enum):
@@ -132,7 +134,7 @@ class PeerTable:
         if message.dst not in ("", self.incarnation):
             self.refuse(link, message.src, "the prefill worker was restarted", stale=True)
             return None
-        reason = self._objection(message)
+        reason = self._objection(link, message)
         if reason is not None:
             self.refuse(link, message.src, reason)
             return None
@@ -145,12 +147,19 @@ class PeerTable:
             self._welcome(known)
         return known
 
-    def _objection(self, message: Register) -> str | None:
+    def _objection(self, link: Link, message: Register) -> str | None:
+        holder = self._by_link.get(link)
+        if holder is not None and holder.incarnation != message.src:
+            return (
+                "this connection belongs to another decode worker"  # which would be forgotten by it, and never dropped
+            )
         if message.layout.version != self._layout.version or message.layout != self._layout:
             return layout_conflict(self._layout, message.layout, me="prefill", them="decode")
         theirs = (message.kv.item_bytes, message.aux.item_bytes)
         if theirs != self._items:
             return f"bytes of a page and of a metadata row differ: prefill has {self._items}, decode has {theirs}"
+        if not all(_is_mapped(region) for region in (message.kv, message.aux)):
+            return "a region of memory does not fit into an address space"
         if message.src not in self._peers and len(self._peers) >= self._config.max_peers:
             return f"prefill has {len(self._peers)} decode workers, more than it may (max_peers)"
         return None
@@ -287,10 +296,18 @@ class PeerTable:
         problems = [
             f"decode peer {p.incarnation}: {p.num_ops} operations" for p in self._peers.values() if p.num_ops < 0
         ]
+        for peer in self._peers.values():
+            if not peer.lost and self._by_link.get(peer.link) is not peer:
+                problems.append(f"decode peer {peer.incarnation}: its link is another's")
         for link, peer in self._by_link.items():
             if peer.link != link or self._peers.get(peer.incarnation) is not peer:
                 problems.append(f"decode peer {peer.incarnation}: link table and peer table differ")
         return problems
+
+
+def _is_mapped(region: WireRegion) -> bool:
+    """Whether no address of it wraps around: what is inside the region is then inside the memory that decode meant."""
+    return 0 < region.num_items <= MAX_ITEMS and region.base_ptr + region.num_items * region.item_bytes <= ADDRESS_SPACE
 
 
 def _region(wire: WireRegion) -> Region:

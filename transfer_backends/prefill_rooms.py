@@ -6,6 +6,9 @@ threads, clocks or engines.
 
     sender opened --TransferInfo--> WaitingForInput --first send--> Transferring --all operations done--> Success
 
+A failed write is no failed transfer yet: while the peer lives, all of it is written once more to the same pages, after the
+fence has shown that nothing of the last attempt can still land (`transfer_retries`).
+
 Rules of an abort (facts/transfer.md section 5): fail first, so that nothing new is posted; tell decode at once; say
 `Drained` when the last operation is final, and after a failed one only when the fence has held.
 """
@@ -30,11 +33,9 @@ from transfer_backends.prefill_inbox import Inbox, Offer
 from transfer_backends.prefill_peers import Effects, Link, Peer, PeerTable, Phase
 from transfer_backends.prefill_sending import Chunk, Post, Room, check_send, plan_posts
 from transfer_backends.wire import (
-    PROTOCOL_VERSION,
     Abort,
     Bye,
     Drained,
-    Layout,
     MalformedFrame,
     Message,
     Ping,
@@ -44,6 +45,7 @@ from transfer_backends.wire import (
     Status,
     TransferInfo,
     clip,
+    layout_of,
     unpack_ids,
 )
 
@@ -55,7 +57,7 @@ class PrefillRooms:
     def __init__(
         self, *, incarnation: str, mark: ProcessMark, kv_args: KVArgs, caps: Caps, config: TransferConfig
     ) -> None:
-        layout = Layout(PROTOCOL_VERSION, caps.name, kv_args.signature, kv_args.page_size, kv_args.dtype)
+        layout = layout_of(kv_args, backend=caps.name)
         items = (kv_args.kv.item_bytes, kv_args.aux.item_bytes)
         self.peers = PeerTable(incarnation=incarnation, mark=mark, layout=layout, items=items, config=config)
         self.machine = TransferMachine()
@@ -127,7 +129,10 @@ class PrefillRooms:
             word = "at least " * (not last)
             self._fail(rec, f"decode gave {given} pages, prefill has {word}{total}: the two prompts differ")
             return
-        rec.chunks.append(Chunk(src, dst_start, aux_idx if last else None))
+        chunk = Chunk(src, dst_start, aux_idx if last else None)
+        rec.given.append(chunk)
+        if not rec.held:
+            rec.chunks.append(chunk)
         rec.queued_pages = total
         rec.all_queued = last
         rec.progress_at_s = now_s
@@ -215,16 +220,30 @@ class PrefillRooms:
             self._on_written(rec, post, now_s)
         else:
             self.effects.counters["failed_posts"] += 1
-            if self.machine.state(rec.key) not in FINAL:
-                self._fail(rec, f"writing to the decode worker failed: {error}")
+            if self.machine.state(rec.key) not in FINAL and not rec.held:
+                self._try_again(rec, peer, error, now_s)
         self._tell_drained(rec)
         self.peers.retire(peer)
+
+    def _try_again(self, rec: Room, peer: Peer, error: str, now_s: float) -> None:
+        """Once more, when the peer lives and nothing of this attempt can still write (`_settle`); else it has failed.
+
+        Decode notices nothing: its pages stay exposed, and no message of the last attempt can be late.
+        """
+        if rec.attempts >= self._config.transfer_retries or peer.lost or peer.pulse.silent:
+            times = f" ({rec.attempts + 1} times)" if rec.attempts else ""
+            self._fail(rec, f"writing to the decode worker failed{times}: {error}")
+            return
+        rec.hold()
+        rec.progress_at_s = now_s
+        self.effects.counters["retried"] += 1
+        self._tell_progress(rec, now_s)
 
     def _on_written(self, rec: Room, post: Post, now_s: float) -> None:
         rec.done_pages += post.num_pages
         rec.progress_at_s = now_s
         self.effects.counters["bytes"] += post.pieces.size_bytes
-        if self.machine.state(rec.key) is not KVPoll.Transferring:
+        if self.machine.state(rec.key) is not KVPoll.Transferring or rec.held:
             return
         idle = rec.num_ops == 0 and not rec.posts and not rec.chunks
         if idle and rec.all_queued:
@@ -244,6 +263,9 @@ class PrefillRooms:
                 rec.dirty = False
                 self.machine.touch()
                 self._tell_drained(rec)
+                if rec.held:
+                    rec.begin_anew()
+                    self._ready.append(rec.key)
         peer = self.peers.get(incarnation)
         if peer is not None:
             self.peers.retire(peer)
@@ -387,7 +409,7 @@ class PrefillRooms:
         if state is KVPoll.Bootstrapping and now_s - rec.opened_at_s >= self._config.bootstrap_timeout_s:
             timeout_s = self._config.bootstrap_timeout_s
             self._fail(rec, f"no decode worker gave its pages within {timeout_s:g} s (bootstrap timeout)")
-        busy = state is KVPoll.Transferring and (rec.num_ops or rec.posts or rec.chunks)
+        busy = state is KVPoll.Transferring and (rec.num_ops or rec.posts or rec.chunks or rec.held)
         if busy and now_s - rec.progress_at_s >= self._config.transfer_timeout_s:
             self._fail(rec, f"the transfer made no progress for {self._config.transfer_timeout_s:g} s")
 
@@ -406,6 +428,8 @@ class PrefillRooms:
         self.machine.move(rec.key, KVPoll.Failed)
         self.effects.counters["failed"] += 1
         rec.reason = reason
+        rec.held = False
+        rec.given.clear()
         rec.chunks.clear()
         rec.posts.clear()
         rec.undrained = rec.offer is not None

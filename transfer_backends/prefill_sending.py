@@ -34,6 +34,8 @@ class Room:
     """`queued_pages`: handed over by `send`; `done_pages`: written; `num_ops`: operations that are not final.
 
     `dirty`: an operation failed, and no fence has held since. `undrained`: decode waits for `Drained`.
+    `given`: every chunk that was handed over, in order, to begin anew with; `attempts` that failed; `held`: the next one
+    waits until nothing of the last can still write.
     """
 
     key: RoomKey
@@ -50,6 +52,23 @@ class Room:
     reason: str | None = None
     progress_at_s: float = 0.0
     told_at_s: float = 0.0
+    given: list[Chunk] = field(default_factory=list)
+    attempts: int = 0
+    held: bool = False
+
+    def hold(self) -> None:
+        """A write failed: post nothing more for now."""
+        self.attempts += 1
+        self.held = True
+        self.chunks.clear()
+        self.posts.clear()
+
+    def begin_anew(self) -> None:
+        """All of it, to the same pages."""
+        assert self.held and self.quiet
+        self.held = False
+        self.done_pages = 0
+        self.chunks.extend(self.given)
 
     @property
     def quiet(self) -> bool:

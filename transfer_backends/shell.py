@@ -74,33 +74,37 @@ class Shell:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            events = self._port.poll(self._pause_s())
             try:
-                with self.core() as now_s:
-                    for event in events:
-                        self._on_event(event, now_s)
-                    if now_s >= self._next_tick_s:
-                        self._next_tick_s = now_s + TICK_S
-                        self._tick(now_s)
-                self._flush()
+                self.turn(self._pause_s())
             except Exception:  # a bug of ours must not end the control plane of all other rooms
                 self._fault("control_errors", "control thread: an error was survived", exc_info=True)
         with contextlib.suppress(Exception):
             self._flush()
         self._port.close()
 
+    def turn(self, timeout_s: float) -> None:
+        """One turn of the control thread: wait for events, handle all that came, tick when due, send what is owed."""
+        events = self._port.poll(timeout_s)
+        with self.core() as now_s:
+            for event in events:
+                self._on_event(event, now_s)
+            if now_s >= self._next_tick_s:
+                self._next_tick_s = now_s + TICK_S
+                self._tick(now_s)
+        self._flush()
+
     def _read(self, data: bytes, take: Callable[[Message], None]) -> None:
         """Decode a frame and hand it on; junk and protocol errors are counted and dropped."""
         try:
-            take(decode(data, self._config.secret))
+            take(decode(data))
         except MalformedFrame as error:
             self._fault("junk_frames", f"a malformed control frame was dropped: {error}")
         except PeerProtocolError as error:
             self._fault("protocol_errors", f"a control message was dropped: {error}")
 
-    def _fault(self, counter: str, text: str, *, exc_info: bool = False) -> None:
-        self._faults[counter] += 1
-        self._num_unlogged += 1
+    def _fault(self, counter: str, text: str, *, count: int = 1, exc_info: bool = False) -> None:
+        self._faults[counter] += count
+        self._num_unlogged += count
         now_s = self._clock()
         if now_s >= self._next_log_s:
             self._next_log_s = now_s + LOG_EVERY_S

@@ -3,25 +3,23 @@
     decode  -> prefill: Register, TransferInfo, Recompute, Abort, Ping, Pong, Bye
     prefill -> decode:  Registered, Refused, Status, Drained, Ping, Pong, Bye
 
-One ZMQ frame is one message: msgpack of a tagged struct out of a closed union, with a 32-byte HMAC-SHA256 in front when
-the cluster has a secret. Every message names who sent it and for whom it is by incarnation (a uuid per process start):
+One ZMQ frame is one message: msgpack of a tagged struct out of a closed union. Who may speak at all is the connection's
+affair (`curve.py`). Every message names who sent it and for whom it is by incarnation (a uuid per process start):
 what was meant for an earlier life of a process is noticed by the first message. Knows no sockets and no rooms.
 """
 
-import hashlib
-import hmac
 from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from transfer_backends.contract import KVArgs
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
-MAC_BYTES = 32
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -58,6 +56,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     signature: Text
     page_size: int
     dtype: Name
+    kv_checksum: Name = "off"
 
 
 class Register(_Message, frozen=True):
@@ -148,19 +147,14 @@ _DECODER = msgspec.msgpack.Decoder(Message)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(message: Message, secret: bytes | None) -> bytes:
-    body = _ENCODER.encode(message)
-    return body if secret is None else _mac(secret, body) + body
+def encode(message: Message) -> bytes:
+    return _ENCODER.encode(message)
 
 
-def decode(frame: bytes, secret: bytes | None) -> Message:
-    """Raises `MalformedFrame` for anything that is not a message with a right MAC."""
+def decode(frame: bytes) -> Message:
+    """Raises `MalformedFrame` for anything that is not a message."""
     if len(frame) > MAX_FRAME_BYTES:
         raise MalformedFrame(f"frame of {len(frame)} bytes")
-    if secret is not None:
-        mac, frame = frame[:MAC_BYTES], frame[MAC_BYTES:]
-        if not hmac.compare_digest(mac, _mac(secret, frame)):
-            raise MalformedFrame("wrong or missing authentication code (do both workers have the same secret?)")
     try:
         message: Message = _DECODER.decode(frame)
         return message
@@ -184,14 +178,14 @@ def unpack_ids(data: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(data, dtype="<i4").astype(np.int64)
 
 
+def layout_of(args: KVArgs, *, backend: str) -> Layout:
+    return Layout(PROTOCOL_VERSION, backend, args.signature, args.page_size, args.dtype, args.kv_checksum)
+
+
 def layout_conflict(mine: Layout, theirs: Layout, *, me: str, them: str) -> str | None:
     """One line that names both values of the first field that differs, or None."""
-    for name in ("version", "backend", "signature", "page_size", "dtype"):
+    for name in ("version", "backend", "signature", "page_size", "dtype", "kv_checksum"):
         a, b = getattr(mine, name), getattr(theirs, name)
         if a != b:
             return f"{name} differs: {me} has {a!r}, {them} has {b!r}; start both workers with the same model and flags"
     return None
-
-
-def _mac(secret: bytes, body: bytes) -> bytes:
-    return hmac.new(secret, body, hashlib.sha256).digest()

@@ -13,13 +13,24 @@ def run(argv: Sequence[str]) -> int:
     args = build_parser().parse_strict(argv)
     config = config_from(args, BootstrapConfig)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s bootstrap %(levelname)s %(message)s")
-    if config.port:
-        require_free(config.host, config.port, flag="--port")
     from bootstrap_server.app import run_bootstrap_server
     from disagg.config import DisaggConfig
     from disagg.secret import read_secret
+    from security.addresses import require_secret
 
     secret = read_secret(DisaggConfig(cluster_secret_file=args.cluster_secret_file))
+    warning = require_secret(
+        config.host,
+        flag="--host",
+        what="the bootstrap server",
+        remedy="--cluster-secret-file",
+        has_secret=secret is not None,
+        allow_insecure=config.allow_insecure,
+    )
+    if warning is not None:
+        logging.getLogger(__name__).warning(warning)
+    if config.port:
+        require_free(config.host, config.port, flag="--port")
     run_bootstrap_server(config, secret=secret)
     return 0
 

@@ -18,6 +18,7 @@ from deploy.launcher.supervisor import Supervisor
 from disagg.config import DisaggConfig
 from engine.config import ConfigError, EngineConfig, ServerConfig
 from router.config import RouterConfig
+from security.keys import KeyRing
 
 INFO_TIMEOUT_S = 5.0
 
@@ -31,7 +32,19 @@ _DISAGG_SKIP = (
     "disaggregation_control_host",
 )
 _ROUTER_SKIP = ("host", "port", "ready_file", "pd_disaggregation")
-_SHARED = ("api_key", "log_level", "max_body_bytes")  # one flag for workers and router
+# One flag for workers and router.
+_SHARED = (
+    "api_key",
+    "api_key_file",
+    "admin_api_key",
+    "admin_api_key_file",
+    "allow_insecure",
+    "cluster_secret_file",
+    "drain_timeout",
+    "log_level",
+    "max_body_bytes",
+)
+_WORKER_KEYS = ("api_key", "api_key_file", "admin_api_key", "admin_api_key_file")  # the router shows workers the same
 
 
 def run(argv: Sequence[str]) -> int:
@@ -51,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     parser = Parser(
         prog="tandem up",
-        description="Start a cluster on this machine: a router, prefill and decode workers. Ctrl-C ends all of it.",
+        description="Start a cluster on this machine: a router, prefill and decode workers. Ctrl-C ends all of it, SIGTERM drains it first.",
     )
     add_flags(parser, ClusterConfig, title="cluster")
     add_flags(parser, EngineConfig, title="every worker's model, memory and scheduling", only_given=True)
@@ -70,8 +83,9 @@ def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessS
         *given_argv(args, DisaggConfig, skip=_DISAGG_SKIP),
     ]
     router_args = given_argv(args, RouterConfig, skip=_ROUTER_SKIP)
-    if hasattr(args, "api_key") and not hasattr(args, "worker_api_key"):
-        router_args.append(f"--worker-api-key={args.api_key}")
+    for name in _WORKER_KEYS:
+        if hasattr(args, name) and not hasattr(args, f"worker_{name}"):
+            router_args.append(f"--worker-{name.replace('_', '-')}={getattr(args, name)}")
     ports = assign_ports(config, front=front, free=free)
     specs = plan_cluster(config, ports=ports, worker_args=worker_args, router_args=router_args)
     return specs, front_url(config, front)
@@ -107,10 +121,16 @@ async def _supervise(
 ) -> int:
     display = make_display()
     display.message(f"tandem up: {', '.join(spec.name for spec in specs)} (logs: {log_dir})")
-    supervisor = Supervisor(specs, log_dir=log_dir, display=display, start_timeout_s=config.start_timeout)
+    supervisor = Supervisor(
+        specs,
+        log_dir=log_dir,
+        display=display,
+        start_timeout_s=config.start_timeout,
+        drain_timeout_s=getattr(args, "drain_timeout", ServerConfig.drain_timeout),
+    )
 
     async def on_ready(children: Sequence[Child]) -> None:
-        api_key: str | None = getattr(args, "api_key", None)
+        api_key = _first_key(args)
         members = await asyncio.to_thread(_members, children, api_key)
         text = summary.summary_text(
             members,
@@ -126,6 +146,10 @@ async def _supervise(
             summary.write_ready_file(Path(config.ready_file), summary.ready_json(members, front=front))
 
     return await supervisor.run(on_ready)
+
+
+def _first_key(args: argparse.Namespace) -> str | None:
+    return KeyRing(key=getattr(args, "api_key", None), file=getattr(args, "api_key_file", None)).first
 
 
 def _members(children: Sequence[Child], api_key: str | None) -> list[summary.Member]:

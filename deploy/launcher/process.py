@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
@@ -28,7 +29,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(guard.__file__))],
+            [sys.executable, "-I", "-S", str(Path(guard.__file__)), own_prefix()],
             stdin=subprocess.PIPE,
             start_new_session=True,
             text=True,
@@ -90,19 +91,25 @@ class Child:
         return self.exit_status() is None
 
     def exit_status(self) -> int | None:
-        """None while it runs. When it has ended, what is left of its group is killed and its ipc directory removed, once."""
+        """None while it runs. When it has ended, what is left of its group is killed and removed, once."""
         status = self._process.poll()
         if status is not None and not self._reaped:
             self._reaped = True
             self._kill_group()
-            guard.sweep(self.pid)
+            guard.clear(self.pid, own_prefix())
             self._guard.forget(self.pid)
         return status
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM to the leader, which ends its own children)."""
+        """Ask it to end (SIGTERM to the leader, which finishes its requests and ends its own children)."""
         if self.alive:
             self._process.terminate()
+
+    def hurry(self) -> None:
+        """Ask it to end at once: SIGINT on top of SIGTERM, in case one of them is ignored."""
+        self.terminate()
+        if self.alive:
+            self._process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
         """End the whole group at once."""
@@ -131,6 +138,11 @@ class Child:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def own_prefix() -> str:
+    """How the directories begin that a worker makes for its sockets; its process id follows (engine/frontend/ipc.py)."""
+    return str(Path(tempfile.gettempdir()) / "tandem-ipc-")
 
 
 def _die_with_parent() -> Callable[[], None]:

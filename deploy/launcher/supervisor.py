@@ -1,7 +1,8 @@
 """Runs a set of processes as one: start, wait until all are healthy, stay, end all together.
 
 Owns the children's lives. Knows nothing of what they are: specs come in, and `on_ready` is told once all are healthy.
-However this process ends, its children end too: orderly (SIGTERM, then SIGKILL) on a signal, by the guard otherwise.
+However this process ends, its children end too: after a drain on SIGTERM, at once on SIGINT, SIGHUP or a second signal,
+by the guard otherwise. The router drains first: its requests need the workers to finish.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ POLL_S = 0.05
 WATCH_S = 0.2
 PROBE_TIMEOUT_S = 2.0
 KILL_AFTER_S = 3.5  # of the 5 s in which everything must have ended, on a busy machine too
+DRAIN_MARGIN_S = 4.0  # after its drain a process hands back, answers and ends its own children
 
 OnReady = Callable[[Sequence[Child]], Awaitable[None]]
 
@@ -33,17 +35,25 @@ class Supervisor:
     """One run of one cluster."""
 
     def __init__(
-        self, specs: Sequence[ProcessSpec], *, log_dir: Path, display: Display, start_timeout_s: float
+        self,
+        specs: Sequence[ProcessSpec],
+        *,
+        log_dir: Path,
+        display: Display,
+        start_timeout_s: float,
+        drain_timeout_s: float = 0.0,
     ) -> None:
         self._specs = specs
         self._log_dir = log_dir
         self._display = display
         self._start_timeout_s = start_timeout_s
+        self._drain_timeout_s = drain_timeout_s
         self._guard = Guard()
         self._children: list[Child] = []
         self._healthy_s: dict[str, float] = {}
         self._started_at = 0.0
         self._stop = asyncio.Event()
+        self._at_once = asyncio.Event()
 
     async def run(self, on_ready: OnReady) -> int:
         """Start everything, stay until a signal or until nothing lives; returns the exit status."""
@@ -63,8 +73,16 @@ class Supervisor:
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(name, self._stop.set)
+        loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
+        for name in (signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(name, self._end_at_once)
+
+    def _on_sigterm(self) -> None:
+        self._end_at_once() if self._stop.is_set() else self._stop.set()
+
+    def _end_at_once(self) -> None:
+        self._stop.set()
+        self._at_once.set()
 
     def _start(self) -> None:
         self._started_at = time.monotonic()
@@ -133,14 +151,32 @@ class Supervisor:
         return 0
 
     async def _end_all(self) -> None:
-        """SIGTERM to all, SIGKILL to the groups that are still there after KILL_AFTER_S."""
-        deadline = time.monotonic() + KILL_AFTER_S
+        """Routers, then workers, each with time to drain; SIGKILL to the groups that are still there after it."""
+        routers = [child for child in self._children if child.spec.role == "router"]
+        for stage in (routers, [child for child in self._children if child not in routers]):
+            if not self._at_once.is_set() and self._stop.is_set():
+                await self._drain(stage)
+        deadline_s = time.monotonic() + KILL_AFTER_S
         for child in self._children:
-            child.terminate()
-        while any([child.alive for child in self._children]) and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S)
+            child.hurry() if self._drain_timeout_s else child.terminate()
+        await self._until_ended(self._children, deadline_s)
         for child in self._children:
             child.kill()
+
+    async def _drain(self, children: Sequence[Child]) -> None:
+        """Returns when `children` have ended, or had the time to, or a signal says that there is none."""
+        for child in children:
+            child.terminate()
+        deadline_s = time.monotonic() + self._drain_timeout_s + (DRAIN_MARGIN_S if self._drain_timeout_s else 0.0)
+        await self._until_ended(children, deadline_s, until=self._at_once)
+
+    async def _until_ended(
+        self, children: Sequence[Child], deadline_s: float, *, until: asyncio.Event | None = None
+    ) -> None:
+        while any([child.alive for child in children]) and time.monotonic() < deadline_s:
+            if until is not None and until.is_set():
+                return
+            await asyncio.sleep(POLL_S)
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started_at

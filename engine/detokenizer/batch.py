@@ -11,6 +11,8 @@ from engine.messages import RequestOpened, TextBatch, TextOutput, TokenBatch, To
 
 log = logging.getLogger(__name__)
 
+MAX_LIVE = 1 << 18  # far above what a frontend lets live
+
 
 class Detokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -24,9 +26,17 @@ class Detokenizer:
     def handle(self, message: RequestOpened | TokenBatch) -> TextBatch | None:
         """Take one message; a `TokenBatch` gives the batch to send on."""
         if isinstance(message, RequestOpened):
+            self._make_room()
             self._live[message.rid] = self._open(message)
             return None
         return TextBatch(outputs=[self._text_output(o) for o in message.outputs])
+
+    def _make_room(self) -> None:
+        """The scheduler ends whatever it opens; should it not, the oldest goes."""
+        if len(self._live) >= MAX_LIVE:
+            rid = next(iter(self._live))
+            log.error("%d requests are live: the state of %s is dropped", len(self._live), rid)
+            del self._live[rid]
 
     def _open(self, m: RequestOpened) -> RequestText:
         return RequestText(
@@ -52,6 +62,7 @@ class Detokenizer:
     def _push(self, o: TokenOutput) -> str:
         state = self._live.get(o.rid)
         if state is None:  # its opening was lost (or the request failed before it was admitted)
+            self._make_room()
             state = self._open(RequestOpened(rid=o.rid, prompt_tail=[], stop=(), skip_special_tokens=True))
             self._live[o.rid] = state
         try:

@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.errors import ApiError, bad_field, decode_body, not_ready
+from engine.frontend.access import require
+from engine.frontend.errors import DRAINING, ApiError, bad_field, decode_body, not_ready
 from engine.frontend.load import get_load, load_summary, v1_loads_entry
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import json_response
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply
 from engine.sampling_params import SamplingParams
+from security.keys import Access
 
 HEARD_RECENTLY_S = 1.0  # a scheduler that spoke this short ago need not be asked again
 INFO_TIMEOUT_S = 5.0
@@ -37,8 +39,12 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 when the scheduler answers (or just spoke); no token is generated."""
+    """200 when the scheduler answers (or just spoke); no token is generated. A worker that drains says so, with 503."""
     s = request.app[SERVICES]
+    if s.client.is_draining:
+        answer = json_response({"status": DRAINING, "num_live_reqs": s.client.num_live}, status=503)
+        answer.headers["Retry-After"] = "1"
+        return answer
     _check_up(s)
     if s.client.now_s() - s.client.last_heard_s > HEARD_RECENTLY_S:
         await s.client.state(timeout_s=s.health_timeout_s)
@@ -86,7 +92,7 @@ async def server_info(request: web.Request) -> web.Response:
         {
             **info,
             "disaggregation_mode": s.mode,
-            "status": "ready" if load else "starting",
+            "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
             **load,
             "internal_states": [load] if load else [],
         }
@@ -126,6 +132,7 @@ async def abort_request(request: web.Request) -> web.Response:
     s = request.app[SERVICES]
     body = decode_body(await request.read() or b"{}", AbortBody)
     if body.abort_all:
+        require(request, Access.ADMIN)
         s.client.abort_all()
     elif body.rid:
         s.client.abort(body.rid)
@@ -184,7 +191,8 @@ def _check_up(s: Services) -> None:
 
 async def _state_if_up(s: Services) -> StateReply | None:
     try:
-        _check_up(s)
+        if not s.client.is_draining:
+            _check_up(s)
         return await s.client.state(timeout_s=INFO_TIMEOUT_S)
     except ApiError:
         return None

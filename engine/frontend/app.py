@@ -3,7 +3,6 @@
 Must not know how the engine was started, or any request's fields.
 """
 
-import hmac
 import logging
 import time
 import uuid
@@ -12,7 +11,9 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from engine.frontend import adapters, admin_api, control_api, embeddings_api, native_api, openai_api
+from engine.frontend.access import OPEN_PATHS, check_access
 from engine.frontend.errors import ApiError
+from engine.frontend.openapi import DOCUMENT, make_document, openapi
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import STREAMING, json_response
 
@@ -21,15 +22,19 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_CHARS = 128
-OPEN_PATHS = ("/health", "/health_generate", "/metrics")  # without an API key, for probes and scrapers
 MUTED_PATHS = (*OPEN_PATHS, "/get_load", "/v1/loads", "/server_info", "/get_server_info")
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 
 
-def make_app(services: Services, *, max_body_bytes: int) -> web.Application:
-    """The application; serve it with `handler_cancellation=True`, so that a client that goes away aborts its request."""
-    app = web.Application(client_max_size=max_body_bytes, middlewares=[_request_id, _errors, _api_key])
+def make_app(services: Services, *, max_body_bytes: int, max_open: int = 1 << 16) -> web.Application:
+    """The application; serve it with `handler_cancellation=True`, so that a client that goes away aborts its request.
+
+    `max_open`: requests with a body that may be in progress; one more is 503, before its body is read.
+    """
+    bound = _bound(max_open)
+    app = web.Application(client_max_size=max_body_bytes, middlewares=[_request_id, _errors, check_access, bound])
     app[SERVICES] = services
+    app[DOCUMENT] = make_document(_GETS, _POSTS)
     app.on_response_prepare.append(_echo_request_id)
     for path, handler in _GETS.items():
         app.router.add_get(path, handler)
@@ -53,6 +58,7 @@ _GETS: dict[str, Handler] = {
     "/metrics": admin_api.metrics,
     "/flush_cache": admin_api.flush_cache,
     "/check": admin_api.check,
+    "/openapi.json": openapi,
 }
 _POSTS: dict[str, Handler] = {
     "/v1/completions": openai_api.completions,
@@ -112,6 +118,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return response
     except ConnectionError:
         raise
+    except RecursionError:
+        return _error_response(ApiError(400, "the body is nested too deeply", code="invalid_json"))
     except Exception:
         if request.get(STREAMING):
             raise
@@ -119,16 +127,24 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error_response(ApiError(500, "internal error; the server's log has the details", code="internal_error"))
 
 
-@web.middleware
-async def _api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    key = request.app[SERVICES].api_key
-    if key and request.path not in OPEN_PATHS:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
-            raise ApiError(
-                401, "the API key is missing or wrong; send 'Authorization: Bearer KEY'", code="invalid_api_key"
-            )
-    return await handler(request)
+def _bound(max_open: int) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Bodies, and texts that wait for the tokenizer, take memory before the engine counts them."""
+    open_ones: set[int] = set()
+
+    @web.middleware
+    async def bound(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method == "GET":
+            return await handler(request)
+        if len(open_ones) >= max_open:
+            message = f"{len(open_ones)} requests are in progress; try again later"
+            raise ApiError(503, message, code="queue_full", retry_after_s=1)
+        open_ones.add(id(request))
+        try:
+            return await handler(request)
+        finally:
+            open_ones.discard(id(request))
+
+    return bound
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

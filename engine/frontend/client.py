@@ -16,7 +16,9 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from engine.frontend.answers import absorb, without_tokens
-from engine.frontend.errors import ApiError, bad_field, from_finish, not_ready, refused
+from engine.frontend.deadline import too_late
+from engine.frontend.errors import DRAINING, ApiError, bad_field, from_finish, not_ready, refused
+from engine.frontend.forecast import PrefillForecast
 from engine.messages import (
     AbortRequest,
     ContinueGeneration,
@@ -47,6 +49,7 @@ Control = (
 )
 
 MAX_RID_CHARS = 256
+MAX_CALLS = 1024  # questions to the scheduler that may be open
 CALL_TIMEOUT_S = 20.0  # a scheduler that is in a long step answers after it
 
 
@@ -54,6 +57,7 @@ class Observer(Protocol):
     """Told about the life of samples; seconds."""
 
     def on_start(self, num_prompt_tokens: int) -> None: ...
+    def on_reject(self) -> None: ...
     def on_tokens(self, *, num_tokens: int, gap_s: float, first: bool) -> None: ...
     def on_end(self, output: TextOutput | None, *, elapsed_s: float) -> None: ...
 
@@ -152,10 +156,19 @@ class Generation:
 
 
 class EngineClient:
-    """`send` queues one message for the scheduler; `max_live`: samples that may run or wait before 503 is the answer."""
+    """`send` queues one message for the scheduler; `max_live`: samples that may run or wait before 503 is the answer.
+
+    `early_rejection`: so is it for a request whose first token would come after its own timeout.
+    """
 
     def __init__(
-        self, *, send: Callable[[ToScheduler], None], now_s: Callable[[], float], observer: Observer, max_live: int
+        self,
+        *,
+        send: Callable[[ToScheduler], None],
+        now_s: Callable[[], float],
+        observer: Observer,
+        max_live: int,
+        early_rejection: bool = False,
     ) -> None:
         self.now_s = now_s
         self.observer = observer
@@ -165,7 +178,9 @@ class EngineClient:
         self.updated: dict[str, int | str] = {}  # model_path and weight_version, since the weights were changed
         self.adapters: dict[str, str] = {}  # name -> path of those that requests may name
         self._send = send
-        self._max_live = max_live
+        self.max_live = max_live
+        self._early_rejection = early_rejection
+        self.forecast = PrefillForecast()
         self._closed: ApiError | None = None
         self._live: dict[str, tuple[Generation, int]] = {}
         self._names: dict[str, list[str]] = {}  # user's name -> wire rids, of live samples
@@ -181,12 +196,21 @@ class EngineClient:
         """Why no request is accepted any more (None: they are)."""
         return self._closed
 
-    def generate(self, requests: list[GenerateRequest], *, groups: list[str] | None = None) -> Generation:
+    @property
+    def is_draining(self) -> bool:
+        """It ends in good order: live samples go on."""
+        return self._closed is not None and self._closed.code == DRAINING
+
+    def generate(
+        self, requests: list[GenerateRequest], *, groups: list[str] | None = None, timeout_s: float | None = None
+    ) -> Generation:
         """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` one more name to abort it by.
 
-        Raises ApiError: 503 while starting, ending or full, 400 for a name that is in use.
+        `timeout_s`: how long the client will wait. Raises ApiError: 503 while starting, ending, full, or too busy for
+        the timeout, 400 for a name that is in use.
         """
         self._check_open(len(requests))
+        self._check_timeout(requests, timeout_s)
         names = [r.rid for r in requests]
         self._check_names({*names, *(groups or [])}, names)
         wire = [f"{name}:{next(self._numbers):x}" for name in names]
@@ -199,8 +223,9 @@ class EngineClient:
         try:
             sent = [_on_wire(r, rid, empty=e) for r, rid, e in zip(requests, wire, empty, strict=True)]
             self._send(sent[0] if len(sent) == 1 else GenerateBatch(sent))
-            for request in requests:
+            for request, rid in zip(requests, wire, strict=True):
                 self.observer.on_start(len(request.input_ids))
+                self.forecast.add(rid, len(request.input_ids), self.now_s())
         except BaseException:
             generation.__exit__(None, None, None)
             raise
@@ -225,6 +250,7 @@ class EngineClient:
     def release(self, wire_rids: list[str], names: list[str]) -> None:
         for rid in wire_rids:
             self._live.pop(rid, None)
+            self.forecast.drop(rid, self.now_s())
         gone = set(wire_rids)
         for name in names:
             left = [r for r in self._names.get(name, []) if r not in gone]
@@ -283,11 +309,16 @@ class EngineClient:
     def _route(self, output: TextOutput) -> None:
         generation, index = self._live.get(output.tokens.rid, (None, 0))
         if generation is not None:
+            self.forecast.start(output.tokens.rid, self.now_s())
             generation.feed(index, output)
 
     async def _call(self, message: GetState | FlushCache | Control, reply: type[R], timeout_s: float) -> R:
         if self._closed is not None and self._closed.code == "engine_dead":
             raise self._closed
+        if len(self._calls) >= MAX_CALLS:
+            raise ApiError(
+                503, f"{len(self._calls)} questions to the scheduler are open", code="queue_full", retry_after_s=1
+            )
         call: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[message.call_id] = call
         try:
@@ -305,17 +336,25 @@ class EngineClient:
             raise self._closed
         if not self.ready.is_set():
             raise not_ready("the model is still loading; try again soon")
-        if num_samples > self._max_live:
+        if num_samples > self.max_live:
             raise ApiError(
-                400, f"{num_samples} samples in one request are more than this server ever queues ({self._max_live})"
+                400, f"{num_samples} samples in one request are more than this server ever queues ({self.max_live})"
             )
-        if len(self._live) + num_samples > self._max_live:
+        if len(self._live) + num_samples > self.max_live:
             raise ApiError(
                 503,
                 f"the queue is full ({len(self._live)} requests); try again later",
                 code="queue_full",
                 retry_after_s=1,
             )
+
+    def _check_timeout(self, requests: list[GenerateRequest], timeout_s: float | None) -> None:
+        if timeout_s is None or not self._early_rejection:
+            return
+        wait_s = self.forecast.wait_s(sum(len(r.input_ids) for r in requests), self.now_s())
+        if wait_s is not None and wait_s > timeout_s:
+            self.observer.on_reject()
+            raise too_late(wait_s, timeout_s)
 
     def _check_names(self, all_names: set[str], names: list[str]) -> None:
         if len(set(names)) < len(names):

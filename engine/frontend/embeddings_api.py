@@ -52,7 +52,7 @@ async def embeddings(request: web.Request) -> web.Response:
         )
         for i, prompt in enumerate(ids)
     ]
-    with s.client.generate(requests, groups=[name] * len(requests)) as generation:
+    with s.client.generate(requests, groups=[name] * len(requests), timeout_s=s.timeout_of(request)) as generation:
         answers = await generation.collect()
     show = _base64 if body.encoding_format == "base64" else _floats
     num_tokens = sum(len(prompt) for prompt in ids)

@@ -10,8 +10,11 @@ import msgspec
 
 from engine.messages import ControlReply, FinishReason
 from engine.sampling_params import InvalidParam
+from security.json_depth import MAX_DEPTH, deeper_than
 
 T = TypeVar("T")
+
+DRAINING = "draining"  # error code, and `status` on /health
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 
@@ -67,8 +70,15 @@ def not_ready(message: str) -> ApiError:
     return ApiError(503, message, code="service_unavailable", retry_after_s=1)
 
 
+def draining(message: str) -> ApiError:
+    """Routers read the code: another worker may serve the request."""
+    return ApiError(503, message, code=DRAINING, retry_after_s=1)
+
+
 def decode_body(data: bytes, type_: type[T]) -> T:
     """Strict: no coercion. Raises ApiError(400) that names the field; unknown fields are ignored."""
+    if deeper_than(data):
+        raise ApiError(400, f"the body is nested too deeply (more than {MAX_DEPTH} levels)", code="invalid_json")
     try:
         return msgspec.json.decode(data, type=type_)
     except msgspec.ValidationError as e:

@@ -51,6 +51,7 @@ QUEUE_GAUGES = {
 }
 SCHEDULER_COUNTERS = {
     "transfer_failed": ("num_transfer_failed_reqs", "requests whose KV transfer failed"),
+    "kv_checksum_failed": ("num_kv_checksum_failed_reqs", "requests whose KV arrived corrupted"),
     "retractions": ("num_retractions", "times that a request lost its memory"),
     "wasted_draws": ("num_wasted_draws", "tokens drawn after their request had ended, and dropped"),
     "late_draws": ("num_late_draws", "steps whose draw waited for grammar masks while their forward ran"),
@@ -98,6 +99,7 @@ class Metrics:
         self._cached_tokens = self._counter("cached_tokens", "prompt tokens whose KV was reused")
         self._requests = self._counter("num_requests", "accepted requests")
         self._aborted = self._counter("num_aborted_requests", "requests that were aborted or failed")
+        self._rejected = self._counter("num_early_rejections", "requests refused because they would have come too late")
         self._ttft = self._histogram("time_to_first_token_seconds", "time to the first token", TTFT_S)
         self._itl = self._histogram("inter_token_latency_seconds", "time between tokens", ITL_S)
         self._queue = self._histogram("queue_time_seconds", "time between arrival and first step", E2E_S)
@@ -113,6 +115,9 @@ class Metrics:
     def on_start(self, num_prompt_tokens: int) -> None:
         self._requests.inc()
         self._prompt_tokens.inc(num_prompt_tokens)
+
+    def on_reject(self) -> None:
+        self._rejected.inc()
 
     def on_tokens(self, *, num_tokens: int, gap_s: float, first: bool) -> None:
         self._generation_tokens.inc(num_tokens)

@@ -34,6 +34,7 @@ from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import answer
 from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TextOutput, TokenLogprob
 from engine.sampling_params import SamplingParams
+from security.voucher import VOUCHER_HEADER
 
 DEFAULT_NEW_TOKENS = 128
 MAX_TOP_LOGPROBS = 100
@@ -85,6 +86,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 async def generate(request: web.Request) -> web.StreamResponse:
     s = request.app[SERVICES]
+    timeout_s = s.timeout_of(request)
     body = decode_body(await request.read(), GenerateBody)
     refuse(body, _REFUSED)
     prompts, single = await _prompts(s, body)
@@ -98,7 +100,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
         for p, ids, given in zip(params, prompts, explicit, strict=True)
     ]
     requests, groups = _requests(s, body, prompts=prompts, params=fitted, n=n)
-    generation = s.client.generate(requests, groups=groups)
+    s.meeting.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
+    generation = s.client.generate(requests, groups=groups, timeout_s=timeout_s)
     view = NativeView(
         names=generation.names,
         num_prompt_tokens=generation.num_prompt_tokens,

@@ -39,6 +39,7 @@ from engine.frontend.tools import forced, forced_calls, strict_calls, template_t
 from engine.frontend.usage import Usage
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
+from security.voucher import VOUCHER_HEADER
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -58,7 +59,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     id = body.rid or s.mint_id("cmpl-")
     cut = body.max_tokens is None
     requests = _requests(s, body, id=id, prompts=ids, params=params, logprobs=logprobs, field="prompt", cut=cut)
-    generation = _start(s, requests, id=id, constraint=constraint, lora=model.lora)
+    s.meeting.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
+    generation = _start(s, requests, id=id, constraint=constraint, lora=model.lora, timeout_s=s.timeout_of(request))
     echoes = [_echo(s, p) if body.echo else "" for p in prompts for _ in range(params.n)]
     view = CompletionView(
         body,
@@ -92,7 +94,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     logprobs = LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None
     id = body.rid or s.mint_id("chatcmpl-")
     requests = _requests(s, body, id=id, prompts=[ids], params=params, logprobs=logprobs, field="messages", cut=False)
-    generation = _start(s, requests, id=id, constraint=constraint, lora=model.lora)
+    s.meeting.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
+    generation = _start(s, requests, id=id, constraint=constraint, lora=model.lora, timeout_s=s.timeout_of(request))
     view = _chat_view(
         s,
         body,
@@ -224,11 +227,17 @@ def _requests(
 
 
 def _start(
-    s: Services, requests: list[GenerateRequest], *, id: str, constraint: Constraint | None, lora: str
+    s: Services,
+    requests: list[GenerateRequest],
+    *,
+    id: str,
+    constraint: Constraint | None,
+    lora: str,
+    timeout_s: float | None,
 ) -> Generation:
     field = "" if constraint is None else constraint.field
     requests = [msgspec.structs.replace(r, grammar_field=field, lora=lora) for r in requests]
-    return s.client.generate(requests, groups=[id] * len(requests))
+    return s.client.generate(requests, groups=[id] * len(requests), timeout_s=timeout_s)
 
 
 async def _prompt_ids(s: Services, prompt: str | list[int]) -> list[int]:

@@ -22,8 +22,10 @@ from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.frontend.app import make_app
 from engine.frontend.chat_template import load_chat_template
 from engine.frontend.client import EngineClient
+from engine.frontend.draining import StopSignals, drain
 from engine.frontend.errors import ApiError
 from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
+from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.metrics import Metrics
 from engine.frontend.services import ANY_MODEL, Services
 from engine.frontend.tokenizer import load_tokenizer, read_json
@@ -31,10 +33,12 @@ from engine.lora.names import lora_enabled, named_paths
 from engine.messages import Shutdown, ToFrontend, ToScheduler
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+from security.keys import Gate, open_gate
 
 DEFAULT_MODEL_NAME = "recall"  # the model that ships with Tandem
 WATCH_INTERVAL_S = 0.1
 HTTP_CLOSE_S = 1.0  # for answers that are being written when the server ends
+SPARE_REQUESTS = 1024  # HTTP requests in progress beyond the samples that may be live
 HEALTH_TIMEOUT_S = 20.0
 DEFAULT_BOOTSTRAP_PORT = 8998
 
@@ -68,19 +72,22 @@ async def run_frontend(
     on_ready: Callable[[FrontendAddress], None] = lambda address: None,
     children_alive: Callable[[], str | None] = lambda: None,
     extras: Sequence[Extra] = (),
-    drain_s: float = 2.0,
+    drain_s: float = 30.0,
     health_timeout_s: float = HEALTH_TIMEOUT_S,
+    meeting: MeetingPlaces | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Call it in the main thread (it sets signal handlers).
+    """Serve until SIGTERM (drain), SIGINT or a second signal (end at once). Call it in the main thread: it sets handlers.
 
     on_listening: HTTP answers now (health: 503). on_ready: the scheduler said `SchedulerReady`.
     children_alive: None, or what died; then everything live fails with 503 and WorkerDied is raised.
     extras: entered before HTTP listens and left after it has closed (the prefill worker's bootstrap server).
-    extra_info: shown flat by /server_info; no secrets. drain_s: how long running requests may go on after the signal.
+    extra_info: shown flat by /server_info; no secrets. meeting: bootstrap servers that requests may name (default: none is
+    ever dialled by this worker). drain_s: how long running requests may go on after SIGTERM.
     Raises ConfigError for a checkpoint or port that cannot be used, WorkerDied.
     """
     loop = asyncio.get_running_loop()
-    stop = _stop_on_signals(loop)
+    signals = StopSignals()
+    signals.install(loop)
     push = PushSocket(ipc.to_scheduler)
     pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend, ToFrontend)
     try:
@@ -94,7 +101,9 @@ async def run_frontend(
             extra_info=extra_info or {},
             default_bootstrap_port=default_bootstrap_port,
             health_timeout_s=health_timeout_s,
+            meeting=meeting,
         )
+        loop.add_signal_handler(signal.SIGHUP, lambda: services.gate.reload(time.monotonic()))
         pull.attach(loop, services.client.on_message)
         async with AsyncExitStack() as stack:
             for extra in extras:
@@ -102,9 +111,11 @@ async def run_frontend(
             address = await stack.enter_async_context(_serving(services, server))
             on_listening(address)
             try:
-                await _until_over(services.client, stop, children_alive, on_ready=lambda: on_ready(address))
+                await _until_over(services.client, signals, children_alive, on_ready=lambda: on_ready(address))
+                await drain(services.client, signals=signals, timeout_s=drain_s, dead=children_alive)
+                if (reason := children_alive()) is not None:
+                    raise WorkerDied(reason)
             finally:
-                await _wind_down(services.client, drain_s=drain_s if children_alive() is None else 0.0)
                 services.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
     finally:
         with suppress(PeerStalled):
@@ -124,8 +135,10 @@ def make_services(
     extra_info: Mapping[str, Any],
     default_bootstrap_port: int,
     health_timeout_s: float,
+    gate: Gate | None = None,
+    meeting: MeetingPlaces | None = None,
 ) -> Services:
-    """Load tokenizer, template and limits of the checkpoint. Raises ConfigError."""
+    """Load tokenizer, template and limits of the checkpoint. Raises ConfigError, SecurityConfigError."""
     model_path = engine.model_path or DEFAULT_MODEL_PATH
     model = load_model_config(model_path)
     tokenizer = load_tokenizer(model_path)
@@ -133,7 +146,13 @@ def make_services(
     metrics = Metrics(model_name=served_name, mode=mode)
     context = engine.context_length or model.max_position_embeddings
     max_live = engine.max_running_requests + engine.max_queued_requests
-    client = EngineClient(send=send, now_s=now_s, observer=metrics, max_live=max_live)
+    client = EngineClient(
+        send=send,
+        now_s=now_s,
+        observer=metrics,
+        max_live=max_live,
+        early_rejection=server.enable_early_rejection and mode != "decode",  # there the wait is for prefill
+    )
     client.adapters = named_paths(engine)
     if taken := {*ANY_MODEL, served_name, model_path} & client.adapters.keys():
         raise ConfigError(f"--lora-paths: {min(taken)!r} is a name of the model itself; choose another")
@@ -160,7 +179,8 @@ def make_services(
             "weight_version": engine.weight_version,
             "disaggregation_mode": mode,
         },
-        api_key=server.api_key,
+        gate=gate or open_worker_gate(server),
+        meeting=meeting or MeetingPlaces(),
         dead=dead,
         health_timeout_s=health_timeout_s,
         started_unix_s=int(time.time()),
@@ -168,6 +188,7 @@ def make_services(
         tool_call_parser=engine.tool_call_parser,
         return_hidden_states=engine.enable_return_hidden_states,
         embedding_pooling=engine.embedding_pooling,
+        default_deadline_s=server.default_deadline,
         lora=lora_enabled(engine),
     )
 
@@ -188,7 +209,17 @@ def load_sampling_defaults(model_path: str, *, vocab_size: int) -> dict[str, flo
 
 def _server_info(server: ServerConfig, engine: EngineConfig, extra: Mapping[str, Any]) -> dict[str, Any]:
     info = {**dataclasses.asdict(server), **dataclasses.asdict(engine), "tp_size": 1, "dp_size": 1, **extra}
-    return {name: value for name, value in info.items() if name != "api_key" and "secret" not in name}
+    return {name: value for name, value in info.items() if "api_key" not in name and "secret" not in name}
+
+
+def open_worker_gate(server: ServerConfig) -> Gate:
+    """Raises SecurityConfigError for a key or key file that cannot be used."""
+    return open_gate(
+        api_key=server.api_key,
+        api_key_file=server.api_key_file,
+        admin_api_key=server.admin_api_key,
+        admin_api_key_file=server.admin_api_key_file,
+    )
 
 
 def _name_of(model_path: str) -> str:
@@ -205,13 +236,6 @@ def _sender(push: PushSocket) -> Callable[[ToScheduler], None]:
     return send
 
 
-def _stop_on_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
-
-
 def _http_log() -> logging.Logger:
     """aiohttp's log without a traceback for each client that sends something that is not HTTP (it is told 400)."""
     log = logging.getLogger("engine.frontend.http")
@@ -226,7 +250,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 @asynccontextmanager
 async def _serving(services: Services, server: ServerConfig) -> AsyncIterator[FrontendAddress]:
-    app = make_app(services, max_body_bytes=server.max_body_bytes)
+    app = make_app(services, max_body_bytes=server.max_body_bytes, max_open=services.client.max_live + SPARE_REQUESTS)
     runner = web.AppRunner(
         app, handler_cancellation=True, access_log=None, logger=_http_log(), shutdown_timeout=HTTP_CLOSE_S
     )
@@ -244,11 +268,15 @@ async def _serving(services: Services, server: ServerConfig) -> AsyncIterator[Fr
 
 
 async def _until_over(
-    client: EngineClient, stop: asyncio.Event, children_alive: Callable[[], str | None], *, on_ready: Callable[[], None]
+    client: EngineClient,
+    signals: StopSignals,
+    children_alive: Callable[[], str | None],
+    *,
+    on_ready: Callable[[], None],
 ) -> None:
-    """Return when asked to stop. Raises WorkerDied."""
+    """Return when asked to end. Raises WorkerDied."""
     told = False
-    while not stop.is_set():
+    while not signals.asked.is_set():
         dead = children_alive()
         if dead is not None:
             client.fail_all(ApiError(503, dead, code="engine_dead", retry_after_s=1))
@@ -257,17 +285,4 @@ async def _until_over(
             told = True
             on_ready()
         with suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), WATCH_INTERVAL_S)
-
-
-async def _wind_down(client: EngineClient, *, drain_s: float) -> None:
-    """Take nothing new, let running requests finish for a while, then fail them."""
-    ending = ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
-    client.close(ending)
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + drain_s
-    while client.num_live and loop.time() < deadline_s:
-        await asyncio.sleep(0.02)
-    if client.num_live:
-        client.fail_all(client.closed or ending)
-        await asyncio.sleep(0)
+            await asyncio.wait_for(signals.asked.wait(), WATCH_INTERVAL_S)

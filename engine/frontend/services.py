@@ -16,10 +16,13 @@ from aiohttp import web
 
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.client import EngineClient
+from engine.frontend.deadline import request_timeout_s
 from engine.frontend.errors import bad_field
+from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.metrics import Metrics
 from engine.frontend.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
+from security.keys import Gate
 
 ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes when the client named none
 INLINE_CHARS = 2000  # shorter texts are tokenized in the event loop: that costs less than a thread switch
@@ -42,7 +45,8 @@ class Services:
     sampling_defaults: Mapping[str, float | int]
     server_info: Mapping[str, Any]
     model_info: Mapping[str, Any]
-    api_key: str | None
+    gate: Gate
+    meeting: MeetingPlaces
     dead: Callable[[], str | None]
     health_timeout_s: float
     started_unix_s: int
@@ -50,6 +54,7 @@ class Services:
     tool_call_parser: str | None = None
     return_hidden_states: bool = False  # requests may ask for them
     embedding_pooling: str = "last"
+    default_deadline_s: float | None = None
     lora: bool = False  # requests may name adapters
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
 
@@ -63,6 +68,10 @@ class Services:
         """Longest prompt plus answer: the model's context, and not more than the KV cache can hold."""
         kv = self.client.info.get("max_total_num_tokens")
         return min(self.model_context_length, kv) if isinstance(kv, int) else self.model_context_length
+
+    def timeout_of(self, request: web.Request) -> float | None:
+        """Seconds that the client waits from now; None: for ever. Raises ApiError(400)."""
+        return request_timeout_s(request.headers, default_s=self.default_deadline_s)
 
     async def encode(self, text: str, *, field: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; a long text is worked on in a thread. Raises ApiError(400) naming `field`."""

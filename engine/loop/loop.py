@@ -11,19 +11,18 @@ Launched steps are the pipeline's (engine/loop/pipeline.py); decisions are the s
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.executor.executor import Executor
 from engine.grammar.queue import GrammarQueue
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import Control, Profiler, Weights
 from engine.loop.disk_pump import DiskPump
 from engine.loop.interval_log import IntervalLog
-from engine.loop.pipeline import Pipeline
+from engine.loop.pipeline import Launcher, Pipeline
 from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.reporter import Reporter
 from engine.loop.role import Role
@@ -89,7 +88,7 @@ class EngineLoop:
         self,
         *,
         scheduler: Scheduler,
-        executor: Executor,
+        executor: Launcher[Any],
         role: Role,
         ports: Ports,
         weights: Weights,

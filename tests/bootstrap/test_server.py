@@ -12,7 +12,7 @@ import pytest
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.client import BootstrapError, Registrar, look_up
 from bootstrap_server.config import BootstrapConfig
-from bootstrap_server.protocol import SECRET_HEADER, token
+from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 from tests.bootstrap.test_registry import worker
 
 SECRET = b"open sesame"
@@ -115,13 +115,19 @@ def test_server_that_starts_late_and_restarts(serve: Any, register: Any) -> None
     assert look_up(f"127.0.0.1:{port}", 5).worker.incarnation == "a"
 
 
+def ends_at_s(server: Any) -> float:
+    """When the lease of the one worker ends; 0 where there is none just now."""
+    return max((ends for _, ends in list(server.registry._workers.values())), default=0.0)
+
+
 def test_leases_are_renewed_and_end(serve: Any, register: Any) -> None:
-    server = serve(shared=False, lease=0.3)
+    server = serve(shared=False, lease=0.6)
     registrar = register(server.port, "a")
     assert registrar.registered.wait(5)
-    deadline_s = time.monotonic() + 0.7
-    while time.monotonic() < deadline_s:
-        assert call(server.port, "GET", "/health")[1]["workers"] == 1
+    first = ends_at_s(server)
+    until(lambda: ends_at_s(server) > first)
+    second = ends_at_s(server)
+    until(lambda: ends_at_s(server) > second)
     registrar._stop = True  # dies without a word
     registrar._wake.set()
     until(lambda: call(server.port, "GET", "/health")[1]["workers"] == 0)
@@ -132,13 +138,52 @@ def test_secret(serve: Any, register: Any) -> None:
     address = f"127.0.0.1:{server.port}"
     assert register(server.port, "a", secret=SECRET).registered.wait(5)
     assert look_up(address, 1, secret=SECRET).worker.incarnation == "a"
+    assert call(server.port, "GET", "/health") == (200, {"workers": 1, "rooms": 0, "refused": 0})
     for wrong in (None, b"guess"):
         with pytest.raises(BootstrapError, match="--cluster-secret-file") as caught:
             look_up(address, 1, secret=wrong)
         assert caught.value.permanent
-    assert call(server.port, "PUT", "/route", {}, {SECRET_HEADER: "no"})[0] == 401
-    assert call(server.port, "PUT", "/route", {}, {SECRET_HEADER: token(SECRET)})[0] == 400
-    assert call(server.port, "GET", "/health")[0] == 200
+    assert call(server.port, "PUT", "/route", {}, {AUTH_HEADER: "::no"})[0] == 401
+    assert call(server.port, "GET", "/health")[1]["refused"] >= 3
+
+
+def test_a_server_without_the_secret_is_not_believed(serve: Any, register: Any) -> None:
+    server = serve(shared=False)
+    assert register(server.port, "false").registered.wait(5)
+    with pytest.raises(BootstrapError, match="did not show that it knows the secret") as caught:
+        look_up(f"127.0.0.1:{server.port}", 1, secret=SECRET)
+    assert caught.value.permanent
+
+
+def test_a_recorded_call_is_worth_nothing(serve: Any, register: Any) -> None:
+    """Not again, not with another body, path or method, and not after the server was restarted."""
+    server = serve(shared=False, secret=SECRET)
+    signer = Signer(SECRET)
+    signer.challenge = challenge_of(server.port)
+    body = json.dumps(GOOD).encode()
+    header = {AUTH_HEADER: signer.sign(Call("PUT", "/route", body))[0]}
+    for method, path, other in (
+        ("PUT", "/route", json.dumps({**GOOD, "control_host": "evil"}).encode()),
+        ("POST", "/route", body),
+        ("PUT", "/rooms", body),
+    ):
+        assert call(server.port, method, path, other, header)[0] == 401
+    assert call(server.port, "PUT", "/route", body, header)[0] == 200
+    assert call(server.port, "PUT", "/route", body, header)[0] == 401
+    fresh = {AUTH_HEADER: signer.sign(Call("PUT", "/route", body))[0]}
+    server.close()
+    again = serve(shared=False, secret=SECRET, port=server.port)
+    assert call(again.port, "PUT", "/route", body, fresh)[0] == 401
+    assert call(again.port, "GET", "/health")[1]["workers"] == 0
+
+
+def challenge_of(port: int) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/route?room=1")
+        return connection.getresponse().headers[CHALLENGE_HEADER]
+    finally:
+        connection.close()
 
 
 GOOD = {

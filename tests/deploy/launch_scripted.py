@@ -1,4 +1,4 @@
-"""Runs the real Supervisor over scripted children. usage: launch_scripted.py LOG_DIR READY_FILE SPECS_JSON
+"""Runs the real Supervisor over scripted children. usage: launch_scripted.py LOG_DIR READY_FILE SPECS_JSON START_TIMEOUT_S DRAIN_TIMEOUT_S
 
 SPECS_JSON: [[name, port, [extra arguments of scripted.py]], ...]
 """
@@ -18,8 +18,10 @@ from deploy.launcher.supervisor import Supervisor
 SCRIPT = Path(__file__).with_name("scripted.py")
 
 
-async def run(log_dir: Path, ready_file: Path, specs: list[ProcessSpec], timeout_s: float) -> int:
-    supervisor = Supervisor(specs, log_dir=log_dir, display=make_display(), start_timeout_s=timeout_s)
+async def run(log_dir: Path, ready_file: Path, specs: list[ProcessSpec], timeout_s: float, drain_s: float) -> int:
+    supervisor = Supervisor(
+        specs, log_dir=log_dir, display=make_display(), start_timeout_s=timeout_s, drain_timeout_s=drain_s
+    )
 
     async def on_ready(children: Sequence[Child]) -> None:
         write_ready_file(ready_file, json.dumps({child.spec.name: child.pid for child in children}))
@@ -28,17 +30,17 @@ async def run(log_dir: Path, ready_file: Path, specs: list[ProcessSpec], timeout
 
 
 def main() -> int:
-    log_dir, ready_file, text, timeout_s = sys.argv[1:]
+    log_dir, ready_file, text, timeout_s, drain_s = sys.argv[1:]
     specs = [
         ProcessSpec(
             name=name,
-            role="decode",
+            role="router" if name == "router" else "decode",
             argv=(sys.executable, str(SCRIPT), str(port), *extra),
             url=f"http://127.0.0.1:{port}",
         )
         for name, port, extra in json.loads(text)
     ]
-    return asyncio.run(run(Path(log_dir), Path(ready_file), specs, float(timeout_s)))
+    return asyncio.run(run(Path(log_dir), Path(ready_file), specs, float(timeout_s), float(drain_s)))
 
 
 if __name__ == "__main__":

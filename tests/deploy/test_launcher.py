@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from deploy.launcher.ports import free_ports
+from engine.frontend.ipc import IpcPaths
 
 LAUNCH = Path(__file__).with_name("launch_scripted.py")
 Start = Callable[..., "Launch"]
@@ -23,10 +24,13 @@ Start = Callable[..., "Launch"]
 class Launch:
     """A running launcher and where it writes."""
 
-    def __init__(self, tmp_path: Path, specs: list[tuple[str, int, list[str]]], timeout_s: float = 60) -> None:
+    def __init__(
+        self, tmp_path: Path, specs: list[tuple[str, int, list[str]]], timeout_s: float = 60, drain_s: float = 0.0
+    ) -> None:
         self.ports = [port for _, port, _ in specs]
         self.ready_file = tmp_path / "ready.json"
-        argv = [sys.executable, str(LAUNCH), str(tmp_path), str(self.ready_file), json.dumps(specs), str(timeout_s)]
+        times = [str(timeout_s), str(drain_s)]
+        argv = [sys.executable, str(LAUNCH), str(tmp_path), str(self.ready_file), json.dumps(specs), *times]
         self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
     def pids(self) -> dict[str, int]:
@@ -54,7 +58,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(*extras: list[str], **options: Any) -> Launch:
         ports = free_ports(len(extras))
-        specs = [(f"worker-{i}", port, extra) for i, (port, extra) in enumerate(zip(ports, extras, strict=True))]
+        names = options.pop("names", [f"worker-{i}" for i in range(len(extras))])
+        specs = list(zip(names, ports, extras, strict=True))
         launches.append(Launch(tmp_path, specs, **options))
         return launches[-1]
 
@@ -103,6 +108,29 @@ def test_a_child_deaf_to_sigterm_and_its_grandchild_end_within_5_s(start: Start,
     until(lambda: not any(map(alive, pids)))
 
 
+def test_sigterm_drains_the_router_before_the_workers_and_a_second_signal_ends_all(
+    start: Start, tmp_path: Path
+) -> None:
+    """The router here never ends by itself."""
+    note = tmp_path / "note"
+    launch = start([], ["--note-sigterm", str(note)], names=["worker", "router"], drain_s=600.0)
+    pids = launch.pids()
+    launch.process.terminate()
+    until(note.exists)
+    assert alive(pids["worker"])
+    launch.process.send_signal(signal.SIGINT)
+    launch.said()
+    assert launch.process.returncode == 0 and not any(map(alive, pids.values()))
+
+
+def test_workers_drain_once_the_router_is_gone(start: Start) -> None:
+    launch = start([], [], names=["worker", "router"], drain_s=600.0)
+    pids = launch.pids()
+    launch.process.terminate()
+    launch.said()
+    assert launch.process.returncode == 0 and not any(map(alive, pids.values()))
+
+
 def test_nothing_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path) -> None:
     pid_file = tmp_path / "grandchild"
     launch = start(["--ignore-sigterm", "--grandchild", str(pid_file)], [])
@@ -141,6 +169,26 @@ def test_a_later_death_is_told_and_the_others_go_on(start: Start, tmp_path: Path
     said = launch.said()
     assert "worker-0 ended (signal SIGKILL)" in said and "the others go on" in said
     assert launch.process.returncode == 0
+
+
+@pytest.mark.parametrize("victim", ["worker", "launcher"])
+def test_sockets_of_a_killed_worker_are_removed(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """By the launcher, or, when that was killed itself, by the guard; nobody else's."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    launch = start([], [])
+    pid, other = launch.pids().values()
+    made = {number: Path(IpcPaths.create(str(tmp_path)).dir) for number in (pid, other, os.getpid())}
+    for number, path in made.items():
+        (path / "scheduler").touch()
+        made[number] = path.rename(path.with_name(path.name.replace(f"-{os.getpid()}-", f"-{number}-")))
+    os.kill(pid if victim == "worker" else launch.process.pid, signal.SIGKILL)
+    until(lambda: not made[pid].exists())
+    if victim == "launcher":
+        until(lambda: not made[other].exists())
+    assert made[os.getpid()].exists() and made[other].exists() == (victim == "worker")
 
 
 def test_the_last_death_ends_the_launcher_with_status_1(start: Start) -> None:

@@ -19,9 +19,13 @@ def nixl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two prefill and two decode workers: any may serve any."""
+    """Two prefill and two decode workers: any may serve any. They share a secret, so all they say is authenticated."""
     folder = tmp_path_factory.mktemp("mooncake")
-    with cluster(folder, "--transfer-backend", "mooncake", "--prefill", "2", "--decode", "2", *SHIPPED) as c:
+    secret = folder / "secret"
+    secret.write_text("only this cluster knows it")
+    secret.chmod(0o600)
+    args = ("--prefill", "2", "--decode", "2", "--cluster-secret-file", str(secret))
+    with cluster(folder, "--transfer-backend", "mooncake", *args, *SHIPPED) as c:
         yield c
 
 

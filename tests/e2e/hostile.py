@@ -76,7 +76,7 @@ def register(worker: Registration, **changes: object) -> bytes:
 
 
 def frame(message: Message) -> bytes:
-    return encode(message, None)
+    return encode(message)
 
 
 @contextlib.contextmanager

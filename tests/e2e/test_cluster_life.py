@@ -52,10 +52,26 @@ def up_in(temp: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> Iterator[t
         yield c, psutil.Process(c.launcher.pid).children(recursive=True)
 
 
+def shared_memory(family: list[psutil.Process]) -> set[Path]:
+    """Segments in /dev/shm that the processes have mapped, by name."""
+    mapped = set()
+    for process in family:
+        with contextlib.suppress(psutil.Error):
+            mapped |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
+    return {Path(path) for path in mapped}
+
+
+def sysv_segments(family: list[psutil.Process]) -> list[str]:
+    """Lines of /proc/sysvipc/shm about segments that the processes made."""
+    pids = {str(process.pid) for process in family}
+    return [line for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:] if line.split()[4] in pids]
+
+
 def assert_nothing_is_left(family: list[psutil.Process], temp: Path) -> None:
     left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not left, left
     assert not list(temp.glob("tandem-*")), "an ipc directory is left"
+    assert not sysv_segments(family)
 
 
 def test_ctrl_c_ends_every_process_in_time(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,20 +91,22 @@ def test_ctrl_c_ends_every_process_in_time(temp: Path, monkeypatch: pytest.Monke
         assert_nothing_is_left(family, temp)
 
 
-def test_kill_9_leaves_nothing_behind(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a worker, which cannot remove its ipc directory itself; then of the launcher, which cannot end the others."""
-
-    def num_folders() -> int:
-        return len(list(temp.glob("tandem-*")))
-
+def test_kill_9_of_the_launcher_leaves_nothing(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process, no directory of sockets, no segment of shared memory: under load, after a transfer."""
     with up_in(temp, monkeypatch) as (c, family):
-        assert num_folders() == 2
-        psutil.Process(c.of("decode")[0].pid).kill()
-        wait_until(lambda: num_folders() == 1, within_s=CTRL_C_S, what="the dead worker's ipc directory is gone")
-        c.launcher.kill()
+        segments: set[Path] = set()
+
+        async def kill_under_load() -> list[str]:
+            load = await start_load(c.router, count=8, new_tokens=20_000)
+            segments.update(shared_memory(family))
+            c.launcher.kill()
+            return await load
+
+        assert set(asyncio.run(kill_under_load())) == {"cut"}
         c.launcher.wait()
         wait_until(lambda: not psutil.wait_procs(family, timeout=0.1)[1], within_s=CTRL_C_S, what="all ended")
-        wait_until(lambda: num_folders() == 0, within_s=CTRL_C_S, what="no ipc directory is left")
+        assert_nothing_is_left(family, temp)
+        assert not [path for path in segments if path.exists()]
 
 
 # ---- one process dies

@@ -281,6 +281,20 @@ def test_dead_bootstrap_hosts_fail_in_bounded_time_and_slow_nobody(c: Cluster) -
         assert 400 <= answer.status_code <= 503 and "bootstrap" in answer.json()["error"]["message"], answer.text[:500]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [(GENERATE, {"text": ["k17", "k18"]}), (COMPLETE, {"prompt": "k17"}), (CHAT, USER)]
+)
+def test_a_bootstrap_server_that_the_worker_does_not_know_is_not_asked(c: Cluster, path: str, body: Any) -> None:
+    """An address that leads here, and is no loopback address: no connection comes."""
+    with socket.create_server(("0.0.0.0", 0)) as trap:
+        trap.settimeout(0.0)
+        meeting = {"bootstrap_host": "0.0.0.0", "bootstrap_port": trap.getsockname()[1], "bootstrap_room": 77}
+        assert_refused(answer := httpx.post(url_of(c, "decode") + path, json={**body, **meeting}, timeout=30))
+        assert answer.json()["error"]["param"] == "bootstrap_host", answer.text
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+
+
 def test_bootstrap_servers_that_lie(c: Cluster) -> None:
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(hostile.lying_bootstrap_server(*lie)) for lie in LIES.values()]
@@ -334,7 +348,7 @@ async def _answer_falsely(
                 await asyncio.sleep(0.01)
                 continue
             link, data = control.recv_multipart()
-            for frame in _false_frames(reply, me=false.incarnation, them=decode(data, None).src):
+            for frame in _false_frames(reply, me=false.incarnation, them=decode(data).src):
                 with contextlib.suppress(zmq.ZMQError):
                     control.send_multipart([link, frame])
         return await asked
@@ -418,7 +432,7 @@ def test_a_peer_that_differs_is_refused_with_both_values(c: Cluster, name: str) 
     worker = hostile.route(c)
     with hostile.dealer(worker.control) as sock:
         sock.send(hostile.register(worker, **changes))
-        answer = decode(sock.recv(), None)
+        answer = decode(sock.recv())
     assert isinstance(answer, Refused) and said in answer.reason, answer
 
 
@@ -435,7 +449,7 @@ def test_messages_of_strangers_are_refused(c: Cluster) -> None:
     with hostile.dealer(worker.control) as sock:
         for message in messages:
             sock.send(hostile.frame(message))
-            assert isinstance(decode(sock.recv(), None), Refused)
+            assert isinstance(decode(sock.recv()), Refused)
         sock.send(hostile.frame(Bye(me, them)))
 
 

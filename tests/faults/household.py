@@ -70,6 +70,7 @@ class Household:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="tf-")))
     _segments: set[str] = field(default_factory=set)
+    _pids: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.temp = self.folder / "t"
@@ -106,6 +107,7 @@ class Household:
     def note_segments(self) -> None:
         """Remember the shared-memory segments that our processes have mapped by now."""
         for process in self.marked():
+            self._pids.add(process.pid)
             self._segments |= _segments_of(process.pid)
 
     def left_behind(self, *, within_s: float = LEFT_S) -> list[str]:
@@ -123,7 +125,8 @@ class Household:
         folders = self.temp.glob("tandem-*")
         left += [f"directory {folder.name}" for folder in folders if int(folder.name.split("-")[2]) not in leaders]
         mapped = set[str]().union(*(_segments_of(pid) for pid in ours))
-        return left + [f"segment {name}" for name in sorted(self._segments - mapped) if Path(name).exists()]
+        left += [f"segment {name}" for name in sorted(self._segments - mapped) if Path(name).exists()]
+        return left + [f"SysV segment of process {pid}" for pid in _sysv_owners() if pid in self._pids - ours]
 
     def close(self) -> list[str]:
         """End all parts as their user does; what is left behind then."""
@@ -150,6 +153,11 @@ def _segments_of(pid: int) -> set[str]:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         return {line.split()[5] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
     return set()
+
+
+def _sysv_owners() -> list[int]:
+    """Who made the SysV segments that exist (proc(5): the fifth column)."""
+    return [int(line.split()[4]) for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
 
 
 def log_of(part: Part, num_bytes: int = 200_000) -> bytes:

@@ -10,6 +10,7 @@ import os
 import time
 from pathlib import Path
 
+from deploy.bench.environment import commit
 from tests.faults.cells import Cell, all_cells
 from tests.faults.household import log_of
 from tests.faults.rig import Rig
@@ -62,7 +63,7 @@ def _seed(cell: Cell) -> int:
 def _write(results: Path, cell: Cell, result: Result, load: float) -> None:
     path = path_of(results, cell)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({**result.to_json(), "load": round(load, 1), "at": time.time()}))
+    partial.write_text(json.dumps({**result.to_json(), "load": round(load, 1), "at": time.time(), "commit": commit()}))
     partial.replace(path)
 
 

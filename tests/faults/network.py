@@ -30,6 +30,7 @@ class Link:
         self._rewrite = rewrite
         self._open = asyncio.Event()
         self._open.set()
+        self._cut = self._clogged = False
         self._pairs: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter | None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -37,24 +38,26 @@ class Link:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, backlog=1024)
 
     def cut(self) -> None:
-        self._network.call(self._set(is_open=False))
+        self._network.call(self.set(cut=True))
 
     def heal(self) -> None:
-        """Connections of before are reset."""
-        self._network.call(self._set(is_open=True))
+        """Undo `cut`. Connections of before are reset."""
+        self._network.call(self.set(cut=False))
+
+    def clog(self) -> None:
+        """As `cut` for now, but `loosen` loses nothing. A link may be both."""
+        self._network.call(self.set(clogged=True))
 
     def loosen(self) -> None:
-        """Undo `cut`: nothing was lost, all goes on."""
-        self._network.call(self._set(is_open=True, reset=False))
+        self._network.call(self.set(clogged=False))
 
-    async def _set(self, *, is_open: bool, reset: bool = True) -> None:
-        if not is_open:
-            self._open.clear()
-            return
-        if not self._open.is_set() and reset:
+    async def set(self, *, cut: bool | None = None, clogged: bool | None = None) -> None:
+        if cut is False and self._cut:
             for pair in list(self._pairs):
                 _reset(pair)
-        self._open.set()
+        self._cut = self._cut if cut is None else cut
+        self._clogged = self._clogged if clogged is None else clogged
+        self._open.clear() if self._cut or self._clogged else self._open.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -165,7 +168,7 @@ class Network:
         if target not in self._controls:
             (port,) = free_ports(1)
             self._controls[target] = await self._make(port, target, None)
-            await self._controls[target]._set(is_open=not self._is_control_cut)
+            await self._controls[target].set(cut=self._is_control_cut)
         return chunk[: found.start(1)] + b"%05d" % self._controls[target].port + chunk[found.end(1) :]
 
     async def _close(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ Each cell brings all of them into a phase, does one fault, and demands that
 
 | phase | how it is held, until the fault has begun |
 |---|---|
-| bootstrapping | prefill and decode have the requests; decode's link to the bootstrap server is cut, so no handshake can end |
+| bootstrapping | prefill and decode have the requests; decode's link to the bootstrap server is clogged, so no handshake can end |
 | waiting | handshakes done; one request that may fill decode's pool runs, so decode has no pages to give |
 | transferring | prefill has computed, its writes are held by the switch; decode's pages are exposed |
 | decoding | streams have had their first tokens, {long} are asked for |
@@ -109,12 +110,14 @@ def _reasons() -> str:
 
 
 def _figures(found: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    commits = Counter(r.get("commit", about["commit"]) for r in found)
+    at = ", ".join(f"{commit} ({count} cells)" for commit, count in commits.items())
     loads = [r["load"] for r in found]
     worst = {name: max(r[name] for r in found) for name in ("slowest_s", "settled_s", "serves_s", "down_s")}
     return (
         f"{sum(r['ok'] for r in found)} of {len(chosen([]))} cells passed. At worst a request ended {worst['slowest_s']:.1f} s after "
         f"the fault began, the survivors were clean after {worst['settled_s']:.1f} s, a victim took {worst['down_s']:.1f} s to start, "
-        f"and right answers came {worst['serves_s']:.1f} s after that. {_where(about)} The machine was shared: load average "
+        f"and right answers came {worst['serves_s']:.1f} s after that. {_where({**about, 'commit': at})} The machine was shared: load average "
         f"{min(loads):.1f} to {max(loads):.1f} during the cells, so starts and answers are slower than alone.\n"
     )
 

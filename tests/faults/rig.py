@@ -3,7 +3,7 @@
     bootstrap server (on its own)  <--register-- prefill   router --> prefill, decode
                ^------- look-up link ------- decode --control--> prefill
 
-The look-up link is always ours (its cut holds requests in their handshake). With `network_links` all HTTP legs, the
+The look-up link is always ours (clogged, it holds requests in their handshake). With `network_links` all HTTP legs, the
 registration and the control plane go over links of ours, too, so that any part can be cut off. What the transfer engine
 moves its bytes by (shared memory, CMA, Mooncake's own sockets) goes over no link: see `inject/sitecustomize.py`.
 """

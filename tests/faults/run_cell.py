@@ -2,7 +2,7 @@
 
 How a phase is held, without a sleep and without touching production code:
 
-    bootstrapping   decode's look-up link is cut: prefill has the requests, no handshake can end
+    bootstrapping   decode's look-up link is clogged: prefill has the requests, no handshake can end
     waiting         one request that may fill decode's pool runs (`Hog`); the handshakes are done (the look-ups were
                     answered), and decode has no pages to give
     transferring    the switch around prefill's engine holds the writes (`inject/sitecustomize.py`)
@@ -114,7 +114,7 @@ async def _entered(rig: Rig, phase: Phase, *, seed: int) -> Load:
 @contextlib.asynccontextmanager
 async def _held(rig: Rig, phase: Phase, seed: int) -> AsyncIterator[None]:
     if phase is Phase.BOOTSTRAPPING:
-        rig.lookup.cut()
+        rig.lookup.clog()
         try:
             yield
         finally:

@@ -103,10 +103,15 @@ def test_a_cut_link_is_silent_and_healing_resets_it(echo: tuple[Network, Link]) 
 def test_a_loosened_link_has_lost_nothing(echo: tuple[Network, Link]) -> None:
     _, link = echo
     with socket.create_connection(("127.0.0.1", link.port)) as sock:
-        link.cut()
+        link.clog()
         sock.sendall(b"a")
         link.loosen()
         assert _said(sock, b"") == b"a"
+        link.clog()
+        link.cut()
+        link.loosen()
+        with pytest.raises(TimeoutError):
+            _said(sock, b"b", within_s=0.1)
 
 
 def test_a_link_to_nobody_is_reset() -> None:

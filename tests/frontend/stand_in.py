@@ -49,6 +49,8 @@ class StandIn:
         self.problems: list[str] = []
         self.may_break = threading.Event()  # cleared: BREAK waits after its second token until this is set
         self.may_break.set()
+        self.num_states = 0  # times that it was asked how it is
+        self.prealloc = 2  # requests that its state shows in that queue
         self.silent = False  # answers nothing at all
         self._tokenizer = tokenizer
         self._pull: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
@@ -105,6 +107,7 @@ class StandIn:
                 FlushReply(call_id=message.call_id, ok=idle, message="flushed" if idle else "requests are running")
             )
         elif isinstance(message, GetState):
+            self.num_states += 1
             self._to_frontend.send(self._state(message))
         else:
             assert isinstance(message, Shutdown)
@@ -170,7 +173,7 @@ class StandIn:
             call_id=m.call_id,
             role="null",
             running=len(self._running),
-            queues={"waiting": 0, "prealloc": 2},
+            queues={"waiting": 0, "prealloc": self.prealloc},
             num_pages=NUM_PAGES,
             page_size=PAGE_SIZE,
             pages={"free": NUM_PAGES - held, "cached": 0, "held": held, "quarantined": 0},

@@ -10,6 +10,9 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
+from engine.frontend.forecast import MIN_STARTED
 from engine.frontend.ipc import IpcPaths
 from tests.frontend.conftest import ROOT, start_worker, wait_for, write_checkpoint
 
@@ -59,6 +62,48 @@ def test_sigterm_lets_running_requests_finish_then_fails_the_rest(tmp_path: Path
         assert "Traceback" not in w.stderr.read_text()
 
 
+def test_a_draining_worker_says_so_takes_nothing_new_and_goes_on_with_what_runs(tmp_path: Path) -> None:
+    with start_worker(tmp_path, drain_s=60.0) as w:
+        w.scheduler.may_break.clear()
+        with w.http.stream("POST", "/generate", json={"text": "BREAK", "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            w.process.send_signal(signal.SIGTERM)
+            health = wait_for(lambda: (r := w.http.get("/health")).status_code == 503 and r)
+            assert health.json() == {"status": "draining", "num_live_reqs": 1} and health.headers["retry-after"] == "1"
+            refused = w.post("/generate", {"text": "a"})
+            assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "draining"
+            assert w.http.get("/server_info").json()["status"] == "draining"
+            assert w.process.poll() is None
+            w.scheduler.may_break.set()  # the request ends as it would have: with an error of its own
+            last = [line for line in lines if line.startswith("data: ")][-1]
+        assert json.loads(last[6:])["error"]["message"] == "the transfer broke"
+        asked = w.scheduler.num_states
+        wait_for(lambda: w.scheduler.num_states > asked + 2)  # until queues are empty, too
+        assert w.http.get("/health").json() == {"status": "draining", "num_live_reqs": 0}
+        w.scheduler.prealloc = 0
+        assert w.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+def test_ctrl_c_or_a_second_signal_ends_a_worker_at_once(tmp_path: Path, signals: list[signal.Signals]) -> None:
+    """A request that never ends is handed back, with a word that routers understand."""
+    with start_worker(tmp_path, drain_s=600.0) as w:
+        with w.http.stream("POST", "/generate", json={"text": "SLOW", "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            w.process.send_signal(signals[0])
+            for number in signals[1:]:
+                wait_for(lambda: w.http.get("/health").status_code == 503)
+                w.process.send_signal(number)
+            last = [line for line in lines if line.startswith("data: ")][-1]
+        assert json.loads(last[6:])["error"]["code"] == "draining"
+        assert w.process.wait(10) == 0
+        wait_for(lambda: w.scheduler.num_running == 0)
+        assert "Traceback" not in w.stderr.read_text()
+
+
 def test_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
     with start_worker(tmp_path, engine={"max_running_requests": 1, "max_queued_requests": 2}) as w:
         with w.http.stream("POST", "/generate", json={"text": ["SLOW", "SLOW", "SLOW"], "stream": True}):
@@ -71,6 +116,33 @@ def test_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
             assert w.post("/generate", {"text": ["a"] * 4}).status_code == 400
         w.wait_idle()
         assert wait_for(lambda: w.post("/generate", {"text": "a"}).status_code == 200)
+
+
+def test_a_request_whose_first_token_would_come_too_late_is_refused_at_once(tmp_path: Path) -> None:
+    """Only where the flag says so, and not before a rate was measured."""
+    soon, late = {"x-request-timeout": "3600"}, {"x-envoy-expected-rq-timeout-ms": "0.000001"}
+    with start_worker(tmp_path, server={"enable_early_rejection": True, "default_deadline": 1800.0}) as w:
+        assert w.post("/generate", {"text": "a"}, headers=late).status_code == 200
+        for _ in range(MIN_STARTED):
+            assert w.post("/generate", {"text": "a"}).status_code == 200
+        completion = {"prompt": "a", "max_tokens": 2}
+        for path, body in (("/generate", {"text": "a"}), ("/v1/completions", completion)):
+            refused = w.post(path, body, headers=late)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "deadline"
+            assert int(refused.headers["retry-after"]) >= 1
+            assert w.post(path, body, headers=soon).status_code == 200
+        bad = w.post("/generate", {"text": "a"}, headers={"x-request-timeout": "soon"})
+        assert bad.status_code == 400 and bad.json()["error"]["param"] == "x-request-timeout"
+        assert (
+            'sglang:num_early_rejections_total{engine_type="unified",model_name="tiny"} 2.0'
+            in w.http.get("/metrics").text
+        )
+
+
+def test_without_the_flag_a_timeout_refuses_nothing(tmp_path: Path) -> None:
+    with start_worker(tmp_path) as w:
+        for _ in range(MIN_STARTED + 1):
+            assert w.post("/generate", {"text": "a"}, headers={"x-request-timeout": "1e-9"}).status_code == 200
 
 
 def test_api_key(tmp_path: Path) -> None:

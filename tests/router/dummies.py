@@ -64,6 +64,7 @@ class DummyWorker:
     mode: str
     behave: Behaviour = answer_ok
     healthy: bool = True
+    draining: bool = False  # says so on /health
     info: dict[str, Any] = field(default_factory=dict)
     load: dict[str, Any] | None = None
     seen: list[Seen] = field(default_factory=list)
@@ -90,6 +91,8 @@ class DummyWorker:
             await runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/health" and self.draining:
+            return web.json_response({"status": "draining"}, status=503)
         if request.path == "/health":
             return web.Response(status=200 if self.healthy else 503)
         if request.path == "/server_info":

@@ -148,7 +148,7 @@ class World:
                 link, message = outbox.popleft()
                 assert isinstance(link, Link)
                 if link.open:
-                    link.back.append(encode(message, None))
+                    link.back.append(encode(message))
         for decode in self.decodes:
             queue = decode.rooms.effects.queue
             while queue:
@@ -158,7 +158,7 @@ class World:
         if isinstance(item, tuple):
             for link in self.links:
                 if link.decode is decode and link.number == item[0] and link.open:
-                    link.there.append(encode(item[1], None))
+                    link.there.append(encode(item[1]))
         elif isinstance(item, Connect):
             target = next((p for p in self.prefills if p.name == item.control), None)
             if target is None:
@@ -191,9 +191,9 @@ class World:
     def deliver_one(self, link: Link) -> None:
         try:
             if link.there and self.draw.random() < 0.5:
-                link.prefill.rooms.on_message(link, decode_frame(link.there.popleft(), None), self.now_s)
+                link.prefill.rooms.on_message(link, decode_frame(link.there.popleft()), self.now_s)
             elif link.back:
-                link.decode.rooms.on_message(link.number, decode_frame(link.back.popleft(), None), self.now_s)
+                link.decode.rooms.on_message(link.number, decode_frame(link.back.popleft()), self.now_s)
         except PeerProtocolError:
             self.protocol_errors += 1
 

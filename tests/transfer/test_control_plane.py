@@ -1,5 +1,6 @@
 """The control plane over real sockets, with the fake engine: refusals, timeouts, hostile frames, lost messages."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ import zmq
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from transfer_backends.contract import Asked, LookupFailed, Route, TransferConfig, Work
+from transfer_backends.curve import guard_connector
 from transfer_backends.decode_manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
@@ -302,16 +304,124 @@ def test_shutdown_tells_the_peer(pairs: Any) -> None:
     receiver.close()
 
 
-@pytest.mark.parametrize(("secrets", "good"), [((b"s", b"s"), True), ((b"s", b"t"), False), ((b"s", None), False)])
-def test_secret(pairs: Any, secrets: Any, good: bool) -> None:
+@pytest.mark.parametrize("secrets", [(b"s", b"t"), (b"s", None), (None, b"s")])
+def test_another_secret_or_none_is_refused_and_counted(pairs: Any, secrets: Any) -> None:
     pair = pairs(secrets=secrets)
-    if good:
-        pair.works(1)
-        return
     receiver = pair.decode.receiver(1, bootstrap="b")
     until(lambda: receiver.poll() is KVPoll.Failed)
-    assert pair.prefill.counters["junk_frames"] >= 1 and pair.prefill.counters["peers"] == 0
+    assert "--cluster-secret-file" in receiver.failure()
+    until(lambda: pair.prefill.counters.get("refused_connections", 0) >= 1)
+    assert pair.prefill.counters["peers"] == 0
     receiver.close()
+
+
+def test_a_decode_key_that_is_not_the_cluster_s_is_refused(pairs: Any) -> None:
+    """Somebody who knows prefill's public key, and no more, is turned away by its doorkeeper."""
+    pair = pairs(secrets=(b"s", b"s"))
+    pair.works(1)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        guard_connector(stranger, b"s")
+        stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+        stranger.connect(f"tcp://{pair.prefill.control_address}")
+        stranger.send(encode(Ping("evil", pair.prefill.incarnation, 1)))
+        until(lambda: pair.prefill.counters.get("refused_connections", 0) >= 1)
+    assert pair.prefill.counters.get("refused", 0) == 0  # nobody read a frame of it
+    pair.works(2)
+
+
+def test_one_connection_is_one_decode_worker(pairs: Any) -> None:
+    """Found by fuzzing: a second life that registers on a connection hid the first one, which then was never dropped."""
+    pair = pairs()
+    layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
+    regions = WireRegion(1 << 20, 64, 64, None), WireRegion(1 << 20, 64, 512, None)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
+        link.setsockopt(zmq.LINGER, 0)
+        link.connect(f"tcp://{pair.prefill.control_address}")
+        for life in ("one", "two"):
+            link.send(encode(Register(life, pair.prefill.incarnation, layout, *regions, b"fake")))
+        until(lambda: pair.prefill.counters.get("refused", 0) == 1)
+        assert pair.prefill.counters["peers"] == 1 and pair.prefill.check() == []
+    until(lambda: pair.prefill.counters["peers"] == 0)
+
+
+@pytest.mark.parametrize("region", [(2**63 - 1, 2**62), (0, 0), (1 << 20, 2**31 + 1)])
+def test_a_region_that_wraps_around_is_refused(pairs: Any, region: tuple[int, int]) -> None:
+    pair = pairs()
+    layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
+    base, count = region
+    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
+        link.setsockopt(zmq.LINGER, 0)
+        link.connect(f"tcp://{pair.prefill.control_address}")
+        regions = WireRegion(base, count, 64, None), WireRegion(1 << 20, 64, 512, None)
+        link.send(encode(Register("one", pair.prefill.incarnation, layout, *regions, b"fake")))
+        link.setsockopt(zmq.RCVTIMEO, 5000)
+        assert b"address space" in link.recv()
+    assert pair.prefill.counters["peers"] == 0
+
+
+class Tap:
+    """A wire between decode and prefill that records what decode sends, and can say it again."""
+
+    def __init__(self, there: str) -> None:
+        host, _, port = there.rpartition(":")
+        self._there = (host, int(port))
+        self.recorded: list[bytes] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._socks: list[socket.socket] = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._there)
+                self._socks += [near, far]
+                threading.Thread(target=self._pump, args=(near, far, self.recorded), daemon=True).start()
+                threading.Thread(target=self._pump, args=(far, near, []), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, kept: list[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                kept.append(data)
+                target.sendall(data)
+
+    def inject(self, data: bytes) -> None:
+        """Into the connection that is open, as if decode had said it."""
+        self._socks[-1].sendall(data)
+
+    def close(self) -> None:
+        for sock in self._socks:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+
+def test_what_was_recorded_cannot_be_said_again(pairs: Any) -> None:
+    """Neither on the same connection, nor on a new one, nor is anything of it readable."""
+    pair = pairs(secrets=(b"s", b"s"), heartbeat_interval_s=60.0)
+    tap = Tap(pair.prefill.control_address)
+    pair.route = Route(tap.address, pair.prefill.incarnation)
+    sender, receiver = pair.meet(1)
+    said = list(tap.recorded)
+    assert said and not any(pair.prefill.incarnation.encode() in data for data in said)
+    tap.inject(said[-1])  # the transfer info of room 1, once more: its frame counter is used up
+    until(lambda: pair.prefill.counters.get("refused_connections", 0) == 1)
+    assert pair.prefill.counters.get("protocol_errors", 0) == 0  # nobody read it
+    with socket.create_connection(tap._there) as again:
+        again.settimeout(5)
+        with contextlib.suppress(OSError):
+            again.sendall(b"".join(said))
+            while again.recv(65536):
+                pass
+    until(lambda: pair.prefill.counters["refused_connections"] >= 2)
+    assert pair.prefill.counters["peers"] == 1 and pair.prefill.counters.get("refused", 0) == 0
+    sender.send([4, 5, 6], dst_start=0, last=True, aux_idx=0)  # and who was copied is not disturbed
+    until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
+    sender.close()
+    receiver.close()
+    tap.close()
 
 
 def test_decode_asks_prefill_to_compute(pairs: Any) -> None:
@@ -382,7 +492,7 @@ def hostile_frames(me: str) -> list[bytes]:
     newer = Layout(PROTOCOL_VERSION + 1, "fake", "model-a", 16, "float32")
     region = WireRegion(1 << 20, 64, 64, None)
     aux = WireRegion(1 << 20, 64, 512, None)
-    good = encode(Register("evil", me, layout, region, aux, b"fake"), None)
+    good = encode(Register("evil", me, layout, region, aux, b"fake"))
     return [
         b"",
         b"\x00",
@@ -393,27 +503,27 @@ def hostile_frames(me: str) -> list[bytes]:
         msgspec.msgpack.encode(["Ping", "evil", me, "text"]),
         msgspec.msgpack.encode(["TransferInfo", "evil", me, 0, 0, b"", 0]),
         msgspec.msgpack.encode(["TransferInfo", "evil", me, 2**64 - 1, 0, b"", 0]),
-        encode(Ping("evil", me, 1), None),  # before it registered
-        encode(Abort("evil", me, 1, 0, "kill"), None),
-        encode(Register("evil", "another life", layout, region, aux, b"fake"), None),
-        encode(Register("evil", me, newer, region, aux, b""), None),
-        encode(Register("evil", me, layout, WireRegion(1, 64, 128, None), aux, b""), None),
+        encode(Ping("evil", me, 1)),  # before it registered
+        encode(Abort("evil", me, 1, 0, "kill")),
+        encode(Register("evil", "another life", layout, region, aux, b"fake")),
+        encode(Register("evil", me, newer, region, aux, b"")),
+        encode(Register("evil", me, layout, WireRegion(1, 64, 128, None), aux, b"")),
         good,
         good[:-3],
-        encode(Ping("someone else", me, 1), None),
-        encode(TransferInfo("evil", me, 77, 0, b"abc", 0), None),
-        encode(TransferInfo("evil", me, 77, 0, b"\xff\xff\xff\xff", 0), None),
-        encode(TransferInfo("evil", me, 77, 0, b"\x40\0\0\0", 0), None),
-        encode(TransferInfo("evil", me, 77, 0, b"\1\0\0\0\1\0\0\0", 0), None),
-        encode(TransferInfo("evil", me, 77, 0, b"\1\0\0\0", 64), None),
-        encode(TransferInfo("evil", me, 1, 0, b"\1\0\0\0", 0), None),  # a room of another decode worker
-        encode(Abort("evil", me, 1, 0, "kill"), None),
+        encode(Ping("someone else", me, 1)),
+        encode(TransferInfo("evil", me, 77, 0, b"abc", 0)),
+        encode(TransferInfo("evil", me, 77, 0, b"\xff\xff\xff\xff", 0)),
+        encode(TransferInfo("evil", me, 77, 0, b"\x40\0\0\0", 0)),
+        encode(TransferInfo("evil", me, 77, 0, b"\1\0\0\0\1\0\0\0", 0)),
+        encode(TransferInfo("evil", me, 77, 0, b"\1\0\0\0", 64)),
+        encode(TransferInfo("evil", me, 1, 0, b"\1\0\0\0", 0)),  # a room of another decode worker
+        encode(Abort("evil", me, 1, 0, "kill")),
         msgspec.msgpack.encode(["Recompute", "evil", me, 78, 0, b"\1\0\0\0", 0, b"\1\0\0\0", 0, 0, True]),  # attempt 0
-        encode(Recompute("evil", me, 78, 1, b"\1\0\0\0", 0, b"", 0, 0, True), None),  # no tokens
-        encode(Recompute("evil", me, 78, 1, b"\1\0\0\0", 0, b"abc", 0, 0, True), None),
-        encode(Recompute("evil", me, 78, 1, b"\1\0\0\0", 0, b"\xff\xff\xff\xff", 0, 0, True), None),
-        encode(Recompute("evil", me, 78, 1, b"\x40\0\0\0", 0, b"\1\0\0\0", 0, 0, True), None),  # a page outside
-        encode(Status("evil", me, 1, 0, 4, 3), None),
+        encode(Recompute("evil", me, 78, 1, b"\1\0\0\0", 0, b"", 0, 0, True)),  # no tokens
+        encode(Recompute("evil", me, 78, 1, b"\1\0\0\0", 0, b"abc", 0, 0, True)),
+        encode(Recompute("evil", me, 78, 1, b"\1\0\0\0", 0, b"\xff\xff\xff\xff", 0, 0, True)),
+        encode(Recompute("evil", me, 78, 1, b"\x40\0\0\0", 0, b"\1\0\0\0", 0, 0, True)),  # a page outside
+        encode(Status("evil", me, 1, 0, 4, 3)),
     ]
 
 

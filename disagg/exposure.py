@@ -1,0 +1,71 @@
+"""What of a worker others can reach: refuses to start one that strangers could command, and says whom it may dial."""
+
+import logging
+
+from disagg.config import DisaggConfig
+from disagg.secret import read_secret
+from engine.config import ServerConfig
+from engine.frontend.meeting import MeetingPlaces
+from security.addresses import AllowedAddresses, is_loopback, require_secret
+
+log = logging.getLogger(__name__)
+
+
+def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> None:
+    """Raises `SecurityConfigError`; with --allow-insecure it warns instead.
+
+    HTTP needs an API key; control plane, transfer engine and bootstrap server, which only a disaggregated worker has,
+    need the cluster's secret.
+    """
+    warnings = [
+        require_secret(
+            server.host,
+            flag="--host",
+            what="the worker's HTTP server",
+            remedy="--api-key-file (or --api-key)",
+            has_secret=bool(server.api_key or server.api_key_file),
+            allow_insecure=server.allow_insecure,
+        )
+    ]
+    for flag, host in _control_addresses(server, disagg, control_host):
+        warnings.append(
+            require_secret(
+                host,
+                flag=flag,
+                what="the control plane",
+                remedy="--cluster-secret-file",
+                has_secret=disagg.cluster_secret_file is not None,
+                allow_insecure=server.allow_insecure,
+            )
+        )
+    for text in warnings:
+        if text is not None:
+            log.warning(text)
+
+
+def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host: str) -> list[tuple[str, str]]:
+    """(flag, address) of what only members of the cluster may talk to."""
+    if disagg.disaggregation_mode == "null":
+        return []
+    named = disagg.disaggregation_control_host is not None
+    found = [("--disaggregation-control-host" if named else "--host", control_host)]
+    embedded = disagg.disaggregation_mode == "prefill" and disagg.disaggregation_bootstrap_server is None
+    return [*found, ("--host", server.host)] if embedded else found
+
+
+def meeting_places(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> MeetingPlaces:
+    """Which bootstrap servers a request may name. Raises `SecurityConfigError`.
+
+    This machine's own are fine only while nobody else can send us requests: else a client could point us at a service that
+    listens here for local processes alone.
+    """
+    secret = read_secret(disagg)
+    if disagg.disaggregation_mode != "decode":
+        return MeetingPlaces()
+    named = disagg.disaggregation_bootstrap_server
+    allowed = AllowedAddresses(
+        (*disagg.disaggregation_bootstrap_allowed, *([] if named is None else [named])),
+        loopback=is_loopback(server.host) and is_loopback(control_host),
+        flag="--disaggregation-bootstrap-allowed",
+    )
+    return MeetingPlaces(allowed, secret=secret)

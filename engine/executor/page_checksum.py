@@ -1,0 +1,66 @@
+"""A 64-bit checksum of KV pages, the same on every device: a reduction by torch, so CUDA pages never visit the host.
+
+    word w at position i of page j, all of 64 bits, arithmetic modulo 2^64:
+    sum over j of mix(j + seed + sum over i of mix(w[i] + (i + 1) * ODD))
+
+`mix` is the bijective finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
+2014). A single changed word always changes the sum, whichever bits of it; other damage passes once in 2^64. It finds
+faults of memory, links and software, not a forger. It must not know transfers or requests.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.executor.kv_pool import KVPool
+
+NAME = "splitmix64"  # peers must compute the same
+SCRATCH_BYTES = {"cpu": 1 << 18}  # stays in a core's cache; other devices:
+MORE_SCRATCH_BYTES = 1 << 26
+WORD_BYTES = 8
+
+
+class PageChecksum:
+    """Reads what a finished step has written; call it where the step was collected."""
+
+    def __init__(self, pool: KVPool) -> None:
+        assert pool.page_bytes % WORD_BYTES == 0, pool.page_bytes
+        self._words = pool.buffer.view(torch.int64).view(1 + pool.num_pages, pool.page_bytes // WORD_BYTES)
+        positions = torch.arange(1, self._words.shape[1] + 1, dtype=torch.int64, device=pool.device)
+        self._offsets = positions * ODD
+        scratch = SCRATCH_BYTES.get(pool.device.type, MORE_SCRATCH_BYTES)
+        self.pages_at_a_time = max(1, scratch // pool.page_bytes)
+
+    def __call__(self, pages: Sequence[int]) -> int:
+        """The checksum of `pages`, in their order; signed, 64 bits."""
+        total = torch.zeros((), dtype=torch.int64, device=self._words.device)
+        for at in range(0, len(pages), self.pages_at_a_time):
+            part = torch.tensor(pages[at : at + self.pages_at_a_time], dtype=torch.int64, device=self._words.device)
+            number = torch.arange(at + 1, at + 1 + len(part), dtype=torch.int64, device=self._words.device)
+            sums = _mix(self._words[part].add_(self._offsets)).sum(dim=1)
+            total += _mix(sums.add_(number * ODD)).sum()
+        return int(total.item())
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+ODD = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """In place."""
+    x ^= _shifted(x, 30)
+    x *= _FIRST
+    x ^= _shifted(x, 27)
+    x *= _SECOND
+    x ^= _shifted(x, 31)
+    return x
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right, zeros come in (torch's own shift repeats the sign)."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -1,0 +1,40 @@
+"""Which key the router shows to workers, for each kind of call. Owns those key files."""
+
+import time
+
+from router.config import RouterConfig
+from security.keys import KeyRing, bearer
+
+
+class Credentials:
+    """A key of the router's own takes the place of the client's, where one is given."""
+
+    def __init__(self, config: RouterConfig, *, api: KeyRing) -> None:
+        """`api`: the clients' keys; workers mostly have the same. Raises `SecurityConfigError`."""
+        self._api = api
+        self._worker = KeyRing(key=config.worker_api_key, file=config.worker_api_key_file, flag="--worker-api-key")
+        self._admin = KeyRing(
+            key=config.worker_admin_api_key, file=config.worker_admin_api_key_file, flag="--worker-admin-api-key"
+        )
+
+    def own(self) -> dict[str, str]:
+        """For what the router asks by itself: health, load, information."""
+        self._refresh()
+        return bearer(self._worker.first or self._api.first)
+
+    def for_client(self, authorization: str) -> dict[str, str]:
+        """For a client's request; `authorization`: the header it sent."""
+        self._refresh()
+        if self._worker.first is not None:
+            return bearer(self._worker.first)
+        return {"Authorization": authorization} if authorization else {}
+
+    def for_admin(self, authorization: str) -> dict[str, str]:
+        """For an admin's call, which this router has let through."""
+        self._refresh()
+        return bearer(self._admin.first) if self._admin.first is not None else self.for_client(authorization)
+
+    def _refresh(self) -> None:
+        now_s = time.monotonic()
+        for ring in (self._api, self._worker, self._admin):
+            ring.refresh(now_s)

@@ -1,0 +1,120 @@
+"""The end of a router in good order: no new requests, those that run are finished or handed back. No HTTP routes here.
+
+    serving --SIGTERM--> draining --nothing runs any more, or the time is over--> ended
+       |                    |
+       +------ SIGINT ------+-- any second signal: at once
+
+Owns who runs: each request is a `LiveRequest` that can be handed back, by cancelling it before its answer has begun, or by
+cutting the worker's stream after that, so that its last event says why.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+log = logging.getLogger(__name__)
+
+DRAINING = "draining"  # error code, and `status` on /health
+POLL_S = 0.02
+
+
+class StopSignals:
+    """What SIGTERM and SIGINT have asked for so far. `asked`: to end. `at_once`: without waiting for anybody."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.at_once = asyncio.Event()
+
+    def on_sigterm(self) -> None:
+        if self.asked.is_set():
+            self.at_once.set()
+        self.asked.set()
+
+    def on_sigint(self) -> None:
+        self.asked.set()
+        self.at_once.set()
+
+    @contextmanager
+    def caught(self, *, on_hangup: Callable[[], None]) -> Iterator[None]:
+        """While inside, the signals come here, and SIGHUP to `on_hangup` (where this thread may handle signals)."""
+        loop = asyncio.get_running_loop()
+        handlers = {signal.SIGTERM: self.on_sigterm, signal.SIGINT: self.on_sigint, signal.SIGHUP: on_hangup}
+        for number, handler in handlers.items():
+            with suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.add_signal_handler(number, handler)
+        try:
+            yield
+        finally:
+            for number in handlers:
+                with suppress(NotImplementedError, RuntimeError, ValueError):
+                    loop.remove_signal_handler(number)
+
+
+class LiveRequest:
+    """One request as it runs, from its handler's first line to its last. `cut`: closes the stream that it reads from."""
+
+    def __init__(self, task: "asyncio.Task[object]") -> None:
+        self.handed_back = False
+        self.cut: Callable[[], None] | None = None
+        self._task = task
+
+    def hand_back(self) -> None:
+        self.handed_back = True
+        if self.cut is not None:
+            self.cut()
+        else:
+            self._task.cancel()
+
+    def took_cancel(self) -> bool:
+        """In a handler that is being cancelled: whether this was us (then it answers), and not its client."""
+        if self.handed_back:
+            self._task.uncancel()
+        return self.handed_back
+
+
+class LiveRequests:
+    """Who runs. `max_live`: one more is refused."""
+
+    def __init__(self, *, max_live: int) -> None:
+        self.draining = False
+        self._max_live = max_live
+        self._requests: dict[int, LiveRequest] = {}  # by id, in order of arrival
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def requests(self) -> list[LiveRequest]:
+        """In order of arrival."""
+        return list(self._requests.values())
+
+    @property
+    def full(self) -> bool:
+        return len(self._requests) >= self._max_live
+
+    @contextmanager
+    def request(self) -> Iterator[LiveRequest]:
+        task = asyncio.current_task()
+        assert task is not None
+        request = LiveRequest(task)
+        self._requests[id(request)] = request
+        try:
+            yield request
+        finally:
+            del self._requests[id(request)]
+
+    async def drain(self, *, timeout_s: float, at_once: asyncio.Event) -> None:
+        """Nothing new from now on. Returns when nothing runs; what does not end in time is handed back."""
+        self.draining = True
+        if self._requests:
+            log.info("draining: %d requests run, for up to %g s (--drain-timeout)", len(self), timeout_s)
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while self._requests and loop.time() < deadline_s and not at_once.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(at_once.wait(), POLL_S)
+        if self._requests:
+            log.warning("draining: %d requests have not ended and are handed back", len(self))
+        for request in self.requests():
+            request.hand_back()

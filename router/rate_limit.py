@@ -1,0 +1,53 @@
+"""How many requests a client may make: one token bucket each. Pure: told of the time.
+
+The table is bounded: beyond `MAX_CLIENTS` the client that was quiet for longest is forgotten, and has a full bucket again.
+"""
+
+import ipaddress
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+MAX_CLIENTS = 65536
+IPV6_SITE_BITS = 64  # what one subscriber is given: any address of it is the same client
+
+
+@dataclass(slots=True)
+class RateLimiter:
+    """`per_s` requests a second for long, `burst` at once."""
+
+    per_s: float
+    burst: int
+    _buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)  # name -> (tokens, told at)
+
+    def __post_init__(self) -> None:
+        assert self.per_s > 0 and self.burst >= 1, (self.per_s, self.burst)
+
+    def wait_s(self, client: str, now_s: float) -> float:
+        """Take one request's token: 0.0. None left: seconds until there is one, and nothing is taken."""
+        tokens, at_s = self._buckets.pop(client, (float(self.burst), now_s))
+        tokens = min(float(self.burst), tokens + max(0.0, now_s - at_s) * self.per_s)
+        missing = max(0.0, 1.0 - tokens)
+        self._buckets[client] = (tokens if missing else tokens - 1.0, now_s)
+        if len(self._buckets) > MAX_CLIENTS:
+            self._buckets.popitem(last=False)
+        return missing / self.per_s
+
+    @property
+    def num_clients(self) -> int:
+        return len(self._buckets)
+
+
+def make_limiter(per_s: float, burst: int) -> RateLimiter | None:
+    """None: no limit. `burst` 0: what two seconds allow."""
+    return None if per_s <= 0 else RateLimiter(per_s, burst or max(1, round(2 * per_s)))
+
+
+def client_of(remote: str | None) -> str:
+    """The client behind an address: itself, for IPv6 its site."""
+    try:
+        address = ipaddress.ip_address(remote or "")
+    except ValueError:
+        return remote or ""
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.ip_network((address, IPV6_SITE_BITS), strict=False))
+    return str(address)

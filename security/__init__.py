@@ -1,0 +1,1 @@
+"""Who may do what: keys, signatures, addresses, limits. A leaf: knows no server, no engine, no request's fields."""

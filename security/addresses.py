@@ -1,0 +1,99 @@
+"""Which addresses are this machine's own, and which bootstrap servers a worker may dial. Pure: nothing is resolved.
+
+A name is equal to itself only: a look-up would take time, and its answer may change between check and use.
+"""
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+ANY_PORT = None
+
+
+class SecurityConfigError(ValueError):
+    """A flag or file about security that cannot be honoured: one line that names it and says how to mend it."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a socket that is bound to `host`. A wildcard and an unknown name: no."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    address = _address(host)
+    return address is not None and address.is_loopback
+
+
+def require_secret(
+    host: str, *, flag: str, what: str, remedy: str, has_secret: bool, allow_insecure: bool
+) -> str | None:
+    """None when `what`, bound to `host`, is safe; else, with `allow_insecure`, what to warn of.
+
+    Raises `SecurityConfigError` where others than this machine could reach it and nothing asks who they are.
+    """
+    if has_secret or is_loopback(host):
+        return None
+    if allow_insecure:
+        return f"INSECURE: {what} listens on {host} and takes orders from anybody who reaches it (--allow-insecure)"
+    raise SecurityConfigError(
+        f"{flag} {host}: {what} would take orders from anybody who reaches it; give {remedy}, or say --allow-insecure"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    network: Network | None
+    name: str
+    port: int | None
+
+    def admits(self, host: str, address: Address | None, port: int) -> bool:
+        if self.port not in (ANY_PORT, port):
+            return False
+        if self.network is not None:
+            return address is not None and address.version == self.network.version and address in self.network
+        return self.name == host
+
+
+class AllowedAddresses:
+    """HOST:PORT pairs that may be dialled because a request names them."""
+
+    def __init__(self, rules: Sequence[str], *, loopback: bool, flag: str) -> None:
+        """`rules`: HOST, HOST:PORT, [IPV6]:PORT or a network such as 10.0.0.0/8. `loopback`: this machine's are fine, too."""
+        self._rules = tuple(_rule(text, flag) for text in rules)
+        self._loopback = loopback
+
+    def admits(self, host: str, port: int) -> bool:
+        if self._loopback and is_loopback(host):
+            return True
+        name, address = host.lower().rstrip("."), _address(host)
+        return any(rule.admits(name, address, port) for rule in self._rules)
+
+
+def _address(host: str) -> Address | None:
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+    mapped = getattr(address, "ipv4_mapped", None)
+    return mapped or address
+
+
+def _rule(text: str, flag: str) -> _Rule:
+    host, port = _split(text, flag)
+    try:
+        network = ipaddress.ip_network(host.strip("[]"))
+    except ValueError:
+        if "/" in host or not host:
+            raise SecurityConfigError(f"{flag}: {text!r} is no HOST, HOST:PORT or network like 10.0.0.0/8") from None
+        return _Rule(None, host.lower().rstrip("."), port)
+    return _Rule(network, "", port)
+
+
+def _split(text: str, flag: str) -> tuple[str, int | None]:
+    """Host and port; an IPv6 address with a port is written in brackets."""
+    host, colon, port = text.rpartition(":")
+    if not colon or (":" in host and not text.startswith("[")) or text.endswith("]"):
+        return text, ANY_PORT
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise SecurityConfigError(f"{flag}: {text!r}: the port must be between 1 and 65535")
+    return host, int(port)

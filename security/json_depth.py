@@ -1,0 +1,35 @@
+"""How deep a JSON text is nested, told without decoding it: what later walks the values recursively must not overflow.
+
+Whole-text replacements only, so that a long hostile body costs about what decoding it costs.
+"""
+
+import re
+
+MAX_DEPTH = 64  # of a request body; tools' schemas, the deepest honest things, stay below 20
+
+_STRINGS = re.compile(rb'"[^"]*+"?')  # the end is optional: a cut-off text is read once
+_KEPT = b'[{]}"'
+_DROPPED = bytes(c for c in range(256) if c not in _KEPT)
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+
+
+def deeper_than(text: bytes, limit: int = MAX_DEPTH) -> bool:
+    """Whether lists and objects nest more than `limit` deep. A text that is no JSON may get either answer."""
+    if text.count(b"[") + text.count(b"{") <= limit:
+        return False
+    brackets = _brackets(text)
+    if b"[" * (limit + 1) in brackets:
+        return True
+    for _ in range(limit):
+        if not brackets:
+            return False
+        brackets = brackets.replace(b"[]", b"")  # the innermost level of every branch
+    return b"[]" in brackets or brackets.count(b"[") > limit
+
+
+def _brackets(text: bytes) -> bytes:
+    """The brackets outside strings, all of one kind."""
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    kept = text.translate(_ONE_KIND, _DROPPED).replace(b'""', b"")  # two strings with no bracket between them are one
+    return _STRINGS.sub(b"", kept) if b'"' in kept else kept

@@ -1,0 +1,180 @@
+"""API keys: one from a flag, several from a file that is read anew when it changes; and who may call what with them.
+
+Keys are compared by digest, in a time that does not depend on how much of a guess is right, and with all keys always.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from security.addresses import SecurityConfigError
+from security.secret import warn_if_others_read
+
+LOOK_EVERY_S = 1.0  # at a key file: rotation need not wait longer, requests need not pay more
+MAX_KEYS = 4096
+MAX_HEADER_CHARS = 4096
+SCHEME = "bearer "
+
+log = logging.getLogger(__name__)
+
+
+class KeyRing:
+    """The keys of one kind. Without a flag and a file it is empty, and nothing is asked of anybody."""
+
+    def __init__(self, *, key: str | None = None, file: str | None = None, flag: str = "--api-key") -> None:
+        """Raises `SecurityConfigError` for a key or a file that cannot be used."""
+        if key is not None and not _is_sound(key):
+            raise SecurityConfigError(f"{flag}: must be printable, without spaces")
+        self._flag = flag
+        self._file = file
+        self._own = () if key is None else (key,)
+        self._stamp: tuple[int, int, int] | None = None
+        self._look_at_s = 0.0
+        self._keys: tuple[str, ...] = self._own
+        if file is not None:
+            self._stamp = _stamp(file)
+            self._take(self._read(file))
+            warn_if_others_read(file)
+        self._digests = tuple(_digest(k) for k in self._keys)
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self._keys)
+
+    @property
+    def first(self) -> str | None:
+        """The one to send to others."""
+        return self._keys[0] if self._keys else None
+
+    def holder(self, authorization: str) -> str | None:
+        """A short name of the key in an Authorization header, fit for logs and tables; None when it is not one of ours."""
+        if len(authorization) > MAX_HEADER_CHARS or authorization[: len(SCHEME)].lower() != SCHEME:
+            return None
+        given = _digest(authorization[len(SCHEME) :].strip())
+        matches = [hmac.compare_digest(given, known) for known in self._digests]
+        return given.hex()[:16] if any(matches) else None
+
+    def refresh(self, now_s: float, *, at_once: bool = False) -> None:
+        """Read the file anew if it has changed. One that cannot be used is told of, and the keys stay as they were."""
+        if self._file is None or (now_s < self._look_at_s and not at_once):
+            return
+        self._look_at_s = now_s + LOOK_EVERY_S
+        stamp = _stamp(self._file)
+        if stamp == self._stamp and not at_once:
+            return
+        self._stamp = stamp
+        try:
+            self._take(self._read(self._file))
+        except SecurityConfigError as error:
+            log.error("%s (the keys of before stay valid)", error)
+            return
+        self._digests = tuple(_digest(k) for k in self._keys)
+        log.info("%s: read anew, %d keys", self._file, len(self._keys))
+
+    def _take(self, keys: tuple[str, ...]) -> None:
+        self._keys = (*self._own, *keys)
+
+    def _read(self, file: str) -> tuple[str, ...]:
+        try:
+            lines = Path(file).read_text().split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SecurityConfigError(f"{self._flag}-file: cannot read {file}: {error}") from None
+        keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+        if not 0 < len(keys) <= MAX_KEYS:
+            raise SecurityConfigError(
+                f"{self._flag}-file: {file} holds {len(keys)} keys; one to {MAX_KEYS}, one a line"
+            )
+        for number, key in enumerate(keys, 1):
+            if not _is_sound(key):
+                raise SecurityConfigError(f"{self._flag}-file: {file}: key {number} is not printable, or has spaces")
+        return keys
+
+
+class Access(IntEnum):
+    """What a caller has shown to be. Ordered: who may do more may do less."""
+
+    NONE = 0
+    USER = 1
+    ADMIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """`name`: of its key, fit for logs and tables; empty without one."""
+
+    access: Access
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Both kinds of keys of one server. Without admin keys an API key does everything; an admin key always does."""
+
+    api: KeyRing
+    admin: KeyRing
+
+    def caller(self, authorization: str, now_s: float) -> Caller:
+        """Who the sender of this Authorization header is."""
+        self.api.refresh(now_s)
+        self.admin.refresh(now_s)
+        admin, user = self.admin.holder(authorization), self.api.holder(authorization)
+        if admin is not None:
+            return Caller(Access.ADMIN, admin)
+        if user is not None or not self.api.is_set:
+            return Caller(Access.USER if self.admin.is_set else Access.ADMIN, user or "")
+        return Caller(Access.NONE)
+
+    def refusal(self, caller: Caller, need: Access) -> tuple[int, str] | None:
+        """None, or (HTTP status, message)."""
+        if caller.access >= need:
+            return None
+        if need is Access.ADMIN and self.admin.is_set:
+            status = 403 if caller.name else 401
+            return status, "this needs the admin key (--admin-api-key); send it as 'Authorization: Bearer KEY'"
+        return 401, "the API key is missing or wrong; send 'Authorization: Bearer KEY'"
+
+    def reload(self, now_s: float) -> None:
+        """Read both files now (SIGHUP)."""
+        self.api.refresh(now_s, at_once=True)
+        self.admin.refresh(now_s, at_once=True)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether strangers are turned away from everything that matters."""
+        return self.api.is_set
+
+
+def open_gate(
+    *, api_key: str | None, api_key_file: str | None, admin_api_key: str | None, admin_api_key_file: str | None
+) -> Gate:
+    """A gate from the four flags. Raises `SecurityConfigError`."""
+    return Gate(
+        KeyRing(key=api_key, file=api_key_file, flag="--api-key"),
+        KeyRing(key=admin_api_key, file=admin_api_key_file, flag="--admin-api-key"),
+    )
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that shows `key`."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _is_sound(key: str) -> bool:
+    return bool(key) and key.isprintable() and " " not in key
+
+
+def _stamp(file: str) -> tuple[int, int, int] | None:
+    """Tells an old file from a new one, whether written over or replaced."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

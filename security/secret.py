@@ -1,0 +1,39 @@
+"""The secret that the members of a cluster share (`--cluster-secret-file`), and what is derived from it.
+
+Each use has a key of its own: knowing one (a voucher's signature, say) tells nothing of another.
+"""
+
+import hashlib
+import hmac
+import logging
+from pathlib import Path
+
+from security.addresses import SecurityConfigError
+
+MIN_SECRET_BYTES = 16
+
+log = logging.getLogger(__name__)
+
+
+def read_secret_file(path: str) -> bytes:
+    """The secret. Raises `SecurityConfigError` for a file that cannot serve as one."""
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise SecurityConfigError(f"--cluster-secret-file: cannot read {path}: {error.strerror}") from error
+    if len(secret) < MIN_SECRET_BYTES:
+        raise SecurityConfigError(
+            f"--cluster-secret-file: {path} holds {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed"
+        )
+    warn_if_others_read(path)
+    return secret
+
+
+def derive(secret: bytes, purpose: str) -> bytes:
+    """32 bytes for one purpose."""
+    return hmac.digest(secret, b"tandem: " + purpose.encode(), hashlib.sha256)
+
+
+def warn_if_others_read(path: str) -> None:
+    if Path(path).stat().st_mode & 0o077:
+        log.warning("%s may be read by other users of this machine; chmod 600 it", path)

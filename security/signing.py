@@ -1,0 +1,115 @@
+"""Signed HTTP calls between members of a cluster that share a secret: replay-safe, without clocks that agree.
+
+    call without or with an old challenge  -> 401 and `X-Cluster-Challenge: C`
+    call with `X-Cluster-Auth: C:N:MAC`    -> served; the answer carries `X-Cluster-Auth: MAC`
+
+C is the server's: it changes every `PERIOD_S` and with every start, the last two are valid. N is the caller's, drawn for
+this call and accepted once. The MAC covers C, N, method, path with query, and body; that of the answer covers N, status
+and body, so that nobody else can answer either. Told of time; knows no sockets.
+"""
+
+import hashlib
+import hmac
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+
+from security.secret import derive
+
+AUTH_HEADER = "X-Cluster-Auth"
+CHALLENGE_HEADER = "X-Cluster-Challenge"
+PERIOD_S = 60.0
+MAX_NONCES = 1 << 18  # of two periods; only who knows the secret adds one
+NONCE_BYTES = 16
+MAX_PART_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is signed of a call. `path`: with the query, as it is sent."""
+
+    method: str
+    path: str
+    body: bytes
+
+
+class Verdict(Enum):
+    """STALE: by a member of the cluster, for a challenge that is over, or none yet: it gets the new one. Else FORGED."""
+
+    GOOD = "good"
+    STALE = "stale"
+    FORGED = "forged"
+
+
+class Verifier:
+    """The server's side; one life of a server has one."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._key = derive(secret, "http calls")
+        self._life = secrets.token_bytes(32)  # a restart makes all that was recorded before worthless
+        self._seen: OrderedDict[str, int] = OrderedDict()  # nonce -> period, oldest first
+
+    def challenge(self, now_s: float) -> str:
+        return self._challenge_of(int(now_s // PERIOD_S))
+
+    def verify(self, header: str, call: Call, now_s: float) -> tuple[Verdict, str]:
+        """The verdict, and the call's nonce (to sign the answer with). The same call is good once."""
+        parts = header.split(":")
+        if len(parts) != 3 or not all(len(part) <= MAX_PART_CHARS and part.isascii() for part in parts):
+            return Verdict.FORGED, ""
+        challenge, nonce, mac = parts
+        if not hmac.compare_digest(mac.encode(), _mac(self._key, challenge, nonce, call).encode()):
+            return Verdict.FORGED, ""
+        period = int(now_s // PERIOD_S)
+        made = next((p for p in (period, period - 1) if hmac.compare_digest(challenge, self._challenge_of(p))), None)
+        if made is None:
+            return Verdict.STALE, ""
+        if nonce in self._seen:
+            return Verdict.FORGED, ""
+        self._remember(nonce, made, period)
+        return Verdict.GOOD, nonce
+
+    def sign_answer(self, nonce: str, *, status: int, body: bytes) -> str:
+        return _answer_mac(self._key, nonce, status=status, body=body)
+
+    def _challenge_of(self, period: int) -> str:
+        return hmac.new(self._life, str(period).encode(), hashlib.sha256).hexdigest()[:32]
+
+    def _remember(self, nonce: str, made: int, period: int) -> None:
+        self._seen[nonce] = made
+        while self._seen and next(iter(self._seen.values())) < period - 1:
+            self._seen.popitem(last=False)  # its challenge is too old by now
+        assert len(self._seen) <= MAX_NONCES, "more signed calls in two minutes than a cluster can make"
+
+
+@dataclass(slots=True)
+class Signer:
+    """The caller's side, for one server. Give it every 401's challenge, and try once more."""
+
+    secret: bytes = field(repr=False)
+    challenge: str = ""
+
+    def sign(self, call: Call) -> tuple[str, str]:
+        """(header, nonce of this call)."""
+        nonce = secrets.token_hex(NONCE_BYTES)
+        return f"{self.challenge}:{nonce}:{_mac(derive(self.secret, 'http calls'), self.challenge, nonce, call)}", nonce
+
+    def is_answer(self, header: str, nonce: str, *, status: int, body: bytes) -> bool:
+        """Whether the server, and not somebody in its place, gave this answer to the call of `nonce`."""
+        expected = _answer_mac(derive(self.secret, "http calls"), nonce, status=status, body=body)
+        return hmac.compare_digest(header.encode(errors="replace"), expected.encode())
+
+
+def _mac(key: bytes, challenge: str, nonce: str, call: Call) -> str:
+    body = hashlib.sha256(call.body).hexdigest()
+    return _sign(key, "call", challenge, nonce, call.method, call.path, body)
+
+
+def _answer_mac(key: bytes, nonce: str, *, status: int, body: bytes) -> str:
+    return _sign(key, "answer", nonce, str(status), hashlib.sha256(body).hexdigest())
+
+
+def _sign(key: bytes, *parts: str) -> str:
+    """Parts are joined by a byte that none of them holds."""
+    return hmac.new(key, "\n".join(parts).encode(errors="surrogateescape"), hashlib.sha256).hexdigest()

@@ -1,0 +1,24 @@
+"""A router's word for a meeting place: whoever knows the cluster secret says that this bootstrap server may be dialled.
+
+It binds address and rooms, and gives nothing to who repeats it: the same worker would dial the same address again.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from security.secret import derive
+
+VOUCHER_HEADER = "X-Cluster-Voucher"
+
+
+def vouch(secret: bytes, *, host: str, port: int, rooms: Sequence[int]) -> str:
+    """The header's value. `rooms`: all of the request, in order."""
+    text = "\n".join([host, str(port), *map(str, rooms)]).encode()
+    return hmac.new(derive(secret, "vouchers"), text, hashlib.sha256).hexdigest()
+
+
+def is_vouched(voucher: str, secret: bytes, *, host: str, port: int, rooms: Sequence[int]) -> bool:
+    return hmac.compare_digest(
+        voucher.encode(errors="replace"), vouch(secret, host=host, port=port, rooms=rooms).encode()
+    )

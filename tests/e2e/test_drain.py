@@ -1,0 +1,105 @@
+"""Drains with real processes, NIXL and the shipped model: requests that run when a signal comes end right."""
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2 as httpx
+import psutil
+import pytest
+
+from bootstrap_server.app import BootstrapServer
+from bootstrap_server.config import BootstrapConfig
+from tests.e2e.client import assert_all_back
+from tests.e2e.cluster import Cluster, cluster, tandem, wait_until
+from tests.e2e.conftest import SHIPPED
+from tests.e2e.test_cluster_life import BOUNDED_S, assert_nothing_is_left, start_load
+
+NUM_REQUESTS = 12
+NEW_TOKENS = 150
+
+
+@pytest.fixture(scope="module")
+def temp() -> Iterator[Path]:
+    """What the cluster's processes call the temporary directory (short: unix socket paths are)."""
+    with tempfile.TemporaryDirectory(prefix="td-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def two_pairs(temp: Path) -> Iterator[Cluster]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TMPDIR", str(temp))
+    extra = (
+        "--prefill=2",
+        "--decode=2",
+        "--health-check-interval-s=0.2",
+        "--drain-timeout=60",
+        "--disaggregation-kv-checksum",
+    )
+    with cluster(temp / "up", "--run-dir", str(temp / "logs"), *extra, *SHIPPED) as c:
+        patch.undo()
+        yield c
+
+
+def test_no_request_notices_that_workers_leave(two_pairs: Cluster, temp: Path) -> None:
+    """A prefill and a decode worker get SIGTERM while requests run, and more come: all end right, and both with 0."""
+    leaving = [two_pairs.of(role)[0] for role in ("prefill", "decode")]
+
+    async def leave_under_load() -> list[str]:
+        load = await start_load(two_pairs.router, count=NUM_REQUESTS, new_tokens=NEW_TOKENS)
+        for worker in leaving:
+            os.kill(worker.pid, signal.SIGTERM)
+        more = await start_load(two_pairs.router, count=NUM_REQUESTS, new_tokens=NEW_TOKENS)
+        return await asyncio.wait_for(load, BOUNDED_S) + await asyncio.wait_for(more, BOUNDED_S)
+
+    assert asyncio.run(leave_under_load()) == ["right"] * 2 * NUM_REQUESTS
+    said = [f"{role}-0 ended (exit status 0)" for role in ("prefill", "decode")]
+    wait_until(
+        lambda: all(text in two_pairs.log.read_text() for text in said),
+        within_s=BOUNDED_S,
+        what=two_pairs.log.read_text,
+    )
+    for name in ("prefill-0", "decode-0"):
+        assert "Traceback" not in (temp / "logs" / f"{name}.log").read_text()
+    stay = tuple(w for w in two_pairs.workers if w not in leaving)
+    asyncio.run(assert_all_back(Cluster(two_pairs.router, stay, two_pairs.launcher, two_pairs.log)))
+
+
+def test_every_page_that_nixl_moved_had_its_checksum_compared(two_pairs: Cluster) -> None:
+    """(The requests of the test before.)"""
+    decode = two_pairs.of("decode")[1]
+    counters = httpx.get(f"{decode.url}/check").json()["counters"]
+    assert counters["kv_checksum_verified"] > 0 and "kv_checksum_failed" not in counters
+
+
+def test_sigterm_to_tandem_up_lets_every_request_end(two_pairs: Cluster, temp: Path) -> None:
+    """Router first: its requests need the workers. Then the workers; nothing is left behind."""
+    family = psutil.Process(two_pairs.launcher.pid).children(recursive=True)
+
+    async def end_under_load() -> list[str]:
+        load = await start_load(two_pairs.router, count=NUM_REQUESTS, new_tokens=NEW_TOKENS)
+        two_pairs.launcher.send_signal(signal.SIGTERM)
+        ends = await asyncio.wait_for(load, BOUNDED_S)
+        assert await asyncio.to_thread(two_pairs.launcher.wait, BOUNDED_S) == 0
+        return ends
+
+    assert asyncio.run(end_under_load()) == ["right"] * NUM_REQUESTS
+    assert_nothing_is_left(family, temp)
+
+
+def test_a_prefill_worker_leaves_the_bootstrap_server(temp: Path) -> None:
+    server = BootstrapServer(BootstrapConfig(port=0, lease=600.0), shared=True)
+    server.start()
+    try:
+        at = f"--disaggregation-bootstrap-server=127.0.0.1:{server.port}"
+        with tandem(temp / "alone", "serve", "--disaggregation-mode=prefill", "--port=0", at, *SHIPPED) as prefill:
+            wait_until(lambda: server.registry.num_workers == 1, within_s=BOUNDED_S, what="registered")
+            prefill.process.send_signal(signal.SIGTERM)
+            assert prefill.process.wait(BOUNDED_S) == 0
+            assert server.registry.num_workers == 0
+    finally:
+        server.close()

@@ -1,0 +1,271 @@
+"""Who gets in where: worker, router, control plane and bootstrap server, over real HTTP; and what does not even start."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from bootstrap_server.protocol import Registration
+from deploy import cli
+from disagg.config import DisaggConfig
+from disagg.exposure import check_exposure, meeting_places
+from engine.config import ServerConfig
+from engine.frontend.access import ADMIN_PATHS
+from engine.frontend.app import _GETS, _POSTS
+from engine.frontend.errors import ApiError
+from engine.messages import Bootstrap
+from router.guard import need_of
+from security.addresses import SecurityConfigError
+from security.keys import Access
+from security.voucher import VOUCHER_HEADER, is_vouched
+from tests.frontend.conftest import start_worker, wait_for
+from tests.router.dummies import cluster
+
+ADMIN_POSTS = (
+    "/flush_cache",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+    "/start_profile",
+    "/stop_profile",
+)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+# ---- the worker
+
+
+def test_a_worker_s_admin_routes_and_rotation(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    server = {"api_key_file": str(keys), "admin_api_key": "r00t-key"}
+    with start_worker(tmp_path, server=server) as w:
+        for path in ADMIN_POSTS:
+            assert w.post(path, {}).status_code == 401
+            refused = w.post(path, {}, headers=bearer("one"))
+            assert refused.status_code == 403 and refused.json()["error"]["code"] == "admin_key_needed", path
+        assert w.http.get("/check", headers=bearer("two")).status_code == 403
+        assert w.post("/abort_request", {"abort_all": True}, headers=bearer("one")).status_code == 403
+        assert w.post("/abort_request", {"abort_all": True}, headers=bearer("r00t-key")).status_code == 200
+        assert w.post("/abort_request", {"rid": "x"}, headers=bearer("one")).status_code == 200
+        info = w.http.get("/server_info", headers=bearer("two"))
+        assert info.status_code == 200 and "r00t-key" not in info.text and str(keys) not in info.text
+        for key in ("one", "two", "r00t-key"):
+            assert w.post("/generate", {"text": "a"}, headers=bearer(key)).status_code == 200
+        keys.write_text("two\nthree\n")
+        wait_for(lambda: w.post("/generate", {"text": "a"}, headers=bearer("three")).status_code == 200)
+        assert w.post("/generate", {"text": "a"}, headers=bearer("one")).status_code == 401
+        assert w.post("/generate", {"text": "a"}, headers=bearer("two")).status_code == 200
+        for path in ("/health", "/metrics", "/openapi.json"):
+            assert w.http.get(path).status_code == 200
+
+
+def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
+    """A new route has to be put on one side or the other."""
+    user = {
+        "/v1/models",
+        "/v1/models/{model:.+}",
+        "/model_info",
+        "/get_model_info",
+        "/server_info",
+        "/get_server_info",
+        "/get_load",
+        "/v1/loads",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/generate",
+        "/v1/embeddings",
+        "/abort_request",
+        "/tokenize",
+        "/v1/tokenize",
+        "/detokenize",
+        "/v1/detokenize",
+    }
+    assert (_GETS.keys() | _POSTS.keys()) - ADMIN_PATHS - user == {
+        "/health",
+        "/health_generate",
+        "/metrics",
+        "/openapi.json",
+    }
+
+
+# ---- whom a decode worker asks because a request says so
+
+
+def test_a_decode_worker_dials_nobody_that_it_does_not_know(tmp_path: Path) -> None:
+    disagg = DisaggConfig(disaggregation_mode="decode", disaggregation_bootstrap_allowed=("10.7.0.0/16",))
+    local = meeting_places(ServerConfig(), disagg, control_host="127.0.0.1")
+    public = meeting_places(ServerConfig(host="10.0.0.1"), disagg, control_host="127.0.0.1")
+    local.check([Bootstrap(host="127.0.0.1", port=5, room=1)], voucher="")
+    local.check([Bootstrap(host="10.7.1.1", port=5, room=1)], voucher="")
+    with pytest.raises(ApiError, match="bootstrap_host"):
+        local.check([Bootstrap(host="169.254.169.254", port=80, room=1)], voucher="")
+    with pytest.raises(ApiError, match="bootstrap_host"):  # others may send it requests: its own ports are not for them
+        public.check([Bootstrap(host="127.0.0.1", port=5, room=1)], voucher="")
+    with pytest.raises(SecurityConfigError, match="--disaggregation-bootstrap-allowed"):
+        wrong = DisaggConfig(disaggregation_mode="decode", disaggregation_bootstrap_allowed=("1.2.3.4/99",))
+        meeting_places(ServerConfig(), wrong, control_host="127.0.0.1")
+
+
+# ---- the router
+
+
+def test_the_router_s_keys_and_what_it_shows_to_workers(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\n")
+
+    async def scenario() -> None:
+        flags = {"api_key_file": str(keys), "admin_api_key": "r00t-key", "worker_admin_api_key": "wroot"}
+        async with cluster(**flags) as c:
+            assert (await c.post("/generate", {"text": "a"}))[0] == 401
+            assert (await c.post("/generate", {"text": "a"}, headers=bearer("one")))[0] == 200
+            assert c.decodes[0].seen[-1].headers["authorization"] == "Bearer one"
+            for path in ADMIN_POSTS:
+                assert (await c.post(path, {}))[0] == 401
+                assert (await c.post(path, {}, headers=bearer("one")))[0] == 403
+            assert (await c.post("/workers", {"url": "http://10.0.0.1:1"}, headers=bearer("one")))[0] == 403
+            assert (await c.post("/abort_request", {"abort_all": True}, headers=bearer("one")))[0] == 403
+            assert (await c.post("/abort_request", {"rid": "x"}, headers=bearer("one")))[0] == 200
+            assert (await c.post("/pause_generation", {}, headers=bearer("r00t-key")))[0] == 200
+            assert c.decodes[0].seen[-1].headers["authorization"] == "Bearer wroot"
+            async with c.client.delete(c.url + "/workers?url=http://x", headers=bearer("one")) as response:
+                assert response.status == 403
+            for path in ("/health", "/metrics", "/liveness", "/openapi.json"):
+                async with c.client.get(c.url + path) as response:
+                    assert response.status == 200
+
+    uvloop.run(scenario())
+
+
+def test_a_client_s_bootstrap_fields_never_reach_a_worker() -> None:
+    """However they are written: escaped, twice, as lists, in a batch."""
+
+    async def scenario() -> None:
+        async with cluster() as c:
+            for head in (
+                '"bootstrap_host": "evil", "bootstrap_port": 1, "bootstrap_room": 5',
+                '"bootstrap_host": ["evil", "evil"], "bootstrap_port": [1, 2], "bootstrap_room": [5, 6]',
+                '"bootstrap\\u005fhost": "evil", "bootstrap_\\u0072oom": 5, "bootstrap_pair_key": "x"',
+                '"bootstrap_room": 5, "bootstrap_host": "evil", "bootstrap_room": 6, "bootstrap_host": "evil"',
+            ):
+                for prompt in ('"text": "a"', '"text": ["a", "b"]'):
+                    body = f"{{{head}, {prompt}, {head}}}".encode()
+                    assert (await c.post("/generate", body, headers={VOUCHER_HEADER: "forged"}))[0] == 200
+            for leg in (*c.prefills[0].seen, *c.decodes[0].seen):
+                text = json.dumps(leg.body)
+                assert "evil" not in text and "pair_key" not in text and VOUCHER_HEADER.lower() not in leg.headers
+                rooms = leg.body["bootstrap_room"]
+                assert all(room > 6 for room in (rooms if isinstance(rooms, list) else [rooms]))
+
+    uvloop.run(scenario())
+
+
+def test_the_router_vouches_for_the_meeting_place(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("sixteen bytes or more")
+
+    async def scenario() -> None:
+        async with cluster(info={"disaggregation_bootstrap_port": 8998}, cluster_secret_file=str(path)) as c:
+            await c.post("/generate", {"text": ["a", "b"]})
+            seen = c.decodes[0].seen[0]
+            host, port, rooms = (seen.body[f"bootstrap_{name}"] for name in ("host", "port", "room"))
+            voucher = seen.headers[VOUCHER_HEADER.lower()]
+            assert is_vouched(voucher, path.read_bytes(), host=host[0], port=port[0], rooms=rooms)
+            assert VOUCHER_HEADER.lower() not in c.prefills[0].seen[0].headers
+
+    uvloop.run(scenario())
+
+
+def test_rate_limits_are_a_key_s_own(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+
+    async def scenario() -> None:
+        flags: dict[str, Any] = {"rate_limit_requests_per_second": 0.01, "rate_limit_burst": 3}
+        async with cluster(api_key_file=str(keys), **flags) as c:
+            got = [await c.post("/generate", {"text": "a"}, headers=bearer("one")) for _ in range(4)]
+            assert [status for status, _, _ in got] == [200, 200, 200, 429]
+            assert 1 <= int(got[-1][1]["Retry-After"]) <= 100
+            assert json.loads(got[-1][2])["error"]["code"] == "rate_limit_exceeded"
+            assert (await c.post("/generate", {"text": "a"}, headers=bearer("two")))[0] == 200
+            async with c.client.get(c.url + "/health") as response:
+                assert response.status == 200
+            async with c.client.get(c.url + "/metrics") as response:
+                assert 'tandem_router_refused_total{why="rate"} 1.0' in await response.text()
+        async with cluster(**flags) as c:  # without keys: by address
+            assert [(await c.post("/generate", {"text": "a"}))[0] for _ in range(4)] == [200, 200, 200, 429]
+
+    uvloop.run(scenario())
+
+
+def test_the_router_s_table_of_routes() -> None:
+    assert need_of("GET", "/workers") is Access.USER and need_of("POST", "/workers") is Access.ADMIN
+    assert need_of("GET", "/flush_cache") is Access.ADMIN and need_of("POST", "/generate") is Access.USER
+    assert need_of("POST", "/anything/new") is Access.USER and need_of("GET", "/metrics") is Access.NONE
+
+
+# ---- what does not start
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["router", "--host", "0.0.0.0", "--port", "0"], "--host 0.0.0.0: the router would take orders"),
+        (["router", "--host", "::", "--port", "0", "--admin-api-key", "x"], "--api-key-file"),
+        (["bootstrap", "--host", "0.0.0.0", "--port", "0"], "--cluster-secret-file"),
+        (["router", "--api-key-file", "/nowhere"], "--api-key-file: cannot read /nowhere"),
+        (["router", "--cluster-secret-file", "/nowhere"], "--cluster-secret-file: cannot read /nowhere"),
+    ],
+)
+def test_off_loopback_without_a_secret_is_one_clear_line(
+    argv: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 1
+    lines = [line for line in capfd.readouterr().err.splitlines() if "error:" in line]
+    assert len(lines) == 1 and said in lines[0]
+
+
+# (host, control host, mode, api key, secret) -> what is refused
+WORKERS: list[tuple[str, str | None, str, str | None, str | None, str | None]] = [
+    ("127.0.0.1", None, "prefill", None, None, None),
+    ("0.0.0.0", None, "null", None, None, "--api-key-file"),
+    ("0.0.0.0", None, "null", "k", None, None),
+    ("10.0.0.1", None, "decode", "k", None, "--cluster-secret-file"),
+    ("10.0.0.1", None, "decode", "k", "file", None),
+    ("10.0.0.1", None, "prefill", None, "file", "--api-key-file"),
+    ("127.0.0.1", "10.0.0.1", "prefill", None, None, "--disaggregation-control-host 10.0.0.1"),
+    ("127.0.0.1", "10.0.0.1", "prefill", None, "file", None),
+    ("0.0.0.0", "127.0.0.1", "prefill", "k", None, "--cluster-secret-file"),  # the bootstrap server inside it
+]
+
+
+@pytest.mark.parametrize(("host", "control", "mode", "key", "secret", "refused"), WORKERS)
+def test_workers_off_loopback(
+    host: str,
+    control: str | None,
+    mode: str,
+    key: str | None,
+    secret: str | None,
+    refused: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = ServerConfig(host=host, api_key=key)
+    disagg = DisaggConfig(disaggregation_mode=mode, disaggregation_control_host=control, cluster_secret_file=secret)
+    if refused is None:
+        check_exposure(server, disagg, control_host=control or host)
+        assert not caplog.text
+        return
+    with pytest.raises(SecurityConfigError, match=refused):
+        check_exposure(server, disagg, control_host=control or host)
+    loud = ServerConfig(host=host, api_key=key, allow_insecure=True)
+    check_exposure(loud, disagg, control_host=control or host)
+    assert "INSECURE" in caplog.text
+
+
+def test_a_registration_holds_no_secret() -> None:
+    assert not [name for name in Registration.__struct_fields__ if "secret" in name or "key" in name]

@@ -1,0 +1,122 @@
+"""`python -m tests.simulation`: one seed, the fixed seeds, a soak with fresh ones, or the planted bugs."""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from tests.simulation import mutants, report, scenario
+from tests.simulation.options import Options, options_of
+from tests.simulation.run import Outcome, run
+
+FIXED_SEEDS = range(1, 41)
+
+
+def replay_line(options: Options) -> str:
+    nodes = options.num_prefill + options.num_decode
+    return f"make sim SEED={options.seed} NODES={nodes}"
+
+
+def tell(outcome: Outcome) -> None:
+    print(f"seed {outcome.options.seed}")
+    print("\n".join(outcome.options.lines()))
+    print(f"faults injected  {outcome.injected or 'none'}")
+    print(f"answers          {outcome.outcomes}   seen {outcome.seen}")
+    print(
+        f"{outcome.num_events} events, {outcome.virtual_s:.1f} s of virtual time in {outcome.real_s:.1f} s;"
+        f" at rest {outcome.settled_s:.1f} s after the faults"
+    )
+    if not outcome.ok:
+        print(f"{outcome.details}\nFAILED: {outcome.problem}\nreplay: {replay_line(outcome.options)}")
+    print(f"trace hash {outcome.trace_hash}")
+
+
+def one(args: argparse.Namespace) -> int:
+    faults = None if args.faults is None else tuple(kind for kind in args.faults.split(",") if kind)
+    options = scenario.load(Path(args.scenario)).options if args.scenario else None
+    outcome = run(options or options_of(args.seed, nodes=args.nodes, faults=faults))
+    tell(outcome)
+    if args.save:
+        path = scenario.save(args.save, outcome.options, found=f"seed {args.seed}", what=outcome.problem, fix="")
+        print(f"written: {path}; say in it what was wrong and how it was mended")
+    return 0 if outcome.ok else 1
+
+
+def fixed(args: argparse.Namespace) -> int:
+    for seed in FIXED_SEEDS:
+        outcome = run(options_of(seed))
+        if not outcome.ok:
+            if not args.brief:
+                tell(outcome)
+            print(f"seed {seed}: {outcome.problem}"[:400].replace("\n", " "))
+            return 1
+    print(f"{len(FIXED_SEEDS)} seeds, nothing found")
+    return 0
+
+
+def soak(args: argparse.Namespace) -> int:
+    """Fresh seeds until the time is over; the report afterwards."""
+    total = report.Total()
+    first = random.SystemRandom().randrange(10**6, 10**9) if args.seed is None else args.seed
+    end_s = time.monotonic() + 60 * args.soak
+    with tqdm(total=round(60 * args.soak), unit="s", bar_format="{l_bar}{bar}| {n:.0f}/{total} s {postfix}") as bar:
+        seed = first
+        while time.monotonic() < end_s:
+            outcome = run(options_of(seed, nodes=args.nodes))
+            total.add(outcome)
+            if not outcome.ok:
+                bar.write(f"FAILED: {outcome.problem[:300]}\nreplay: {replay_line(outcome.options)}")
+            seed += 1
+            bar.n = min(bar.total, round(60 * args.soak - (end_s - time.monotonic())))
+            bar.set_postfix_str(f"{total.num_seeds} seeds, {total.num_events} events, {len(total.failed)} failed")
+    print(total.text())
+    if args.report:
+        report.write(total, Path(args.report))
+        print(f"written: {args.report}")
+    return 1 if total.failed else 0
+
+
+def plant(args: argparse.Namespace) -> int:
+    """Every planted bug (or those whose name contains the text) must be caught."""
+    chosen = [m for m in mutants.MUTANTS if args.mutants in m.name]
+    missed = []
+    for mutant in tqdm(chosen, unit="bug"):
+        with tempfile.TemporaryDirectory() as folder:
+            caught, said = mutants.is_caught(mutant, Path(folder))
+        tqdm.write(f"{'caught' if caught else 'MISSED'}  {mutant.name}: {said[:160]}")
+        missed += [] if caught else [mutant.name]
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} planted bugs caught")
+    return 1 if missed or not chosen else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seed", type=int, help="decides everything (soak: the first of the seeds)")
+    parser.add_argument("--nodes", type=int, help="prefill and decode workers in all, at least 2; default: drawn")
+    parser.add_argument("--faults", help="only these kinds, comma-separated; empty: none; default: drawn")
+    parser.add_argument("--scenario", help="play a scenario file instead of a seed")
+    parser.add_argument("--save", help="write the run as a scenario file of this name")
+    parser.add_argument("--fixed", action="store_true", help="play the fixed seeds of `make test`")
+    parser.add_argument("--brief", action="store_true", help="with --fixed: one line about a failure")
+    parser.add_argument("--soak", type=float, help="minutes of fresh seeds")
+    parser.add_argument("--report", help="soak: write this document")
+    parser.add_argument("--mutants", nargs="?", const="", help="plant the bugs whose name contains this text")
+    args = parser.parse_args()
+    if args.nodes is not None and args.nodes < 2:
+        parser.error("--nodes: at least 2, a prefill and a decode worker")
+    if args.mutants is not None:
+        return plant(args)
+    if args.soak is not None:
+        return soak(args)
+    if args.fixed:
+        return fixed(args)
+    args.seed = 1 if args.seed is None else args.seed
+    return one(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Clients of the router: they know what each answer must be, and hold every answer against it.
+
+An answer is right when its tokens are exactly those of greedy generation; an error is clear when it says so by a status
+or an event. Anything else ends the run.
+"""
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tests.core.hash_model import expected_tokens
+from tests.simulation.http import Call, Head, Request, call
+from tests.simulation.network import Network
+from tests.simulation.worker import EOS
+from tests.simulation.world import Process, Violation
+
+FAMILIES = 4  # of prompts that share a beginning
+VOCAB_OF_PROMPTS = 50
+
+
+@dataclass(eq=False)
+class Asked:
+    """One request of one client, from the first try to its outcome."""
+
+    number: int
+    prompt: list[int]
+    new: int
+    num_samples: int
+    stream: bool
+    must_succeed: bool
+    started_s: float
+    tries: int = 0
+    outcome: str = ""  # "ok" | "error" | "left"
+    status: int = 0
+    got: list[int] = field(default_factory=list)
+    body: bytearray = field(default_factory=bytearray)
+    finished: bool = False
+    said_error: bool = False
+    call: Call | None = None
+
+
+class Clients:
+    def __init__(self, *, network: Network, process: Process, router: str, page_size: int) -> None:
+        self._network = network
+        self._process = process
+        self._router = router
+        self._page_size = page_size
+        self._draw: random.Random = network.world.rng("clients")
+        self._num = 0
+        self.live: dict[int, Asked] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.recent: deque[list[int]] = deque(maxlen=8)  # answered conversations, to go on with
+
+    def ask(self, *, big: bool = False, must_succeed: bool = False, capacity: int = 0) -> Asked:
+        """A new request now. `capacity`: KV tokens of the smaller worker, which no request may exceed."""
+        draw = self._draw
+        self._num += 1
+        limit = max(4, capacity // 2 - 2)
+        length = min(draw.randint(20, 60) if big else draw.choice([1, 3, 9, 9, 17, 33]) + draw.randint(0, 3), limit)
+        new = min(draw.randint(10, 40) if big else draw.choice([1, 4, 20, 24]) + draw.randint(0, 2), limit)
+        asked = Asked(
+            number=self._num,
+            prompt=self._prompt(length),
+            new=new,
+            num_samples=draw.choice([1, 1, 1, 1, 2, 3]),
+            stream=False,
+            must_succeed=must_succeed,
+            started_s=self._network.world.now_s,
+        )
+        asked.stream = asked.num_samples == 1 and draw.random() < 0.6
+        self.live[asked.number] = asked
+        self._send(asked)
+        return asked
+
+    def _prompt(self, length: int) -> list[int]:
+        """Of a family, so that prefixes are shared; or the next turn of an earlier conversation."""
+        if self.recent and self._draw.random() < 0.25:
+            return ([*self._draw.choice(list(self.recent)), self._draw.randrange(VOCAB_OF_PROMPTS)])[:length]
+        family = self._draw.randrange(FAMILIES)
+        tail = self._draw.randrange(VOCAB_OF_PROMPTS)
+        return [(family * 7 + k) % VOCAB_OF_PROMPTS for k in range(max(0, length - 1))] + [tail]
+
+    def _send(self, asked: Asked) -> None:
+        body = {
+            "input_ids": asked.prompt,
+            "sampling_params": {"max_new_tokens": asked.new, "n": asked.num_samples, "temperature": 0},
+            "stream": asked.stream,
+        }
+        asked.tries += 1
+        asked.status, asked.finished, asked.said_error = 0, False, False
+        asked.got.clear()
+        asked.body.clear()
+        asked.call = Call(
+            on_head=lambda head: self._on_head(asked, head),
+            on_chunk=lambda data: asked.body.extend(data),
+            on_end=lambda: self._on_end(asked),
+            on_lost=lambda reason: self._on_lost(asked),
+        )
+        call(
+            self._network,
+            self._process,
+            self._router,
+            Request("POST", "/generate", msgspec.json.encode(body)),
+            asked.call,
+        )
+
+    def leave(self, number: int) -> None:
+        """The client goes away in the middle."""
+        asked = self.live[number]
+        assert asked.call is not None
+        asked.call.cancel()
+        self._check_so_far(asked)
+        self._close(asked, "left")
+
+    def pick(self) -> int | None:
+        """A live request."""
+        return self._draw.choice(list(self.live)) if self.live else None
+
+    # ---- answers
+
+    def _on_head(self, asked: Asked, head: Head) -> None:
+        asked.status = head.status
+
+    def _on_end(self, asked: Asked) -> None:
+        if asked.status >= 400:
+            self._fail(asked, f"HTTP {asked.status} {bytes(asked.body)[:200]!r}")
+        elif asked.stream:
+            self._check_so_far(asked)
+            self._end_stream(asked)
+        else:
+            self._end_whole(asked)
+
+    def _on_lost(self, asked: Asked) -> None:
+        self._check_so_far(asked)
+        self._fail(asked, "the connection was lost", may_retry=not asked.got)
+
+    def _check_so_far(self, asked: Asked) -> None:
+        """What a stream has brought until now: a beginning of the right answer."""
+        if not asked.stream or asked.status != 200:
+            return
+        asked.got.clear()
+        for event in bytes(asked.body).split(b"\n\n"):
+            if event.startswith(b"data: "):
+                self._take_event(asked, msgspec.json.decode(event[6:]))
+        want = expected_tokens(asked.prompt, asked.new, eos=EOS)
+        if asked.got != want[: len(asked.got)]:
+            raise Violation(f"client {asked.number}: tokens {asked.got}, must begin {want}")
+
+    def _take_event(self, asked: Asked, event: dict[str, Any]) -> None:
+        if "error" in event:
+            asked.said_error = True
+            return
+        asked.got += event["tokens"]
+        finish = event["finish"]
+        if finish is not None:
+            asked.finished = finish["kind"] != "abort"
+            asked.said_error |= finish["kind"] == "abort"
+
+    def _end_stream(self, asked: Asked) -> None:
+        if asked.finished and not asked.said_error:
+            self._succeed(asked, [asked.got])
+        elif asked.said_error:
+            self._fail(asked, "an error in the stream", may_retry=False)
+        else:
+            raise Violation(f"client {asked.number}: the stream ended well, but neither finished nor failed")
+
+    def _end_whole(self, asked: Asked) -> None:
+        samples = msgspec.json.decode(bytes(asked.body))["samples"]
+        if any(sample["finish"]["kind"] == "abort" for sample in samples):
+            self._fail(asked, f"aborted: {[sample['finish']['message'] for sample in samples]}")
+        else:
+            self._succeed(asked, [sample["tokens"] for sample in samples])
+
+    def _succeed(self, asked: Asked, answers: list[list[int]]) -> None:
+        want = expected_tokens(asked.prompt, asked.new, eos=EOS)
+        if answers != [want] * asked.num_samples:
+            raise Violation(f"client {asked.number}: answers {answers}, must be {want} x {asked.num_samples}")
+        self.recent.append([*asked.prompt, *want])
+        self._close(asked, "ok")
+
+    def _fail(self, asked: Asked, why: str, *, may_retry: bool = True) -> None:
+        if asked.must_succeed:
+            raise Violation(f"client {asked.number}: a request of a healthy cluster failed: {why}")
+        if may_retry and asked.tries < 3 and asked.status not in (400, 409) and self._draw.random() < 0.5:
+            self._process.after(self._draw.uniform(0, 0.3), f"client {asked.number} again", self._retry, asked)
+            return
+        self._close(asked, "error")
+
+    def _retry(self, asked: Asked) -> None:
+        if asked.number in self.live:
+            self._send(asked)
+
+    def _close(self, asked: Asked, outcome: str) -> None:
+        assert asked.outcome == "", f"client {asked.number} ends twice"
+        asked.outcome = outcome
+        self.outcomes[outcome] += 1
+        self._network.world.note(f"client {asked.number} {outcome} {asked.status}")
+        del self.live[asked.number]

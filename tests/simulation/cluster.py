@@ -1,0 +1,174 @@
+"""A whole cluster in one thread: which nodes there are, the life of each process, and what must hold across them."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.registry import Registry
+from router.workers import Role
+from tests.simulation.bootstrap import SimBootstrap
+from tests.simulation.clients import Clients
+from tests.simulation.http import Request
+from tests.simulation.network import Network
+from tests.simulation.options import Options
+from tests.simulation.rest import leftovers
+from tests.simulation.router import Router
+from tests.simulation.surroundings import Surroundings
+from tests.simulation.worker import BOOTSTRAP_PORT, SECRET, Worker
+from tests.simulation.world import Event, Process, Violation, World
+from transfer_backends.contract import TransferConfig
+
+ALONE = f"b0:{BOOTSTRAP_PORT}"
+
+
+@dataclass
+class Node:
+    """`kind`: "prefill" | "decode" | "router" | "bootstrap". `process`: its present or last life."""
+
+    name: str
+    kind: str
+    lives: int = 0
+    process: Process | None = None
+    part: Worker | Router | SimBootstrap | None = None
+    skew_s: float = 0.0
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.alive
+
+
+@dataclass
+class Cluster:
+    world: World
+    options: Options
+    nodes: dict[str, Node] = field(default_factory=dict)
+    all_workers: list[Worker] = field(default_factory=list)  # the dead included
+    posts: deque[tuple[str, Request]] = field(default_factory=lambda: deque(maxlen=16))
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.draw = self.world.rng("cluster")
+        self.network = Network(self.world, options.delay_s)
+        names = [f"p{i}" for i in range(options.num_prefill)] + [f"d{i}" for i in range(options.num_decode)]
+        for name in names:
+            self.nodes[name] = Node(name, "prefill" if name[0] == "p" else "decode")
+        self.nodes["r0"] = Node("r0", "router")
+        if options.shared_bootstrap:
+            self.nodes["b0"] = Node("b0", "bootstrap")
+        self.around = Surroundings(
+            world=self.world,
+            network=self.network,
+            options=options,
+            config=self._config(),
+            directory={},
+            find=self.find,
+            bootstrap_of=self.bootstrap_of,
+            shared_bootstrap=ALONE if options.shared_bootstrap else None,
+        )
+        for node in reversed(list(self.nodes.values())):
+            self.start(node)
+        clients = Process(self.world, node="c0", life=1, skew_s=0.0)
+        self.clients = Clients(network=self.network, process=clients, router="r0:80", page_size=options.page_size)
+        self.world.after_event.append(self._after_event)
+
+    def _config(self) -> TransferConfig:
+        return TransferConfig(
+            bootstrap_timeout_s=8.0,
+            waiting_timeout_s=6.0,
+            transfer_timeout_s=4.0,
+            handshake_timeout_s=3.0,
+            heartbeat_interval_s=0.4,
+            drain_timeout_s=5.0,
+            secret=SECRET if self.options.secret else None,
+            max_orphans=64,
+            max_tombstones=256,
+            max_peers=32,
+        )
+
+    # ---- lives
+
+    def start(self, node: Node) -> None:
+        """A new life, at the same address."""
+        node.lives += 1
+        process = node.process = Process(self.world, node=node.name, life=node.lives, skew_s=node.skew_s)
+        if node.kind == "router":
+            workers = [
+                (n.name, Role.PREFILL if n.kind == "prefill" else Role.DECODE)
+                for n in self.nodes.values()
+                if n.kind in ("prefill", "decode")
+            ]
+            node.part = Router(process=process, network=self.network, options=self.options, workers=workers)
+        elif node.kind == "bootstrap":
+            node.part = SimBootstrap(process, Registry(BootstrapConfig(lease=3.0, room_ttl=20.0), shared=True))
+        else:
+            node.part = Worker(self.around, process, node.kind)
+            self.all_workers.append(node.part)
+            self._watch_posts(node.part)
+
+    def _watch_posts(self, worker: Worker) -> None:
+        """Remember bodies that came, for the fault that sends them again."""
+        address = f"{worker.process.node}:80"
+        process, accept = self.network.listeners[address]
+        handle = worker.frontend._generate
+
+        def remember(request: Request, reply: object) -> None:
+            self.posts.append((address, request))
+            handle(request, reply)  # type: ignore[arg-type]
+
+        worker.frontend._generate = remember  # type: ignore[method-assign]
+        self.network.listeners[address] = (process, accept)
+
+    def kill(self, node: Node) -> None:
+        assert node.process is not None
+        node.process.kill()
+
+    def end(self) -> None:
+        """Every process dies, in order: nothing of the run happens at some later garbage collection."""
+        for node in self.nodes.values():
+            if node.alive:
+                self.kill(node)
+
+    def find(self, name: str) -> Process | None:
+        """The living process `node.life`."""
+        node = self.nodes.get(name.partition(".")[0])
+        if node is None or node.process is None or not node.process.alive:
+            return None
+        return node.process if node.process.name == name else None
+
+    def bootstrap_of(self, address: str) -> SimBootstrap | None:
+        node = self.nodes.get(address.partition(":")[0])
+        if node is None or not node.alive:
+            return None
+        return node.part.bootstrap if isinstance(node.part, Worker) else node.part  # type: ignore[return-value]
+
+    def workers(self) -> list[Worker]:
+        """Of living processes."""
+        return [n.part for n in self.nodes.values() if n.alive and isinstance(n.part, Worker)]
+
+    def router(self) -> Router | None:
+        part = self.nodes["r0"].part
+        return part if self.nodes["r0"].alive and isinstance(part, Router) else None
+
+    @property
+    def capacity(self) -> int:
+        """KV tokens of the smaller kind of worker."""
+        return min(self.options.pages) * self.options.page_size
+
+    # ---- what must hold
+
+    def _after_event(self, event: Event) -> None:
+        router = self.router()
+        if router is not None and event.process is router.process:
+            router.check_if_changed()
+
+    def leftovers(self) -> list[str]:
+        """What is not at rest in the whole cluster."""
+        found = [f"client {asked.number} has no answer" for asked in self.clients.live.values()]
+        for worker in self.workers():
+            found += leftovers(worker)
+        router = self.router()
+        return found + (router.leftovers() if router is not None else [])
+
+    def demand(self, ok: bool, text: str) -> None:
+        if not ok:
+            raise Violation(text)

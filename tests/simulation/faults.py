@@ -1,0 +1,217 @@
+"""Faults: each kind one method, called at moments that the seed draws. What is broken here is mended by time or by `heal`.
+
+Failed, slow and late transfers are the engine's (transfer_engine.py); they need no call.
+"""
+
+from collections.abc import Callable
+
+from engine.messages import ContinueGeneration, PauseGeneration
+from tests.simulation.cluster import Cluster, Node
+from tests.simulation.hostile import Hostile
+from tests.simulation.http import Call, call
+from tests.simulation.worker import Worker
+from tests.simulation.world import Process
+
+FAST_RESTART_S = (0.001, 0.1)
+SLOW_RESTART_S = (0.5, 2.0)
+JUMPS_S = (0.02, 0.05, 0.2, 0.5, 2.0, 10.0)
+
+
+class Faults:
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self._draw = cluster.world.rng("faults")
+        self._active = True
+        self._sender = Process(cluster.world, node="x0", life=1, skew_s=0.0)
+        self._hostile = Hostile(cluster, self._sender)
+        self._acts: dict[str, Callable[[], None]] = {
+            "partition": self._partition,
+            "one-way partition": self._one_way,
+            "clog": self._clog,
+            "connection reset": self._reset,
+            "kill prefill": lambda: self._kill("prefill"),
+            "kill decode": lambda: self._kill("decode"),
+            "kill router": lambda: self._kill("router"),
+            "kill bootstrap": lambda: self._kill("bootstrap"),
+            "freeze": self._freeze,
+            "clock jump": self._jump,
+            "client disconnect": self._leave,
+            "duplicate request": self._repeat,
+            "memory pressure": self._burst,
+            "hostile peer": self._hostile.act,
+            "pause generation": self._pause,
+        }
+
+    def begin(self) -> None:
+        if self._cluster.options.faults:
+            self._next()
+
+    def _next(self) -> None:
+        self._world.after(self._draw.expovariate(1 / self._cluster.options.fault_every_s), "fault", self._strike)
+
+    def _strike(self) -> None:
+        if self._active:
+            self.inject(self._draw.choice(self._cluster.options.faults))
+            self._next()
+
+    def inject(self, kind: str) -> None:
+        """One fault now."""
+        self._world.note(f"fault: {kind}")
+        self._acts[kind]()
+
+    def heal(self) -> None:
+        """Nothing is broken any more, everybody is up."""
+        self._active = False
+        self._cluster.network.heal()
+        for node in self._cluster.nodes.values():
+            self._thaw(node)
+            self._restart(node)
+        for worker in self._cluster.workers():
+            worker.engine.faulty = False
+            worker._to_scheduler(ContinueGeneration("sim"))
+        self._sender.kill()
+
+    def _count(self, kind: str) -> None:
+        self._world.injected[kind] += 1
+
+    def _some(self, *kinds: str) -> Node | None:
+        nodes = [n for n in self._cluster.nodes.values() if n.alive and (not kinds or n.kind in kinds)]
+        return self._draw.choice(nodes) if nodes else None
+
+    def _busy(self, kind: str) -> Node | None:
+        """A worker with transfers under way, where death matters most."""
+        nodes = [n for n in self._cluster.nodes.values() if n.alive and n.kind == kind and isinstance(n.part, Worker)]
+        busy = [n for n in nodes if isinstance(n.part, Worker) and n.part.transfers]
+        return self._draw.choice(busy) if busy else None
+
+    def _pair(self) -> tuple[str, str]:
+        first, second = self._draw.sample([*self._cluster.nodes, "c0"], 2)
+        return first, second
+
+    def _for(self, low_s: float, high_s: float, act: Callable[[], None], label: str) -> None:
+        self._world.after(self._draw.uniform(low_s, high_s), label, act)
+
+    # ---- network
+
+    def _partition(self) -> None:
+        a, b = self._pair()
+        self._cut({(a, b), (b, a)})
+        self._count("partition")
+
+    def _one_way(self) -> None:
+        self._cut({self._pair()})
+        self._count("one-way partition")
+
+    def _cut(self, ways: set[tuple[str, str]]) -> None:
+        network = self._cluster.network
+        network.blocked |= ways
+        if self._draw.random() < 0.3:  # and the connections are dropped by something in between
+            for a, b in sorted(ways):
+                network.reset_between(a, b)
+        self._for(0.05, self._draw.choice([0.5, 2.0, 5.0]), lambda: network.blocked.difference_update(ways), "mended")
+
+    def _clog(self) -> None:
+        pair, network = self._pair(), self._cluster.network
+        network.clog_s[pair] = self._draw.choice([0.05, 0.3, 1.0])
+        self._for(0.5, 4.0, lambda: self._unclog(pair), "unclogged")
+        self._count("clogged link")
+
+    def _unclog(self, pair: tuple[str, str]) -> None:
+        self._cluster.network.clog_s.pop(pair, None)
+
+    def _reset(self) -> None:
+        """One connection, or all between two nodes."""
+        pipes = self._cluster.network.pipes
+        if not pipes:
+            return
+        pipe = self._draw.choice(pipes)
+        nodes = sorted(end.process.node for end in pipe.ends)
+        if len(nodes) == 2 and self._draw.random() < 0.5:
+            self._cluster.network.reset_between(nodes[0], nodes[1])
+        else:
+            pipe.reset()
+        self._count("connection reset")
+
+    # ---- processes
+
+    def _kill(self, kind: str) -> None:
+        node = self._busy(kind) or self._some(kind)
+        if node is None:
+            return
+        fast = self._draw.random() < 0.5
+        self._cluster.kill(node)
+        self._for(*(FAST_RESTART_S if fast else SLOW_RESTART_S), lambda: self._restart(node), f"restart {node.name}")
+        self._count(f"kill {kind}, {'fast' if fast else 'slow'} restart")
+
+    def _restart(self, node: Node) -> None:
+        if not node.alive:
+            self._cluster.start(node)
+            if not self._active and isinstance(node.part, Worker):
+                node.part.engine.faulty = False
+
+    def _freeze(self) -> None:
+        node = self._some()
+        if node is None or node.process is None or node.process.frozen:
+            return
+        process = node.process
+        process.freeze()
+        self._for(0.05, self._draw.choice([0.3, 1.0, 5.0]), lambda: self._thaw_life(process), f"thaw {node.name}")
+        self._count(f"freeze {node.kind}")
+
+    def _thaw(self, node: Node) -> None:
+        if node.process is not None:
+            self._thaw_life(node.process)
+
+    def _thaw_life(self, process: Process) -> None:
+        if process.alive and process.frozen:
+            process.thaw()
+
+    def _jump(self) -> None:
+        """A monotonic clock only jumps forward: the machine slept, or was stopped by its hypervisor."""
+        node = self._some()
+        if node is None or node.process is None:
+            return
+        node.skew_s += self._draw.choice(JUMPS_S)
+        node.process.skew_s = node.skew_s
+        self._count("clock jump")
+
+    def _pause(self) -> None:
+        node = self._some("prefill", "decode")
+        if node is None or not isinstance(node.part, Worker):
+            return
+        worker = node.part
+        worker._to_scheduler(PauseGeneration("sim", self._draw.choice(["abort", "retract", "in_place"])))
+        self._for(0.05, 2.0, lambda: self._continue(worker), f"continue {node.name}")
+        self._count("pause generation")
+
+    def _continue(self, worker: Worker) -> None:
+        if worker.process.alive:
+            worker._to_scheduler(ContinueGeneration("sim"))
+
+    # ---- clients
+
+    def _leave(self) -> None:
+        number = self._cluster.clients.pick()
+        if number is not None:
+            self._cluster.clients.leave(number)
+            self._count("client disconnect")
+
+    def _repeat(self) -> None:
+        """A body that a worker got comes once more: to it, or to another worker of its kind."""
+        if not self._cluster.posts:
+            return
+        address, request = self._draw.choice(list(self._cluster.posts))
+        if self._draw.random() < 0.3:
+            kind = self._cluster.nodes[address.partition(":")[0]].kind
+            other = self._some(kind)
+            address = address if other is None else f"{other.name}:80"
+        again = call(self._cluster.network, self._sender, address, request, Call())
+        if self._draw.random() < 0.5:
+            self._for(0.0, 2.0, again.cancel, "repeated request given up")
+        self._count("duplicate request")
+
+    def _burst(self) -> None:
+        for _ in range(6):
+            self._cluster.clients.ask(big=True, capacity=self._cluster.capacity)
+        self._count("memory pressure")

@@ -1,0 +1,185 @@
+"""Planted bugs: each a replacement in one production file. The simulator must catch every one within its fixed seeds.
+
+A mutant is applied to a copy of the sources; a process of its own plays the fixed seeds there until one fails.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = (
+    "engine",
+    "disagg",
+    "router",
+    "bootstrap_server",
+    "transfer_backends",
+    "security",
+    "tests/core",
+    "tests/simulation",
+)
+CAUGHT = 1  # exit status of a run that found something
+TIMEOUT_S = 280.0
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    path: str
+    old: str
+    new: str
+
+
+MUTANTS = (
+    Mutant(
+        "skip the quarantine",
+        "transfer_backends/decode_rooms.py",
+        "return self.machine.state(key) in FINAL and not self._rooms[key].exposed",
+        "return self.machine.state(key) in FINAL",
+    ),
+    Mutant(
+        "drop the abort acknowledgement",
+        "transfer_backends/prefill_rooms.py",
+        "if rec.undrained and rec.quiet and peer is not None:",
+        "if rec.undrained and rec.quiet and peer is not None and rec.num_ops < 0:",
+    ),
+    Mutant(
+        "acknowledge an abort while writes are in flight",
+        "transfer_backends/prefill_rooms.py",
+        "        if rec.quiet:\n            rec.undrained = False",
+        "        if True:\n            rec.undrained = False",
+    ),
+    Mutant(
+        "acknowledge after a failed write without a fence",
+        "transfer_backends/prefill_sending.py",
+        "return self.num_ops == 0 and not self.dirty",
+        "return self.num_ops == 0",
+    ),
+    Mutant(
+        "give source pages back while they are read",
+        "transfer_backends/prefill_rooms.py",
+        "return self.machine.state(key) in FINAL and self._rooms[key].quiet",
+        "return self.machine.state(key) in FINAL",
+    ),
+    Mutant(
+        "take a lost connection for the end of all writes",
+        "transfer_backends/decode_rooms.py",
+        "        if session.phase is Phase.LOST and not any(rec.exposed for rec in rooms):",
+        "        for rec in rooms:\n            self._expose(rec, False)\n"
+        "        if session.phase is Phase.LOST and not any(rec.exposed for rec in rooms):",
+    ),
+    Mutant(
+        "do not wait for a dead writer's last bytes",
+        "transfer_backends/decode_sessions.py",
+        "session.settled_at_s = now_s + self._settle_s",
+        "session.settled_at_s = now_s",
+    ),
+    Mutant(
+        "accept a registration for an earlier life",
+        "transfer_backends/prefill_peers.py",
+        'if message.dst not in ("", self.incarnation):',
+        'if message.dst == "nobody":',
+    ),
+    Mutant(
+        "never fence",
+        "transfer_backends/prefill_peers.py",
+        "if peer.num_ops == 0 and peer.phase is Phase.FENCING:",
+        "if peer.num_ops < 0 and peer.phase is Phase.FENCING:",
+    ),
+    Mutant(
+        "say Success before the last write is done",
+        "transfer_backends/prefill_rooms.py",
+        "idle = rec.num_ops == 0 and not rec.posts and not rec.chunks",
+        "idle = not rec.posts and not rec.chunks",
+    ),
+    Mutant(
+        "start to decode while the transfer runs",
+        "disagg/decode_role.py",
+        "elif entry.stage is Stage.TRANSFER and state is KVPoll.Success:",
+        "elif entry.stage is Stage.TRANSFER and state in (KVPoll.Transferring, KVPoll.Success):",
+    ),
+    Mutant(
+        "forget a metadata row",
+        "disagg/prefill_role.py",
+        "        if entry.row is not None:\n            self._metadata.free(entry.row)",
+        "        if entry.row is not None and entry.room % 4:\n            self._metadata.free(entry.row)",
+    ),
+    Mutant(
+        "hand pages over before they are computed",
+        "disagg/prefill_role.py",
+        "whole = entry.request.computed_len // self._scheduler.memory.allocator.page_size",
+        "whole = entry.request.launched_len // self._scheduler.memory.allocator.page_size",
+    ),
+    Mutant(
+        "release pages twice",
+        "engine/core/memory.py",
+        "        self.allocator.free(request.own_pages())\n",
+        "        self.allocator.free(request.own_pages())\n        self.allocator.free(request.own_pages())\n",
+    ),
+    Mutant(
+        "give memory back while a step is in flight",
+        "engine/core/stages.py",
+        "settled = [r for r in self.draining if r.inflight == 0]\n"
+        "        self.draining = [r for r in self.draining if r.inflight > 0]",
+        "settled, self.draining = self.draining, []\n        for r in settled:\n            r.inflight = 0",
+    ),
+    Mutant(
+        "share a page that is not whole",
+        "engine/core/memory.py",
+        "whole = min(request.computed_len, request.num_tokens) // self.allocator.page_size",
+        "whole = -(-min(request.computed_len, request.num_tokens) // self.allocator.page_size)",
+    ),
+    Mutant(
+        "reuse a room",
+        "router/rooms.py",
+        "        while room == 0 or room in self._live:\n            room = self._draw(ROOM_BITS)",
+        "        while room == 0:\n            room = self._draw(2)",
+    ),
+    Mutant(
+        "keep the lease of an ended leg",
+        "router/dispatch.py",
+        "            parts.table.release(decode_lease)\n",
+        "",
+    ),
+    Mutant(
+        "ignore page indices that come before the request",
+        "transfer_backends/prefill_rooms.py",
+        "        if offer is not None:\n            self._accept(rec, offer)\n        elif",
+        "        if",
+    ),
+    Mutant(
+        "look a room up once and never again",
+        "transfer_backends/decode_rooms.py",
+        "if rec.retry_at_s is not None and rec.retry_at_s <= now_s < rec.deadline_s:",
+        "if rec.retry_at_s is not None and rec.retry_at_s < 0:",
+    ),
+)
+
+
+def copy_with(mutant: Mutant, folder: Path) -> None:
+    """The sources in `folder`, with the bug in them. A ValueError when the source has moved on."""
+    for part in COPIED:
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "checkpoint", "*.so"))
+    (folder / "tests" / "__init__.py").touch()
+    target = folder / mutant.path
+    text = target.read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"mutant {mutant.name!r}: {mutant.path} has its text {text.count(mutant.old)} times, not once")
+    target.write_text(text.replace(mutant.old, mutant.new))
+
+
+def is_caught(mutant: Mutant, folder: Path) -> tuple[bool, str]:
+    """(caught, what the run said in its last line)."""
+    copy_with(mutant, folder)
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "tests.simulation", "--fixed", "--brief"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    said = done.stdout.strip().splitlines()
+    if done.returncode not in (0, CAUGHT) or not said:
+        raise RuntimeError(f"mutant {mutant.name!r}: the run ended with {done.returncode}: {done.stderr[-2000:]}")
+    return done.returncode == CAUGHT, said[-1]

@@ -1,0 +1,117 @@
+"""Everything that a seed decides about a run, in one printed value: shape of the cluster, times, rates, fault kinds."""
+
+import random
+from dataclasses import asdict, dataclass
+
+from tests.simulation.transfer_engine import EngineBehaviour
+
+FAULTS = (
+    "partition",
+    "one-way partition",
+    "clog",
+    "connection reset",
+    "kill prefill",
+    "kill decode",
+    "kill router",
+    "kill bootstrap",
+    "freeze",
+    "clock jump",
+    "client disconnect",
+    "duplicate request",
+    "memory pressure",
+    "hostile peer",
+    "pause generation",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    seed: int
+    num_prefill: int
+    num_decode: int
+    faults: tuple[str, ...]
+    fault_every_s: float
+    length_s: float  # of the phase with faults
+    num_requests: int
+    burst: int
+    page_size: int
+    pages: tuple[int, int]
+    chunk: int
+    depth: tuple[int, int]
+    max_running: int
+    rows: int
+    resume: str  # how decode's retracted requests get their KV again: recompute | host | prefill
+    backup_pages: int
+    shared_bootstrap: bool
+    fixed_control_port: bool
+    same_host: bool  # proof of death by /proc instead of by knocking
+    secret: bool
+    policy: str
+    retry_max: int
+    delay_s: tuple[float, float]
+    clock_s: float  # a turn's shortest pause
+    engine: EngineBehaviour
+
+    def lines(self) -> list[str]:
+        return [f"  {name:18} {value}" for name, value in asdict(self).items()]
+
+
+def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] | None = None) -> Options:
+    """`nodes`: workers in all (2 at least), `faults`: only these kinds (empty: none); both drawn where not given."""
+    draw = random.Random(f"{seed}/options")
+    drawn_nodes = draw.choice([2, 3, 4, 5, 6, 8])
+    num_nodes = nodes if nodes is not None else drawn_nodes
+    fewest = max(1, num_nodes // 2 - 1)
+    num_prefill = draw.randint(fewest, num_nodes - fewest)
+    drawn = tuple(kind for kind in FAULTS if draw.random() < draw.choice([0.2, 0.6, 1.0]))
+    chosen = drawn if faults is None else faults
+    page_size = draw.choice([1, 2, 4])
+    tight = draw.random() < 0.5
+    wide = 1 if draw.random() < 0.8 else 4
+    low_s = draw.choice([0.0001, 0.001, 0.005])
+    return Options(
+        seed=seed,
+        num_prefill=num_prefill,
+        num_decode=num_nodes - num_prefill,
+        faults=chosen,
+        fault_every_s=draw.choice([0.2, 0.5, 1.0]),
+        length_s=draw.choice([4.0, 8.0, 12.0]),
+        num_requests=draw.choice([20, 40, 60]),
+        burst=draw.choice([2, 10, 20]),
+        page_size=page_size,
+        pages=(draw.randint(60, 120) * (1 if tight else 4) // page_size, draw.randint(48, 90) * wide // page_size),
+        chunk=draw.choice([1, 2, 8]) * page_size,
+        depth=(draw.randint(1, 2), draw.randint(1, 2)),
+        max_running=draw.choice([2, 6, 8]),
+        rows=draw.choice([2, 6, 16]),
+        resume=draw.choice(["recompute", "host", "prefill", "prefill"]),
+        backup_pages=draw.choice([8, 1000]),
+        shared_bootstrap=draw.random() < 0.5,
+        fixed_control_port=draw.random() < 0.5,
+        same_host=draw.random() < 0.5,
+        secret=draw.random() < 0.5,
+        policy=draw.choice(["least_load", "round_robin", "random"]),
+        retry_max=draw.choice([0, 1, 3]),
+        delay_s=(low_s, low_s * draw.choice([1.5, 5.0, 20.0])),
+        clock_s=draw.choice([0.0005, 0.002]),
+        engine=_engine(draw, faulty=bool(chosen)),
+    )
+
+
+def _engine(draw: random.Random, *, faulty: bool) -> EngineBehaviour:
+    low_s = draw.choice([0.0002, 0.002])
+    rate = draw.choice([0.0, 0.05, 0.2]) if faulty else 0.0
+    return EngineBehaviour(
+        copy_s=(low_s, 4 * low_s),
+        slow_rate=draw.choice([0.0, 0.1]) if faulty else 0.0,
+        slow_s=draw.choice([0.2, 1.0, 3.0]),
+        fail_rate=rate,
+        late_done_rate=draw.choice([0.0, 0.02, 0.1]) if faulty else 0.0,
+        late_rate=draw.choice([0.3, 0.9]),
+        max_linger_s=draw.choice([0.5, 3.0]),
+        connect_fail_rate=rate,
+        fence_fail_rate=draw.choice([0.0, 0.3]) if faulty else 0.0,
+        fence_s=draw.choice([0.01, 0.5]),
+        settle_s=0.5,
+        gives_up_s=draw.choice([0.5, 2.0]),
+    )

@@ -1,0 +1,58 @@
+"""What a worker must look like at rest: nothing open, all memory back, the dead forgotten, right KV in the cache."""
+
+from tests.simulation.worker import Worker
+from transfer_backends.decode_manager import DecodeManager
+
+
+def leftovers(worker: Worker) -> list[str]:
+    """What is not at rest; empty when everything has ended and all memory is back."""
+    counts = worker.scheduler.memory.allocator.counts()
+    open_things = {
+        "requests": len(worker.scheduler.live_rids()),
+        "role entries": len(worker.role._entries),
+        "held pages": counts["held"],
+        "quarantined pages": counts["quarantined"],
+        "locked cached pages": worker.scheduler.memory.cache.num_pages - worker.scheduler.memory.cache.num_evictable,
+        "metadata rows": worker.metadata.num_used,
+        "rooms": len(worker.manager._rooms.machine),
+        "exposed pages": sum(worker.exposed["kv"].values()) + sum(worker.exposed["aux"].values()),
+        "open HTTP requests": worker.frontend.num_open,
+        "dead peers": len(_dead_peers(worker)),
+    }
+    return [f"{worker.process.name}: {count} {what}" for what, count in open_things.items() if count]
+
+
+def _dead_peers(worker: Worker) -> list[str]:
+    """Incarnations that are gone and still known: tables must forget them."""
+    if isinstance(worker.manager, DecodeManager):
+        known = list(worker.manager._rooms.sessions._sessions)
+    else:
+        known = list(worker.manager._rooms.peers._peers)
+    return [name for name in known if worker.around.find(name) is None]
+
+
+def check_cached(worker: Worker) -> None:
+    """Every page that others may find holds the KV of its prefix."""
+    stack = [(node, list(node.key), list(node.pages)) for node in worker.scheduler.memory.cache._root.children.values()]
+    while stack:
+        node, tokens, pages = stack.pop()
+        worker.model.verify(pages, tokens)
+        stack += [(c, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
+
+
+def counted(worker: Worker) -> dict[str, int]:
+    """What happened in this life, beyond plain service: says whether a run tested anything."""
+    roles, manager = worker.role.counters(), worker.manager.counters
+    return {
+        "slots verified": worker.model.num_checked,
+        "retractions": worker.scheduler.counters.retractions,
+        "copies restored, tokens": int(roles.get("backup_restored_tokens", 0)),
+        "resumed through prefill": int(roles.get("resumed_through_prefill", 0)),
+        "recomputes that failed": int(roles.get("recompute_failed", 0)),
+        "transfers failed": int(manager.get("failed", 0)),
+        "late messages": int(manager.get("late_messages", 0)),
+        "stuck rooms": int(manager.get("stuck_rooms", 0)),
+        "junk frames": int(manager.get("junk_frames", 0)),
+        "protocol errors": int(manager.get("protocol_errors", 0)),
+        "workers with quarantined pages": int(worker.most_quarantined > 0),
+    }

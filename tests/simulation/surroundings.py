@@ -1,0 +1,100 @@
+"""What surrounds a simulated worker and what it is built of: shared things, memory layout, scheduler, thread pools."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.metadata import ROW
+from engine.core.growth import MeasuredGrowth
+from engine.core.limits import Limits
+from engine.core.memory import Memory
+from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.page_allocator import PageAllocator
+from engine.core.radix_cache import RadixCache
+from engine.core.scheduler import Scheduler
+from tests.simulation.bootstrap import SimBootstrap
+from tests.simulation.network import Network
+from tests.simulation.options import Options
+from tests.simulation.transfer_engine import AUX_BASE, KV_BASE
+from tests.simulation.world import Process, World
+from transfer_backends.contract import KVArgs, Region, TransferConfig
+from transfer_backends.decode_sessions import LookUp
+from transfer_backends.liveness import Liveness, ProcessMark
+
+SLOT_BYTES = 8
+ONE_HOST = "one-host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What all workers of a cluster share. `find(name)`: the living process `node.life`."""
+
+    world: World
+    network: Network
+    options: Options
+    config: TransferConfig
+    directory: dict[bytes, Any]
+    find: Callable[[str], Process | None]
+    bootstrap_of: Callable[[str], SimBootstrap | None]
+    shared_bootstrap: str | None
+
+    def reach(self, node: str, address: str) -> bool:
+        return self.network.reachable(node, address.partition(":")[0])
+
+    def liveness(self, node: str, mark: ProcessMark, control: str) -> Liveness:
+        """As transfer_backends/liveness.py, asked on `node`: by one process table, or by knocking at the control port."""
+        if mark.host == ONE_HOST:
+            there = control.partition(":")[0]
+            return Liveness.ALIVE if self.find(f"{there}.{mark.pid}") else Liveness.DEAD
+        if not self.reach(node, control):
+            return Liveness.UNKNOWN
+        return Liveness.ALIVE if control in self.network.listeners else Liveness.DEAD
+
+
+def kv_args_of(options: Options, *, num_pages: int) -> KVArgs:
+    size = options.page_size
+    return KVArgs(
+        kv=Region(KV_BASE, 1 + num_pages, size * SLOT_BYTES),
+        aux=Region(AUX_BASE, options.rows, ROW.itemsize),
+        signature="simulated",
+        page_size=size,
+        dtype="hash",
+    )
+
+
+def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, decodes: bool) -> Scheduler:
+    allocator = PageAllocator(num_pages=num_pages, page_size=options.page_size)
+    return Scheduler(
+        limits=Limits(
+            page_size=options.page_size,
+            max_running_requests=options.max_running,
+            max_queued_requests=100,
+            chunked_prefill_size=options.chunk,
+            max_prefill_tokens=64,
+        ),
+        memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True)),
+        tail_text=lambda ids: "",
+        ratio=NewTokenRatio(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0])),
+        draw=draw.random,
+        backup_pages=options.backup_pages if decodes and options.resume == "host" else 0,
+        growth=MeasuredGrowth(),
+        resume_elsewhere=decodes and options.resume == "prefill",
+    )
+
+
+class SimPool:
+    """A thread pool whose work takes a while, then happens at once."""
+
+    def __init__(self, around: Surroundings, process: Process, draw: random.Random) -> None:
+        self._around, self._process, self._draw = around, process, draw
+
+    def submit(self, work: Callable[[Any], None], item: Any, /) -> None:
+        low_s, high_s = self._around.options.delay_s
+        delay_s = 2 * self._draw.uniform(low_s, high_s)
+        if isinstance(item, LookUp) and not self._around.reach(self._process.node, item.bootstrap):
+            delay_s += 1.0  # until its own timeout
+        self._process.after(delay_s, type(item).__name__, work, item)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Nothing to end."""

@@ -1,0 +1,63 @@
+"""What the simulation found, once more by literals: each fails without its fix, whatever a seed may draw by then."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+
+from router.config import RouterConfig
+from router.credentials import Credentials
+from router.health import HealthMonitor
+from router.workers import Check, Role, WorkerTable
+from security.keys import open_gate
+from tests.transfer.sim import ARGS, CAPS, CONFIG
+from transfer_backends.contract import Route
+from transfer_backends.decode_rooms import DecodeRooms
+from transfer_backends.kvpoll import KVPoll
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.wire import Registered
+
+
+def test_a_room_that_found_its_prefill_worker_by_another_rooms_look_up_stops_looking() -> None:
+    """Its own retry was still due: it attached a second time, or its handshake 'timed out' in mid transfer."""
+    rooms = DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+    first, second = rooms.open(1, 0, "b", 0.0), rooms.open(2, 0, "b", 0.0)
+    rooms.on_lookup_failed("b", 1, "not yet", permanent=False, now_s=0.0)  # both will try again
+    rooms.on_route("b", 1, Route("p:1", "p"), 0.001)
+    rooms.on_message(1, Registered("p", "d", ProcessMark("h", 1, 1)), 0.002)
+    assert rooms.machine.state(first) is rooms.machine.state(second) is KVPoll.WaitingForInput
+    rooms.provide(first, [1, 2], 0, 0.003)
+    for now_s in (0.1, 1.0, CONFIG.handshake_timeout_s + 1.0):
+        rooms.tick(now_s)
+    assert rooms.machine.state(first) is rooms.machine.state(second) is KVPoll.WaitingForInput
+
+
+def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port() -> None:
+    """`/health` answered, `/server_info` did not: requests then went out with `bootstrap_port: null`."""
+
+    class Session:
+        def get(self, url: str, **_: Any) -> Any:
+            raise aiohttp.ServerDisconnectedError
+
+    async def look() -> None:
+        table = WorkerTable()
+        worker = table.add("http://p:80", role=Role.PREFILL)
+        table.on_check(worker, Check.OK, now_s=0.0)
+        table.on_bootstrap(worker, host="p", port=8998)
+        session: Any = Session()
+        config = RouterConfig(pd_disaggregation=True)
+        gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
+        credentials = Credentials(config, api=gate.api)
+        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
+        monitor._ask_health = _healthy  # type: ignore[method-assign]
+        watch: Any = SimpleNamespace(worker=worker, info_due_s=0.0, load_due_s=0.0)
+        await monitor._check(watch)
+        assert (worker.bootstrap_host, worker.bootstrap_port) == ("p", 8998)
+        assert worker.last_check is Check.FAILED and "server_info" in worker.last_error
+
+    asyncio.run(look())
+
+
+async def _healthy(worker: object) -> tuple[Check, str]:
+    return Check.OK, ""

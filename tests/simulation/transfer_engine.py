@@ -1,0 +1,296 @@
+"""The engine that moves bytes, simulated as real ones behave at their worst (facts of real engines: docs/transfer.md).
+
+A post is many copies that land one by one, each reading its source at that moment. DONE: all have landed. FAILED: some
+may still land later, until a fence holds, the connection is cut and has settled, or either process is gone. A write that
+lands in a page that decode has not given to a transfer, or reads one that prefill gave up, ends the run.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tests.simulation.network import Network
+from tests.simulation.world import Process, Violation, World
+from transfer_backends.contract import Caps, EngineError, KVArgs, OpState, Pieces, Region
+
+KV_BASE, AUX_BASE = 1 << 40, 1 << 20
+AGAIN_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBehaviour:
+    """Shares and times of one run.
+
+    `late_done`: operations that end well and say so late. `late`: copies of FAILED ones that go on, for `max_linger_s`.
+    """
+
+    copy_s: tuple[float, float]
+    slow_rate: float
+    slow_s: float
+    fail_rate: float
+    late_done_rate: float
+    late_rate: float
+    max_linger_s: float
+    connect_fail_rate: float
+    fence_fail_rate: float
+    fence_s: float
+    settle_s: float
+    gives_up_s: float  # an operation whose way is blocked fails after so long
+
+
+class Memory(Protocol):
+    """The memory of one life of a worker that takes part in transfers."""
+
+    process: Process
+    kv_args: KVArgs
+
+    def write_allowed(self, kind: str, idx: int) -> bool: ...
+    def read_allowed(self, kind: str, idx: int) -> bool: ...
+    def copy_from(self, other: "Memory", kind: str, src: int, dst: int) -> None: ...
+
+
+@dataclass(eq=False)
+class Peer:
+    target: Memory
+    closed: bool = False
+    ops: list["Op"] = field(default_factory=list)
+    lingering: list["Copy"] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Copy:
+    op: "Op"
+    kind: str
+    src: int
+    dst: int
+    over: bool = False  # landed or dropped
+    orphaned: bool = False  # its writer has died
+
+
+@dataclass(eq=False)
+class Op:
+    peer: Peer
+    state: OpState = OpState.PENDING
+    left: list[Copy] = field(default_factory=list)
+    will_fail: bool = False
+    posted_s: float = 0.0
+
+
+def make_caps(draw: random.Random, settle_s: float) -> Caps:
+    return Caps(
+        name="sim",
+        max_inflight=draw.choice([1, 4, 64]),
+        max_inflight_bytes=1 << 30,
+        max_post_pieces=draw.choice([1, 3, 64]),
+        max_post_bytes=1 << 20,
+        max_piece_bytes=draw.choice([1, 256, 1 << 20]),
+        target_must_poll=False,
+        settle_s=settle_s,
+    )
+
+
+class SimEngine:
+    """Implements transfer_backends.contract.Engine for one worker life. `on_progress`: an operation may be final."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        network: Network,
+        memory: Memory,
+        caps: Caps,
+        behaviour: EngineBehaviour,
+        directory: dict[bytes, Memory],
+        on_progress: Any,
+    ) -> None:
+        self.caps = caps
+        self.faulty = True
+        self._world = world
+        self._network = network
+        self._memory = memory
+        self._behaviour = behaviour
+        self._directory = directory
+        self._on_progress = on_progress
+        self._draw = world.rng(f"engine/{memory.process.name}")
+        self._process = memory.process
+        self._died_s = 0.0
+        self._process.on_death.append(self._note_death)
+
+    # ---- the contract
+
+    def register(self, regions: Sequence[Region]) -> None:
+        self._directory[self.descriptor()] = self._memory
+
+    def descriptor(self) -> bytes:
+        return f"sim:{self._process.name}".encode()
+
+    def connect(self, incarnation: str, descriptor: bytes) -> Peer:
+        target = self._directory.get(bytes(descriptor))
+        if target is None:
+            raise EngineError("not a descriptor of this engine")
+        if not target.process.alive or self._hit("transfer connect error", self._behaviour.connect_fail_rate):
+            raise EngineError("cannot connect")
+        return Peer(target)
+
+    def disconnect(self, peer: Peer) -> None:
+        assert not any(op.state is OpState.PENDING for op in peer.ops), "disconnected with operations pending"
+        peer.closed = True
+        for copy in list(peer.lingering):  # what is in socket buffers may still be applied for a while
+            if self._draw.random() < 0.5:
+                self._drop(copy)
+            else:
+                self._land_in(self._draw.uniform(0, 0.9 * self.caps.settle_s), copy)
+        peer.lingering = []
+
+    def post(self, peer: Peer, pieces: Pieces) -> Op:
+        if peer.closed:
+            raise EngineError("the connection is closed")
+        op = Op(peer, posted_s=self._world.now_s)
+        op.will_fail = self._hit("transfer error", self._behaviour.fail_rate)
+        op.left = [copy for i in range(len(pieces)) for copy in self._copies(op, pieces, i)]
+        peer.ops = [other for other in peer.ops if other.state is OpState.PENDING] + [op]
+        slow_s = self._behaviour.slow_s if self._hit("slow transfer", self._behaviour.slow_rate) else 0.0
+        low, high = self._behaviour.copy_s
+        for copy in list(op.left):
+            self._land_in(self._draw.uniform(low, high) * len(op.left) + self._draw.uniform(0, slow_s), copy)
+        if op.will_fail:
+            self._after(self._draw.uniform(0, high * len(op.left) + slow_s), "op fails", self._fail, op)
+        return op
+
+    def probe(self, peer: Peer) -> Op:
+        return self._signal(peer, "probe", fails=not peer.target.process.alive)
+
+    def fence(self, peer: Peer) -> Op:
+        assert not any(op.state is OpState.PENDING for op in peer.ops), "fenced with operations pending"
+        fails = self._hit("fence error", self._behaviour.fence_fail_rate) or not peer.target.process.alive
+        return self._signal(peer, "fence", fails=fails, delay_s=self._draw.uniform(0, self._behaviour.fence_s))
+
+    def poll(self, op: Op) -> OpState:
+        return op.state
+
+    def progress(self) -> None:
+        """It needs none."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    # ---- inside
+
+    def _hit(self, kind: str, rate: float) -> bool:
+        hit = self.faulty and self._draw.random() < rate
+        self._world.injected[kind] += hit
+        return hit
+
+    def _after(self, delay_s: float, label: str, act: Any, *args: Any) -> None:
+        self._world.after(delay_s, f"{self._process.name} {label}", act, *args)
+
+    def _signal(self, peer: Peer, label: str, *, fails: bool, delay_s: float = 0.0) -> Op:
+        op = Op(peer, will_fail=fails, posted_s=self._world.now_s)
+        peer.ops.append(op)
+        delay_s += self._draw.uniform(*self._behaviour.copy_s)
+        self._after(delay_s, label, self._end_signal, op, label)
+        return op
+
+    def _end_signal(self, op: Op, label: str) -> None:
+        if not self._way_is_free(op):
+            if self._world.now_s - op.posted_s > self._behaviour.gives_up_s:
+                self._end(op, OpState.FAILED)
+            else:
+                self._after(AGAIN_S, f"{label} again", self._end_signal, op, label)
+            return
+        if op.will_fail or not op.peer.target.process.alive:
+            self._end(op, OpState.FAILED)
+            return
+        if label == "fence":  # only now nothing earlier can write any more
+            for copy in list(op.peer.lingering):
+                self._drop(copy)
+        self._end(op, OpState.DONE)
+
+    def _way_is_free(self, op: Op) -> bool:
+        return (self._process.node, op.peer.target.process.node) not in self._network.blocked
+
+    def _copies(self, op: Op, pieces: Pieces, i: int) -> list[Copy]:
+        src, dst, length = int(pieces.src[i]), int(pieces.dst[i]), int(pieces.lengths[i])
+        kind = "kv" if src >= KV_BASE else "aux"
+        mine, theirs = (getattr(m.kv_args, kind) for m in (self._memory, op.peer.target))
+        size = mine.item_bytes
+        first, target = (src - mine.base_ptr) // size, (dst - theirs.base_ptr) // size
+        if not (target >= 0 and target + length // size <= theirs.num_items):
+            raise Violation(f"{self._process.name} writes outside {op.peer.target.process.name}'s {kind} pool")
+        return [Copy(op, kind, first + k, target + k) for k in range(length // size)]
+
+    def _land_in(self, delay_s: float, copy: Copy) -> None:
+        self._after(delay_s, "write", self._land, copy)
+
+    def _land(self, copy: Copy) -> None:
+        op, target = copy.op, copy.op.peer.target
+        if copy.over:
+            return
+        if not target.process.alive:
+            self._drop(copy)
+            self._fail(op)
+            return
+        if not self._process.alive and not copy.orphaned:
+            self._outlive(copy)
+            return
+        if not self._process.alive and not self._way_is_free(op):
+            self._drop(copy)
+            return
+        if not self._way_is_free(op):
+            if self._world.now_s - op.posted_s > self._behaviour.gives_up_s:
+                self._fail(op)
+            if not copy.over:
+                self._land_in(AGAIN_S, copy)
+            return
+        self._write(copy, target)
+
+    def _outlive(self, copy: Copy) -> None:
+        """Of a dead writer's bytes only those arrive that were in the network, and soon: within `caps.settle_s`."""
+        left_s = self._died_s + 0.9 * self.caps.settle_s - self._world.now_s
+        if left_s <= 0 or self._draw.random() < 0.3:
+            self._drop(copy)
+        else:
+            copy.orphaned = True
+            self._land_in(self._draw.uniform(0, left_s), copy)
+
+    def _note_death(self) -> None:
+        self._died_s = self._world.now_s
+
+    def _write(self, copy: Copy, target: Memory) -> None:
+        op = copy.op
+        what = f"{copy.kind} {copy.src} of {self._process.name} to {copy.dst} of {target.process.name}"
+        if not target.write_allowed(copy.kind, copy.dst):
+            raise Violation(f"a write lands in memory that moved on: {what} (operation {op.state.name})")
+        if self._process.alive and op.state is OpState.PENDING and not self._memory.read_allowed(copy.kind, copy.src):
+            raise Violation(f"a write reads memory that prefill gave up: {what}")
+        target.copy_from(self._memory, copy.kind, copy.src, copy.dst)
+        self._world.seen["late writes" if op.state is OpState.FAILED else "writes"] += 1
+        self._drop(copy)
+        if op.state is OpState.PENDING and not op.left and not op.will_fail:
+            late_s = self._draw.uniform(0, 2.0) if self._hit("late completion", self._behaviour.late_done_rate) else 0.0
+            self._after(late_s, "op done", self._end, op, OpState.DONE)
+
+    def _drop(self, copy: Copy) -> None:
+        copy.over = True
+        if copy in copy.op.left:
+            copy.op.left.remove(copy)
+        if copy in copy.op.peer.lingering:
+            copy.op.peer.lingering.remove(copy)
+
+    def _fail(self, op: Op) -> None:
+        """The engine reports an error. What is on its way may still arrive, or not."""
+        if op.state is not OpState.PENDING:
+            return
+        for copy in list(op.left):
+            if self.faulty and self._draw.random() < self._behaviour.late_rate:
+                self._world.injected["write after the failure"] += 1
+                op.peer.lingering.append(copy)
+                self._land_in(self._draw.uniform(0, self._behaviour.max_linger_s), copy)
+            else:
+                self._drop(copy)
+        self._end(op, OpState.FAILED)
+
+    def _end(self, op: Op, state: OpState) -> None:
+        op.state = state
+        self._on_progress()

@@ -1,0 +1,72 @@
+"""Handles of the decode manager, watched: which pages and rows are given to transfers now, so that every write can be judged.
+
+A page is given by `provide` and taken back by `close`, which the role calls when it reuses or frees the memory.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from transfer_backends.contract import KVReceiver
+from transfer_backends.decode_manager import DecodeManager
+
+
+class WatchedReceivers:
+    """What the decode role sees of the manager."""
+
+    def __init__(self, manager: DecodeManager, exposed: dict[str, Counter[int]]) -> None:
+        self._manager = manager
+        self._exposed = exposed
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self._manager.counters
+
+    def receiver(self, room: int, **named: Any) -> "WatchedReceiver":
+        return WatchedReceiver(self._manager.receiver(room, **named), self._exposed)
+
+    def check(self) -> list[str]:
+        return self._manager.check()
+
+    def close(self) -> bool:
+        return self._manager.close()
+
+
+class WatchedReceiver:
+    """Delegates; counts what is exposed."""
+
+    def __init__(self, receiver: KVReceiver, exposed: dict[str, Counter[int]]) -> None:
+        self._receiver = receiver
+        self._exposed = exposed
+        self._given: tuple[list[int], list[int]] = ([], [])
+
+    def _give(self, pages: Sequence[int], row: int) -> None:
+        self._given = (list(pages), [row])
+        self._exposed["kv"].update(pages)
+        self._exposed["aux"].update([row])
+
+    def poll(self) -> Any:
+        return self._receiver.poll()
+
+    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
+        self._give(dst_pages, aux_idx)
+        self._receiver.provide(dst_pages, aux_idx)
+
+    def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Any) -> None:
+        self._give(dst_pages, aux_idx)
+        self._receiver.ask(dst_pages, aux_idx, work)
+
+    def abort(self, reason: str) -> None:
+        self._receiver.abort(reason)
+
+    def failure(self) -> str | None:
+        return self._receiver.failure()
+
+    def drained(self) -> bool:
+        return self._receiver.drained()
+
+    def close(self) -> None:
+        self._receiver.close()
+        for kind, given in zip(("kv", "aux"), self._given, strict=True):
+            self._exposed[kind].subtract(given)
+        self._given = ([], [])

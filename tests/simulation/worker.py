@@ -1,0 +1,345 @@
+"""One life of a worker: the production loop, scheduler, role, manager and registrar over simulated surroundings.
+
+Its threads are activities: scheduler loop, control thread, sender thread (prefill), registrar (prefill), HTTP frontend.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.registry import Registry
+from disagg.decode_role import DecodeRole
+from disagg.metadata import MetadataBuffers
+from disagg.prefill_role import PrefillRole
+from disagg.recompute import Bounds
+from engine.loop.loop import EngineLoop, LoopSettings
+from engine.loop.watchdog import Watchdog
+from engine.messages import ToDetokenizer, ToFrontend, TokenBatch, TokenOutput, ToScheduler
+from tests.core.hash_model import VOCAB
+from tests.simulation.activity import Activity, Flag
+from tests.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
+from tests.simulation.control_ports import SimConnectPort, SimListenPort
+from tests.simulation.executor import NOTHING, CheckedModel, SimExecutor
+from tests.simulation.frontend import Frontend
+from tests.simulation.http import serve
+from tests.simulation.surroundings import ONE_HOST, SimPool, Surroundings, kv_args_of, make_scheduler
+from tests.simulation.transfer_engine import SimEngine, make_caps
+from tests.simulation.watched import WatchedReceivers
+from tests.simulation.world import Process, Violation
+from transfer_backends.contract import Caps, Route
+from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.outside import Outside
+from transfer_backends.prefill_manager import PrefillManager
+
+EOS = 7
+SECRET = b"a secret of the simulated cluster"
+CONTROL_TURN_S = 0.1  # production: 0.02; fewer events
+HTTP_PORT, BOOTSTRAP_PORT = 80, 8998
+
+
+class Worker:
+    """`role_name`: "prefill" | "decode". Implements transfer_engine.Memory."""
+
+    def __init__(self, around: Surroundings, process: Process, role_name: str) -> None:
+        self.around, self.process, self.role_name = around, process, role_name
+        self.draw = around.world.rng(f"worker/{process.name}")
+        options, is_prefill = around.options, role_name == "prefill"
+        self.model = CheckedModel(page_size=options.page_size, name=process.name)
+        self.metadata = MetadataBuffers(options.rows)
+        self.executor = SimExecutor(self.model)
+        num_pages = options.pages[0 if is_prefill else 1]
+        self.kv_args = kv_args_of(options, num_pages=num_pages)
+        self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
+        self.said: dict[str, int] = {}
+        self.most_quarantined = 0
+        self._num_idle = 0
+        self.inbox: list[ToScheduler] = []
+        self._arrivals: dict[str, float] = {}  # of the last message on each way
+        self.wait_s = 0.0
+        self.scheduler = make_scheduler(options, num_pages=num_pages, draw=self.draw, decodes=not is_prefill)
+        self.threads: dict[str, Activity] = {}
+        self.manager = self._prefill_manager() if is_prefill else self._decode_manager()
+        self.bootstrap: SimBootstrap | None = None
+        self.role = self._prefill_role() if is_prefill else self._decode_role()
+        self.loop = self._loop(options.depth[0 if is_prefill else 1])
+        self._start_frontend()
+        self.threads["loop"] = self._thread("loop", self._turn)
+        self.threads["loop"].wake()
+        self.threads["control"].wake()
+
+    # ---- parts
+
+    def _thread(self, label: str, act: Callable[[], float | None]) -> Activity:
+        return Activity(self.process, label, act, lag_s=self._lag_s)
+
+    def _lag_s(self) -> float:
+        return self.draw.uniform(0.00002, self.around.options.clock_s)
+
+    def _outside(self) -> Outside:
+        around, process = self.around, self.process
+        host = ONE_HOST if around.options.same_host else process.node
+
+        def listen(host: str, port: int, *, secret: bytes | None) -> SimListenPort:
+            number = 9000 if around.options.fixed_control_port else 9000 + process.life
+            return SimListenPort(
+                around.network, process, self._wake_control, address=f"{process.node}:{number}", secret=secret
+            )
+
+        return Outside(
+            incarnation=lambda: process.name,
+            mark=lambda: ProcessMark(host, process.life, 1),
+            listen=listen,
+            connect=lambda *, secret: SimConnectPort(around.network, process, self._wake_control),
+            pool=lambda num_threads, name: SimPool(around, process, self.draw),
+            liveness=lambda mark, control: around.liveness(process.node, mark, control),
+        )
+
+    def _wake_control(self) -> None:
+        if "control" not in self.threads:
+            self.threads["control"] = self._thread("control", self._control)
+        self.threads["control"].wake()
+
+    def _caps(self) -> Caps:
+        options = self.around.options
+        return make_caps(self.draw, options.engine.settle_s)
+
+    def _engine(self, on_progress: Callable[[], None]) -> SimEngine:
+        around = self.around
+        self.engine = SimEngine(
+            world=around.world,
+            network=around.network,
+            memory=self,
+            caps=self._caps(),
+            behaviour=around.options.engine,
+            directory=around.directory,
+            on_progress=on_progress,
+        )
+        return self.engine
+
+    def _prefill_manager(self) -> PrefillManager:
+        self.threads["driver"] = self._thread("driver", self._drive)
+        engine = self._engine(self.threads["driver"].wake)
+        manager = PrefillManager(self.kv_args, engine, self.around.config, self.process.clock, outside=self._outside())
+        manager._driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
+        self._set_up(manager)
+        return manager
+
+    def _decode_manager(self) -> DecodeManager:
+        manager = DecodeManager(
+            self.kv_args,
+            self._engine(lambda: None),
+            self.around.config,
+            lookup=lambda bootstrap, room: self._look_up(bootstrap, room, None),
+            lookup_any=self._look_up,
+            clock=self.process.clock,
+            outside=self._outside(),
+        )
+        self._set_up(manager)
+        return manager
+
+    def _set_up(self, manager: PrefillManager | DecodeManager) -> None:
+        manager.set_wakeup(self._wake_loop)
+        self._wake_control()
+
+    def _wake_loop(self) -> None:
+        if "loop" in self.threads:
+            self.threads["loop"].wake()
+
+    def _prefill_role(self) -> PrefillRole:
+        assert isinstance(self.manager, PrefillManager)
+        server = self.around.shared_bootstrap
+        if server is None:
+            server = f"{self.process.node}:{BOOTSTRAP_PORT}"
+            registry = Registry(BootstrapConfig(lease=3.0, room_ttl=20.0), shared=False)
+            self.bootstrap = SimBootstrap(self.process, registry)
+        registrar = SimRegistrar(
+            self.manager, self.kv_args, server=server, find=self.around.bootstrap_of, reach=self._reach,
+            clock=self.process.clock,
+        )  # fmt: skip
+        self.registrar = registrar
+        self.threads["registrar"] = self._thread("registrar", registrar.turn)
+        registrar._wake = Flag(self.threads["registrar"].wake)  # type: ignore[assignment]
+        self.threads["registrar"].wake()
+        return PrefillRole(
+            scheduler=self.scheduler,
+            manager=self.manager,
+            metadata=self.metadata,
+            directory=registrar,
+            page_bytes=self.kv_args.kv.item_bytes,
+            bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
+        )
+
+    def _decode_role(self) -> DecodeRole:
+        assert isinstance(self.manager, DecodeManager)
+        return DecodeRole(
+            scheduler=self.scheduler,
+            manager=WatchedReceivers(self.manager, self.exposed),
+            metadata=self.metadata,
+            moves_bytes=True,
+            prealloc_timeout_s=10.0,
+        )
+
+    def _loop(self, depth: int) -> EngineLoop:
+        idle: Any = SimpleNamespace()
+        return EngineLoop(
+            scheduler=self.scheduler,
+            executor=self.executor,
+            role=self.role,
+            ports=_Ports(self),
+            weights=idle,
+            profiler=idle,
+            watchdog=Watchdog(timeout_s=0),
+            settings=LoopSettings(depth=depth, eos_ids=frozenset({EOS}), prefill_only=self.role_name == "prefill"),
+            clock=self.process.clock,
+        )
+
+    def _start_frontend(self) -> None:
+        info: dict[str, Any] = {"disaggregation_mode": self.role_name, "disaggregation_bootstrap_port": BOOTSTRAP_PORT}
+        if self.around.shared_bootstrap is not None:
+            info["disaggregation_bootstrap_server"] = self.around.shared_bootstrap
+        self.frontend = Frontend(name=self.process.name, send=self._to_scheduler, info=info)
+        self.frontend.load = self._load
+        address = f"{self.process.node}:{HTTP_PORT}"
+        serve(self.around.network, self.process, address, self.frontend.handle)
+
+    def _load(self) -> dict[str, int]:
+        counts = self.scheduler.memory.allocator.counts()
+        return {
+            "num_running_reqs": self.scheduler.num_running,
+            "num_waiting_reqs": self.scheduler.num_waiting,
+            "num_used_tokens": counts["held"] * self.around.options.page_size,
+            "num_waiting_uncached_tokens": self.scheduler.waiting_tokens,
+        }
+
+    # ---- threads
+
+    def _to_scheduler(self, message: ToScheduler) -> None:
+        self._pass_on("to scheduler", type(message).__name__, self._receive, message)
+
+    def _pass_on(self, way: str, label: str, act: Callable[[Any], None], message: Any) -> None:
+        """Between processes of the worker, over a socket that keeps the order."""
+        arrival_s = max(self.around.world.now_s + self._lag_s(), self._arrivals.get(way, 0.0))
+        self._arrivals[way] = arrival_s
+        self.process.after(arrival_s - self.around.world.now_s, label, act, message)
+
+    def _receive(self, message: ToScheduler) -> None:
+        self.inbox.append(message)
+        self._wake_loop()
+
+    def _turn(self) -> float:
+        worked = self.loop.turn()
+        self._num_idle = 0 if worked else self._num_idle + 1
+        if self._num_idle <= 2 or self._num_idle % 8 == 0:  # a turn that finds nothing changes nothing
+            self.check()
+        clock_s = self.around.options.clock_s
+        if not worked:
+            self.loop._rest()
+            return max(self.wait_s, 0.05)
+        pause_s = self.draw.uniform(clock_s, 4 * clock_s)
+        self.process.after(self.draw.uniform(0, pause_s), "compute", self.executor.compute_one)
+        return pause_s
+
+    def _control(self) -> float:
+        self.manager.turn(0)
+        self.check_manager()
+        if self.manager._has_effects() or self.manager._port.has_events:  # type: ignore[attr-defined]
+            return self._lag_s()
+        return CONTROL_TURN_S
+
+    def _drive(self) -> float | None:
+        assert isinstance(self.manager, PrefillManager)
+        moved = self.manager._driver.step()
+        self.check_manager()
+        if moved:
+            return self._lag_s()
+        return CONTROL_TURN_S if self.manager._driver.busy or self.manager._rooms.wants_driver else None
+
+    # ---- surroundings
+
+    def _look_up(self, bootstrap: str, room: int, but: Sequence[str] | None) -> Route:
+        return look_up_in(self.around.bootstrap_of(bootstrap), bootstrap, room, but=but, reach=self._reach)
+
+    def _reach(self, address: str) -> bool:
+        return self.around.reach(self.process.node, address)
+
+    # ---- outputs
+
+    def say(self, outputs: list[TokenOutput]) -> None:
+        """DESIGN.md 5.2, at the scheduler's door: tokens in order, none twice, nothing after the end."""
+        for output in outputs:
+            before = self.said.get(output.rid, 0)
+            if before < 0:
+                raise Violation(f"{self.process.name}: {output.rid} speaks after its end")
+            if output.new_ids and output.completion_tokens != before + len(output.new_ids):
+                raise Violation(f"{self.process.name}: {output.rid} skips or repeats tokens")
+            self.around.world.note(f"{output.rid} says {output.new_ids} {output.finish and output.finish.kind}")
+            self.said[output.rid] = before + len(output.new_ids) if output.finish is None else -1
+        self._pass_on("to frontend", "tokens", self.frontend.on_outputs, outputs)
+
+    @property
+    def transfers(self) -> bool:
+        """Bytes are on their way, from here or to here."""
+        if isinstance(self.manager, PrefillManager):
+            return self.manager._driver.busy
+        return self.manager._rooms.num_exposed > 0
+
+    # ---- memory, for the transfer engine
+
+    def write_allowed(self, kind: str, idx: int) -> bool:
+        return self.exposed[kind][idx] > 0
+
+    def read_allowed(self, kind: str, idx: int) -> bool:
+        if kind == "kv":
+            return self.scheduler.memory.allocator.state_of(idx) in ("held", "cached")
+        return idx not in self.metadata._free
+
+    def copy_from(self, other: Any, kind: str, src: int, dst: int) -> None:
+        if kind == "aux":
+            self.metadata._rows[dst] = np.array(other.metadata._rows[src])
+            return
+        for offset in range(self.around.options.page_size):
+            self.model.kv[dst, offset] = other.model.kv.get((src, offset), NOTHING)
+
+    # ---- checks
+
+    def check(self) -> None:
+        self.scheduler.check()
+        quarantined = self.scheduler.memory.allocator.counts()["quarantined"]
+        self.most_quarantined = max(self.most_quarantined, quarantined)
+        self._raise(self.role.check())
+
+    def check_manager(self) -> None:
+        self._raise(self.manager.check())
+
+    def _raise(self, problems: list[str]) -> None:
+        if problems:
+            raise Violation(f"{self.process.name}: {'; '.join(problems)}")
+
+
+class _Ports:
+    """The loop's `Ports` of one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def receive(self) -> list[ToScheduler]:
+        messages, self._worker.inbox = self._worker.inbox, []
+        return messages
+
+    def wait(self, timeout_s: float) -> None:
+        self._worker.wait_s = timeout_s
+
+    def to_detokenizer(self, message: ToDetokenizer) -> None:
+        if isinstance(message, TokenBatch):
+            self._worker.say(message.outputs)
+
+    def to_frontend(self, message: ToFrontend) -> None:
+        """Control replies interest nobody here."""
+
+    def call_attention(self) -> None:
+        self._worker._wake_loop()

@@ -1,0 +1,58 @@
+"""Keys of the control plane: both ends derive them from the cluster's secret, so there is no file of keys to hand out.
+
+ZMQ's CURVE gives each connection fresh session keys and counts its frames: what was recorded on one connection is worth
+nothing on it later, on another, or after a restart; and it is encrypted. Prefill listens with the server's pair and lets
+in one client key only (ZAP, RFC 27); decode connects with that one, and only to who has the server's.
+"""
+
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from security.secret import derive
+
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_PREFILL, _DECODE = "control plane, prefill", "control plane, decode"
+
+
+def guard_listener(sock: Any, secret: bytes) -> None:
+    """Before `bind`."""
+    sock.curve_server = True
+    sock.curve_secretkey = z85.encode(derive(secret, _PREFILL))
+    sock.setsockopt_string(zmq.ZAP_DOMAIN, "control")
+
+
+def guard_connector(sock: Any, secret: bytes) -> None:
+    """Before `connect`."""
+    own = z85.encode(derive(secret, _DECODE))
+    sock.curve_secretkey, sock.curve_publickey = own, zmq.curve_public(own)
+    sock.curve_serverkey = zmq.curve_public(z85.encode(derive(secret, _PREFILL)))
+
+
+class Doorkeeper:
+    """Answers libzmq's question about each connection: is its key the one that decode workers have?
+
+    Must be bound before the socket it guards, in the same context; `answer` is called when `socket` is readable.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", secret: bytes) -> None:
+        self.socket: Any = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(ZAP_ENDPOINT)
+        self._known = z85.decode(zmq.curve_public(z85.encode(derive(secret, _DECODE))))
+
+    def answer(self) -> None:
+        """Reply to what waits; never blocks."""
+        while True:
+            try:
+                request: list[bytes] = self.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            version, number = (*request, b"", b"")[:2]
+            good = len(request) == 7 and request[5] == b"CURVE" and request[6] == self._known
+            status = [b"200", b"OK", b"decode"] if good else [b"400", b"not a member of this cluster", b""]
+            self.socket.send_multipart([version, number, *status, b""])
+
+    def close(self) -> None:
+        self.socket.close(0)
