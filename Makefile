@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 TESTS ?= tests
+CELLS ?=
+JOBS ?= 2
 EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,dev
 TORCH ?= torch==2.13.0
 # What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
@@ -22,7 +24,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz lint format clean
+.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz fault-matrix churn-soak lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -31,6 +33,8 @@ help:
 	@echo "make soak-core [STEPS=1000000] [SEED=...]  drive the core with fresh stories: docs/reports/soak_core.json"
 	@echo "make mutants           plant bugs in the core, one by one, and see each found"
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
+	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reliability.md"
+	@echo "make churn-soak [MINUTES=10]  20,000 requests while workers die and come; docs/reliability.md"
 	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
 	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
 	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
@@ -60,6 +64,12 @@ mutants: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)
+
+fault-matrix: $(STAMP)
+	$(BIN)/python -m tests.faults.matrix --jobs $(JOBS) $(if $(CELLS),--again '$(CELLS)')
+
+churn-soak: $(STAMP)
+	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
 sim: $(STAMP)
 	$(SIM)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from aiohttp import web
 
 from router.config import RouterConfig
@@ -322,8 +323,23 @@ def _failure_response(failure: LegError) -> web.Response:
 
 def _failure_event(failure: LegError) -> bytes:
     status = failure.status or 502
-    message = failure.body.decode(errors="replace")[:2000] if failure.body else str(failure)
-    return error_event(message, kind=error_kind(status), code=status)
+    return error_event(_message_of(failure), kind=error_kind(status), code=status)
+
+
+def _message_of(failure: LegError) -> str:
+    """What the worker said, without the JSON around it; else what happened."""
+    try:
+        return msgspec.json.decode(failure.body, type=_ErrorBody).error.message
+    except msgspec.MsgspecError:
+        return failure.body.decode(errors="replace")[:2000] or str(failure)
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
 
 
 def _answer_headers(headers: Mapping[str, str]) -> dict[str, str]:

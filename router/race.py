@@ -10,6 +10,8 @@ from router.legs import Answer, LegError
 
 TAIL_S = 5.0  # how long prefill may take to end its own answer after the client has all of decode's
 
+GOING = 503  # a worker that ends, or whose engine died, answers what it has with this
+
 
 class Race:
     """A prefill and a decode leg, running. `close()` must be called, whatever happened."""
@@ -40,8 +42,8 @@ class Race:
 
         If prefill now *refuses* the request (an HTTP error), decode's answer is cut, and `refused` says by what.
 
-        A prefill connection that merely breaks is no reason: decode may have all it needs, and its own protocol
-        with the prefill worker knows whether it has.
+        A prefill connection that merely breaks is no reason, nor is a 503, which says of the worker that it ends: decode
+        may have all it needs, and its own protocol with the prefill worker knows whether it has.
         """
         self._on_failure = on_failure
         self.prefill.add_done_callback(self._on_prefill_done)
@@ -51,7 +53,8 @@ class Race:
         if not isinstance(err, LegError):
             return
         self._on_failure(err)
-        if err.reason == "status" and not self._finished and self._answer is not None:
+        refuses = err.reason == "status" and err.status != GOING
+        if refuses and not self._finished and self._answer is not None:
             self.refused = err
             self._answer.response.close()
 

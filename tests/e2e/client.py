@@ -44,13 +44,13 @@ async def assert_all_back(cluster: Cluster) -> None:
             while True:
                 async with http.get(f"{worker.url}/check") as response:
                     state = await response.json()
-                if (left := _left_over(state)) is None:
+                if (left := left_over(state)) is None:
                     break
                 assert time.monotonic() < deadline_s, f"{worker.role}: {left}: {state}"
                 await asyncio.sleep(POLL_S)
 
 
-def _left_over(state: dict[str, Any]) -> str | None:
+def left_over(state: dict[str, Any]) -> str | None:
     if not state["ok"]:
         return f"problems: {state['problems']}"
     if state["running"] or any(state["queues"].values()) or state["gauges"]["live"]:

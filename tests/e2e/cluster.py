@@ -48,16 +48,16 @@ def cluster(folder: Path, *args: str) -> Iterator[Cluster]:
     folder.mkdir(parents=True, exist_ok=True)
     ready, log = folder / "ready.json", folder / "up.log"
     command = [sys.executable, "-m", "deploy", "up", "--port", "0", "--ready-file", str(ready), *args]
-    launcher = _start(command, log)
+    launcher = start_process(command, log)
     try:
-        info = _wait_for(ready, launcher, log)
+        info = wait_ready(ready, launcher, log)
         workers = tuple(Worker(w["role"], w["url"], w["pid"]) for w in info["workers"])
         yield Cluster(info["router"], workers, launcher, log)
     finally:
         end_tree(launcher)
 
 
-def _start(command: list[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start_process(command: list[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """In a session of its own, its output added to `log`; the kernel ends it should this test run be killed."""
     with log.open("ab") as out:
         return subprocess.Popen(
@@ -93,9 +93,9 @@ def tandem(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> It
     ready, log = folder / "ready.json", folder / "log"
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "deploy", *args, "--ready-file", str(ready)]
-    process = _start(command, log, env)
+    process = start_process(command, log, env)
     try:
-        info = _wait_for(ready, process, log)
+        info = wait_ready(ready, process, log)
         yield Started(info.get("url") or info["router"], process, log)
     finally:
         end_tree(process)
@@ -108,7 +108,7 @@ def wait_until(is_so: Callable[[], bool], *, within_s: float, what: str | Callab
         time.sleep(POLL_S)
 
 
-def _wait_for(ready: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+def wait_ready(ready: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
     def is_ready() -> bool:
         assert process.poll() is None, f"{process.args} ended: {log.read_text()}"
         return ready.exists()

@@ -254,21 +254,28 @@ def test_prefill_that_refuses_after_decode_began_ends_the_stream_with_its_error(
                 assert await response.content.readuntil(b"\n\n") == b'data: {"i": 0}\n\n'
                 refuse.set()
                 (error,) = events_of(await response.read())
-                assert "transfer failed" in error["error"]["message"]
+                assert error["error"]["message"] == "transfer failed"
             await until(lambda: c.decodes[0].cancelled == 1)
             await c.settled()
 
     uvloop.run(scenario())
 
 
-def test_a_prefill_connection_that_breaks_after_decode_began_does_not_end_the_answer() -> None:
+async def ends_with_503(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "the scheduler process ended"}}, status=503)
+
+
+@pytest.mark.parametrize(("ending", "reason"), [(resets, "lost"), (ends_with_503, "http_503")])
+def test_a_prefill_worker_that_dies_after_decode_began_does_not_end_the_answer(ending: Behaviour, reason: str) -> None:
+    """By a broken connection, or with its last words (found by `make churn-soak`)."""
+
     async def scenario() -> None:
         async with cluster() as c:
             break_off, go_on = asyncio.Event(), asyncio.Event()
 
             async def breaks(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
                 await break_off.wait()
-                return await resets(worker, request, body)
+                return await ending(worker, request, body)
 
             async def decode(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
                 out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -282,7 +289,7 @@ def test_a_prefill_connection_that_breaks_after_decode_began_does_not_end_the_an
             async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
                 await response.content.readuntil(b"\n\n")
                 break_off.set()
-                await _until_metric(c, 'tandem_router_errors_total{reason="lost",role="prefill"} 1.0')
+                await _until_metric(c, f'tandem_router_errors_total{{reason="{reason}",role="prefill"}} 1.0')
                 go_on.set()
                 assert events_of(await response.read()) == ["[DONE]"]
             await c.settled()

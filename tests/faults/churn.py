@@ -1,0 +1,110 @@
+"""A fleet whose workers are killed and added at random, at run time, behind one router that is told of it.
+
+Workers come at new addresses by the router's POST /workers and leave its table by DELETE /workers after their death, as
+an autoscaler or an operator would do it; some come back at the address they had, without a word to the router. One
+worker of each role, the veteran, is never touched: what leaks when peers die shows there.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httpx2 as httpx
+
+from deploy.launcher.ports import free_ports
+from tests.e2e.cluster import READY_S
+from tests.faults.household import Household, Part
+
+ROLES = ("prefill", "decode")
+WORKER = ("--chunked-prefill-size", "256", "--log-level", "warning", "--max-total-tokens", "16384")
+GRACE_S = 15.0
+
+
+@dataclass
+class Fleet:
+    """`close()` must be called."""
+
+    backend: str
+    household: Household = field(default_factory=Household)
+    events: Counter[str] = field(default_factory=Counter)
+    _number: int = 0
+
+    def __post_init__(self) -> None:
+        self._bootstrap, self._router = free_ports(2)
+        self.router = f"http://127.0.0.1:{self._router}"
+
+    async def start(self) -> None:
+        """Bootstrap server, router, and two workers of each role."""
+        begin, quiet = self.household.begin, ("--log-level", "warning")
+        url = f"http://127.0.0.1:{self._bootstrap}"
+        begin("bootstrap", ["bootstrap", "--port", str(self._bootstrap), *quiet], url=url, health="/health")
+        begin("router", ["router", "--pd-disaggregation", "--port", str(self._router), *quiet], url=self.router)
+        await self._ready(self.household.parts["bootstrap"])
+        await self._ready(self.household.parts["router"])
+        for role in (*ROLES, *ROLES):
+            await self.add(role)
+
+    async def add(self, role: str) -> Part:
+        """A new worker at a new address, made known to the router."""
+        (port,) = free_ports(1)
+        name = f"{role}-{self._number}"
+        self._number += 1
+        part = self._begin(name, role, port)
+        await self._ready(part)
+        body = {"url": part.url, "role": role, **({"bootstrap_port": self._bootstrap} if role == "prefill" else {})}
+        await asyncio.to_thread(self._tell, "POST", body)
+        return part
+
+    def veterans(self) -> list[str]:
+        return [f"{role}-{i}" for i, role in enumerate(ROLES)]
+
+    def mortals(self) -> list[Part]:
+        kept = (*self.veterans(), "bootstrap", "router")
+        return [part for name, part in self.household.parts.items() if name not in kept and part.alive]
+
+    async def disturb(self, rng: random.Random) -> None:
+        """One worker goes, by kill -9, a killed child, or SIGTERM; one comes, at a new address or the old one."""
+        part = rng.choice(self.mortals())
+        role = part.name.partition("-")[0]
+        how = rng.choice(["kill -9", "kill -9", "child killed", "SIGTERM"])
+        self.events[how] += 1
+        if how == "SIGTERM":
+            part.process.terminate()
+        else:
+            victim = part.tree()[0] if how == "kill -9" else part.child(rng.choice(["scheduler", "detokenizer"]))
+            victim.kill()
+        await self._until(lambda: not part.alive, GRACE_S + READY_S, f"{part.name} has ended")
+        if rng.random() < 0.5:
+            self.events["back at its address"] += 1
+            port = int(part.url.rpartition(":")[2])
+            await self._ready(self._begin(part.name, role, port))
+        else:
+            self.events["replaced at a new address"] += 1
+            await asyncio.to_thread(self._tell, "DELETE", {"url": part.url})
+            await self.add(role)
+            del self.household.parts[part.name]
+
+    def _begin(self, name: str, role: str, port: int) -> Part:
+        own = ["--disaggregation-bootstrap-server", f"127.0.0.1:{self._bootstrap}"] if role == "prefill" else []
+        mode = ["--disaggregation-mode", role, "--disaggregation-transfer-backend", self.backend]
+        args = ["serve", *mode, "--port", str(port), *own, *WORKER]
+        return self.household.begin(name, args, url=f"http://127.0.0.1:{port}")
+
+    def _tell(self, method: str, body: dict[str, object]) -> None:
+        answer = httpx.request(method, f"{self.router}/workers", json=body, timeout=30.0)
+        assert answer.status_code in (200, 201), answer.text
+
+    async def _ready(self, part: Part) -> None:
+        await self._until(part.is_ready, READY_S, f"{part.name} ready")
+
+    async def _until(self, is_so: Callable[[], bool], within_s: float, what: str) -> None:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + within_s
+        while not await asyncio.to_thread(is_so):
+            assert loop.time() < deadline_s, f"not within {within_s:g} s: {what}"
+            await asyncio.sleep(0.05)
+
+    def close(self) -> list[str]:
+        return self.household.close()

@@ -1,0 +1,166 @@
+"""The processes of a test cluster, however they die: each is marked, so that whatever they leave behind is found.
+
+Owns a temporary directory that all of them use (ipc directories appear there) and remembers the shared-memory segments
+that they mapped. Knows nothing of what the parts are to each other.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2 as httpx
+import psutil
+
+from tests.e2e.cluster import end_tree, start_process
+
+MARK = "TANDEM_FAULTS_RIG"
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_S = 15.0
+
+
+@dataclass
+class Part:
+    """One process as its user starts it (a worker has children). `health`: a path, where it writes no ready file."""
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    url: str
+    ready: Path
+    log: Path
+    health: str | None = None
+
+    def tree(self) -> list[psutil.Process]:
+        try:
+            leader = psutil.Process(self.process.pid)
+            return [leader, *leader.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def child(self, word: str) -> psutil.Process:
+        (found,) = [p for p in self.tree()[1:] if any(word in arg for arg in p.cmdline())]
+        return found
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def is_ready(self) -> bool:
+        assert self.alive, f"{self.name} ended: {self.log.read_text()[-4000:]}"
+        if self.health is None:
+            return self.ready.exists()
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(self.url + self.health).status_code == 200
+        return False
+
+
+@dataclass
+class Household:
+    """`close()` must be called; it ends all, and says what was left behind."""
+
+    parts: dict[str, Part] = field(default_factory=dict)
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="tf-")))
+    _segments: set[str] = field(default_factory=set)
+    _pids: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.temp = self.folder / "t"
+        self.temp.mkdir()
+
+    def begin(
+        self,
+        name: str,
+        args: Sequence[str],
+        *,
+        url: str,
+        env: Mapping[str, str] | None = None,
+        health: str | None = None,
+    ) -> Part:
+        """`python -m deploy args`; a part of that name that was there before must have ended."""
+        assert name not in self.parts or not self.parts[name].alive, f"{name} still runs"
+        ready, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
+        ready.unlink(missing_ok=True)
+        common = {MARK: self.mark, "TMPDIR": str(self.temp), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        own = () if health else ("--ready-file", str(ready))
+        process = start_process([sys.executable, "-m", "deploy", *args, *own], log, {**common, **(env or {})})
+        self.parts[name] = Part(name, process, url, ready, log, health)
+        return self.parts[name]
+
+    def marked(self) -> list[psutil.Process]:
+        """Every living process of ours, wherever it hangs in the process tree."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
+
+    def note_segments(self) -> None:
+        """Remember the shared-memory segments that our processes have mapped by now."""
+        for process in self.marked():
+            self._pids.add(process.pid)
+            self._segments |= _segments_of(process.pid)
+
+    def left_behind(self, *, within_s: float = LEFT_S) -> list[str]:
+        """Processes, ipc directories and segments that belong to no living part; [] in good time when all is well."""
+        deadline_s = time.monotonic() + within_s
+        while (left := self._left()) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return left
+
+    def _left(self) -> list[str]:
+        living = [part for part in self.parts.values() if part.alive]
+        ours = {p.pid for part in living for p in part.tree()}
+        left = [f"process {p.pid} {_words(p)}" for p in self.marked() if p.pid not in ours]
+        leaders = {part.process.pid for part in living}
+        folders = self.temp.glob("tandem-*")
+        left += [f"directory {folder.name}" for folder in folders if int(folder.name.split("-")[2]) not in leaders]
+        mapped = set[str]().union(*(_segments_of(pid) for pid in ours))
+        left += [f"segment {name}" for name in sorted(self._segments - mapped) if Path(name).exists()]
+        return left + [f"SysV segment of process {pid}" for pid in _sysv_owners() if pid in self._pids - ours]
+
+    def close(self) -> list[str]:
+        """End all parts as their user does; what is left behind then."""
+        for part in self.parts.values():
+            for process in part.tree():
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGCONT)
+        self.note_segments()
+        for part in reversed(self.parts.values()):
+            end_tree(part.process)
+        left = self.left_behind()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return left
+
+
+def _words(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())[-80:]
+    return "(gone)"
+
+
+def _segments_of(pid: int) -> set[str]:
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {line.split()[5] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
+    return set()
+
+
+def _sysv_owners() -> list[int]:
+    """Who made the SysV segments that exist (proc(5): the fifth column)."""
+    return [int(line.split()[4]) for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
+
+
+def log_of(part: Part, num_bytes: int = 200_000) -> bytes:
+    with part.log.open("rb") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - num_bytes))
+        return log.read()

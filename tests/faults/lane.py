@@ -1,0 +1,85 @@
+"""Runs cells one after the other on one cluster; `python -m tests.faults.lane --results DIR CELL...`, by the matrix.
+
+One JSON file a cell. After a cell that failed the cluster is a new one, so that no failure causes another.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+
+from deploy.bench.environment import commit
+from tests.faults.cells import Cell, all_cells
+from tests.faults.household import log_of
+from tests.faults.rig import Rig
+from tests.faults.run_cell import Result, needs_links, run_cell
+
+
+def run_lane(cells: list[Cell], results: Path) -> None:
+    """`cells` need the same kind of cluster (`group_of`)."""
+    rig: Rig | None = None
+    try:
+        for cell in cells:
+            if rig is None:
+                rig = _started(cell)
+            load_before = os.getloadavg()[0]
+            result = asyncio.run(run_cell(rig, cell, seed=_seed(cell)))
+            if not result.ok:
+                _keep_logs(rig, results, cell)
+                rig.close()
+                rig = None
+            _write(results, cell, result, load_before)
+    finally:
+        if rig is not None and (left := rig.close()):
+            result.ok, result.problems = False, [f"left behind at the end: {what}" for what in left]
+            _write(results, cell, result, load_before)
+
+
+def group_of(cell: Cell) -> tuple[str, bool]:
+    """What kind of cluster a cell needs."""
+    return cell.backend, needs_links(cell)
+
+
+def path_of(results: Path, cell: Cell) -> Path:
+    return results / f"{cell.name.replace(':', '.')}.json"
+
+
+def _started(cell: Cell) -> Rig:
+    rig = Rig(cell.backend, needs_links(cell))
+    try:
+        rig.start_all()
+    except BaseException:
+        rig.close()
+        raise
+    return rig
+
+
+def _seed(cell: Cell) -> int:
+    return sum(cell.name.encode()) * 1000
+
+
+def _write(results: Path, cell: Cell, result: Result, load: float) -> None:
+    path = path_of(results, cell)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({**result.to_json(), "load": round(load, 1), "at": time.time(), "commit": commit()}))
+    partial.replace(path)
+
+
+def _keep_logs(rig: Rig, results: Path, cell: Cell) -> None:
+    for part in rig.parts.values():
+        (results / f"{cell.name.replace(':', '.')}.{part.name}.log").write_bytes(log_of(part))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.lane")
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("cells", nargs="+")
+    args = parser.parse_args()
+    by_name = {cell.name: cell for cell in all_cells()}
+    run_lane([by_name[name] for name in args.cells], args.results)
+
+
+if __name__ == "__main__":
+    main()

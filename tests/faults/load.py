@@ -1,0 +1,122 @@
+"""The requests of a cell: their answers are known, and how each ended is one word."""
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from engine.models.recall.oracle import continuation
+from tests.e2e.workload import pairs, recall_body
+
+TIMEOUT = aiohttp.ClientTimeout(total=180)
+
+
+@dataclass
+class Outcome:
+    """`end`: right | wrong | error (a message came) | cut (the connection broke) | hangs. `at_s`: monotonic time."""
+
+    end: str
+    at_s: float
+    detail: str = ""
+
+
+class Load:
+    """`count` requests at the router, every second one streams. `first_tokens`: set once each stream has begun."""
+
+    def __init__(self, url: str, *, count: int, new_tokens: int, seed: int, pairs: int = 60) -> None:
+        self._url, self._new_tokens, self._pairs = url, new_tokens, pairs
+        self._waiting = {i for i in range(count) if i % 2}
+        self.begun = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._one(i, seed)) for i in range(count)]
+
+    @property
+    def is_over(self) -> bool:
+        return all(task.done() for task in self._tasks)
+
+    def add(self, seed: int) -> None:
+        """One more, short and not streaming."""
+        self._tasks.append(asyncio.create_task(self._one(0, seed, new_tokens=4)))
+
+    async def outcomes(self, within_s: float) -> list[Outcome]:
+        """All of them; those that have not ended in time hang, and are cancelled."""
+        _, late = await asyncio.wait(self._tasks, timeout=within_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        now_s = time.monotonic()
+        return [Outcome("hangs", now_s) if task in late else task.result() for task in self._tasks]
+
+    async def _one(self, i: int, seed: int, new_tokens: int | None = None) -> Outcome:
+        count = new_tokens or self._new_tokens
+        body, _ = recall_body(random.Random(f"{seed}/{i}"), self._pairs)
+        body["sampling_params"] |= {"max_new_tokens": count, "ignore_eos": True}
+        body["stream"] = bool(i % 2)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=TIMEOUT) as http,
+                http.post(f"{self._url}/generate", json=body) as response,
+            ):
+                end, detail = await self._read(i, response, body, count)
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            end, detail = "cut", f"{type(error).__name__}: {error}"
+        return Outcome(end, time.monotonic(), detail)
+
+    async def _read(
+        self, i: int, response: aiohttp.ClientResponse, body: dict[str, Any], count: int
+    ) -> tuple[str, str]:
+        whole = b""
+        async for chunk in response.content.iter_any():
+            whole += chunk
+            if response.status == 200:
+                self._waiting.discard(i)
+                if not self._waiting:
+                    self.begun.set()
+        return judge(response.status, whole, body["input_ids"], count)
+
+
+def judge(status: int, whole: bytes, prompt: Sequence[int], count: int) -> tuple[str, str]:
+    """How an answer ended, and the message if it is an error."""
+    text = whole.decode(errors="replace")
+    last = text.strip().removesuffix("data: [DONE]").strip().rpartition("data: ")[2]
+    try:
+        answer = json.loads(last)
+    except ValueError:
+        return "wrong", f"status {status}: {text[-200:]!r} is no answer"
+    if "error" in answer:
+        return ("error", answer["error"]["message"]) if answer["error"].get("message") else ("wrong", last)
+    finish = answer.get("meta_info", {}).get("finish_reason") or {}
+    if finish.get("type") == "abort":
+        return "error", str(finish.get("message"))
+    wanted = continuation(prompt, count, ignore_eos=True)
+    return ("right", "") if status == 200 and answer.get("output_ids") == wanted else ("wrong", last[-200:])
+
+
+class Hog:
+    """One request that may grow until it fills decode's pool: decode gives nobody else pages while it runs."""
+
+    def __init__(self, url: str, *, pool_tokens: int, seed: int) -> None:
+        ids = pairs(random.Random(seed), 20)
+        self._url = url
+        sampling = {"max_new_tokens": pool_tokens - len(ids) - 64, "ignore_eos": True, "temperature": 0}
+        self._body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
+        self.begun = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        async with (
+            aiohttp.ClientSession(timeout=TIMEOUT) as http,
+            http.post(f"{self._url}/generate", json=self._body) as response,
+        ):
+            async for _ in response.content.iter_any():
+                self.begun.set()
+
+    async def end(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, ConnectionError):
+            await self._task

@@ -1,0 +1,141 @@
+"""Writes docs/reliability.md from the results of the matrix and of the soak (JSON files; see `matrix.py`, `soak.py`)."""
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from deploy.bench.environment import describe
+from tests.faults.cells import BACKENDS, MOVERS, Cell, Fault, Phase, Victim, chosen, why_not
+from tests.faults.run_cell import FAULT_S, LONG, NUM_REQUESTS
+from tests.faults.soak_report import render
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reliability.md"
+RESULTS = ROOT / ".faults"  # of a run under way
+REPORTS = ROOT / "docs" / "reports"
+MATRIX, SOAK = "fault_matrix.json", "churn_soak.json"
+
+INTRO = """# Reliability
+
+What the cluster does on its worst day, with real processes. This page is written by `make fault-matrix` and
+`make churn-soak` (`tests/faults/report.py`); do not edit it. The same in virtual time, with far more faults: `make sim`.
+
+## Fault matrix
+
+A bootstrap server on its own, one prefill worker, one decode worker and a router, each a process of its own with default
+timeouts, over the real transfer engines; {requests} requests of the shipped model in flight, half of them streaming.
+Each cell brings all of them into a phase, does one fault, and demands that
+
+- every request ends in bounded time, with exactly the right tokens or an error that says what happened,
+- the survivors come back to an empty state and their `GET /check` is clean,
+- the same survivors serve again, without a restart,
+- no process, ipc directory or shared-memory segment is left that belongs to no living part.
+
+| fault | what is done |
+|---|---|
+| kill | SIGKILL; the victim stays away until all requests have ended and the survivors are clean, then starts at its address |
+| restart | SIGKILL, and started at once at the same address, before anybody may have noticed |
+| stop | SIGSTOP for {fault_s:g} s, then SIGCONT; a worker freezes with its children |
+| cut | all TCP connections between the victim and the other parts are a black hole for {fault_s:g} s, then reset (a proxy of our own). The engines' own data paths (shared memory, CMA, Mooncake's sockets) are not cut: "transferring" holds the writes, "error" fails them |
+| error | the next KV write of each request fails in prefill's engine, without having begun (a switch around the real engine, tests only: `tests/faults/inject/`); its real recovery follows. In "decoding": of one more request, beside those that decode |
+
+| phase | how it is held, until the fault has begun |
+|---|---|
+| bootstrapping | prefill and decode have the requests; decode's link to the bootstrap server is clogged, so no handshake can end |
+| waiting | handshakes done; one request that may fill decode's pool runs, so decode has no pages to give |
+| transferring | prefill has computed, its writes are held by the switch; decode's pages are exposed |
+| decoding | streams have had their first tokens, {long} are asked for |
+
+A child's death ends its worker, which a supervisor starts again. In a cell: how the {requests} requests ended (`cut`: the
+connection broke, only ever where the router itself is killed), the seconds from the fault to the last one's end, then those until
+survivors are clean (where the fault passes by itself: until all are, and serve). With one worker a role there is nobody to try again with while the victim is away: errors are what is right
+there; "right" is demanded wherever what the request still needs is left (`must_be_right` in `tests/faults/cells.py`).
+"""
+
+
+def about_run() -> dict[str, Any]:
+    """Where and how a run is made; call it when it begins."""
+    return {**describe(), "began_s": time.time()}
+
+
+def keep(name: str, value: object, reports: Path = REPORTS) -> None:
+    """A report to commit: one JSON file of docs/reports."""
+    (reports / name).write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def write_page(reports: Path = REPORTS, page: Path = PAGE) -> None:
+    """From the reports that there are; the other run's part of the page stays as it was."""
+    text = INTRO.format(requests=NUM_REQUESTS, fault_s=FAULT_S, long=LONG)
+    page.write_text(text + _matrix(_read(reports / MATRIX)) + _soak(_read(reports / SOAK)))
+
+
+def _matrix(report: dict[str, Any] | None) -> str:
+    cells = {} if report is None else report["cells"]
+    text = "".join(f"\n### {backend}\n\n{_table(cells, backend)}" for backend in BACKENDS)
+    return f"{text}\n{_reasons()}\n" + ("" if report is None else _figures(list(cells.values()), report["about"]))
+
+
+def _table(results: dict[str, Any], backend: str) -> str:
+    lines = ["| fault | victim | " + " | ".join(Phase) + " |", "|---|---|" + "---|" * len(Phase)]
+    for fault in Fault:
+        for victim in Victim if backend == "nixl" else MOVERS:
+            cells = [Cell(fault, victim, phase, backend) for phase in Phase]
+            lines.append(f"| {fault} | {victim} | " + " | ".join(_cell(results, cell) for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(results: dict[str, Any], cell: Cell) -> str:
+    if why_not(cell) is not None:
+        return "n/a"
+    found = results.get(cell.name)
+    if found is None:
+        return "not run"
+    if not found["ok"]:
+        return "**failed**: " + "; ".join(found["problems"]).replace("|", "/").replace("\n", " ")[:200]
+    ends = ", ".join(f"{count} {end}" for end, count in sorted(found["ends"].items(), reverse=True))
+    return f"{ends}; {found['slowest_s']:.1f}; {found['settled_s']:.1f}"
+
+
+def _reasons() -> str:
+    lines = []
+    for fault in Fault:
+        for victim in Victim:
+            reason = why_not(Cell(fault, victim, Phase.WAITING))
+            if reason is not None:
+                lines.append(f"- {fault} of {victim}: {reason}")
+    lines.append("- mooncake: rows of victims whose fault reaches no transfer engine are those of nixl")
+    return "n/a:\n\n" + "\n".join(lines) + "\n"
+
+
+def _figures(found: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    commits = Counter(r.get("commit", about["commit"]) for r in found)
+    at = ", ".join(f"{commit} ({count} cells)" for commit, count in commits.items())
+    loads = [r["load"] for r in found]
+    worst = {name: max(r[name] for r in found) for name in ("slowest_s", "settled_s", "serves_s", "down_s")}
+    return (
+        f"{sum(r['ok'] for r in found)} of {len(chosen([]))} cells passed. At worst a request ended {worst['slowest_s']:.1f} s after "
+        f"the fault began, the survivors were clean after {worst['settled_s']:.1f} s, a victim took {worst['down_s']:.1f} s to start, "
+        f"and right answers came {worst['serves_s']:.1f} s after that. {_where({**about, 'commit': at})} The machine was shared: load average "
+        f"{min(loads):.1f} to {max(loads):.1f} during the cells, so starts and answers are slower than alone.\n"
+    )
+
+
+def _soak(report: dict[str, Any] | None) -> str:
+    if report is None:
+        return ""
+    return f"\n## Soak under churn\n\n{render(report)}\n{_where(report['about'])}\n"
+
+
+def _where(about: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(about["began_s"]))
+    return (
+        f"Run `{about['command']}` at commit {about['commit']}, {when}; {about['cpu']}, {about['cores']} cores, "
+        f"{about['memory_gib']} GiB, Python {about['python']}, {versions}."
+    )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None

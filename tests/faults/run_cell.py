@@ -1,0 +1,229 @@
+"""Runs one cell: bring requests into the phase, do the fault, and hold the cluster to what it promises.
+
+How a phase is held, without a sleep and without touching production code:
+
+    bootstrapping   decode's look-up link is clogged: prefill has the requests, no handshake can end
+    waiting         one request that may fill decode's pool runs (`Hog`); the handshakes are done (the look-ups were
+                    answered), and decode has no pages to give
+    transferring    the switch around prefill's engine holds the writes (`inject/sitecustomize.py`)
+    decoding        long answers; every stream has had its first tokens
+
+The fault comes when `/check` of both workers (or the streams) show the phase; the hold ends once the fault is complete
+(all of a killed worker's processes are gone, all of a stopped one's have stopped).
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tests.e2e.client import left_over
+from tests.faults.cells import Cell, Fault, Phase, Victim, must_be_right
+from tests.faults.load import Hog, Load, Outcome
+from tests.faults.rig import POOL_TOKENS, WORKERS, Rig
+
+NUM_REQUESTS = 4
+SHORT, LONG = 8, 500  # new tokens
+PHASE_S = 30.0
+ENTER_TRIES = 5
+FAULT_S = 10.0  # how long SIGSTOP and a cut last
+BOUND_S = 60.0  # of every request, after the fault
+SETTLE_S = 60.0
+POLL_S = 0.02
+
+
+@dataclass
+class Result:
+    """Seconds since the fault: `slowest_s` the last request's end, `settled_s` survivors clean, `serves_s` right again
+    (after the fault was over and the victim, if it died, was ready: `down_s`)."""
+
+    cell: str
+    ok: bool = False
+    problems: list[str] = field(default_factory=list)
+    ends: dict[str, int] = field(default_factory=dict)
+    details: list[str] = field(default_factory=list)
+    slowest_s: float = 0.0
+    settled_s: float = 0.0
+    down_s: float = 0.0
+    serves_s: float = 0.0
+    took_s: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def run_cell(rig: Rig, cell: Cell, *, seed: int, fault_s: float = FAULT_S) -> Result:
+    """`rig` is whole before and, if nothing failed, after. What goes wrong is in `problems`."""
+    result, started_s = Result(cell.name), time.monotonic()
+    try:
+        await _run(rig, cell, result, seed=seed, fault_s=fault_s)
+    except Exception as error:
+        result.problems.append(f"{type(error).__name__}: {str(error)[-600:]}")
+    result.took_s = time.monotonic() - started_s
+    result.ok = not result.problems
+    return result
+
+
+async def _run(rig: Rig, cell: Cell, result: Result, *, seed: int, fault_s: float) -> None:
+    async with _held(rig, cell.phase, seed):
+        load = await _entered(rig, cell.phase, seed=seed)
+        rig.household.note_segments()
+        at_s = time.monotonic()
+        _begin(rig, cell, load, seed=seed)
+    fault = asyncio.create_task(_end(rig, cell, at_s + fault_s))
+    outcomes = await load.outcomes(BOUND_S)
+    _note(result, cell, outcomes, at_s)
+    await fault
+    if cell.fault is Fault.KILL:
+        survivors = [name for name in WORKERS if name != cell.part]
+        await _until_clean(rig, survivors, result)
+        result.settled_s = time.monotonic() - at_s
+        rig.begin(cell.part)
+    if cell.fault in (Fault.KILL, Fault.RESTART):
+        back_s = time.monotonic()
+        await _until(lambda: rig.parts[cell.part].is_ready(), SETTLE_S, f"{cell.part} is back")
+        result.down_s = time.monotonic() - back_s
+    await _until_serves(rig, result, seed=seed)
+    await _until_clean(rig, list(WORKERS), result)
+    if cell.fault is not Fault.KILL:
+        result.settled_s = time.monotonic() - at_s
+    result.problems += [f"left behind: {what}" for what in rig.household.left_behind()]
+
+
+async def _entered(rig: Rig, phase: Phase, *, seed: int) -> Load:
+    """Requests that are in the phase. Nothing holds "decoding" but its length: when it was over before anybody looked (a
+    loaded machine), others are sent."""
+    for attempt in range(ENTER_TRIES):
+        asked = rig.lookup.num_answered
+        new_tokens = LONG if phase is Phase.DECODING else SHORT
+        load = Load(rig.router, count=NUM_REQUESTS, new_tokens=new_tokens, seed=seed + 100 * attempt)
+        seen = [False]
+
+        def entered(load: Load = load, asked: int = asked, seen: list[bool] = seen) -> bool:
+            seen[0] = _is_in_phase(rig, phase, load, asked)
+            return seen[0] or load.is_over
+
+        await _until(entered, PHASE_S, f"requests are {phase}")
+        if seen[0]:
+            return load
+    raise AssertionError(f"{ENTER_TRIES} times requests were not seen {phase}")
+
+
+@contextlib.asynccontextmanager
+async def _held(rig: Rig, phase: Phase, seed: int) -> AsyncIterator[None]:
+    if phase is Phase.BOOTSTRAPPING:
+        rig.lookup.clog()
+        try:
+            yield
+        finally:
+            rig.lookup.loosen()
+    elif phase is Phase.WAITING:
+        hog = Hog(rig.router, pool_tokens=POOL_TOKENS, seed=seed)
+        await asyncio.wait_for(hog.begun.wait(), PHASE_S)
+        try:
+            yield
+        finally:
+            await hog.end()
+    elif phase is Phase.TRANSFERRING:
+        rig.switch("hold", "")
+        try:
+            yield
+        finally:
+            rig.switch("hold", None)
+    else:
+        yield
+
+
+def _is_in_phase(rig: Rig, phase: Phase, load: Load, looked_up: int) -> bool:
+    if phase is Phase.DECODING:
+        return load.begun.is_set() and rig.state("decode")["running"] == NUM_REQUESTS
+    prefill, decode = (rig.state(name)["queues"] for name in WORKERS)
+    if phase is Phase.TRANSFERRING:
+        return prefill["inflight"] == decode["transfer"] == NUM_REQUESTS  # type: ignore[no-any-return]
+    both = prefill["bootstrap"] == decode["prealloc"] == NUM_REQUESTS
+    return both and (phase is Phase.BOOTSTRAPPING or rig.lookup.num_answered - looked_up >= NUM_REQUESTS)
+
+
+def _begin(rig: Rig, cell: Cell, load: Load, *, seed: int) -> None:
+    """Do the fault."""
+    match cell.fault:
+        case Fault.KILL | Fault.RESTART:
+            rig.kill(cell.victim)
+        case Fault.STOP:
+            rig.stop(cell.victim)
+        case Fault.CUT:
+            rig.cut(cell.victim)
+        case Fault.ERROR:
+            rig.switch("fail", str(1 if cell.phase is Phase.DECODING else NUM_REQUESTS))
+            if cell.phase is Phase.DECODING:
+                load.add(seed + 1)
+
+
+async def _end(rig: Rig, cell: Cell, at_s: float) -> None:
+    """The end of the fault: at `at_s`, if it is one that passes. A killed child's worker has ended by itself then."""
+    match cell.fault:
+        case Fault.KILL | Fault.RESTART:
+            await _until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
+            if cell.fault is Fault.RESTART:
+                rig.begin(cell.part)
+        case Fault.STOP:
+            await asyncio.sleep(at_s - time.monotonic())
+            rig.resume(cell.victim)
+        case Fault.CUT:
+            await asyncio.sleep(at_s - time.monotonic())
+            rig.heal(cell.victim)
+
+
+def _note(result: Result, cell: Cell, outcomes: list[Outcome], at_s: float) -> None:
+    for outcome in outcomes:
+        result.ends[outcome.end] = result.ends.get(outcome.end, 0) + 1
+    result.details = sorted({o.detail for o in outcomes if o.detail})
+    result.slowest_s = max(o.at_s for o in outcomes) - at_s
+    allowed = {"right"} if must_be_right(cell) else {"right", "error"}
+    if cell.victim is Victim.ROUTER and cell.fault in (Fault.KILL, Fault.RESTART):
+        allowed.add("cut")  # who answers is gone
+    for outcome in outcomes:
+        if outcome.end not in allowed:
+            result.problems.append(f"a request ended {outcome.end}: {outcome.detail}")
+
+
+async def _until_clean(rig: Rig, workers: list[str], result: Result) -> None:
+    for name in workers:
+        last: list[str | None] = [None]
+
+        def clean(name: str = name, last: list[str | None] = last) -> bool:
+            state = rig.state(name)
+            last[0] = left_over(state)
+            return last[0] is None
+
+        try:
+            await _until(clean, SETTLE_S, name)
+        except AssertionError:
+            result.problems.append(f"{name} is not clean: {last[0]}: {str(rig.state(name))[:400]}")
+
+
+async def _until_serves(rig: Rig, result: Result, *, seed: int) -> None:
+    """Right answers again, by the same router; how often it took a try is not held against it, wrong answers are."""
+    began_s = time.monotonic()
+    while True:
+        outcomes = await Load(rig.router, count=2, new_tokens=4, seed=seed + 7).outcomes(BOUND_S)
+        if all(o.end == "right" for o in outcomes):
+            break
+        bad = [o for o in outcomes if o.end in ("wrong", "hangs")]
+        assert not bad, f"afterwards a request ended {bad[0].end}: {bad[0].detail}"
+        assert time.monotonic() - began_s < SETTLE_S, f"does not serve again: {outcomes}"
+        await asyncio.sleep(POLL_S)
+    result.serves_s = time.monotonic() - began_s
+
+
+async def _until(is_so: Callable[[], bool], within_s: float, what: str) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not await asyncio.to_thread(is_so):
+        assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
+        await asyncio.sleep(POLL_S)
+
+
+def needs_links(cell: Cell) -> bool:
+    return cell.fault is Fault.CUT

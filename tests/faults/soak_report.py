@@ -1,0 +1,63 @@
+"""What a soak came to: the verdict, and its section of docs/reliability.md. Pure."""
+
+from typing import Any
+
+from tests.faults.memory import WARM_UP_S
+
+FLAT_KIB_A_REQUEST = 0.25  # 5 MiB over 20,000 requests; a request that is never forgotten costs more
+
+
+def verdict(result: dict[str, Any]) -> list[str]:
+    """What does not hold; empty when all is well."""
+    bad = [f"wrong: {one}" for one in result["wrong"]] + list(result["problems"])
+    for one in result["trends"]:
+        if (grown := _growth(one, result)) > FLAT_KIB_A_REQUEST:
+            bad.append(
+                f"{one['name']}: memory grows by {grown:.2f} KiB a request ({one['kib_a_minute']:.0f} KiB a minute)"
+            )
+    if not result["trends"]:
+        bad.append("no process lived long enough to say anything of its memory")
+    return bad
+
+
+def _growth(trend: dict[str, Any], result: dict[str, Any]) -> float:
+    """KiB a request, by the requests that the whole cluster served in that span."""
+    return float(trend["growth_kib"] / (result["requests"] * trend["span_s"] / result["took_s"]))
+
+
+def render(result: dict[str, Any]) -> str:
+    ends, events = result["ends"], result["events"]
+    said = ", ".join(f"{count:,} {end}" for end, count in sorted(ends.items(), key=lambda item: -item[1]))
+    deaths = sum(events.get(how, 0) for how in ("kill -9", "child killed", "SIGTERM"))
+    bad = verdict(result)
+    return (
+        f"{result['requests']:,} requests of the shipped model over {result['backend']} in {result['took_s'] / 60:.1f} minutes, 16 at a time "
+        f"(10 to 201 prompt tokens, 1 to 24 new ones, half of them streaming), every answer compared with the oracle; one client in ten "
+        f"leaves within 0.3 s. Meanwhile {deaths} workers died ({_list(events, ('kill -9', 'child killed', 'SIGTERM'))}); "
+        f"{_list(events, ('back at its address', 'replaced at a new address'))} (POST and DELETE /workers of the router). Two prefill "
+        f"and two decode workers, of which one each, the veterans, is never touched; a bootstrap server and a router.\n\n"
+        f"The machine was shared (load average {result['load']:.1f} over the last 15 minutes). How they ended: {said} (left: the client went away). Wrong: {len(result['wrong'])}. The slowest took {result['slowest_s']:.1f} s. "
+        f"{'All holds.' if not bad else 'DOES NOT HOLD: ' + '; '.join(bad)}\n\n"
+        f"{_errors(result)}"
+        f"Resident memory of every process that lived long enough ({len(result['trends'])} of {result['processes']}), a straight line "
+        f"fitted after {WARM_UP_S:g} s of warm-up (tables with a time to live fill meanwhile: prefill remembers ended rooms for 300 s); flat means at most {FLAT_KIB_A_REQUEST:g} KiB a request:\n\n{_trends(result)}"
+    )
+
+
+def _list(events: dict[str, int], names: tuple[str, ...]) -> str:
+    return ", ".join(f"{events.get(name, 0)} {name}" for name in names)
+
+
+def _errors(result: dict[str, Any]) -> str:
+    if not result["errors"]:
+        return ""
+    rows = "".join(f"| {count} | {text.replace('|', '/')} |\n" for text, count in result["errors"].items())
+    return f"| errors | message |\n|---:|---|\n{rows}\n"
+
+
+def _trends(result: dict[str, Any]) -> str:
+    head = "| process | mean MiB | KiB a minute | KiB a request | fitted over |\n|---|---:|---:|---:|---:|\n"
+    return head + "".join(
+        f"| {one['name']} | {one['mean_mib']:.1f} | {one['kib_a_minute']:+.1f} | {_growth(one, result):+.4f} | {one['span_s'] / 60:.1f} min |\n"
+        for one in sorted(result["trends"], key=lambda one: one["name"])
+    )
