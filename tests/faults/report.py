@@ -50,7 +50,8 @@ Each cell brings all of them into a phase, does one fault, and demands that
 
 A child's death ends its worker, which a supervisor starts again. In a cell: how the {requests} requests ended (`cut`: the
 connection broke, only ever where the router itself is killed), the seconds from the fault to the last one's end, then those until
-survivors are clean (where the fault passes by itself: until all are, and serve). With one worker a role there is nobody to try again with while the victim is away: errors are what is right
+survivors are clean (where the fault passes by itself: until all are, and serve). In the rows kill and restart up to 2 s
+of that are the harness's own: it reads no answers while it waits for the last of the victim's processes to go. With one worker a role there is nobody to try again with while the victim is away: errors are what is right
 there; "right" is demanded wherever what the request still needs is left (`must_be_right` in `tests/faults/cells.py`).
 """
 
