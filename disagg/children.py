@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from disagg.die_with_parent import die_with_parent
 from disagg.scheduler_process import TOLD
 
 TERM_S = 3.0  # what a child may take to end before it is killed
@@ -24,7 +25,9 @@ class Children:
         threads = str(num_threads)
         env = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
         command = [sys.executable, "-m", module, *args]
-        self._processes[name] = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+        self._processes[name] = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent()
+        )
 
     def dead(self) -> str | None:
         """None, or which child has ended."""

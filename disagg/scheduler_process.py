@@ -5,7 +5,6 @@ Exit status: 0 told to end; TOLD an operating error, said in one line on stderr;
 """
 
 import argparse
-import ctypes
 import logging
 import os
 import signal
@@ -35,7 +34,6 @@ from transfer_backends.contract import BackendUnavailable, EngineError
 log = logging.getLogger(__name__)
 
 TOLD = 3
-PR_SET_PDEATHSIG = 1
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,16 +175,10 @@ def _end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
 
 
-def end_with_parent() -> None:
-    """The kernel kills this process when its parent ends, however that happens."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m disagg.scheduler_process", description="scheduler of one worker")
     parser.add_argument("--spec-json", required=True, help="SchedulerSpec as JSON")
     spec = msgspec.json.decode(parser.parse_args(argv).spec_json, type=SchedulerSpec)
-    end_with_parent()
     logging.basicConfig(level=spec.log_level.upper(), format="%(asctime)s scheduler %(levelname)s %(message)s")
     try:
         run(spec)

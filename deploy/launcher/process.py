@@ -5,21 +5,20 @@ kill reach the grandchildren.
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 from deploy.launcher import guard
 from deploy.launcher.plan import ProcessSpec
+from disagg.die_with_parent import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 LOG_TAIL_BYTES = 16384
 _ERROR_LINE = re.compile(r"(^\w*(Error|Exception)\b|\berror\b|\bfatal\b)", re.IGNORECASE)
 
@@ -77,7 +76,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 process_group=0,
                 env={"PYTHONUNBUFFERED": "1", **env, **spec.env},
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
         watcher.watch(process.pid)
         return cls(spec, process, log_path, watcher)
@@ -143,16 +142,3 @@ class Child:
 def own_prefix() -> str:
     """How the directories begin that a worker makes for its sockets; its process id follows (engine/frontend/ipc.py)."""
     return str(Path(tempfile.gettempdir()) / "tandem-ipc-")
-
-
-def _die_with_parent() -> Callable[[], None]:
-    """What a child does before exec: ask the kernel for SIGKILL when its parent dies, and check it still lives."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
-
-    def prepare() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare

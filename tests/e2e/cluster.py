@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from disagg.scheduler_process import end_with_parent
+from disagg.die_with_parent import die_with_parent
 
 READY_S = 120.0
 END_S = 15.0
@@ -66,7 +66,7 @@ def start_process(command: list[str], log: Path, env: Mapping[str, str] | None =
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=die_with_parent(),
             env={**os.environ, **(env or {})},
         )
 

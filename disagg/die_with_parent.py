@@ -1,0 +1,25 @@
+"""A child process that cannot outlive its parent, from before its first instruction."""
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> Callable[[], None]:
+    """What a child does before exec (`preexec_fn`): ask the kernel for SIGKILL when its parent dies, and see it still lives.
+
+    Not after exec: a parent that is killed while the child still imports would leave an orphan. The kernel watches the
+    parent's *thread*, so call it in one that lives as long as the process.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent = os.getpid()
+
+    def prepare() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare

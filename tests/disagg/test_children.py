@@ -1,0 +1,24 @@
+"""A worker's children end with it, whatever they are doing and however it ends."""
+
+import subprocess
+import sys
+
+import psutil
+
+from tests.transfer.rig import until
+
+# The child never asks for anything itself: as one that still imports.
+PARENT = """
+import os, signal
+from disagg.children import Children
+children = Children()
+children.start("child", "http.server", ["0", "--bind", "127.0.0.1"], num_threads=1)
+print(children._processes["child"].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_child_does_not_outlive_a_parent_that_is_killed_at_once() -> None:
+    parent = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, check=False, timeout=60)
+    child = int(parent.stdout)
+    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
