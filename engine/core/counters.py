@@ -17,5 +17,7 @@ class Counters:
     resumed_computed: int = 0  # retracted requests whose KV this engine computed again
     resumed_restored: int = 0  # ... came back from the host
     steps: int = 0
+    prefill_steps: int = 0  # of them, those with a part of a prompt
+    mixed_steps: int = 0  # of these, those in which decodes rode along
     wasted_draws: int = 0
     late_draws: int = 0

@@ -69,6 +69,8 @@ class Planner:
         draw_late = any(self._awaits_token(item) for item in items)
         self._seq += 1
         self._counters.steps += 1
+        self._counters.prefill_steps += extend
+        self._counters.mixed_steps += extend and not all(item.extend for item in items)
         self._counters.late_draws += draw_late
         plan = Plan(
             seq=self._seq,

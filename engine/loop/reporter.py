@@ -74,6 +74,8 @@ class Reporter:
                 "waiting_tokens": float(scheduler.waiting_tokens),
                 "live": float(self._num_live()),
                 "paused": float(self._control.paused),
+                "new_token_ratio": scheduler.ratio.value,
+                "batch_is_full": float(scheduler.stages.batch_is_full),
                 **self._adapters.gauges(),
                 **self._intervals.gauges(),
                 **({} if host is None else host.gauges()),

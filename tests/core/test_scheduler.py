@@ -217,6 +217,9 @@ def test_decodes_ride_along_with_a_chunk(depth: int) -> None:
     engine.run()
     mixed = [p for p in engine.plans if len({item.extend for item in p.items}) == 2]
     assert len(mixed) >= 4 and all(sum(item.q_len for item in p.items) <= 8 for p in mixed)
+    counters = engine.scheduler.counters
+    assert counters.mixed_steps == len(mixed) and counters.steps == len(engine.plans)
+    assert counters.prefill_steps == sum(p.extend for p in engine.plans) > len(mixed)
     assert engine.tokens == {"running": expected_tokens([1, 2, 3], 12), "long": expected_tokens(list(range(30)), 2)}
 
 
