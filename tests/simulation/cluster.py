@@ -79,6 +79,7 @@ class Cluster:
             handshake_timeout_s=3.0,
             heartbeat_interval_s=0.4,
             drain_timeout_s=5.0,
+            transfer_retries=self.options.transfer_retries,
             secret=SECRET if self.options.secret else None,
             max_orphans=64,
             max_tombstones=256,

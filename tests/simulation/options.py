@@ -51,6 +51,7 @@ class Options:
     delay_s: tuple[float, float]
     clock_s: float  # a turn's shortest pause
     engine: EngineBehaviour
+    transfer_retries: int = 1
 
     def lines(self) -> list[str]:
         return [f"  {name:18} {value}" for name, value in asdict(self).items()]
@@ -95,6 +96,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         delay_s=(low_s, low_s * draw.choice([1.5, 5.0, 20.0])),
         clock_s=draw.choice([0.0005, 0.002]),
         engine=_engine(draw, faulty=bool(chosen)),
+        transfer_retries=draw.choice([0, 1, 1]),
     )
 
 
