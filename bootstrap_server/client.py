@@ -26,7 +26,7 @@ from bootstrap_server.protocol import (
 from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
 FIRST_RETRY_S = 0.1
-LONGEST_RETRY_S = 2.0  # well within decode's handshake timeout: after an outage of the server the first request must not fail
+LONGEST_RETRY_S = 2.0  # well within decode's handshake timeout: the first request after an outage must not fail
 MAX_REPLY_BYTES = 1 << 20
 MAX_WAITING_ROOMS = 65536
 JOIN_S = 5.0
