@@ -238,8 +238,8 @@ class Scheduler:
     # ---- taking requests
 
     def _register(self, request: Request) -> None:
-        self.stages.register(request)
         self.counters.requests += 1
+        self.stages.register(request, serial=self.counters.requests)
         self.counters.prompt_tokens += len(request.input_ids)
 
     def refusal(self, request: Request) -> FinishReason | None:

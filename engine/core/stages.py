@@ -26,13 +26,12 @@ class Stages:
         self.kept: list[Request] = []  # the role's: KV is being handed over, or comes from elsewhere
         self.untaken: list[Request] = []  # of the kept ones: retracted, and the role does not know yet
         self.batch_is_full = False
-        self._registered = 0
 
-    def register(self, request: Request) -> None:
+    def register(self, request: Request, *, serial: int) -> None:
+        """`serial`: its place in the order of arrival."""
         assert request.rid not in self.live
         self.live[request.rid] = request
-        self._registered += 1
-        request.serial = self._registered
+        request.serial = serial
 
     def unstage(self, request: Request) -> None:
         """Out of whichever stage it is in, before it ends."""

@@ -1,4 +1,4 @@
-"""What a grammar backend offers. A second one (xgrammar) would stand beside llguidance behind these two."""
+"""What a grammar backend offers: llguidance and xgrammar stand behind these two protocols."""
 
 from typing import Protocol
 
