@@ -39,7 +39,7 @@ RETRY_AFTER_S = "1"  # told to clients when no worker is there
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
 
 _PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER)
-_ANSWER_HEADERS = ("Content-Type", "Retry-After")
+_ANSWER_HEADERS = {"content-type": "Content-Type", "retry-after": "Retry-After"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ class Dispatcher:
         finally:
             self._parts.table.release(lease)
             if answer is not None:
-                answer.response.close() if not answer.response.content.is_eof() else answer.response.release()
+                answer.response.close()
 
     async def _attempt_pair(self, exchange: _Exchange, *, prefill: Worker, decode: Worker) -> web.StreamResponse:
         parts, parsed = self._parts, exchange.parsed
@@ -343,7 +343,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 def _answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: headers[name] for name in _ANSWER_HEADERS if name in headers}
+    return {name: headers[low] for low, name in _ANSWER_HEADERS.items() if low in headers}
 
 
 def _when_done(task: "asyncio.Task[bytes]", *acts: Callable[["asyncio.Task[bytes]"], None]) -> None:

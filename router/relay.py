@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 
-import aiohttp
 from aiohttp import web
 
 from router.legs import Answer
 from router.merge import SseMerger
 from router.sse import SseSplitter
+from router.upstream import UpstreamError
 
 
 class StreamBroken(Exception):
@@ -40,7 +40,7 @@ async def relay_stream(
     await out.prepare(request)
     splitter = SseSplitter()
     feed = merger.feed if merger else splitter.feed
-    read = answer.response.content.readany
+    read = answer.response.readany
     chunk = answer.first
     on_first_byte()
     while chunk:
@@ -49,7 +49,7 @@ async def relay_stream(
             await out.write(events)
         try:
             chunk = await read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as err:
+        except UpstreamError as err:
             raise StreamBroken(out, err) from None
     rest = merger.rest() if merger else splitter.rest()
     if rest:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import uvloop
 from aiohttp import web
 
@@ -20,12 +21,13 @@ from router.dispatch import Dispatcher, Parts
 from router.draining import LiveRequests, StopSignals
 from router.guard import make_guard
 from router.health import HealthMonitor
-from router.legs import Legs, open_session
+from router.legs import Legs
 from router.metrics import RouterMetrics
 from router.policies import make_policy
 from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
+from router.upstream import KEEPALIVE_S, HttpUpstream
 from router.workers import Role, Thresholds, WorkerTable
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
@@ -79,9 +81,8 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     rooms = RoomMinter(secrets.randbits)
     metrics = RouterMetrics(table)
     live = LiveRequests(max_live=config.max_concurrent_requests)
-    async with open_session(
-        connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s
-    ) as session:
+    upstream = HttpUpstream(connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s)
+    async with _asking(config) as session:
         monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
         dispatcher = Dispatcher(
             Parts(
@@ -89,7 +90,7 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                 table=table,
                 rooms=rooms,
                 policy=make_policy(config.policy, draw=secrets.randbelow),
-                legs=Legs(session),
+                legs=Legs(upstream),
                 metrics=metrics,
                 credentials=credentials,
                 secret=secret,
@@ -125,7 +126,19 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
             await dispatcher.close()
+            await upstream.close()
             await monitor.close()
+
+
+def _asking(config: RouterConfig) -> aiohttp.ClientSession:
+    """The client for everything but generation: health, load, what an admin asks of workers."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=10),
+        timeout=aiohttp.ClientTimeout(total=config.request_timeout_s, sock_connect=config.connect_timeout_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+        auto_decompress=False,
+    )
 
 
 def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
