@@ -19,7 +19,7 @@ from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
 from router.guard import REQUEST_ID
-from router.legs import Answer, Call, LegError, Legs
+from router.legs import Call, Leg, LegError, Legs
 from router.merge import Merger, SseMerger
 from router.metrics import RouterMetrics
 from router.policies import Policy, pick
@@ -78,7 +78,7 @@ class Dispatcher:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         pd = parts.config.pd_disaggregation
-        self._tails: set[asyncio.Task[bytes]] = set()
+        self._tails: set[Leg] = set()
         self.roles = (Role.PREFILL, Role.DECODE) if pd else (Role.UNIFIED,)
         self._embedding_roles = self.roles[:1]  # the first computes prompts, alone or not
 
@@ -120,11 +120,10 @@ class Dispatcher:
         )
         return await self._serve(exchange)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End what prefill legs still run after their clients were served."""
-        for task in self._tails:
-            task.cancel()
-        await asyncio.gather(*self._tails, return_exceptions=True)
+        for leg in tuple(self._tails):
+            leg.close()
 
     async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
         """Attempts until one answers, fails for good, or none is left."""
@@ -161,85 +160,83 @@ class Dispatcher:
 
     async def _attempt_single(self, exchange: _Exchange, worker: Worker) -> web.StreamResponse:
         lease = self._charge(worker, exchange.parsed)
-        answer = None
+        race = Race(self._parts.legs.send(worker, exchange.call, exchange.body, stream=True))
         try:
-            answer = await self._parts.legs.open(worker, exchange.call, exchange.body)
-            return await self._answer(exchange, answer, merger=None, race=None)
+            await race.answer(wait_for_prefill=False)
+            return await self._answer(exchange, race, merger=None)
         finally:
             self._parts.table.release(lease)
-            if answer is not None:
-                answer.response.close()
+            race.close()
 
     async def _attempt_pair(self, exchange: _Exchange, *, prefill: Worker, decode: Worker) -> web.StreamResponse:
-        parts, parsed = self._parts, exchange.parsed
+        parts, parsed, call = self._parts, exchange.parsed, exchange.call
         rooms = parts.rooms.mint(parsed.num_samples)
         prefill_body, decode_body = write_bodies(
             parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms
         )
         prefill_lease, decode_lease = self._charge(prefill, parsed), self._charge(decode, parsed)
-        race = Race(
-            asyncio.create_task(parts.legs.fetch(prefill, exchange.call, prefill_body)),
-            asyncio.create_task(parts.legs.open(decode, self._vouched(exchange.call, prefill, rooms), decode_body)),
-        )
+        first = parts.legs.send(prefill, call, prefill_body, stream=False)
+        second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
+        race = Race(second, prefill=first)
         try:
-            answer = await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
+            await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
             parts.table.release(prefill_lease)  # its tokens are computed: decode would not have begun
-            merger = Merger(parsed.api, race.prefill.result()) if parsed.wants_input_logprobs else None
-            response = await self._answer(exchange, answer, merger=merger, race=race)
+            merger = Merger(parsed.api, first.reply.take()) if parsed.wants_input_logprobs else None
+            response = await self._answer(exchange, race, merger=merger)
             race.finish()
             return response
         finally:
             parts.table.release(prefill_lease)
             parts.table.release(decode_lease)
-            self._tails.add(race.prefill)
-            _when_done(race.prefill, self._tails.discard, lambda _: parts.rooms.release(rooms))
-            await race.close()  # last: a client that leaves in just this wait cancels it
+            race.close()
+            self._tails.add(first)
+            race.when_prefill_ends(lambda: self._end_tail(first, rooms))
 
-    async def _answer(
-        self, exchange: _Exchange, answer: Answer, *, merger: Merger | None, race: Race | None
-    ) -> web.StreamResponse:
-        """Give the client a worker's answer, whole or as a stream."""
-        headers = _answer_headers(answer.response.headers)
-        if not answer.streaming:
+    def _end_tail(self, prefill: Leg, rooms: Sequence[int]) -> None:
+        """Nothing of the request runs any more, here or there."""
+        self._tails.discard(prefill)
+        self._parts.rooms.release(rooms)
+
+    async def _answer(self, exchange: _Exchange, race: Race, *, merger: Merger | None) -> web.StreamResponse:
+        """Give the client the answer that has begun, whole or as a stream."""
+        leg = race.answering
+        headers = _answer_headers(leg.reply.headers)
+        if not leg.streaming:
             self._first_byte(exchange)
-            body = merger.merge_answer(answer.first) if merger else answer.first
-            return web.Response(status=answer.response.status, body=body, headers=headers)
+            body = leg.reply.take()
+            body = merger.merge_answer(body) if merger else body
+            return web.Response(status=leg.reply.status, body=body, headers=headers)
         headers["X-Request-Id"] = exchange.request_id
         headers["Cache-Control"] = "no-cache"
-        if race is not None:
-            race.watch_prefill(self._note)
-        exchange.live.cut = answer.response.close
+        race.watch_prefill(self._note)
+        exchange.live.cut = leg.close
         try:
             out = await relay_stream(
                 exchange.request,
-                answer,
+                leg,
                 headers=headers,
                 merger=SseMerger(merger) if merger else None,
                 on_first_byte=lambda: self._first_byte(exchange),
             )
         except StreamBroken as broken:
-            return await self._end_broken(exchange, broken, answer.worker, race)
+            return await self._end_broken(exchange, broken, race)
         if exchange.live.handed_back:
-            return await self._end_broken(exchange, StreamBroken(out, ConnectionError()), answer.worker, race)
-        if race is not None and race.refused is not None:
-            return await self._end_broken(exchange, StreamBroken(out, race.refused), answer.worker, race)
+            return await self._end_broken(exchange, StreamBroken(out, ConnectionError()), race)
+        if race.refused is not None:
+            return await self._end_broken(exchange, StreamBroken(out, race.refused), race)
         await out.write_eof()
         return out
 
-    async def _end_broken(
-        self, exchange: _Exchange, broken: StreamBroken, worker: Worker, race: Race | None
-    ) -> web.StreamResponse:
+    async def _end_broken(self, exchange: _Exchange, broken: StreamBroken, race: Race) -> web.StreamResponse:
         """Say in the stream what happened; both legs end."""
         if exchange.live.handed_back:
-            if race is not None:
-                await race.close()
+            race.close()
             return await end_with_event(broken.out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
-        failure = race.refused if race is not None else None
+        failure = race.refused
         if failure is None:
-            failure = LegError(worker, reason="lost", detail=f"the stream broke off: {broken}")
+            failure = LegError(race.answering.worker, reason="lost", detail=f"the stream broke off: {broken}")
             self._note(failure)
-        if race is not None:
-            await race.close()
+        race.close()
         return await end_with_event(broken.out, _failure_event(failure))
 
     def _vouched(self, call: Call, prefill: Worker, rooms: Sequence[int]) -> Call:
@@ -344,15 +341,3 @@ class _ErrorBody(msgspec.Struct):
 
 def _answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[low] for low, name in _ANSWER_HEADERS.items() if low in headers}
-
-
-def _when_done(task: "asyncio.Task[bytes]", *acts: Callable[["asyncio.Task[bytes]"], None]) -> None:
-    """Call `acts` once `task` has ended, and look at its exception, which by then interests no one."""
-
-    def on_done(done: "asyncio.Task[bytes]") -> None:
-        if not done.cancelled():
-            done.exception()
-        for act in acts:
-            act(done)
-
-    on_done(task) if task.done() else task.add_done_callback(on_done)

@@ -50,16 +50,6 @@ class LegError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A good answer, begun: `first` is the whole body unless it is a stream, whose first bytes they are."""
-
-    worker: Worker
-    response: Reply
-    first: bytes
-    streaming: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
     """What is sent: the same path and headers for both legs."""
 
@@ -71,36 +61,64 @@ class Call:
         return Call(self.path, less_time(self.headers, elapsed_s))
 
 
+class Leg:
+    """One request to one worker, under way. `reply.listener` hears when what is said here may have changed."""
+
+    __slots__ = ("_failure", "_stream", "reply", "worker")
+
+    def __init__(self, worker: Worker, reply: Reply, *, stream: bool) -> None:
+        self.worker = worker
+        self.reply = reply
+        self._stream = stream
+        self._failure: LegError | None = None
+
+    @property
+    def streaming(self) -> bool:
+        """The answer is a good one, and to be passed on as it comes."""
+        status = self.reply.status
+        return self._stream and 0 < status < 300 and self.reply.headers.get("content-type", "").startswith(STREAM_TYPE)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come."""
+        return self.reply.complete or self.reply.error is not None
+
+    @property
+    def begun(self) -> bool:
+        """There is something to give to the client: the first bytes of a stream, or the whole of any other answer."""
+        return self.reply.complete or (self.reply.num_buffered > 0 and self.streaming)
+
+    def failure(self) -> LegError | None:
+        """What went wrong before the answer had begun; an answer that begun is judged by who reads it."""
+        if self._failure is None:
+            self._failure = self._find_failure()
+        return self._failure
+
+    def _find_failure(self) -> LegError | None:
+        reply = self.reply
+        if reply.error is not None:
+            return broken_leg(self.worker, reply.error)
+        if not reply.complete:
+            return None
+        if reply.status >= 300:
+            return LegError(self.worker, reason="status", status=reply.status, headers=reply.headers, body=reply.take())
+        if self.streaming and not reply.num_buffered:
+            return LegError(self.worker, reason="lost", detail="the stream ended before its first event")
+        return None
+
+    def close(self) -> None:
+        self.reply.close()
+
+
 class Legs:
     """Sends legs through one client."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
 
-    async def fetch(self, worker: Worker, call: Call, body: bytes) -> bytes:
-        """Post and read the whole answer. `LegError` unless it is a good one."""
-        answer = await self.open(worker, call, body, stream=False)
-        return answer.first
-
-    async def open(self, worker: Worker, call: Call, body: bytes, *, stream: bool = True) -> Answer:
-        """Post and wait for the first bytes of an event stream, or for the whole of any other answer. `LegError`."""
-        try:
-            reply = await self._upstream.post(worker.url, call.path, headers=call.headers, body=body)
-        except UpstreamError as err:
-            raise broken_leg(worker, err) from None
-        streaming = stream and reply.status < 300 and reply.headers.get("content-type", "").startswith(STREAM_TYPE)
-        try:
-            first = await (reply.readany() if streaming else reply.read())
-        except UpstreamError as err:
-            raise broken_leg(worker, err) from None
-        except BaseException:  # cancelled
-            reply.close()
-            raise
-        if reply.status >= 300:
-            raise LegError(worker, reason="status", status=reply.status, headers=reply.headers, body=first)
-        if streaming and not first:
-            raise LegError(worker, reason="lost", detail="the stream ended before its first event")
-        return Answer(worker, reply, first, streaming)
+    def send(self, worker: Worker, call: Call, body: bytes, *, stream: bool) -> Leg:
+        """Send one. `stream`: its answer may be one that is passed on as it comes."""
+        return Leg(worker, self._upstream.post(worker.url, call.path, headers=call.headers, body=body), stream=stream)
 
 
 def broken_leg(worker: Worker, err: UpstreamError) -> LegError:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
-from router.legs import Answer
+from router.legs import Leg
 from router.merge import SseMerger
 from router.sse import SseSplitter
 from router.upstream import UpstreamError
@@ -26,22 +26,22 @@ class _CoalescedResponse(web.StreamResponse):
 
 async def relay_stream(
     request: web.Request,
-    answer: Answer,
+    leg: Leg,
     *,
     headers: Mapping[str, str],
     merger: SseMerger | None,
     on_first_byte: Callable[[], None],
 ) -> web.StreamResponse:
-    """Send `answer` to the client until it ends; the caller ends the response (`write_eof`).
+    """Send the leg's answer to the client until it ends; the caller ends the response (`write_eof`).
 
     `StreamBroken` if the worker broke off; the client's own connection errors pass.
     """
-    out = _CoalescedResponse(status=answer.response.status, headers=headers)
+    out = _CoalescedResponse(status=leg.reply.status, headers=headers)
     await out.prepare(request)
     splitter = SseSplitter()
     feed = merger.feed if merger else splitter.feed
-    read = answer.response.readany
-    chunk = answer.first
+    read = leg.reply.readany
+    chunk = leg.reply.take()
     on_first_byte()
     while chunk:
         events = feed(chunk)

@@ -125,7 +125,7 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             yield RunningRouter(url=url, table=table, rooms=rooms, gate=gate, live=live)
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
-            await dispatcher.close()
+            dispatcher.close()
             await upstream.close()
             await monitor.close()
 

@@ -7,8 +7,7 @@ a router must not do: redirects, cookies, proxies, decompression, sending a requ
 
 import asyncio
 import ssl
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -30,30 +29,36 @@ class UpstreamError(Exception):
 
 
 class Reply(Protocol):
-    """A worker's answer, whose head has come. Header names are in lower case."""
+    """A worker's answer, from the moment the request is sent. Header names are in lower case.
+
+    `status` is 0 until its head has come. `complete`: all of it came. `error`: why no more will come. `num_buffered`: bytes
+    that came and were not taken. `listener` is called at every change of these, and must not raise.
+    """
 
     status: int
-    headers: Mapping[str, str]
+    headers: dict[str, str]
+    complete: bool
+    error: UpstreamError | None
+    listener: Callable[[], None]
 
     @property
-    def ended(self) -> bool:
-        """All of it was read."""
+    def num_buffered(self) -> int: ...
+
+    def take(self) -> bytes:
+        """What has come since the last time; nothing if nothing has."""
 
     async def readany(self) -> bytes:
-        """What has come since the last time, at least a byte; nothing at its end. `UpstreamError` when it breaks off."""
-
-    async def read(self) -> bytes:
-        """All that is left. `UpstreamError`."""
+        """As `take`, but waits for a byte; nothing at the end. `UpstreamError` when it breaks off."""
 
     def close(self) -> None:
-        """End it here; the connection is closed unless the answer has ended."""
+        """End it here; the connection is closed unless the answer is complete. It has an `error` from then on."""
 
 
 class Upstream(Protocol):
     """Sends requests to workers."""
 
-    async def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> Reply:
-        """Send, and wait for the head of the answer. `url`: scheme, host and port. `UpstreamError`."""
+    def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> Reply:
+        """Send a request; what becomes of it is told by the reply. `url`: scheme, host and port."""
 
 
 class _Origin:
@@ -78,21 +83,23 @@ class HttpUpstream:
         self._request_timeout_s = request_timeout_s
         self._origins: dict[str, _Origin] = {}
         self._connections: set[_Connection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._sweep: asyncio.TimerHandle | None = None
 
-    async def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
+    def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
         """As `Upstream.post`. The worker's answer has the whole of the request's timeout to come and to end."""
         origin = self._origin(url)
         head = _head(path, origin.name, headers, len(body))
-        deadline_s = self._loop.time() + self._request_timeout_s
-        connection = self._free(origin) or await self._connect(origin)
-        reply = connection.send(head, body, deadline_s)
-        try:
-            await reply.head_came()
-        except BaseException:
-            reply.close()
-            raise
+        reply = HttpReply(self._loop, timeout_s=self._request_timeout_s)
+        connection = self._free(origin)
+        if connection is not None:
+            connection.send(reply, head, body)
+        else:
+            task = self._loop.create_task(self._connect_and_send(origin, reply, head, body))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+            reply.end_connection = task.cancel
         return reply
 
     @property
@@ -102,6 +109,9 @@ class HttpUpstream:
     async def close(self) -> None:
         if self._sweep is not None:
             self._sweep.cancel()
+        for task in self._connecting:
+            task.cancel()
+        await asyncio.gather(*self._connecting, return_exceptions=True)
         for connection in tuple(self._connections):
             connection.close()
         self._origins.clear()
@@ -126,7 +136,7 @@ class HttpUpstream:
             connection.close()
         return None
 
-    async def _connect(self, origin: _Origin) -> "_Connection":
+    async def _connect_and_send(self, origin: _Origin, reply: "HttpReply", head: bytes, body: bytes) -> None:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await self._loop.create_connection(
@@ -134,8 +144,10 @@ class HttpUpstream:
                 )
         except (OSError, TimeoutError) as err:
             detail = str(err) or f"no connection in {self._connect_timeout_s:g} s (--connect-timeout-s)"
-            raise UpstreamError("refused", detail) from None
-        return connection
+            return reply.fail(UpstreamError("refused", detail))
+        if reply.error is not None:
+            return connection.close()
+        return connection.send(reply, head, body)
 
     def on_made(self, connection: "_Connection") -> None:
         self._connections.add(connection)
@@ -163,68 +175,81 @@ class HttpUpstream:
 
 
 class HttpReply:
-    """`Reply` of one connection. One task at a time reads it."""
+    """`Reply` of one connection. One task at a time reads it. `end_connection` ends what it comes over."""
 
-    __slots__ = ("_chunks", "_connection", "_error", "_loop", "_size", "_waiter", "complete", "headers", "status")
+    __slots__ = (
+        *("_chunks", "_loop", "_timer", "_waiter", "complete", "end_connection", "error", "headers"),
+        *("listener", "num_buffered", "resume", "status"),
+    )
 
-    def __init__(self, connection: "_Connection", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.complete = False
-        self._connection = connection
+        self.error: UpstreamError | None = None
+        self.num_buffered = 0
+        self.listener: Callable[[], None] = _nothing
+        self.end_connection: Callable[[], object] = _nothing
+        self.resume: Callable[[], None] = _nothing
+        self._chunks: list[bytes] = []
         self._loop = loop
-        self._chunks: deque[bytes] = deque()
-        self._size = 0
-        self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._timer = loop.call_later(timeout_s, self._on_timeout)
 
-    @property
-    def ended(self) -> bool:
-        return self.complete and not self._chunks
-
-    async def head_came(self) -> None:
-        """Until the head has come. `UpstreamError`."""
-        while not self.status:
-            if self._error is not None:
-                raise self._error
-            await self._wait()
+    def take(self) -> bytes:
+        """As `Reply.take`."""
+        chunks = self._chunks
+        if not chunks:
+            return b""
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        if self.num_buffered > READ_BUFFER_BYTES:
+            self.resume()
+        self.num_buffered = 0
+        return data
 
     async def readany(self) -> bytes:
         """As `Reply.readany`."""
         while not self._chunks:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self.complete:
                 return b""
-            await self._wait()
-        return self._take()
-
-    async def read(self) -> bytes:
-        """As `Reply.read`."""
-        parts: list[bytes] = []
-        while not self.complete:
-            if self._error is not None:
-                raise self._error
-            await self._wait()
-            parts.append(self._take())
-        return b"".join(parts) + self._take()
+            await self._changed()
+        return self.take()
 
     def close(self) -> None:
         """As `Reply.close`."""
-        if not self.complete and self._error is None:
+        if not self.complete and self.error is None:
             self.fail(UpstreamError("lost", "the request was ended here"))
-            self._connection.close()
+            self.end_connection()
 
-    def _take(self) -> bytes:
-        chunks = self._chunks
-        data = chunks.popleft() if len(chunks) == 1 else b"".join(chunks)
-        chunks.clear()
-        if self._size > READ_BUFFER_BYTES:
-            self._connection.resume()
-        self._size = 0
-        return data
+    def feed(self, data: bytes) -> bool:
+        """A piece of the body came; False: enough for now."""
+        self._chunks.append(data)
+        self.num_buffered += len(data)
+        return self.num_buffered <= READ_BUFFER_BYTES
 
-    async def _wait(self) -> None:
+    def finish(self) -> None:
+        """All of it came."""
+        self._timer.cancel()
+        self.complete = True
+        self.wake()
+
+    def fail(self, error: UpstreamError) -> None:
+        """Nothing more comes; what came before is still there to be read."""
+        if not self.complete and self.error is None:
+            self._timer.cancel()
+            self.error = error
+            self.wake()
+
+    def wake(self) -> None:
+        """Something changed that a reader or the listener may wait for."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        self.listener()
+
+    async def _changed(self) -> None:
         assert self._waiter is None, "two tasks read one answer"
         self._waiter = self._loop.create_future()
         try:
@@ -232,22 +257,13 @@ class HttpReply:
         finally:
             self._waiter = None
 
-    def wake(self) -> None:
-        """Something came that a reader may wait for."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _on_timeout(self) -> None:
+        self.fail(UpstreamError("timeout", "no answer in time (--request-timeout-s)"))
+        self.end_connection()
 
-    def feed(self, data: bytes) -> bool:
-        """A piece of the body came; False: enough for now."""
-        self._chunks.append(data)
-        self._size += len(data)
-        return self._size <= READ_BUFFER_BYTES
 
-    def fail(self, error: UpstreamError) -> None:
-        """Nothing more comes; what came before is still there to be read."""
-        if not self.complete and self._error is None:
-            self._error = error
-            self.wake()
+def _nothing() -> None:
+    """Nobody listens."""
 
 
 class _Connection(asyncio.Protocol):
@@ -260,7 +276,6 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._reply: HttpReply | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._headers: dict[str, str] = {}
         self._head_bytes = 0
         self._keep = False
@@ -271,23 +286,22 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._owner.on_made(self)
 
-    def send(self, head: bytes, body: bytes, deadline_s: float) -> HttpReply:
-        """Send a request; its answer is to end before `deadline_s` (the loop's time)."""
-        reply = self._reply = HttpReply(self, self._loop)
+    def send(self, reply: HttpReply, head: bytes, body: bytes) -> None:
+        """Send a request; its answer goes to `reply`."""
         if self.closed:
-            reply.fail(UpstreamError("lost", "the worker closed the connection"))
-            return reply
-        self._timer = self._loop.call_at(deadline_s, self._on_timeout)
-        self._transport.write(head + body if len(body) < READ_BUFFER_BYTES else head)
-        if len(body) >= READ_BUFFER_BYTES:
-            self._transport.write(body)
-        return reply
+            return reply.fail(UpstreamError("lost", "the worker closed the connection"))
+        self._reply = reply
+        reply.end_connection, reply.resume = self.close, self._resume
+        if len(body) < READ_BUFFER_BYTES:
+            return self._transport.write(head + body)
+        self._transport.write(head)
+        return self._transport.write(body)
 
     def close(self) -> None:
         self.closed = True
         self._transport.abort()
 
-    def resume(self) -> None:
+    def _resume(self) -> None:
         if not self.closed:
             self._transport.resume_reading()
 
@@ -297,7 +311,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as err:
-            self._end(UpstreamError("lost", f"the answer is not HTTP: {err}"))
+            self._fail(f"the answer is not HTTP: {err}")
             return self.close()
         if self._reply is not None:
             self._reply.wake()
@@ -312,26 +326,13 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        self._end(UpstreamError("lost", str(exc or "") or "the worker closed the connection"))
+        self._fail(str(exc or "") or "the worker closed the connection")
         self._owner.on_lost(self)
 
-    def _on_timeout(self) -> None:
-        self._end(UpstreamError("timeout", "no answer in time (--request-timeout-s)"))
-        self.close()
-
-    def _end(self, error: UpstreamError | None) -> None:
-        """The request on this connection is over."""
+    def _fail(self, detail: str) -> None:
         reply, self._reply = self._reply, None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if reply is None:
-            return
-        if error is not None:
-            return reply.fail(error)
-        reply.complete = True
-        reply.wake()
-        return None
+        if reply is not None:
+            reply.fail(UpstreamError("lost", detail))
 
     def on_message_begin(self) -> None:
         if self._reply is None:  # an answer to nothing
@@ -359,14 +360,15 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._reply is None or not self._reply.status:
             return
-        self._end(None)
+        reply, self._reply = self._reply, None
         self._until_eof = False
         if not self._keep or self.closed:
-            return self.close()
-        self._transport.resume_reading()
-        self.free_since_s = self._loop.time()
-        self._owner.on_free(self)
-        return None
+            self.close()
+        else:
+            self._resume()
+            self.free_since_s = self._loop.time()
+            self._owner.on_free(self)
+        reply.finish()
 
 
 def _head(path: str, host: str, headers: Mapping[str, str], length: int) -> bytes:
