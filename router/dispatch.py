@@ -62,7 +62,7 @@ class Parts:
 class _Exchange:
     """One client's request while it is served."""
 
-    request: web.Request
+    request: web.BaseRequest
     request_id: str
     parsed: ParsedBody
     body: bytes
@@ -82,7 +82,7 @@ class Dispatcher:
         self.roles = (Role.PREFILL, Role.DECODE) if pd else (Role.UNIFIED,)
         self._embedding_roles = self.roles[:1]  # the first computes prompts, alone or not
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The handler. `BadBody` for a body that cannot be routed."""
         refusal = self._refusal()
         if refusal is not None:
@@ -105,7 +105,7 @@ class Dispatcher:
             return error_response(429, message, code="queue_full", headers={"Retry-After": RETRY_AFTER_S})
         return None
 
-    async def _handle(self, request: web.Request, live: LiveRequest) -> web.StreamResponse:
+    async def _handle(self, request: web.BaseRequest, live: LiveRequest) -> web.StreamResponse:
         started_s = time.monotonic()
         body = await request.read()
         request_id = request[REQUEST_ID]
@@ -275,9 +275,9 @@ class Dispatcher:
         )
 
     def _first_byte(self, exchange: _Exchange) -> None:
-        self._parts.metrics.ttfb_s.labels(exchange.call.path).observe(time.monotonic() - exchange.started_s)
+        self._parts.metrics.on_first_byte(exchange.call.path, time.monotonic() - exchange.started_s)
 
-    def _headers(self, request: web.Request, request_id: str) -> dict[str, str]:
+    def _headers(self, request: web.BaseRequest, request_id: str) -> dict[str, str]:
         """What workers get of the client's headers."""
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         for name in _PASSED_HEADERS:

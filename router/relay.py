@@ -25,7 +25,7 @@ class _CoalescedResponse(web.StreamResponse):
 
 
 async def relay_stream(
-    request: web.Request,
+    request: web.BaseRequest,
     leg: Leg,
     *,
     headers: Mapping[str, str],

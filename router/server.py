@@ -1,14 +1,16 @@
 """Puts the router together and runs it. The only place that builds its parts, listens, and handles signals."""
 
+import asyncio
 import errno
 import json
 import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import uvloop
@@ -19,6 +21,7 @@ from router.control import Control
 from router.credentials import Credentials
 from router.dispatch import Dispatcher, Parts
 from router.draining import LiveRequests, StopSignals
+from router.entropy import Entropy
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs
@@ -27,6 +30,7 @@ from router.policies import make_policy
 from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
+from router.routes import Handler, Routes
 from router.upstream import KEEPALIVE_S, HttpUpstream
 from router.workers import Role, Thresholds, WorkerTable
 from security.addresses import require_secret
@@ -78,7 +82,8 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     secret, gate = _check_exposure(config)
     credentials = Credentials(config, api=gate.api)
     table = _table(config)
-    rooms = RoomMinter(secrets.randbits)
+    entropy = Entropy()
+    rooms = RoomMinter(entropy.bits)
     metrics = RouterMetrics(table)
     live = LiveRequests(max_live=config.max_concurrent_requests)
     upstream = HttpUpstream(connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s)
@@ -109,12 +114,16 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             roles=dispatcher.roles,
             live=live,
         )
-        runner = web.AppRunner(
-            _app(config, dispatcher=dispatcher, control=control, metrics=metrics, gate=gate),
-            access_log=None,
-            handler_cancellation=True,  # a client that goes away ends both legs at once
-            shutdown_timeout=config.shutdown_timeout_s,
+        routes = Routes(
+            [
+                *(web.post(api.value, dispatcher.handle) for api in Api),
+                web.put(Api.GENERATE.value, dispatcher.handle),
+                *control.routes(),
+            ]
         )
+        limiter = make_limiter(config.rate_limit_requests_per_second, config.rate_limit_burst)
+        guard = make_guard(gate=gate, limiter=limiter, metrics=metrics, new_id=entropy.name)
+        runner = _http_server(config, routes, guard)
         await runner.setup()
         try:
             port = await _listen(runner, config)
@@ -162,15 +171,27 @@ def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
     return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file), gate
 
 
-def _app(
-    config: RouterConfig, *, dispatcher: Dispatcher, control: Control, metrics: RouterMetrics, gate: Gate
-) -> web.Application:
-    limiter = make_limiter(config.rate_limit_requests_per_second, config.rate_limit_burst)
-    guard = make_guard(gate=gate, limiter=limiter, metrics=metrics)
-    app = web.Application(middlewares=[guard], client_max_size=config.max_body_bytes)
-    app.add_routes([web.post(api.value, dispatcher.handle) for api in Api])
-    app.add_routes([web.put(Api.GENERATE.value, dispatcher.handle), *control.routes()])
-    return app
+def _http_server(
+    config: RouterConfig,
+    routes: Routes,
+    guard: Callable[[web.BaseRequest, Handler], Awaitable[web.StreamResponse]],
+) -> web.ServerRunner:
+    """aiohttp's server without its application layer, which costs as much as the server itself."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        return await guard(request, routes.handler(request.method, request.path))
+
+    def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+        loop = asyncio.get_running_loop()
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=config.max_body_bytes)
+
+    server = web.Server(
+        handle,
+        request_factory=make_request,
+        handler_cancellation=True,  # a client that goes away ends both legs at once
+        access_log=None,
+    )
+    return web.ServerRunner(server, shutdown_timeout=config.shutdown_timeout_s)
 
 
 def _table(config: RouterConfig) -> WorkerTable:
@@ -188,7 +209,7 @@ def _table(config: RouterConfig) -> WorkerTable:
     return table
 
 
-async def _listen(runner: web.AppRunner, config: RouterConfig) -> int:
+async def _listen(runner: web.ServerRunner, config: RouterConfig) -> int:
     """Bind; the port that was taken (config.port may be 0)."""
     site = web.TCPSite(runner, config.host, config.port)
     try:
