@@ -145,7 +145,7 @@ class HttpUpstream:
         except (OSError, TimeoutError) as err:
             detail = str(err) or f"no connection in {self._connect_timeout_s:g} s (--connect-timeout-s)"
             return reply.fail(UpstreamError("refused", detail))
-        if reply.error is not None:
+        if reply.error is not None:  # ended while the connection was just being made: too late to cancel
             return connection.close()
         return connection.send(reply, head, body)
 
