@@ -1,0 +1,106 @@
+"""What the processes of one router tell one another: changes of the pool, and their counts for one /metrics.
+
+Each serves its ordinary routes at a unix socket as well; what comes from there carries the key that only they know, and is
+passed on no further. Owns that client. A process that has just started asks a sibling who the workers are.
+"""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.fleet import Place
+
+log = logging.getLogger(__name__)
+
+KEY_HEADER = "X-Tandem-Sibling"
+TIMEOUT_S = 5.0
+_ADDED = ("_total", "_bucket", "_count", "_sum", "_inflight_requests", "_inflight_tokens", "_created", "_assigned")
+
+
+class Siblings:
+    """The other processes; none without a place."""
+
+    def __init__(self, place: Place | None) -> None:
+        self._place = place
+        self._sessions: list[aiohttp.ClientSession] = []
+        for path in () if place is None else place.siblings:
+            connector = aiohttp.UnixConnector(path=str(path))
+            timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+            self._sessions.append(aiohttp.ClientSession("http://router", connector=connector, timeout=timeout))
+
+    def is_one(self, request: web.BaseRequest) -> bool:
+        """Whether a sibling asks."""
+        said = request.headers.get(KEY_HEADER, "")
+        return self._place is not None and hmac.compare_digest(said.encode(), self._place.key.encode())
+
+    async def tell(self, request: web.BaseRequest) -> None:
+        """Pass a request on that changed something here, unless a sibling sent it. One that does not answer has no workers yet: it will ask."""
+        if self._sessions and not self.is_one(request):
+            body = await request.read()
+            await self._ask_all(request.method, request.path, body)
+
+    async def expositions(self) -> list[str]:
+        """/metrics of each that answers."""
+        return [body.decode() for body in await self._ask_all("GET", "/metrics", b"")]
+
+    async def workers(self) -> list[dict[str, Any]] | None:
+        """What /workers of the first that answers says; None: we are the first."""
+        for body in await self._ask_all("GET", "/workers", b""):
+            return list(msgspec.json.decode(body)["workers"])
+        return None
+
+    async def close(self) -> None:
+        for session in self._sessions:
+            await session.close()
+
+    async def _ask_all(self, method: str, path: str, body: bytes) -> list[bytes]:
+        answers = await asyncio.gather(*(self._ask(session, method, path, body) for session in self._sessions))
+        return [answer for answer in answers if answer is not None]
+
+    async def _ask(self, session: aiohttp.ClientSession, method: str, path: str, body: bytes) -> bytes | None:
+        assert self._place is not None
+        headers = {KEY_HEADER: self._place.key, "Content-Type": "application/json"}
+        try:
+            async with session.request(method, path, data=body or None, headers=headers) as response:
+                answer = await response.read()
+                return answer if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, TimeoutError) as err:
+            log.debug("a sibling did not answer %s %s: %s", method, path, err)
+            return None
+
+
+def merge_expositions(texts: Iterable[str]) -> str:
+    """One exposition of many: what counts is added, of other gauges the largest stands."""
+    lines: list[str] = []
+    values: dict[str, float] = {}
+    heads: dict[str, tuple[str, str, str]] = {}
+    order: dict[str, list[str]] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            heads.setdefault(family.name, (family.name, family.documentation, family.type))
+            for sample in family.samples:
+                labels = ",".join(f'{k}="{_escaped(v)}"' for k, v in sample.labels.items())
+                key = sample.name + (f"{{{labels}}}" if labels else "")
+                if key not in values:
+                    order.setdefault(family.name, []).append(key)
+                    values[key] = sample.value
+                elif sample.name.endswith(_ADDED):
+                    values[key] += sample.value
+                else:
+                    values[key] = max(values[key], sample.value)
+    for name, documentation, kind in heads.values():
+        shown = f"{name}_total" if kind == "counter" else name
+        lines += [f"# HELP {shown} {documentation}", f"# TYPE {shown} {kind}"]
+        lines += [f"{key} {values[key]}" for key in order.get(name, ())]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
