@@ -21,6 +21,7 @@ from router.draining import LiveRequests, StopSignals
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs, open_session
+from router.lifelines import Lifelines
 from router.metrics import RouterMetrics
 from router.policies import make_policy
 from router.rate_limit import make_limiter
@@ -37,8 +38,18 @@ log = logging.getLogger(__name__)
 class RunningRouter:
     """A router that listens at `url`; its state, for tests and for the launcher."""
 
-    def __init__(self, *, url: str, table: WorkerTable, rooms: RoomMinter, gate: Gate, live: LiveRequests) -> None:
+    def __init__(
+        self,
+        *,
+        url: str,
+        table: WorkerTable,
+        rooms: RoomMinter,
+        gate: Gate,
+        live: LiveRequests,
+        lifelines: Lifelines,
+    ) -> None:
         self.url = url
+        self.lifelines = lifelines
         self.gate = gate
         self.table = table
         self.rooms = rooms
@@ -80,16 +91,19 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     metrics = RouterMetrics(table)
     live = LiveRequests(max_live=config.max_concurrent_requests)
     async with open_session(
-        connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s
+        connect_timeout_s=config.connect_timeout_s,
+        request_timeout_s=config.request_timeout_s,
+        dead_timeout_s=config.dead_worker_timeout_s,
     ) as session:
-        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
+        legs = Legs(session, Lifelines(timeout_s=config.dead_worker_timeout_s))
+        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials, legs=legs)
         dispatcher = Dispatcher(
             Parts(
                 config=config,
                 table=table,
                 rooms=rooms,
                 policy=make_policy(config.policy, draw=secrets.randbelow),
-                legs=Legs(session),
+                legs=legs,
                 metrics=metrics,
                 credentials=credentials,
                 secret=secret,
@@ -121,7 +135,7 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                 monitor.watch(worker)
             await monitor.first_round()
             url = f"http://{_url_host(config.host)}:{port}"
-            yield RunningRouter(url=url, table=table, rooms=rooms, gate=gate, live=live)
+            yield RunningRouter(url=url, table=table, rooms=rooms, gate=gate, live=live, lifelines=legs.lifelines)
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
             await dispatcher.close()
