@@ -27,7 +27,7 @@ from bootstrap_server.protocol import (
 from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
 FIRST_RETRY_S = 0.1
-LONGEST_RETRY_S = 2.0  # well within decode's handshake timeout: the first request after an outage must not fail
+LONGEST_PAUSE_S = 2.0  # well within decode's handshake timeout: no request in its handshake may wait in vain for a new server
 REMEMBER_S = 30.0  # longer than decode looks for a room
 MAX_REPLY_BYTES = 1 << 20
 MAX_WAITING_ROOMS = 65536
@@ -132,11 +132,11 @@ class Registrar:
         try:
             if self._clock() >= self._renew_at_s:
                 lease = self._register()
-                self._renew_at_s = self._clock() + lease.lease_s / 3
+                self._renew_at_s = self._clock() + min(lease.lease_s / 3, LONGEST_PAUSE_S)
             self._register_rooms()
         except BootstrapError as error:
             self._complain(str(error))
-            pause_s, self._retry_s = self._retry_s, min(2 * self._retry_s, LONGEST_RETRY_S)
+            pause_s, self._retry_s = self._retry_s, min(2 * self._retry_s, LONGEST_PAUSE_S)
             self._renew_at_s = self._clock() + pause_s
             return pause_s
         self._retry_s = FIRST_RETRY_S
