@@ -27,7 +27,9 @@ from bootstrap_server.protocol import (
 from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
 FIRST_RETRY_S = 0.1
-LONGEST_PAUSE_S = 2.0  # well within decode's handshake timeout: no request in its handshake may wait in vain for a new server
+LONGEST_PAUSE_S = (
+    2.0  # well within decode's handshake timeout: no request in its handshake may wait in vain for a new server
+)
 REMEMBER_S = 30.0  # longer than decode looks for a room
 MAX_REPLY_BYTES = 1 << 20
 MAX_WAITING_ROOMS = 65536
