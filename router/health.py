@@ -45,6 +45,10 @@ class HealthMonitor:
         self._session = session
         self._watches: dict[int, _Watch] = {}
 
+    @property
+    def num_watched(self) -> int:
+        return len(self._watches)
+
     def watch(self, worker: Worker) -> None:
         """Start to check `worker`, now and then every interval."""
         watch = _Watch(worker)

@@ -47,9 +47,11 @@ class RunningRouter:
         gate: Gate,
         live: LiveRequests,
         lifelines: Lifelines,
+        monitor: HealthMonitor,
     ) -> None:
         self.url = url
         self.lifelines = lifelines
+        self.monitor = monitor
         self.gate = gate
         self.table = table
         self.rooms = rooms
@@ -135,7 +137,15 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                 monitor.watch(worker)
             await monitor.first_round()
             url = f"http://{_url_host(config.host)}:{port}"
-            yield RunningRouter(url=url, table=table, rooms=rooms, gate=gate, live=live, lifelines=legs.lifelines)
+            yield RunningRouter(
+                url=url,
+                table=table,
+                rooms=rooms,
+                gate=gate,
+                live=live,
+                lifelines=legs.lifelines,
+                monitor=monitor,
+            )
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
             await dispatcher.close()

@@ -5,10 +5,11 @@ import json
 import socket
 from typing import Any
 
+import pytest
 import uvloop
 from aiohttp import web
 
-from router.legs import open_session
+from router.legs import Legs, open_session
 from router.workers import Health
 from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
 from tests.router.test_failures import CHAT, STREAM, streams_on
@@ -154,9 +155,10 @@ def test_a_worker_that_was_removed_is_looked_after_while_it_holds_requests() -> 
             ask = await asked(c, CHAT, dead)
             async with c.client.delete(c.url + "/workers", params={"url": dead.url}) as response:
                 assert response.status == 200
+            assert c.router.monitor.num_watched == 3
             freeze(dead)
             assert json.loads((await ask)[2])["from"] == other.name
-            assert len(c.router.table.workers()) == 2
+            await until(lambda: c.router.monitor.num_watched == len(c.router.table.workers()) == 2)
             await c.settled()
 
     uvloop.run(scenario())
@@ -227,6 +229,15 @@ def test_a_pair_that_cannot_be_joined_leaves_the_request_to_another_pair() -> No
             await c.settled()
 
     uvloop.run(scenario())
+
+
+def test_parsed_addresses_of_workers_that_come_and_go_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.legs.MAX_URLS", 3)
+    nobody: Any = None
+    legs = Legs(nobody)
+    for i in range(20):
+        assert str(legs._url(f"http://h{i}:1", "/generate")) == f"http://h{i}:1/generate"
+        assert 1 <= len(legs._urls) <= 3
 
 
 def test_the_kernel_probes_connections_to_workers() -> None:
