@@ -20,13 +20,14 @@ from router.dispatch import Dispatcher, Parts
 from router.draining import LiveRequests, StopSignals
 from router.guard import make_guard
 from router.health import HealthMonitor
-from router.legs import Legs, open_session
+from router.legs import Legs
 from router.lifelines import Lifelines
 from router.metrics import RouterMetrics
 from router.policies import make_policy
 from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
+from router.session import open_session
 from router.workers import Role, Thresholds, WorkerTable
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
