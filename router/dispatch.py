@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
+from router.attempts import Attempts
 from router.config import RouterConfig
 from router.credentials import Credentials
 from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
@@ -34,6 +35,7 @@ from security.voucher import VOUCHER_HEADER, vouch
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 1.0
+WAIT_POLL_S = 0.02
 RETRY_AFTER_S = "1"  # told to clients when no worker is there
 
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
@@ -69,7 +71,7 @@ class _Exchange:
     call: Call
     live: LiveRequest
     started_s: float
-    tried: set[int] = field(default_factory=set)
+    attempts: Attempts = field(default_factory=Attempts)
 
 
 class Dispatcher:
@@ -139,13 +141,13 @@ class Dispatcher:
             if attempt:
                 exchange.call = exchange.call.later(time.monotonic() - exchange.started_s)
             roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
-            workers = self._pick(roles, exchange.tried)
+            workers = await self._pick_soon(roles, exchange.attempts)
             if workers is None:
-                return self._no_worker(roles)
+                return self._none_left(roles, exchange.attempts)
             try:
                 return await self._attempt(exchange, workers)
             except LegError as failure:
-                exchange.tried.add(failure.worker.worker_id)
+                exchange.attempts.note(failure, workers)
                 self._note(failure)
                 if not failure.retryable or attempt == config.retry_max:
                     return _failure_response(failure)
@@ -219,25 +221,28 @@ class Dispatcher:
                 on_first_byte=lambda: self._first_byte(exchange),
             )
         except StreamBroken as broken:
-            return await self._end_broken(exchange, broken, race)
+            if exchange.live.handed_back:
+                return await self._end_handed_back(broken.out, race)
+            return await self._end_broken(broken.out, broken.cause, race)
         if exchange.live.handed_back:
-            return await self._end_broken(exchange, StreamBroken(out, ConnectionError()), race)
+            return await self._end_handed_back(out, race)
         if race.refused is not None:
-            return await self._end_broken(exchange, StreamBroken(out, race.refused), race)
+            return await self._end_broken(out, race.refused, race)
         await out.write_eof()
         return out
 
-    async def _end_broken(self, exchange: _Exchange, broken: StreamBroken, race: Race) -> web.StreamResponse:
+    async def _end_handed_back(self, out: web.StreamResponse, race: Race) -> web.StreamResponse:
+        race.close()
+        return await end_with_event(out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
+
+    async def _end_broken(self, out: web.StreamResponse, failure: LegError, race: Race) -> web.StreamResponse:
         """Say in the stream what happened; both legs end."""
-        if exchange.live.handed_back:
-            race.close()
-            return await end_with_event(broken.out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
-        failure = race.refused
-        if failure is None:
-            failure = LegError(race.answering.worker, reason="lost", detail=f"the stream broke off: {broken}")
+        if race.refused is not None:
+            failure = race.refused
+        else:
             self._note(failure)
         race.close()
-        return await end_with_event(broken.out, _failure_event(failure))
+        return await end_with_event(out, _failure_event(failure))
 
     def _vouched(self, call: Call, prefill: Worker, rooms: Sequence[int]) -> Call:
         """With our word for the bootstrap server that the body names, where there is a secret to give it by."""
@@ -247,10 +252,23 @@ class Dispatcher:
         voucher = vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)
         return Call(call.path, {**call.headers, VOUCHER_HEADER: voucher})
 
-    def _pick(self, roles: Sequence[Role], tried: set[int]) -> tuple[Worker, ...] | None:
-        """One worker of each role, least loaded (or as the policy says) among those not tried yet."""
+    async def _pick_soon(self, roles: Sequence[Role], attempts: Attempts) -> tuple[Worker, ...] | None:
+        """As `_pick`; a request that has failed already waits a little for workers of which none is alive.
+
+        What broke its connections may have made their health checks fail as well, and be over.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + (self._parts.config.retry_wait_s if attempts.last else 0.0)
+        while True:
+            workers = self._pick(roles, attempts)
+            if workers is not None or not missing_roles(self._parts.table, roles) or loop.time() >= deadline_s:
+                return workers
+            await asyncio.sleep(WAIT_POLL_S)
+
+    def _pick(self, roles: Sequence[Role], attempts: Attempts) -> tuple[Worker, ...] | None:
+        """One worker of each role, least loaded (or as the policy says) among those best tried next."""
         parts = self._parts
-        chosen = [pick(parts.policy, parts.table.alive(role), avoid=tried) for role in roles]
+        chosen = [pick(parts.policy, attempts.candidates(parts.table.alive(role))) for role in roles]
         return tuple(w for w in chosen if w is not None) if None not in chosen else None
 
     def _charge(self, worker: Worker, parsed: ParsedBody) -> Lease:
@@ -265,6 +283,12 @@ class Dispatcher:
         if failure.reason in ("refused", "lost") or failure.draining:
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
+
+    def _none_left(self, roles: Sequence[Role], attempts: Attempts) -> web.Response:
+        """Nobody is alive, or who is could only fail again."""
+        if attempts.last is not None and not missing_roles(self._parts.table, roles):
+            return _failure_response(attempts.last)
+        return self._no_worker(roles)
 
     def _no_worker(self, roles: Sequence[Role]) -> web.Response:
         """503 that names what is missing."""

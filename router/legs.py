@@ -1,24 +1,31 @@
-"""One leg: a request to one worker and its answer. Owns the classification of failures.
+"""One leg: a request to one worker and its answer. Owns the list of those that run, and the classification of failures.
 
 Decides nothing about retries between workers; a failure is one `LegError` that says what it was.
 """
 
+import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from router.deadline import less_time
+from router.lifelines import Lifelines
 from router.reports import says_draining
 from router.upstream import STREAM_TYPE, Reply, Upstream, UpstreamError
-from router.workers import Worker
+from router.workers import Role, Worker
 
+log = logging.getLogger(__name__)
+
+UNJOINED = 502  # what a decode worker answers when it could not find or reach the prefill worker
 RETRYABLE_STATUSES = frozenset((500, 502, 503))
 
 
 class LegError(Exception):
     """A worker did not answer a request well.
 
-    `reason`: one of `UpstreamError`, or "status" (an HTTP error answer, whole in `status`, `headers` (names in lower
-    case), `body`).
+    `reason`: one of `UpstreamError` ("down": the worker is dead, see lifelines.py), or "status" (an HTTP error answer,
+    whole in `status`, `headers` (names in lower case), `body`).
     """
 
     def __init__(
@@ -44,9 +51,14 @@ class LegError(Exception):
         return self.status == 503 and says_draining(self.body)
 
     @property
+    def unjoined(self) -> bool:
+        """Decode could not be joined with its prefill worker: it is told whose fault that is by nobody."""
+        return self.status == UNJOINED and self.worker.role is Role.DECODE
+
+    @property
     def retryable(self) -> bool:
         """Another worker may do better. Back-pressure and bad requests (4xx) are the client's to handle."""
-        return self.reason in ("refused", "lost") or self.status in RETRYABLE_STATUSES
+        return self.reason in ("refused", "lost", "down") or self.status in RETRYABLE_STATUSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +118,47 @@ class Leg:
             return LegError(self.worker, reason="lost", detail="the stream ended before its first event")
         return None
 
+    @property
+    def waits_since_s(self) -> float | None:
+        """Nothing came since then (the loop's time); None: what came is not taken."""
+        return None if self.reply.num_buffered else self.reply.heard_s
+
+    def give_up(self, why: str) -> None:
+        """End it: nobody will answer."""
+        self.reply.close(UpstreamError("down", why))
+
     def close(self) -> None:
         self.reply.close()
 
 
 class Legs:
-    """Sends legs through one client."""
+    """Sends legs through one client; who runs is in `lifelines`."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: Upstream, lifelines: Lifelines) -> None:
+        self.lifelines = lifelines
         self._upstream = upstream
+
+    def on_checked(self, worker: Worker) -> None:
+        """`worker` was looked at: end the legs that wait for it in vain."""
+        count = self.lifelines.give_up(worker, asyncio.get_running_loop().time())
+        if count:
+            log.warning("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
     def send(self, worker: Worker, call: Call, body: bytes, *, stream: bool) -> Leg:
         """Send one. `stream`: its answer may be one that is passed on as it comes."""
-        return Leg(worker, self._upstream.post(worker.url, call.path, headers=call.headers, body=body), stream=stream)
+        reply = self._upstream.post(worker.url, call.path, headers=call.headers, body=body)
+        leg = Leg(worker, reply, stream=stream)
+        if not leg.ended:
+            self.lifelines.begin(leg)
+            reply.on_end = partial(self.lifelines.over, leg)
+        return leg
+
+
+def broken_stream(worker: Worker, err: UpstreamError) -> LegError:
+    """As `broken_leg`, for an answer of which the client has a part."""
+    if err.reason == "down":
+        return broken_leg(worker, err)
+    return LegError(worker, reason="lost", detail=f"the stream broke off: {err}")
 
 
 def broken_leg(worker: Worker, err: UpstreamError) -> LegError:

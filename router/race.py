@@ -37,7 +37,7 @@ class Race:
         while True:
             failures = [failure for leg in self._legs if (failure := leg.failure()) is not None]
             if failures:
-                raise min(failures, key=_is_retryable)
+                raise min(failures, key=_says_less)
             prefill_done = self.prefill is None or self.prefill.ended or not wait_for_prefill
             if self.answering.begun and prefill_done:
                 return self.answering
@@ -102,6 +102,9 @@ class Race:
             self.answering.close()
 
 
-def _is_retryable(err: LegError) -> bool:
-    """Of two failures at once the final one (a bad request) says more than one another worker might not have."""
-    return err.retryable
+def _says_less(err: LegError) -> tuple[bool, bool]:
+    """Of two failures at once the final one (a bad request) says more than one another worker might not have; and a worker
+
+    that is gone more than the other one's word that it lost its peer.
+    """
+    return err.retryable, err.reason == "status"

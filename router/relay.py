@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
-from router.legs import Leg
+from router.legs import Leg, LegError, broken_stream
 from router.merge import SseMerger
 from router.sse import SseSplitter
 from router.upstream import UpstreamError
@@ -13,9 +13,9 @@ from router.upstream import UpstreamError
 class StreamBroken(Exception):
     """The worker's stream ended early, after bytes went to the client. `out` takes one more event, then ends."""
 
-    def __init__(self, out: web.StreamResponse, cause: BaseException) -> None:
-        super().__init__(str(cause) or type(cause).__name__)
-        self.out = out
+    def __init__(self, out: web.StreamResponse, cause: LegError) -> None:
+        super().__init__(str(cause))
+        self.out, self.cause = out, cause
 
 
 class _CoalescedResponse(web.StreamResponse):
@@ -50,7 +50,7 @@ async def relay_stream(
         try:
             chunk = await read()
         except UpstreamError as err:
-            raise StreamBroken(out, err) from None
+            raise StreamBroken(out, broken_stream(leg.worker, err)) from None
     rest = merger.rest() if merger else splitter.rest()
     if rest:
         await out.write(rest)

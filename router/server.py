@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import uvloop
 from aiohttp import web
 
@@ -25,13 +24,15 @@ from router.entropy import Entropy
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs
+from router.lifelines import Lifelines
 from router.metrics import RouterMetrics
 from router.policies import make_policy
 from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
 from router.routes import Handler, Routes
-from router.upstream import KEEPALIVE_S, HttpUpstream
+from router.session import open_session
+from router.upstream import HttpUpstream
 from router.workers import Role, Thresholds, WorkerTable
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
@@ -43,8 +44,20 @@ log = logging.getLogger(__name__)
 class RunningRouter:
     """A router that listens at `url`; its state, for tests and for the launcher."""
 
-    def __init__(self, *, url: str, table: WorkerTable, rooms: RoomMinter, gate: Gate, live: LiveRequests) -> None:
+    def __init__(
+        self,
+        *,
+        url: str,
+        table: WorkerTable,
+        rooms: RoomMinter,
+        gate: Gate,
+        live: LiveRequests,
+        lifelines: Lifelines,
+        monitor: HealthMonitor,
+    ) -> None:
         self.url = url
+        self.lifelines = lifelines
+        self.monitor = monitor
         self.gate = gate
         self.table = table
         self.rooms = rooms
@@ -86,16 +99,22 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     rooms = RoomMinter(entropy.bits)
     metrics = RouterMetrics(table)
     live = LiveRequests(max_live=config.max_concurrent_requests)
-    upstream = HttpUpstream(connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s)
-    async with _asking(config) as session:
-        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
+    client = {
+        "connect_timeout_s": config.connect_timeout_s,
+        "request_timeout_s": config.request_timeout_s,
+        "dead_timeout_s": config.dead_worker_timeout_s,
+    }
+    upstream = HttpUpstream(**client)
+    async with open_session(**client) as session:
+        legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
+        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials, legs=legs)
         dispatcher = Dispatcher(
             Parts(
                 config=config,
                 table=table,
                 rooms=rooms,
                 policy=make_policy(config.policy, draw=secrets.randbelow),
-                legs=Legs(upstream),
+                legs=legs,
                 metrics=metrics,
                 credentials=credentials,
                 secret=secret,
@@ -131,23 +150,20 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                 monitor.watch(worker)
             await monitor.first_round()
             url = f"http://{_url_host(config.host)}:{port}"
-            yield RunningRouter(url=url, table=table, rooms=rooms, gate=gate, live=live)
+            yield RunningRouter(
+                url=url,
+                table=table,
+                rooms=rooms,
+                gate=gate,
+                live=live,
+                lifelines=legs.lifelines,
+                monitor=monitor,
+            )
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
             dispatcher.close()
             await upstream.close()
             await monitor.close()
-
-
-def _asking(config: RouterConfig) -> aiohttp.ClientSession:
-    """The client for everything but generation: health, load, what an admin asks of workers."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=10),
-        timeout=aiohttp.ClientTimeout(total=config.request_timeout_s, sock_connect=config.connect_timeout_s),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-        auto_decompress=False,
-    )
 
 
 def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:

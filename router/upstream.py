@@ -6,6 +6,7 @@ a router must not do: redirects, cookies, proxies, decompression, sending a requ
 """
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Callable, Mapping
 from typing import Protocol, cast
@@ -13,15 +14,18 @@ from urllib.parse import urlsplit
 
 import httptools
 
-READ_BUFFER_BYTES = 256 << 10  # that nobody took yet; more stops the reading: back-pressure to the worker
-KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that a kept connection is rarely closed under a new request
+from router.session import KEEPALIVE_S, READ_BUFFER_BYTES, keep_alive
+
 MAX_HEAD_BYTES = 64 << 10  # of an answer
 MAX_ORIGINS = 4 * 4096  # parsed URLs that are kept
 STREAM_TYPE = "text/event-stream"
 
 
 class UpstreamError(Exception):
-    """No whole answer came. `reason`: "refused" (no connection was made), "lost" (it broke), or "timeout"."""
+    """No whole answer came.
+
+    `reason`: "refused" (no connection was made), "lost" (it broke), "down" (it was given up here), or "timeout".
+    """
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -32,14 +36,17 @@ class Reply(Protocol):
     """A worker's answer, from the moment the request is sent. Header names are in lower case.
 
     `status` is 0 until its head has come. `complete`: all of it came. `error`: why no more will come. `num_buffered`: bytes
-    that came and were not taken. `listener` is called at every change of these, and must not raise.
+    that came and were not taken. `heard_s`: when anything came last (the loop's time). `listener` is called at every change
+    of these, `on_end` once when no more will come; they must not raise.
     """
 
     status: int
     headers: dict[str, str]
     complete: bool
     error: UpstreamError | None
+    heard_s: float
     listener: Callable[[], None]
+    on_end: Callable[[], None]
 
     @property
     def num_buffered(self) -> int: ...
@@ -50,8 +57,8 @@ class Reply(Protocol):
     async def readany(self) -> bytes:
         """As `take`, but waits for a byte; nothing at the end. `UpstreamError` when it breaks off."""
 
-    def close(self) -> None:
-        """End it here; the connection is closed unless the answer is complete. It has an `error` from then on."""
+    def close(self, error: UpstreamError | None = None) -> None:
+        """End it here, with that error; the connection is closed. Nothing happens where nothing more would come."""
 
 
 class Upstream(Protocol):
@@ -76,9 +83,10 @@ class _Origin:
 
 
 class HttpUpstream:
-    """`Upstream` over sockets. `close()` ends every connection."""
+    """`Upstream` over sockets. `close()` ends every connection. `dead_timeout_s`: as `open_session`."""
 
-    def __init__(self, *, connect_timeout_s: float, request_timeout_s: float) -> None:
+    def __init__(self, *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0) -> None:
+        self._dead_timeout_s = dead_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
         self._origins: dict[str, _Origin] = {}
@@ -101,6 +109,10 @@ class HttpUpstream:
             task.add_done_callback(self._connecting.discard)
             reply.end_connection = task.cancel
         return reply
+
+    @property
+    def num_origins(self) -> int:
+        return len(self._origins)
 
     @property
     def num_connections(self) -> int:
@@ -149,8 +161,10 @@ class HttpUpstream:
             return connection.close()
         return connection.send(reply, head, body)
 
-    def on_made(self, connection: "_Connection") -> None:
+    def on_made(self, connection: "_Connection", opened: socket.socket | None) -> None:
         self._connections.add(connection)
+        if self._dead_timeout_s > 0 and opened is not None:
+            keep_alive(opened, self._dead_timeout_s)
 
     def on_lost(self, connection: "_Connection") -> None:
         self._connections.discard(connection)
@@ -178,8 +192,8 @@ class HttpReply:
     """`Reply` of one connection. One task at a time reads it. `end_connection` ends what it comes over."""
 
     __slots__ = (
-        *("_chunks", "_loop", "_timer", "_waiter", "complete", "end_connection", "error", "headers"),
-        *("listener", "num_buffered", "resume", "status"),
+        *("_chunks", "_loop", "_timer", "_waiter", "complete", "end_connection", "error", "headers", "heard_s"),
+        *("listener", "num_buffered", "on_end", "resume", "status"),
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
@@ -188,7 +202,9 @@ class HttpReply:
         self.complete = False
         self.error: UpstreamError | None = None
         self.num_buffered = 0
+        self.heard_s = loop.time()
         self.listener: Callable[[], None] = _nothing
+        self.on_end: Callable[[], None] = _nothing
         self.end_connection: Callable[[], object] = _nothing
         self.resume: Callable[[], None] = _nothing
         self._chunks: list[bytes] = []
@@ -218,10 +234,10 @@ class HttpReply:
             await self._changed()
         return self.take()
 
-    def close(self) -> None:
+    def close(self, error: UpstreamError | None = None) -> None:
         """As `Reply.close`."""
         if not self.complete and self.error is None:
-            self.fail(UpstreamError("lost", "the request was ended here"))
+            self.fail(error or UpstreamError("lost", "the request was ended here"))
             self.end_connection()
 
     def feed(self, data: bytes) -> bool:
@@ -234,6 +250,7 @@ class HttpReply:
         """All of it came."""
         self._timer.cancel()
         self.complete = True
+        self.on_end()
         self.wake()
 
     def fail(self, error: UpstreamError) -> None:
@@ -241,10 +258,12 @@ class HttpReply:
         if not self.complete and self.error is None:
             self._timer.cancel()
             self.error = error
+            self.on_end()
             self.wake()
 
     def wake(self) -> None:
         """Something changed that a reader or the listener may wait for."""
+        self.heard_s = self._loop.time()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         self.listener()
@@ -258,8 +277,7 @@ class HttpReply:
             self._waiter = None
 
     def _on_timeout(self) -> None:
-        self.fail(UpstreamError("timeout", "no answer in time (--request-timeout-s)"))
-        self.end_connection()
+        self.close(UpstreamError("timeout", "no answer in time (--request-timeout-s)"))
 
 
 def _nothing() -> None:
@@ -284,7 +302,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._owner.on_made(self)
+        self._owner.on_made(self, transport.get_extra_info("socket"))
 
     def send(self, reply: HttpReply, head: bytes, body: bytes) -> None:
         """Send a request; its answer goes to `reply`."""

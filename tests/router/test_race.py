@@ -22,7 +22,9 @@ class ToldReply:
         self.headers: dict[str, str] = {}
         self.complete = False
         self.error: UpstreamError | None = None
+        self.heard_s = 0.0
         self.listener: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], None] = lambda: None
         self._body = b""
 
     @property
@@ -45,9 +47,9 @@ class ToldReply:
     async def readany(self) -> bytes:
         return self.take()
 
-    def close(self) -> None:
+    def close(self, error: UpstreamError | None = None) -> None:
         if not self.complete and self.error is None:
-            self.error = UpstreamError("lost", "closed")
+            self.error = error or UpstreamError("lost", "closed")
             self.listener()
 
 
@@ -65,6 +67,19 @@ def test_of_two_failures_at_once_the_final_one_counts(statuses: tuple[int, int])
         with pytest.raises(LegError) as caught:
             await race.answer(wait_for_prefill=False)
         assert caught.value.status == 400 and caught.value.body == b"x"
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_is_gone_is_blamed_before_the_one_that_says_it_lost_its_peer() -> None:
+    async def scenario() -> None:
+        prefill, decode = ToldReply(), ToldReply()
+        race = race_of(prefill, decode)
+        prefill.tell(500)
+        decode.close()
+        with pytest.raises(LegError) as caught:
+            await race.answer(wait_for_prefill=False)
+        assert caught.value.reason == "lost"
 
     asyncio.run(scenario())
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from router.upstream import MAX_HEAD_BYTES, READ_BUFFER_BYTES, HttpReply, HttpUpstream, UpstreamError
+from router.session import READ_BUFFER_BYTES
+from router.upstream import MAX_HEAD_BYTES, HttpReply, HttpUpstream, UpstreamError
 
 DEADLINE_S = 10.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

@@ -21,6 +21,7 @@ from router.draining import LiveRequests
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs
+from router.lifelines import Lifelines
 from router.metrics import RouterMetrics
 from router.policies import make_policy
 from router.rewrite import Api
@@ -64,14 +65,17 @@ class Router:
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(config, api=gate.api)
         self.live = LiveRequests(max_live=config.max_concurrent_requests)
-        self.monitor = HealthMonitor(config=config, table=self.table, session=session, credentials=credentials)
+        legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
+        self.monitor = HealthMonitor(
+            config=config, table=self.table, session=session, credentials=credentials, legs=legs
+        )
         self.dispatcher = Dispatcher(
             Parts(
                 config=config,
                 table=self.table,
                 rooms=self.rooms,
                 policy=make_policy(config.policy, draw=draw.randrange),
-                legs=Legs(upstream),
+                legs=legs,
                 metrics=metrics,
                 credentials=credentials,
                 secret=None,
