@@ -18,6 +18,7 @@ from router.guard import require_admin
 from router.health import HealthMonitor
 from router.metrics import RouterMetrics
 from router.openapi import make_document
+from router.siblings import Siblings, merge_expositions
 from router.workers import Health, Role, Worker, WorkerTable, missing_roles
 from security.keys import Gate
 
@@ -52,7 +53,9 @@ class Control:
         credentials: Credentials,
         roles: tuple[Role, ...],
         live: LiveRequests,
+        siblings: Siblings,
     ) -> None:
+        self._siblings = siblings
         self._config = config
         self._table = table
         self._monitor = monitor
@@ -150,6 +153,7 @@ class Control:
             return url
         worker = self._table.add(url, role=role, bootstrap_port=port, now_s=time.monotonic())
         self._monitor.watch(worker)
+        await self._siblings.tell(request, asked)
         return _json(describe(worker), status=201)
 
     async def remove_worker(self, request: web.BaseRequest) -> web.Response:
@@ -160,6 +164,7 @@ class Control:
             return url
         worker = self._table.remove(url)
         self._monitor.retire(worker)
+        await self._siblings.tell(request, asked)
         return _json(describe(worker))
 
     async def get_loads(self, request: web.BaseRequest) -> web.Response:
@@ -186,7 +191,11 @@ class Control:
         return await self._fan_out("POST", request.path, headers, await request.read(), timeout_s=timeout_s)
 
     async def get_metrics(self, request: web.BaseRequest) -> web.Response:
-        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+        """Of all processes of this router."""
+        body = self._metrics.exposition()
+        if not self._siblings.is_one(request) and (others := await self._siblings.expositions()):
+            body = merge_expositions([body.decode(), *others]).encode()
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def openapi(self, request: web.BaseRequest) -> web.Response:
         """Own routes, and generation as the first worker that is up describes it (decode before prefill)."""

@@ -8,6 +8,7 @@
 Owns the processes and the folder of what they share.
 """
 
+import asyncio
 import logging
 import multiprocessing
 import os
@@ -74,6 +75,24 @@ def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[int], 
             fleet.watch()
 
 
+# What the parent says when it was told to end. Not the signals it got: a service manager may send those to every process
+# of the group, and a second one means "at once".
+DRAIN, END = signal.SIGUSR1, signal.SIGUSR2
+_SAYS = {signal.SIGTERM: DRAIN, signal.SIGINT: END, signal.SIGHUP: signal.SIGHUP}
+
+
+def obey_parent(*, on_drain: Callable[[], None], on_end: Callable[[], None]) -> None:
+    """In a process of the fleet (its loop runs): only the parent says when to end, and its death is the end."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    loop.add_signal_handler(DRAIN, on_drain)
+    loop.add_signal_handler(END, on_end)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        loop.add_reader(parent.sentinel, on_end)
+
+
 class _Member:
     """One process, and the next one in its place."""
 
@@ -113,8 +132,7 @@ class _Fleet:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Signals go on to all; after SIGTERM or SIGINT nobody is started again. No process is left at the end."""
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        before = {number: signal.signal(number, self._on_signal) for number in _SAYS}
         try:
             yield
         finally:
@@ -126,7 +144,7 @@ class _Fleet:
     def _on_signal(self, number: int, frame: object) -> None:
         self._stopping = self._stopping or number != signal.SIGHUP
         for member in self._members:
-            member.send(number)
+            member.send(_SAYS[signal.Signals(number)])
 
     def start(self) -> None:
         """Start all, and wait until all listen. `RouterConfigError` when one does not."""

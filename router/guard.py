@@ -46,15 +46,29 @@ def need_of(method: str, path: str) -> Access:
     return Access.ADMIN if path in _ADMIN_PATHS or (method, path) in _ADMIN_ROUTES else Access.USER
 
 
+def _nobody(request: web.BaseRequest) -> bool:
+    return False
+
+
 def make_guard(
-    *, gate: Gate, limiter: RateLimiter | None, metrics: RouterMetrics, new_id: Callable[[], str]
+    *,
+    gate: Gate,
+    limiter: RateLimiter | None,
+    metrics: RouterMetrics,
+    new_id: Callable[[], str],
+    is_sibling: Callable[[web.BaseRequest], bool] = _nobody,
 ) -> Callable[[web.BaseRequest, Handler], Awaitable[web.StreamResponse]]:
-    """The guard. `limiter` counts what needs a key; None: no limit. `new_id` names requests that came without a name."""
+    """The guard. `limiter` counts what needs a key; None: no limit. `new_id` names requests that came without a name.
+
+    `is_sibling`: another process of this router asks, which checked its caller itself.
+    """
 
     async def guard(request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
         request_id = request.headers.get("X-Request-Id", "")[:MAX_REQUEST_ID_CHARS] or new_id()
         request[REQUEST_ID] = request_id
-        response: web.StreamResponse | None = _refused(request, gate, limiter, metrics)
+        response: web.StreamResponse | None = None
+        if not is_sibling(request):
+            response = _refused(request, gate, limiter, metrics)
         if response is not None:
             pass
         elif request.path in _COUNTED_PATHS:

@@ -16,6 +16,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.fleet import Place
+from router.workers import Role, WorkerTable
 
 log = logging.getLogger(__name__)
 
@@ -40,21 +41,26 @@ class Siblings:
         said = request.headers.get(KEY_HEADER, "")
         return self._place is not None and hmac.compare_digest(said.encode(), self._place.key.encode())
 
-    async def tell(self, request: web.BaseRequest) -> None:
-        """Pass a request on that changed something here, unless a sibling sent it. One that does not answer has no workers yet: it will ask."""
+    async def tell(self, request: web.BaseRequest, asked: dict[str, Any]) -> None:
+        """Pass on what was asked for and done here, unless a sibling asked. One that does not answer is just starting: it will ask."""
         if self._sessions and not self.is_one(request):
-            body = await request.read()
-            await self._ask_all(request.method, request.path, body)
+            await self._ask_all(request.method, request.path, msgspec.json.encode(asked))
 
     async def expositions(self) -> list[str]:
         """/metrics of each that answers."""
         return [body.decode() for body in await self._ask_all("GET", "/metrics", b"")]
 
-    async def workers(self) -> list[dict[str, Any]] | None:
-        """What /workers of the first that answers says; None: we are the first."""
-        for body in await self._ask_all("GET", "/workers", b""):
-            return list(msgspec.json.decode(body)["workers"])
-        return None
+    async def catch_up(self, table: WorkerTable, *, now_s: float) -> None:
+        """The pool as the siblings have it by now, which may not be what the flags said."""
+        for body in (await self._ask_all("GET", "/workers", b""))[:1]:
+            known = {w["url"]: w for w in msgspec.json.decode(body)["workers"]}
+            for worker in table.workers():
+                if worker.url not in known:
+                    table.remove(worker.url)
+            for url, said in known.items():
+                if all(worker.url != url for worker in table.workers()):
+                    port = said["bootstrap_port"]
+                    table.add(url, role=Role(said["role"]), bootstrap_port=port, now_s=now_s)
 
     async def close(self) -> None:
         for session in self._sessions:
