@@ -2,8 +2,8 @@
 
 usage: python -m benchmarks.router_cost [--seconds S] [--rounds N] [--output FILE] [--only NAME]
 
-One prefill and one decode worker that answer at once (benchmarks/instant_worker.py), bodies of 300 bytes, streams of 64
-events. The routers are measured in turns within one run; CPU time is user + system of a router's whole process tree.
+One prefill and one decode worker that answer at once (benchmarks/instant_worker.py; prefill has one event), bodies of 300
+bytes, streams of 64 events. The routers are measured in turns within one run; CPU time is user + system of a router's whole process tree.
 """
 
 import argparse
@@ -109,8 +109,9 @@ def measure(case: Case, *, seconds: float, rounds: int, names: list[str]) -> lis
     pause_ms = case.pause_ms or 0.0
     ports = free_ports(2 + len(names))
     with ExitStack() as stack:
-        for port in ports[:2]:
-            argv = [sys.executable, "-m", "benchmarks.instant_worker", str(port), "--pause-ms", str(pause_ms)]
+        prefill, decode = (["--events", "1"], ["--events", str(EVENTS), "--pause-ms", str(pause_ms)])
+        for port, flags in zip(ports, (prefill, decode), strict=False):
+            argv = [sys.executable, "-m", "benchmarks.instant_worker", str(port), *flags]
             stack.enter_context(running(argv, port))
         routers = {
             name: (port, stack.enter_context(running(ROUTERS[name](port, *ports[:2]), port, "/readiness")))
