@@ -177,6 +177,7 @@ class DecodeRole:
             return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {error}", status=500))
         times = entry.request.times
         times.landed_s, times.remote_queue_s, times.remote_prefill_s = now_s, first.queue_s, first.prefill_s
+        entry.request.transfer_retries += entry.receiver.retries()
         self._metadata.free(entry.row)
         entry.receiver.close()
         del self._entries[entry.request.rid]

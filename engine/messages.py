@@ -222,6 +222,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     input_hidden: bytes = b""
     hidden: list[bytes] = []
     cached_by_tier: list[int] = []  # of cached_tokens: from device, host, disk; empty: there is one tier
+    transfer_retries: int = 0  # times that a KV transfer for it began anew
 
 
 class RequestOpened(_Message, frozen=True):

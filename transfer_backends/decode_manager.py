@@ -226,6 +226,9 @@ class Receiver:
     def failure(self) -> str | None:
         return self._rooms.failure(self._key)
 
+    def retries(self) -> int:
+        return self._rooms.retries(self._key)
+
     def drained(self) -> bool:
         return self._rooms.drained(self._key)
 

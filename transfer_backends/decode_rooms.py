@@ -5,6 +5,9 @@ Told of local calls, look-up results, messages, lost links and time; answers by 
 
     receiver opened --route, session LIVE--> WaitingForInput --provide, first Status--> Transferring --> Success
 
+Prefill may write a room's pages more than once (`retry`: the try that counts, the latest that it told of). What it says of
+an earlier one is late: counted and dropped, so it can neither complete the transfer nor end the exposure of its pages.
+
 Pages given by `provide` are exposed until prefill says Success or Drained, or is proven dead (`decode_sessions`). No timer
 ends that: past `drain_timeout_s` the room counts as stuck, and its pages stay quarantined.
 """
@@ -63,6 +66,7 @@ class Room:
     retry_s: float = FIRST_RETRY_S
     error: str = "the bootstrap server has not answered"
     num_pages: int | None = None
+    retry: int = 0
     exposed: bool = False
     reason: str | None = None
     progress_at_s: float = 0.0
@@ -149,6 +153,10 @@ class DecodeRooms:
 
     def failure(self, key: RoomKey) -> str | None:
         return self._rooms[key].reason
+
+    def retries(self, key: RoomKey) -> int:
+        """Times that prefill began to write anew."""
+        return self._rooms[key].retry
 
     def drained(self, key: RoomKey) -> bool:
         return self.machine.state(key) in FINAL and not self._rooms[key].exposed
@@ -322,7 +330,7 @@ class DecodeRooms:
         self.sessions.say(session, Pong(*self._to(session), message.seq))
 
     def _on_status(self, session: Session, message: Status, now_s: float) -> None:
-        rec = self._addressed(session, (message.room, message.attempt))
+        rec = self._addressed(session, message)
         if rec is None:
             return
         to, state = KVPoll(message.state), self.machine.state(rec.key)
@@ -356,20 +364,27 @@ class DecodeRooms:
         self.effects.counters["succeeded"] += 1
 
     def _on_drained(self, session: Session, message: Drained, now_s: float) -> None:
-        rec = self._addressed(session, (message.room, message.attempt))
+        rec = self._addressed(session, message)
         if rec is None:
             return
         if self.machine.state(rec.key) not in FINAL:
             raise PeerProtocolError(f"room {rec.key}: Drained in {self.machine.state(rec.key).name}")
         self._expose(rec, False)
 
-    def _addressed(self, session: Session, key: RoomKey) -> Room | None:
-        """The room a message is about; None (counted) for one that has been closed or is somebody else's."""
-        rec = self._rooms.get(key)
-        if rec is not None and rec.session is session:
-            return rec
-        self.effects.counters["late_messages"] += 1
-        return None
+    def _addressed(self, session: Session, message: Status | Drained) -> Room | None:
+        """The room a message is about, which now knows its try; None (counted) where it is late: the room has been closed
+
+        or is somebody else's, or the message is about an earlier try.
+        """
+        rec = self._rooms.get((message.room, message.attempt))
+        if rec is None or rec.session is not session or message.retry < rec.retry:
+            self.effects.counters["late_messages"] += 1
+            return None
+        if message.retry > rec.retry and rec.num_pages is None:
+            raise PeerProtocolError(f"room {rec.key}: try {message.retry} before it had pages to write")
+        self.effects.counters["retried"] += message.retry - rec.retry
+        rec.retry = message.retry
+        return rec
 
     # ---- time
 
@@ -430,7 +445,9 @@ class DecodeRooms:
         self._forget_if_closed(rec)
 
     def _say_abort(self, session: Session, key: RoomKey, reason: str) -> None:
-        self.sessions.say(session, Abort(*self._to(session), *key, clip(reason)))
+        rec = self._rooms.get(key)
+        retry = 0 if rec is None else rec.retry
+        self.sessions.say(session, Abort(*self._to(session), *key, clip(reason), retry))
 
     def _to(self, session: Session) -> tuple[str, str]:
         return self.sessions.incarnation, session.incarnation
