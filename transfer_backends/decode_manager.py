@@ -90,7 +90,8 @@ class DecodeManager(Shell):
     def counters(self) -> dict[str, int]:
         with self._lock:
             gauges = {
-                "rooms": len(self._rooms.machine),
+                "rooms": self._rooms.num_rooms,
+                "farewells": self._rooms.num_farewells,
                 "peers": len(self._rooms.sessions),
                 "exposed_rooms": self._rooms.num_exposed,
             }

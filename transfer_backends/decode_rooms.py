@@ -44,6 +44,7 @@ from transfer_backends.wire import (
 V = TypeVar("V")
 
 MAX_SERVERS = 4096  # bootstrap servers that are remembered: requests name them
+MAX_FAREWELLS = 4096  # rooms that were given up here before anybody could be told; the oldest are forgotten beyond it
 FIRST_RETRY_S = 0.02
 SCAN_S_A_ROOM = 50e-6  # deadlines of many rooms are looked at less often, so that ticks stay cheap
 LONGEST_RETRY_S = 0.5
@@ -91,6 +92,7 @@ class DecodeRooms:
         self._args = kv_args
         self._config = config
         self._rooms: dict[RoomKey, Room] = {}
+        self._farewells: dict[RoomKey, None] = {}  # closed rooms whose prefill worker is still being sought, to tell it
         self._next_scan_s = 0.0
         self._routes: dict[str, Route] = {}  # of bootstrap servers that know one prefill worker
         self._shared: dict[str, None] = {}  # bootstrap servers that know several: one look-up a room
@@ -107,6 +109,15 @@ class DecodeRooms:
     @property
     def effects(self) -> Effects:
         return self.sessions.effects
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms that somebody here uses."""
+        return len(self._rooms) - len(self._farewells)
+
+    @property
+    def num_farewells(self) -> int:
+        return len(self._farewells)
 
     @property
     def eager(self) -> bool:
@@ -162,13 +173,20 @@ class DecodeRooms:
         return self.machine.state(key) in FINAL and not self._rooms[key].exposed
 
     def close(self, key: RoomKey) -> None:
-        """The room's record may outlive this call until prefill could be told of an abort."""
+        """Of a room that was aborted before its prefill worker was found a farewell is left, for the rest of the handshake's
+
+        time: it holds no memory, and tells that worker once it is found.
+        """
         if not self.drained(key):
             raise RuntimeError(f"room {key}: closed in {self.machine.state(key).name} before its pages were drained")
         rec = self._rooms[key]
         rec.closed = True
         if not rec.looking and rec.retry_at_s is None:
             self._forget(rec)
+            return
+        self._farewells[key] = None
+        if len(self._farewells) > MAX_FAREWELLS:
+            self._forget(self._rooms[next(iter(self._farewells))])
 
     # ---- handshake
 
@@ -187,12 +205,15 @@ class DecodeRooms:
 
     def _attach(self, rec: Room, route: Route, now_s: float) -> None:
         rec.looking, rec.retry_at_s = False, None
+        if self.sessions.is_dead(route.incarnation):
+            self._on_dead_owner(rec, route, now_s)
+            return
         if self.sessions.get(route.incarnation) is None and len(self.sessions) >= self._config.max_peers:
             self._give_up(rec, f"decode talks to {len(self.sessions)} prefill workers, no more fit (max_peers)", now_s)
             return
         session = self.sessions.obtain(route, now_s)
         if session.phase is Phase.LOST or session.pulse.silent:
-            self._drop_routes(session)
+            self._drop_routes(session.incarnation)
             self._seek_again(rec, f"prefill worker {route.control} does not answer", now_s)
             return
         rec.session = session
@@ -201,6 +222,15 @@ class DecodeRooms:
             self._tell_abort(rec, session)
         elif session.phase is Phase.LIVE:
             self.machine.move(rec.key, KVPoll.WaitingForInput)
+
+    def _on_dead_owner(self, rec: Room, route: Route, now_s: float) -> None:
+        """A route of this room alone: its request died with that worker. Else the next life may have it, and registers soon."""
+        self._drop_routes(route.incarnation)
+        error = f"prefill worker {route.control} has ended"
+        if route.shared:
+            self._give_up(rec, error, now_s)
+        else:
+            self._seek_again(rec, error, now_s)
 
     def on_route(self, bootstrap: str, room: int, route: Route, now_s: float) -> None:
         if not route.shared:
@@ -259,7 +289,7 @@ class DecodeRooms:
             if another_life:  # its address belongs to another process: that is proof
                 self.sessions.on_proof(session.incarnation, Liveness.DEAD, now_s)
             return
-        self._drop_routes(session)
+        self._drop_routes(session.incarnation)
         self.sessions.drop(session)
         for rec in self._rooms_of(session):
             if self.machine.state(rec.key) not in FINAL:
@@ -275,8 +305,8 @@ class DecodeRooms:
         rec.retry_at_s = now_s + rec.retry_s
         rec.retry_s = min(2 * rec.retry_s, LONGEST_RETRY_S)
 
-    def _drop_routes(self, session: Session) -> None:
-        for bootstrap in [b for b, route in self._routes.items() if route.incarnation == session.incarnation]:
+    def _drop_routes(self, incarnation: str) -> None:
+        for bootstrap in [b for b, route in self._routes.items() if route.incarnation == incarnation]:
             del self._routes[bootstrap]
 
     # ---- the control plane's calls
@@ -301,7 +331,7 @@ class DecodeRooms:
             self._lose(session, reason, now_s)
 
     def _lose(self, session: Session, why: str, now_s: float) -> None:
-        self._drop_routes(session)
+        self._drop_routes(session.incarnation)
         rooms = self._rooms_of(session)
         self.sessions.lose(session, now_s)
         why = f"prefill worker {session.route.control}: {why}"
@@ -321,6 +351,7 @@ class DecodeRooms:
         """Said after the last operation of that manager was final."""
         rooms = self._rooms_of(session)
         self._lose(session, "it shut down", now_s)
+        self.sessions.bury(session.incarnation)
         for rec in rooms:
             self._expose(rec, False)
         if session.phase is not Phase.DEAD:
@@ -468,6 +499,7 @@ class DecodeRooms:
     def _forget(self, rec: Room) -> None:
         self.machine.forget(rec.key)
         del self._rooms[rec.key]
+        self._farewells.pop(rec.key, None)
 
     def check(self) -> list[str]:
         """What is inconsistent; empty when all is well."""
@@ -476,6 +508,8 @@ class DecodeRooms:
             problems.append("rooms and states differ")
         if sum(rec.exposed for rec in self._rooms.values()) != self.num_exposed:
             problems.append("count of exposed rooms is off")
+        if list(self._farewells) != [key for key in self._farewells if key in self._rooms and self._rooms[key].closed]:
+            problems.append("a farewell of a room that is not closed")
         for rec in self._rooms.values():
             if rec.exposed and self.machine.state(rec.key) is KVPoll.Success:
                 problems.append(f"room {rec.key}: Success with exposed pages")
