@@ -22,6 +22,7 @@ from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConf
 from transfer_backends.decode_sessions import Effects, LinkId, LookUp, Phase, Session, SessionTable
 from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, PeerProtocolError, RoomKey, TransferMachine
 from transfer_backends.liveness import Liveness
+from transfer_backends.lookup_line import LookUpLine
 from transfer_backends.wire import (
     Abort,
     Bye,
@@ -96,6 +97,7 @@ class DecodeRooms:
         self._next_scan_s = 0.0
         self._routes: dict[str, Route] = {}  # of bootstrap servers that know one prefill worker
         self._shared: dict[str, None] = {}  # bootstrap servers that know several: one look-up a room
+        self._line = LookUpLine()
         self._handlers: dict[type, Callable[[Session, Any, float], None]] = {
             Registered: self._on_registered,
             Refused: self._on_refused,
@@ -200,8 +202,21 @@ class DecodeRooms:
         asked = any(other.looking for other in self._seekers(rec.bootstrap, None))
         rec.looking = True
         if not asked or rec.bootstrap in self._shared:
+            self._look_up(rec)
+
+    def _look_up(self, rec: Room) -> None:
+        if self._line.begin(rec.bootstrap, rec.key):
             any_but = tuple(self.sessions.gone) if rec.asks else None
             self.effects.queue.append(LookUp(rec.bootstrap, rec.key[0], any_but))
+
+    def _next_in_line(self, bootstrap: str) -> None:
+        """A look-up has been answered: another room may have its own."""
+        self._line.end(bootstrap)
+        while (key := self._line.take(bootstrap)) is not None:
+            rec = self._rooms[key]
+            if rec.looking and rec.session is None:
+                self._look_up(rec)
+                return
 
     def _attach(self, rec: Room, route: Route, now_s: float) -> None:
         rec.looking, rec.retry_at_s = False, None
@@ -233,6 +248,11 @@ class DecodeRooms:
             self._seek_again(rec, error, now_s)
 
     def on_route(self, bootstrap: str, room: int, route: Route, now_s: float) -> None:
+        """The answer to a look-up; each has one, this or `on_lookup_failed`."""
+        self._use_route(bootstrap, room, route, now_s)
+        self._next_in_line(bootstrap)
+
+    def _use_route(self, bootstrap: str, room: int, route: Route, now_s: float) -> None:
         if not route.shared:
             self._shared.pop(bootstrap, None)
             _keep(self._routes, bootstrap, route)
@@ -252,6 +272,7 @@ class DecodeRooms:
             self._seek_again(rec, error, now_s)
             if permanent:
                 self._give_up(rec, error, now_s)
+        self._next_in_line(bootstrap)
 
     def _seekers(self, bootstrap: str, room: int | None) -> list[Room]:
         return [
@@ -500,10 +521,11 @@ class DecodeRooms:
         self.machine.forget(rec.key)
         del self._rooms[rec.key]
         self._farewells.pop(rec.key, None)
+        self._line.leave(rec.bootstrap, rec.key)
 
     def check(self) -> list[str]:
         """What is inconsistent; empty when all is well."""
-        problems = self.sessions.check()
+        problems = self.sessions.check() + self._line.check(self._rooms)
         if list(self.machine) != list(self._rooms):
             problems.append("rooms and states differ")
         if sum(rec.exposed for rec in self._rooms.values()) != self.num_exposed:

@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tests.transfer.pool import Pool
@@ -15,6 +16,7 @@ from transfer_backends.decode_sessions import MAX_DEAD, Connect, Prove
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import UNMARKED, Liveness
+from transfer_backends.lookup_line import MAX_LOOKUPS_A_SERVER, LookUpLine
 from transfer_backends.prefill_manager import PrefillManager
 from transfer_backends.wire import Abort, Registered, TransferInfo
 
@@ -97,6 +99,55 @@ def test_dead_and_mute_peers_slow_nobody_else() -> None:
             hang.set()
             decode.close()
             prefill.close()
+
+
+def test_a_bootstrap_server_that_hangs_slows_nobody_else() -> None:
+    """It is known to serve several prefill workers, so each room asks it; all threads would hang there."""
+    hang, asked, prefill = threading.Event(), list[int](), a_prefill()
+    good = Route(prefill.control_address, prefill.incarnation)
+
+    def look_up(server: str, room: int) -> Route:
+        if server != "hangs":
+            return good
+        asked.append(room)
+        if room > 1:
+            hang.wait(30.0)
+        return replace(good, shared=True)
+
+    decode = a_decode(look_up)
+    try:
+        first = decode.receiver(1, bootstrap="hangs")
+        until(lambda: first.poll() is KVPoll.WaitingForInput)
+        waiting = [decode.receiver(room, bootstrap="hangs") for room in range(2, 102)]
+        until(lambda: len(asked) == 1 + MAX_LOOKUPS_A_SERVER)
+        other = decode.receiver(200, bootstrap="good")
+        until(lambda: other.poll() is KVPoll.WaitingForInput)
+        assert len(asked) == 1 + MAX_LOOKUPS_A_SERVER
+        waiting.pop().abort("user")
+        hang.set()
+        until(lambda: all(receiver.poll() is KVPoll.WaitingForInput for receiver in waiting))
+        for receiver in (first, other, *waiting):
+            receiver.abort("enough")
+            receiver.close()
+        assert decode.check() == []
+    finally:
+        hang.set()
+        decode.close()
+        prefill.close()
+
+
+def test_a_line_of_look_ups_keeps_order_and_forgets_who_leaves() -> None:
+    line = LookUpLine()
+    began = [line.begin("s", (room, 0)) for room in range(1, 9)]
+    assert began == [True] * MAX_LOOKUPS_A_SERVER + [False] * 4 and line.begin("t", (99, 0))
+    line.leave("s", (6, 0))
+    line.end("s")
+    assert line.take("s") == (5, 0) and line.begin("s", (5, 0)) and not line.begin("s", (10, 0))
+    assert [line.take("s") for _ in range(4)] == [(7, 0), (8, 0), (10, 0), None]
+    for _ in range(MAX_LOOKUPS_A_SERVER):
+        line.end("s")
+    line.end("t")
+    assert not line._under_way and not line._waiting and line.check(()) == []
 
 
 def test_a_restart_is_noticed_on_the_first_message() -> None:
