@@ -220,7 +220,7 @@ class DecodeRooms:
 
     def _attach(self, rec: Room, route: Route, now_s: float) -> None:
         rec.looking, rec.retry_at_s = False, None
-        if self.sessions.is_dead(route.incarnation):
+        if self.sessions.is_dead(route.incarnation, now_s):
             self._on_dead_owner(rec, route, now_s)
             return
         if self.sessions.get(route.incarnation) is None and len(self.sessions) >= self._config.max_peers:
@@ -372,7 +372,7 @@ class DecodeRooms:
         """Said after the last operation of that manager was final."""
         rooms = self._rooms_of(session)
         self._lose(session, "it shut down", now_s)
-        self.sessions.bury(session.incarnation)
+        self.sessions.bury(session.incarnation, now_s)
         for rec in rooms:
             self._expose(rec, False)
         if session.phase is not Phase.DEAD:

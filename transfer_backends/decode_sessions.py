@@ -7,8 +7,8 @@ known here: `decode_rooms` reacts to what the methods return.
         |                                              +--alive--> CONNECTING (the same life answers again)
         +--Refused, link closed--> dropped (and knocked at: is there anybody?)
 
-What is dead stays dead: an incarnation names one life, so whoever is known to have died or said goodbye is never dialled
-again, however long a bootstrap server still lists it.
+An incarnation names one life, so whoever is known to have died or said goodbye is not dialled again for as long as a
+bootstrap server may still list it. Not for ever: a port that refuses may be a firewall's word, and that worker lives.
 """
 
 from collections import Counter, deque
@@ -23,7 +23,8 @@ from transfer_backends.liveness import UNMARKED, Liveness, ProcessMark
 from transfer_backends.wire import Message, Ping, Register
 
 NUM_GONE = 32
-MAX_DEAD = 256  # a bootstrap server lists nobody for longer than its lease
+MAX_DEAD = 256
+DEAD_S = 60.0  # longer than the lease by which a bootstrap server lists somebody
 FIRST_PROOF_S = 0.02
 LONGEST_PROOF_S = 1.0
 LinkId = int
@@ -117,18 +118,20 @@ class SessionTable:
         self.gone: deque[str] = deque(
             maxlen=NUM_GONE
         )  # incarnations that a recompute need not be sent to, the last ones
-        self._dead: deque[str] = deque(maxlen=MAX_DEAD)  # that are proven to have ended
+        self._dead: dict[str, float] = {}  # incarnations that are proven to have ended, until when that is remembered
 
     def get(self, incarnation: str) -> Session | None:
         return self._sessions.get(incarnation)
 
-    def is_dead(self, incarnation: str) -> bool:
-        return incarnation in self._dead
+    def is_dead(self, incarnation: str, now_s: float) -> bool:
+        return now_s < self._dead.get(incarnation, now_s)
 
-    def bury(self, incarnation: str) -> None:
+    def bury(self, incarnation: str, now_s: float) -> None:
         """It has ended for good."""
-        if incarnation not in self._dead:
-            self._dead.append(incarnation)
+        self._dead.pop(incarnation, None)
+        self._dead[incarnation] = now_s + DEAD_S
+        while self._dead and (len(self._dead) > MAX_DEAD or next(iter(self._dead.values())) <= now_s):
+            del self._dead[next(iter(self._dead))]
 
     def by_link(self, link: LinkId) -> Session | None:
         return self._by_link.get(link)
@@ -178,6 +181,7 @@ class SessionTable:
     def on_registered(self, session: Session, mark: ProcessMark) -> list[RoomKey]:
         """Returns the rooms whose abort was waiting for the session."""
         session.phase = Phase.LIVE
+        self._dead.pop(session.incarnation, None)
         session.mark = mark
         session.proof_s = FIRST_PROOF_S
         session.pulse.heard()
@@ -204,9 +208,9 @@ class SessionTable:
         session.proof_s = min(2 * session.proof_s, LONGEST_PROOF_S)
 
     def on_proof(self, incarnation: str, proof: Liveness, now_s: float) -> None:
-        if proof is Liveness.DEAD:
-            self.bury(incarnation)
         session = self._sessions.get(incarnation)
+        if proof is Liveness.DEAD and (session is None or session.phase is not Phase.LIVE):  # else it has come late
+            self.bury(incarnation, now_s)
         if session is None or session.phase is not Phase.LOST or session.settled_at_s is not None:
             return
         if proof is Liveness.DEAD:

@@ -12,7 +12,7 @@ from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.decode_manager import DecodeManager
 from transfer_backends.decode_rooms import MAX_FAREWELLS, DecodeRooms
-from transfer_backends.decode_sessions import MAX_DEAD, Connect, Prove
+from transfer_backends.decode_sessions import DEAD_S, MAX_DEAD, Connect, Prove
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import UNMARKED, Liveness
@@ -184,9 +184,28 @@ def test_the_dead_are_not_dialled_again() -> None:
     core.on_route("b", 1, Route("p:1", "p", shared=True), 0.3)
     assert core.machine.state((1, 0)) is KVPoll.Failed and not core.effects.queue
     core.close((1, 0))
+    core.open(2, 0, "b", 0.3)
+    core.on_route("b", 2, Route("p:1", "p", shared=True), 0.2 + DEAD_S)  # a false alarm: it is listed all that time
+    assert any(isinstance(item, Connect) for item in core.effects.queue)
     for number in range(2 * MAX_DEAD):
-        core.on_proof(f"x{number}", Liveness.DEAD, 0.4)
-    assert len(core.sessions._dead) == MAX_DEAD
+        core.on_proof(f"x{number}", Liveness.DEAD, 100.0)
+    assert len(core.sessions._dead) == MAX_DEAD and not core.sessions.is_dead("p", 100.0)
+    core.on_proof("late", Liveness.DEAD, 100.0 + DEAD_S)
+    assert list(core.sessions._dead) == ["late"]
+
+
+def test_who_answers_is_not_dead_whatever_a_late_proof_says() -> None:
+    core, route = decode_core(), Route("p:1", "p", shared=True)
+    core.open(1, 0, "b", 0.0)
+    core.on_route("b", 1, route, 0.0)
+    core.on_link_closed(1, 0.0)  # asks for a proof
+    core.on_route("b", 1, route, 0.1)
+    core.on_proof("p", Liveness.DEAD, 0.2)  # while it connects anew
+    core.on_message(2, Registered("p", "d", UNMARKED), 0.3)
+    core.on_proof("p", Liveness.DEAD, 0.4)
+    core.open(2, 0, "b", 0.5)
+    core.on_route("b", 2, route, 0.5)
+    assert [core.machine.state((room, 0)) for room in (1, 2)] == [KVPoll.WaitingForInput] * 2
 
 
 def test_a_farewell_finds_its_worker_and_holds_nothing() -> None:
