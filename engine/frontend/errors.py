@@ -15,6 +15,7 @@ from security.json_depth import MAX_DEPTH, deeper_than
 T = TypeVar("T")
 
 DRAINING = "draining"  # error code, and `status` on /health
+DEADLINE = "deadline"  # error code: it would be, or is, too late
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 
@@ -57,7 +58,8 @@ def from_invalid_param(e: InvalidParam, *, names: dict[str, str] | None = None) 
 
 def from_finish(finish: FinishReason) -> ApiError:
     """The error that an abort with a status is."""
-    return ApiError(finish.status, finish.message or "the request was aborted", field=finish.field or None)
+    code = DEADLINE if finish.status == 504 else None
+    return ApiError(finish.status, finish.message or "the request was aborted", field=finish.field or None, code=code)
 
 
 def refused(reply: ControlReply) -> ApiError:

@@ -62,6 +62,9 @@ class WatchedReceiver:
     def failure(self) -> str | None:
         return self._receiver.failure()
 
+    def retries(self) -> int:
+        return self._receiver.retries()
+
     def drained(self) -> bool:
         return self._receiver.drained()
 
