@@ -10,6 +10,7 @@ from tests.simulation.bootstrap import SimBootstrap
 from tests.simulation.clients import Clients
 from tests.simulation.http import Request
 from tests.simulation.network import Network
+from tests.simulation.notices import Notices
 from tests.simulation.options import Options
 from tests.simulation.rest import leftovers
 from tests.simulation.router import Router
@@ -49,6 +50,7 @@ class Cluster:
         options = self.options
         self.draw = self.world.rng("cluster")
         self.network = Network(self.world, options.delay_s)
+        self.notices = Notices(self.world, options)
         names = [f"p{i}" for i in range(options.num_prefill)] + [f"d{i}" for i in range(options.num_decode)]
         for name in names:
             self.nodes[name] = Node(name, "prefill" if name[0] == "p" else "decode")
@@ -104,6 +106,7 @@ class Cluster:
         else:
             node.part = Worker(self.around, process, node.kind)
             self.all_workers.append(node.part)
+            self.notices.add(node.part)
             self._watch_posts(node.part)
 
     def _watch_posts(self, worker: Worker) -> None:
@@ -158,9 +161,13 @@ class Cluster:
     # ---- what must hold
 
     def _after_event(self, event: Event) -> None:
-        router = self.router()
-        if router is not None and event.process is router.process:
-            router.check_if_changed()
+        node = None if event.process is None else self.nodes.get(event.process.node)
+        if node is None or node.part is None or node.process is not event.process:
+            return
+        if isinstance(node.part, Router):
+            node.part.check_if_changed()
+        elif isinstance(node.part, Worker):
+            self.notices.look(node.part)
 
     def leftovers(self) -> list[str]:
         """What is not at rest in the whole cluster."""

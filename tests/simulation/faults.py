@@ -105,20 +105,17 @@ class Faults:
 
     def _cut(self, ways: set[tuple[str, str]]) -> None:
         network = self._cluster.network
-        network.blocked |= ways
+        network.block(ways)
         if self._draw.random() < 0.3:  # and the connections are dropped by something in between
             for a, b in sorted(ways):
                 network.reset_between(a, b)
-        self._for(0.05, self._draw.choice([0.5, 2.0, 5.0]), lambda: network.blocked.difference_update(ways), "mended")
+        self._for(0.05, self._draw.choice([0.5, 2.0, 5.0]), lambda: network.unblock(ways), "mended")
 
     def _clog(self) -> None:
         pair, network = self._pair(), self._cluster.network
-        network.clog_s[pair] = self._draw.choice([0.05, 0.3, 1.0])
-        self._for(0.5, 4.0, lambda: self._unclog(pair), "unclogged")
+        network.clog(pair, self._draw.choice([0.05, 0.3, 1.0]))
+        self._for(0.5, 4.0, lambda: network.unclog(pair), "unclogged")
         self._count("clogged link")
-
-    def _unclog(self, pair: tuple[str, str]) -> None:
-        self._cluster.network.clog_s.pop(pair, None)
 
     def _reset(self) -> None:
         """One connection, or all between two nodes."""
@@ -130,7 +127,7 @@ class Faults:
         if len(nodes) == 2 and self._draw.random() < 0.5:
             self._cluster.network.reset_between(nodes[0], nodes[1])
         else:
-            pipe.reset()
+            pipe.cut()
         self._count("connection reset")
 
     # ---- processes

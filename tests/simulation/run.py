@@ -136,6 +136,7 @@ def run(options: Options) -> Outcome:
     outcome.injected = {kind: count for kind, count in sorted(world.injected.items()) if count}
     for worker in game.cluster.all_workers:
         world.seen.update(counted(worker))
+    world.seen.update(game.cluster.notices.judged)
     outcome.seen = dict(sorted(world.seen.items()))
     outcome.outcomes = dict(sorted(game.cluster.clients.outcomes.items()))
     return outcome
