@@ -56,6 +56,7 @@ class Parts:
     secret: bytes | None
     live: LiveRequests
     on_unreachable: Callable[[LegError], None]
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,7 +107,7 @@ class Dispatcher:
         return None
 
     async def _handle(self, request: web.Request, live: LiveRequest) -> web.StreamResponse:
-        started_s = time.monotonic()
+        started_s = self._parts.clock()
         body = await request.read()
         request_id = request[REQUEST_ID]
         exchange = _Exchange(
@@ -138,7 +139,7 @@ class Dispatcher:
             )
         for attempt in range(config.retry_max + 1):
             if attempt:
-                exchange.call = exchange.call.later(time.monotonic() - exchange.started_s)
+                exchange.call = exchange.call.later(self._parts.clock() - exchange.started_s)
             roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
             workers = self._pick(roles, exchange.tried)
             if workers is None:
@@ -278,7 +279,7 @@ class Dispatcher:
         )
 
     def _first_byte(self, exchange: _Exchange) -> None:
-        self._parts.metrics.ttfb_s.labels(exchange.call.path).observe(time.monotonic() - exchange.started_s)
+        self._parts.metrics.ttfb_s.labels(exchange.call.path).observe(self._parts.clock() - exchange.started_s)
 
     def _headers(self, request: web.Request, request_id: str) -> dict[str, str]:
         """What workers get of the client's headers."""

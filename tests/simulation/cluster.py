@@ -70,7 +70,7 @@ class Cluster:
         for node in reversed(list(self.nodes.values())):
             self.start(node)
         clients = Process(self.world, node="c0", life=1, skew_s=0.0)
-        self.clients = Clients(network=self.network, process=clients, router="r0:80", page_size=options.page_size)
+        self.clients = Clients(network=self.network, process=clients, router="r0:80", options=options)
         self.world.after_event.append(self._after_event)
 
     def _config(self) -> TransferConfig:
@@ -112,15 +112,7 @@ class Cluster:
     def _watch_posts(self, worker: Worker) -> None:
         """Remember bodies that came, for the fault that sends them again."""
         address = f"{worker.process.node}:80"
-        process, accept = self.network.listeners[address]
-        handle = worker.frontend._generate
-
-        def remember(request: Request, reply: object) -> None:
-            self.posts.append((address, request))
-            handle(request, reply)  # type: ignore[arg-type]
-
-        worker.frontend._generate = remember  # type: ignore[method-assign]
-        self.network.listeners[address] = (process, accept)
+        worker.frontend.on_post = lambda request: self.posts.append((address, request))
 
     def kill(self, node: Node) -> None:
         assert node.process is not None
@@ -168,10 +160,12 @@ class Cluster:
             node.part.check_if_changed()
         elif isinstance(node.part, Worker):
             self.notices.look(node.part)
+            node.part.frontend.check()
 
     def leftovers(self) -> list[str]:
         """What is not at rest in the whole cluster."""
-        found = [f"client {asked.number} has no answer" for asked in self.clients.live.values()]
+        found = [f"{node.name} is down" for node in self.nodes.values() if not node.alive]
+        found += [f"client {asked.number} has no answer" for asked in self.clients.live.values()]
         for worker in self.workers():
             found += leftovers(worker)
         router = self.router()

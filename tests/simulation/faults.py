@@ -5,10 +5,12 @@ Failed, slow and late transfers are the engine's (transfer_engine.py); they need
 
 from collections.abc import Callable
 
-from engine.messages import ContinueGeneration, PauseGeneration
+from engine.messages import ContinueGeneration, PauseGeneration, UpdateWeights
 from tests.simulation.cluster import Cluster, Node
+from tests.simulation.ending import ending_of
 from tests.simulation.hostile import Hostile
 from tests.simulation.http import Call, call
+from tests.simulation.weights import BROKEN
 from tests.simulation.worker import Worker
 from tests.simulation.world import Process
 
@@ -41,6 +43,10 @@ class Faults:
             "memory pressure": self._burst,
             "hostile peer": self._hostile.act,
             "pause generation": self._pause,
+            "drain prefill": lambda: self._drain("prefill"),
+            "drain decode": lambda: self._drain("decode"),
+            "drain router": lambda: self._drain("router"),
+            "update weights": self._update,
         }
 
     def begin(self) -> None:
@@ -147,6 +153,19 @@ class Faults:
             if not self._active and isinstance(node.part, Worker):
                 node.part.engine.faulty = False
 
+    def _drain(self, kind: str) -> None:
+        """SIGTERM, and now and then a second one; who has ended comes back later."""
+        node = self._busy(kind) or self._some(kind)
+        if node is None or node.process is None or node.part is None:
+            return
+        process, options = node.process, self._cluster.options
+        ending = ending_of(node.part, timeout_s=options.drain_timeout_s)
+        process.on_death.append(lambda: self._for(*SLOW_RESTART_S, lambda: self._restart(node), f"restart {node.name}"))
+        process.after(0, "SIGTERM", ending.sigterm)
+        if self._draw.random() < 0.3:
+            process.after(self._draw.uniform(0, options.drain_timeout_s), "SIGTERM again", ending.sigterm)
+        self._count(f"drain {kind}")
+
     def _freeze(self) -> None:
         node = self._some()
         if node is None or node.process is None or node.process.frozen:
@@ -181,6 +200,15 @@ class Faults:
         worker._to_scheduler(PauseGeneration("sim", self._draw.choice(["abort", "retract", "in_place"])))
         self._for(0.05, 2.0, lambda: self._continue(worker), f"continue {node.name}")
         self._count("pause generation")
+
+    def _update(self) -> None:
+        node = self._some("prefill", "decode")
+        if node is None or not isinstance(node.part, Worker):
+            return
+        path = BROKEN if self._draw.random() < 0.2 else "other weights"
+        version, abort_all = str(self._world.num_events), self._draw.random() < 0.3
+        node.part._to_scheduler(UpdateWeights("sim", path, version, abort_all))
+        self._count("update weights")
 
     def _continue(self, worker: Worker) -> None:
         if worker.process.alive:

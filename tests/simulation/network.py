@@ -69,9 +69,9 @@ class Network:
     def listen(self, address: str, process: Process, accept: Callable[[End], None]) -> None:
         """`accept(end)` gets the server's end of each new connection and sets its callbacks."""
         self.listeners[address] = (process, accept)
-        process.on_death.append(lambda: self._unlisten(address, process))
+        process.on_death.append(lambda: self.unlisten(address, process))
 
-    def _unlisten(self, address: str, process: Process) -> None:
+    def unlisten(self, address: str, process: Process) -> None:
         if self.listeners.get(address, (None, None))[0] is process:
             del self.listeners[address]
 

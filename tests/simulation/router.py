@@ -16,8 +16,9 @@ from yarl import URL
 
 from router.config import RouterConfig
 from router.credentials import Credentials
+from router.deadline import LEAST_S, TIMEOUT_HEADER
 from router.dispatch import Dispatcher, Parts
-from router.draining import LiveRequests
+from router.draining import LiveRequests, StopSignals
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs
@@ -34,6 +35,7 @@ from tests.simulation.options import Options
 from tests.simulation.world import Process, Violation
 
 PORT = 80
+DEADLINE_SLACK_S = 0.002  # headers are rounded to milliseconds
 
 
 class Router:
@@ -43,7 +45,9 @@ class Router:
         self.process = process
         self.aio = VirtualLoop(process)
         draw = network.world.rng(f"router/{process.name}")
-        config = RouterConfig(
+        self.network = network
+        self.signals = StopSignals()
+        config = self.config = RouterConfig(
             pd_disaggregation=True,
             policy=options.policy,
             retry_max=options.retry_max,
@@ -52,10 +56,12 @@ class Router:
             load_poll_interval_s=1.0,
             connect_timeout_s=2.0,
             request_timeout_s=60.0,
+            max_concurrent_requests=options.max_concurrent,
         )
         self.table = WorkerTable(Thresholds())
         self.rooms = RoomMinter(draw.getrandbits)
         session: Any = _Session(network, process, config)
+        self._session = session
         metrics = RouterMetrics(self.table)
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(config, api=gate.api)
@@ -73,6 +79,7 @@ class Router:
                 secret=None,
                 live=self.live,
                 on_unreachable=self.monitor.on_unreachable,
+                clock=self.aio.time,
             )
         )
         self._guard = make_guard(gate=gate, limiter=None, metrics=metrics)
@@ -88,18 +95,21 @@ class Router:
             self.monitor.watch(worker)
 
     def _handle(self, request: Request, reply: Reply) -> None:
-        if request.path != Api.GENERATE:
+        if request.path not in tuple(Api):
             reply.whole(404, b"{}")  # what the web server does
             return
         self._num_requests += 1
-        incoming: Any = _IncomingRequest(self.aio, request, reply, f"{self.process.name}-{self._num_requests}")
+        name = f"{self.process.name}-{self._num_requests}"
+        self._session.note(name, request)
+        incoming: Any = _IncomingRequest(self.aio, request, reply, name)
         task = self.aio.run(lambda: self.aio.create_task(self._serve(incoming, reply)))
         reply.on_gone = lambda: self.aio.run(task.cancel)  # handler_cancellation=True
 
     async def _serve(self, request: Any, reply: Reply) -> None:
         response = await self._guard(request, self.dispatcher.handle)
         if isinstance(response, web.Response):
-            reply.whole(response.status, response.body if isinstance(response.body, bytes) else b"")
+            body = response.body if isinstance(response.body, bytes) else b""
+            reply.whole(response.status, body, retry_after=response.headers.get("Retry-After", ""))
 
     def check_if_changed(self) -> None:
         seen = (self.table.num_leases, self.rooms.num_live, len(self.aio.errors))
@@ -132,7 +142,7 @@ class _IncomingRequest(dict[Any, Any]):
     def __init__(self, loop: VirtualLoop, request: Request, reply: Reply, request_id: str) -> None:
         super().__init__()
         self.path = request.path
-        self.headers = CIMultiDict({"X-Request-Id": request_id})
+        self.headers = CIMultiDict({"X-Request-Id": request_id, **request.headers})
         self._body = request.body
         self._payload_writer = _Writer(reply)
 
@@ -181,10 +191,26 @@ class _Session:
         self._network = network
         self._process = process
         self._config = config
+        self._deadlines: dict[str, float] = {}  # of a request, by its name
+
+    def note(self, name: str, request: Request) -> None:
+        if TIMEOUT_HEADER in request.headers:
+            self._deadlines[name] = self._process.clock() + float(request.headers[TIMEOUT_HEADER])
 
     async def post(self, url: URL, *, data: bytes, headers: Any, allow_redirects: bool) -> "_Response":
         timeout_s = self._config.request_timeout_s
-        return await self._open(Request("POST", url.path, bytes(data)), f"{url.host}:{url.port}", timeout_s)
+        self._check_deadline(headers)
+        request = Request("POST", url.path, bytes(data), dict(headers))
+        return await self._open(request, f"{url.host}:{url.port}", timeout_s)
+
+    def _check_deadline(self, headers: Any) -> None:
+        """No attempt is told that there is more time than is left."""
+        deadline_s = self._deadlines.get(headers["X-Request-Id"])
+        if deadline_s is None:
+            return
+        left_s = max(LEAST_S, deadline_s - self._process.clock())
+        if float(headers[TIMEOUT_HEADER]) > left_s + DEADLINE_SLACK_S:
+            raise Violation(f"an attempt may take {headers[TIMEOUT_HEADER]} s, {left_s:.3f} s are left")
 
     def get(
         self, url: str, *, timeout: aiohttp.ClientTimeout, headers: Any, allow_redirects: bool
@@ -236,6 +262,8 @@ class _Response:
     def _on_head(self, head: Head) -> None:
         self.status, self.content_type = head.status, head.content_type
         self.headers["Content-Type"] = head.content_type
+        if head.retry_after:
+            self.headers["Retry-After"] = head.retry_after
         self._wake()
 
     def _on_chunk(self, data: bytes) -> None:
