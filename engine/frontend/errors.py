@@ -56,8 +56,10 @@ def from_invalid_param(e: InvalidParam, *, names: dict[str, str] | None = None) 
 
 
 def from_finish(finish: FinishReason) -> ApiError:
-    """The error that an abort with a status is."""
-    return ApiError(finish.status, finish.message or "the request was aborted", field=finish.field or None)
+    """The error that an abort with a status is; one about load says when to come again."""
+    retry_after_s = 1 if finish.status == 503 else None
+    message = finish.message or "the request was aborted"
+    return ApiError(finish.status, message, field=finish.field or None, retry_after_s=retry_after_s)
 
 
 def refused(reply: ControlReply) -> ApiError:
