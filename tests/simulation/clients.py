@@ -5,7 +5,6 @@ when it says so by a status or an event, and says when to come again where it is
 """
 
 import math
-
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field

@@ -38,7 +38,7 @@ class WorkerEnding:
         frontend.aio.run(frontend.signals.on_sigterm)
         if first:
             self._worker.on_stopped = self._close
-            frontend.aio.run(lambda: frontend.aio.create_task(self._drain()))
+            frontend.aio.run(lambda: _watch(frontend.aio.create_task(self._drain()), self._process))
             longest_s = self._timeout_s + STATE_TIMEOUT_S + HTTP_CLOSE_S + 2 * CLOSE_S + SLACK_S
             _demand_end(self._process, longest_s)
 
@@ -93,13 +93,15 @@ class RouterEnding:
         first = not router.signals.asked.is_set()
         router.aio.run(router.signals.on_sigterm)
         if first:
-            router.aio.run(lambda: router.aio.create_task(self._drain()))
+            router.aio.run(lambda: _watch(router.aio.create_task(self._drain()), router.process))
             _demand_end(router.process, self._timeout_s + router.config.shutdown_timeout_s + SLACK_S)
 
     async def _drain(self) -> None:
         """As router/server.py ends."""
         router, config = self._router, self._router.config
         await router.live.drain(timeout_s=self._timeout_s, at_once=router.signals.at_once)
+        if not all(request.handed_back for request in router.live.requests()):
+            raise Violation(f"{router.process.name}: drained, and somebody was neither finished nor handed back")
         router.network.unlisten(f"{router.process.node}:80", router.process)
         deadline_s = router.aio.time() + config.shutdown_timeout_s
         while router.live.requests() and router.aio.time() < deadline_s:
@@ -119,6 +121,16 @@ def ending_of(part: object, *, timeout_s: float) -> Ending:
         return WorkerEnding(part, timeout_s=timeout_s)
     assert isinstance(part, Router), part
     return RouterEnding(part, timeout_s=timeout_s)
+
+
+def _watch(task: "asyncio.Task[None]", process: Process) -> None:
+    """What goes wrong in it ends the run."""
+
+    def on_done(task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and task.exception() is not None:
+            process.after(0, "the end failed", task.result)
+
+    task.add_done_callback(on_done)
 
 
 def _demand_end(process: Process, longest_s: float) -> None:

@@ -53,7 +53,6 @@ class CheckedModel(HashModel):
         self.num_checked += end
         return expected[end - 1] if end else 0
 
-
     def forget(self) -> None:
         """Whatever is cached belongs to other weights."""
         self.kv.clear()

@@ -64,7 +64,7 @@ class Frontend:
         self.client = EngineClient(
             send=send,
             now_s=self.aio.time,
-            observer=_Nobody(),
+            observer=_Figures(process),
             max_live=options.max_running + options.max_queued,
             early_rejection=options.early_rejection and role != "decode",
         )
@@ -168,6 +168,8 @@ class Frontend:
         timeout_s = request_timeout_s(request.headers, default_s=None)
         wait_s = self.client.forecast.wait_s(sum(len(r.input_ids) for r in requests), self.client.now_s())
         generation = self.client.generate(requests, timeout_s=timeout_s)
+        if self.signals.asked.is_set():
+            raise Violation(f"{self._process.name}: takes a request while it drains")
         if self.client._early_rejection and None not in (wait_s, timeout_s) and wait_s > timeout_s:  # type: ignore[operator]
             raise Violation(f"{self._process.name}: taken, though it waits {wait_s:.2f} s and has {timeout_s:.2f} s")
         return generation
@@ -195,11 +197,16 @@ class Frontend:
         return f"{self._process.name}-{self._num_requests}"
 
 
-class _Nobody:
-    """`Observer` that keeps no figures."""
+class _Figures:
+    """`Observer` that keeps one figure."""
+
+    def __init__(self, process: Process) -> None:
+        self._seen = process.world.seen
+
+    def on_reject(self) -> None:
+        self._seen["early rejections"] += 1
 
     def on_start(self, num_prompt_tokens: int) -> None: ...
-    def on_reject(self) -> None: ...
     def on_tokens(self, *, num_tokens: int, gap_s: float, first: bool) -> None: ...
     def on_end(self, output: TextOutput | None, *, elapsed_s: float) -> None: ...
 

@@ -119,7 +119,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         checksum=checksum,
         priorities=later.random() < 0.4,
         embeddings=later.random() < 0.4,
-        prealloc_timeout_s=later.choice([0.5, 10.0]),
+        prealloc_timeout_s=later.choice([0.5, 10.0, 10.0, 10.0]),
     )
 
 
