@@ -106,15 +106,17 @@ class PrefillManager(Shell):
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing posted is under way."""
-        return self._rooms.num_inflight == 0
+        """Nothing that was posted can still write."""
+        with self._lock:
+            return self._rooms.is_quiet
 
     def say_goodbye(self) -> None:
-        """Last step, in `core()`: nothing of this process is written any more."""
-        for link in self._rooms.peers.links():
-            peer = self._rooms.peers.by_link(link)
-            if peer is not None:
-                self._rooms.peers.say(peer, Bye(self.incarnation, peer.incarnation))
+        """Last step, in `core()`. Goodbye says that nothing of this process is written any more; who is not told it will
+
+        look whether the process has died, and wait for its last bytes.
+        """
+        for peer in self._rooms.quiet_peers():
+            self._rooms.peers.say(peer, Bye(self.incarnation, peer.incarnation))
 
     # ---- control thread
 

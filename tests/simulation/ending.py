@@ -5,7 +5,6 @@ leave the bootstrap server, close the manager, exit. The waits of `close` method
 """
 
 import asyncio
-from collections.abc import Callable
 from typing import Protocol
 
 from engine.frontend.draining import STATE_TIMEOUT_S, drain
@@ -60,7 +59,7 @@ class WorkerEnding:
             self._worker.registrar.close()
             self._demand_left()
         manager.fail_open()
-        self._wait(lambda: manager.is_quiet, self._process.clock() + CLOSE_S)
+        self._wait(self._process.clock() + CLOSE_S)
 
     def _demand_left(self) -> None:
         """Who ends in good order is not looked up any more."""
@@ -70,12 +69,12 @@ class WorkerEnding:
             if server is not None and reached and name in server.registry._workers:
                 raise Violation(f"{name}: ends without leaving its bootstrap server")
 
-    def _wait(self, quiet: Callable[[], bool], deadline_s: float) -> None:
-        if not quiet() and self._process.clock() < deadline_s:
-            self._process.after(STEP_S, "closing", self._wait, quiet, deadline_s)
-            return
+    def _wait(self, deadline_s: float) -> None:
         manager = self._worker.manager
-        if quiet():
+        if not manager.is_quiet and self._process.clock() < deadline_s:
+            self._process.after(STEP_S, "closing", self._wait, deadline_s)
+            return
+        if not manager._driver.busy if isinstance(manager, PrefillManager) else manager.is_quiet:
             with manager.core():
                 manager.say_goodbye()
         manager.turn(0)
