@@ -20,8 +20,8 @@ from tests.simulation.run import Outcome, run
 HASHED_SEEDS = (3, 7)
 PLANTED = (
     "skip the quarantine",
-    "acknowledge an abort while writes are in flight",
     "forget a metadata row",
+    "do not verify the checksum",
     "do not tell decode that a transfer has failed",
 )  # the others: make sim-mutants
 
@@ -116,8 +116,8 @@ def test_a_damaged_page_fails_one_request_with_checksums_and_is_read_without_the
 
 def test_workers_that_drain_one_by_one_lose_nothing() -> None:
     """Time enough, another worker of each kind, and a router that tries again: every request succeeds."""
-    options = _calm(options_of(9, nodes=6, faults=("drain prefill", "drain decode")))
-    outcome = run(replace(options, drain_timeout_s=20.0, retry_max=5, fault_every_s=2.5))
+    options = _calm(options_of(11, nodes=6, faults=("drain prefill", "drain decode")))
+    outcome = run(replace(options, drain_timeout_s=20.0, retry_max=5, fault_every_s=1.5))
     _must_hold(outcome)
     assert set(outcome.outcomes) == {"ok"} and outcome.injected["drain prefill"] and outcome.injected["drain decode"]
 
