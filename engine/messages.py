@@ -50,6 +50,7 @@ class GenerateRequest(_Message, frozen=True):
     `return_hidden_states`: of the prompt and of each generated token. `pooling` ("last" | "mean" | ""): an embedding,
     one vector for the prompt; nothing is generated (max_new_tokens is 0) and no KV is kept.
     `lora`: name of the adapter that computes it ("": the model alone).
+    `timeout_s`: seconds from now after which nobody waits for it any more (None: for ever).
     """
 
     rid: str
@@ -65,6 +66,7 @@ class GenerateRequest(_Message, frozen=True):
     return_hidden_states: bool = False
     pooling: str = ""
     lora: str = ""
+    timeout_s: float | None = None
 
 
 class GenerateBatch(_Message, frozen=True):
@@ -150,6 +152,10 @@ class UnloadAdapter(_Message, frozen=True):
     name: str
 
 
+class Drain(_Message, frozen=True):
+    """The worker ends soon: what runs goes on, but peers are refused what they ask to have computed."""
+
+
 class Shutdown(_Message, frozen=True):
     """End the scheduler's loop (the launcher's SIGTERM does the same)."""
 
@@ -167,6 +173,7 @@ ToScheduler = (
     | StopProfile
     | LoadAdapter
     | UnloadAdapter
+    | Drain
     | Shutdown
 )
 
@@ -222,6 +229,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     input_hidden: bytes = b""
     hidden: list[bytes] = []
     cached_by_tier: list[int] = []  # of cached_tokens: from device, host, disk; empty: there is one tier
+    transfer_retries: int = 0  # times that a KV transfer for it began anew
 
 
 class RequestOpened(_Message, frozen=True):

@@ -22,12 +22,13 @@ from transfer_backends.decode_rooms import DecodeRooms
 from transfer_backends.decode_sessions import Command, Connect, Disconnect, LookUp, Prove
 from transfer_backends.fake_pair import FakeReceiver
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
+from transfer_backends.lookup_line import MAX_LOOKUPS_A_SERVER
 from transfer_backends.outside import THIS_MACHINE, Outside
 from transfer_backends.shell import TICK_S, Shell
 from transfer_backends.wire import Bye, Message, encode
 
 EAGER_S = 0.001  # poll period of an engine that needs it, while rooms are open
-NUM_LOOKUP_THREADS = 8
+NUM_LOOKUP_THREADS = 8 * MAX_LOOKUPS_A_SERVER  # started when needed; that many servers may hang and slow nobody
 CLOSE_S = 5.0
 NO_HANDSHAKE = "it refused the connection; start every worker with the same --cluster-secret-file (or all without)"
 
@@ -90,7 +91,8 @@ class DecodeManager(Shell):
     def counters(self) -> dict[str, int]:
         with self._lock:
             gauges = {
-                "rooms": len(self._rooms.machine),
+                "rooms": self._rooms.num_rooms,
+                "farewells": self._rooms.num_farewells,
                 "peers": len(self._rooms.sessions),
                 "exposed_rooms": self._rooms.num_exposed,
             }
@@ -238,6 +240,9 @@ class Receiver:
 
     def failure(self) -> str | None:
         return self._rooms.failure(self._key)
+
+    def retries(self) -> int:
+        return self._rooms.retries(self._key)
 
     def drained(self) -> bool:
         return self._rooms.drained(self._key)

@@ -5,7 +5,10 @@ known here: `decode_rooms` reacts to what the methods return.
 
     CONNECTING --Registered--> LIVE --link closed--> LOST --proof of death, settled--> DEAD (dropped)
         |                                              +--alive--> CONNECTING (the same life answers again)
-        +--Refused, link closed--> dropped
+        +--Refused, link closed--> dropped (and knocked at: is there anybody?)
+
+What is dead stays dead: an incarnation names one life, so whoever is known to have died or said goodbye is never dialled
+again, however long a bootstrap server still lists it.
 """
 
 from collections import Counter, deque
@@ -16,10 +19,11 @@ from enum import Enum
 from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.heartbeat import Pulse
 from transfer_backends.kvpoll import RoomKey
-from transfer_backends.liveness import Liveness, ProcessMark
+from transfer_backends.liveness import UNMARKED, Liveness, ProcessMark
 from transfer_backends.wire import Message, Ping, Register
 
 NUM_GONE = 32
+MAX_DEAD = 256  # a bootstrap server lists nobody for longer than its lease
 FIRST_PROOF_S = 0.02
 LONGEST_PROOF_S = 1.0
 LinkId = int
@@ -110,10 +114,21 @@ class SessionTable:
         self._sessions: dict[str, Session] = {}
         self._by_link: dict[LinkId, Session] = {}
         self._next_link: LinkId = 1
-        self.gone: deque[str] = deque(maxlen=NUM_GONE)  # incarnations that died or said goodbye, the last ones
+        self.gone: deque[str] = deque(
+            maxlen=NUM_GONE
+        )  # incarnations that a recompute need not be sent to, the last ones
+        self._dead: deque[str] = deque(maxlen=MAX_DEAD)  # that are proven to have ended
 
     def get(self, incarnation: str) -> Session | None:
         return self._sessions.get(incarnation)
+
+    def is_dead(self, incarnation: str) -> bool:
+        return incarnation in self._dead
+
+    def bury(self, incarnation: str) -> None:
+        """It has ended for good."""
+        if incarnation not in self._dead:
+            self._dead.append(incarnation)
 
     def by_link(self, link: LinkId) -> Session | None:
         return self._by_link.get(link)
@@ -181,6 +196,7 @@ class SessionTable:
         self.effects.counters["sessions_lost"] += 1
         if session.mark is None:
             self.drop(session)
+            self.effects.queue.append(Prove(session.incarnation, UNMARKED, session.route.control))
             return
         self._unlink(session)
         session.phase = Phase.LOST
@@ -188,6 +204,8 @@ class SessionTable:
         session.proof_s = min(2 * session.proof_s, LONGEST_PROOF_S)
 
     def on_proof(self, incarnation: str, proof: Liveness, now_s: float) -> None:
+        if proof is Liveness.DEAD:
+            self.bury(incarnation)
         session = self._sessions.get(incarnation)
         if session is None or session.phase is not Phase.LOST or session.settled_at_s is not None:
             return

@@ -23,6 +23,7 @@ from engine.messages import (
     AbortRequest,
     ContinueGeneration,
     ControlReply,
+    Drain,
     FlushCache,
     FlushReply,
     GenerateBatch,
@@ -206,7 +207,7 @@ class EngineClient:
     ) -> Generation:
         """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` one more name to abort it by.
 
-        `timeout_s`: how long the client will wait. Raises ApiError: 503 while starting, ending, full, or too busy for
+        `timeout_s`: how long the client will wait; then the engine ends them. Raises ApiError: 503 while starting, ending, full, or too busy for
         the timeout, 400 for a name that is in use.
         """
         self._check_open(len(requests))
@@ -221,7 +222,9 @@ class EngineClient:
             for name in set(name_set):
                 self._names.setdefault(name, []).append(wire[i])
         try:
-            sent = [_on_wire(r, rid, empty=e) for r, rid, e in zip(requests, wire, empty, strict=True)]
+            sent = [
+                _on_wire(r, rid, empty=e, timeout_s=timeout_s) for r, rid, e in zip(requests, wire, empty, strict=True)
+            ]
             self._send(sent[0] if len(sent) == 1 else GenerateBatch(sent))
             for request, rid in zip(requests, wire, strict=True):
                 self.observer.on_start(len(request.input_ids))
@@ -275,6 +278,11 @@ class EngineClient:
 
     def mint_call_id(self) -> str:
         return f"c{next(self._numbers)}"
+
+    def announce_drain(self) -> None:
+        """The scheduler may have peers, who should look elsewhere."""
+        with suppress(ApiError):
+            self._send(Drain())
 
     def close(self, error: ApiError) -> None:
         """Accept nothing more; samples that are live go on."""
@@ -366,6 +374,6 @@ class EngineClient:
                 raise bad_field("rid", f"a request with id {name!r} is running")
 
 
-def _on_wire(request: GenerateRequest, rid: str, *, empty: bool) -> GenerateRequest:
+def _on_wire(request: GenerateRequest, rid: str, *, empty: bool, timeout_s: float | None) -> GenerateRequest:
     sampling = msgspec.structs.replace(request.sampling, max_new_tokens=1) if empty else request.sampling
-    return msgspec.structs.replace(request, rid=rid, sampling=sampling)
+    return msgspec.structs.replace(request, rid=rid, sampling=sampling, timeout_s=timeout_s)

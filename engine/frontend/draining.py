@@ -51,6 +51,7 @@ async def drain(
 ) -> None:
     """Returns when all has ended, by itself or handed back. `dead`: what of the worker has died (None: nothing)."""
     client.close(draining("the server is draining: it takes no new requests"))
+    client.announce_drain()
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
 

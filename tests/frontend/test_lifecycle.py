@@ -76,6 +76,7 @@ def test_a_draining_worker_says_so_takes_nothing_new_and_goes_on_with_what_runs(
             assert refused.json()["error"]["code"] == "draining"
             assert w.http.get("/server_info").json()["status"] == "draining"
             assert w.process.poll() is None
+            wait_for(lambda: w.scheduler.was_told_to_drain)
             w.scheduler.may_break.set()  # the request ends as it would have: with an error of its own
             last = [line for line in lines if line.startswith("data: ")][-1]
         assert json.loads(last[6:])["error"]["message"] == "the transfer broke"
