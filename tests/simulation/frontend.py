@@ -26,6 +26,7 @@ from tests.simulation.world import Process, Violation
 MAX_NEW_TOKENS = 4096
 HEARD_RECENTLY_S = 1.0
 HEALTH_TIMEOUT_S = 1.0
+LATE_S = 0.2  # a turn of the loop, one of the process, the ways between them
 
 
 class SamplingBody(msgspec.Struct):
@@ -172,7 +173,16 @@ class Frontend:
             raise Violation(f"{self._process.name}: takes a request while it drains")
         if self.client._early_rejection and None not in (wait_s, timeout_s) and wait_s > timeout_s:  # type: ignore[operator]
             raise Violation(f"{self._process.name}: taken, though it waits {wait_s:.2f} s and has {timeout_s:.2f} s")
+        if timeout_s is not None:
+            now_s = self._process.world.now_s
+            self._process.after(timeout_s + LATE_S, "judge a deadline", self._judge, generation, now_s, timeout_s)
         return generation
+
+    def _judge(self, generation: Generation, since_s: float, timeout_s: float) -> None:
+        """Past its deadline nothing runs any more (unless its process was frozen)."""
+        left = [rid for rid in generation._wire_rids if rid in self.client._live]
+        if left and self._process.thawed_s < since_s:
+            raise Violation(f"{self._process.name}: {left[0]} lives {LATE_S:g} s past its deadline of {timeout_s:g} s")
 
     def _read(self, body: GenerateBody) -> list[GenerateRequest]:
         """Samples of one body."""

@@ -228,6 +228,18 @@ MUTANTS = (
         "retry_after_s = 1 if finish.status == 503 else None",
         "retry_after_s = None",
     ),
+    Mutant(
+        "count the writes of an older try",
+        "transfer_backends/prefill_rooms.py",
+        "        if post.retry != rec.retry:\n",
+        "        if post.retry > rec.retry:\n",
+    ),
+    Mutant(
+        "let a request outlive its deadline",
+        "engine/loop/loop.py",
+        "in self._deadlines.due(now_s):",
+        "in ():",
+    ),
 )
 
 
