@@ -58,6 +58,7 @@ class Parts:
     secret: bytes | None
     live: LiveRequests
     on_unreachable: Callable[[LegError], None]
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +109,7 @@ class Dispatcher:
         return None
 
     async def _handle(self, request: web.BaseRequest, live: LiveRequest) -> web.StreamResponse:
-        started_s = time.monotonic()
+        started_s = self._parts.clock()
         body = await request.read()
         request_id = request[REQUEST_ID]
         exchange = _Exchange(
@@ -139,7 +140,7 @@ class Dispatcher:
             )
         for attempt in range(config.retry_max + 1):
             if attempt:
-                exchange.call = exchange.call.later(time.monotonic() - exchange.started_s)
+                exchange.call = exchange.call.later(self._parts.clock() - exchange.started_s)
             roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
             workers = await self._pick_soon(roles, exchange.attempts)
             if workers is None:
@@ -299,7 +300,7 @@ class Dispatcher:
         )
 
     def _first_byte(self, exchange: _Exchange) -> None:
-        self._parts.metrics.on_first_byte(exchange.call.path, time.monotonic() - exchange.started_s)
+        self._parts.metrics.on_first_byte(exchange.call.path, self._parts.clock() - exchange.started_s)
 
     def _headers(self, request: web.BaseRequest, request_id: str) -> dict[str, str]:
         """What workers get of the client's headers."""

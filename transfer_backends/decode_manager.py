@@ -104,24 +104,37 @@ class DecodeManager(Shell):
         False: some room did not drain, a peer may still write into the pool; the engine stays up then.
         """
         if not self._first_close():
-            return self._rooms.num_exposed == 0
-        with self.core() as now_s:
-            for key in list(self._rooms.machine):
-                self._rooms.abort(key, "the decode worker is shutting down", now_s)
+            return self.is_quiet
+        self.fail_open()
         deadline_s = time.monotonic() + CLOSE_S
-        while self._rooms.num_exposed and time.monotonic() < deadline_s:
+        while not self.is_quiet and time.monotonic() < deadline_s:
             time.sleep(0.001)
-        drained = self._rooms.num_exposed == 0
+        drained = self.is_quiet
         if drained:
             with self.core():
-                for session in self._rooms.sessions.live():
-                    self._rooms.sessions.say(session, Bye(self.incarnation, session.incarnation))
+                self.say_goodbye()
         self._end()
         for pool in (self._lookups, self._proofs):
             pool.shutdown(wait=False, cancel_futures=True)
         if drained:
             self._engine.close()
         return drained
+
+    def fail_open(self) -> None:
+        """First step of `close`: every live transfer ends, prefill is told."""
+        with self.core() as now_s:
+            for key in list(self._rooms.machine):
+                self._rooms.abort(key, "the decode worker is shutting down", now_s)
+
+    @property
+    def is_quiet(self) -> bool:
+        """No peer can write into the pool."""
+        return self._rooms.num_exposed == 0
+
+    def say_goodbye(self) -> None:
+        """Last step, in `core()`."""
+        for session in self._rooms.sessions.live():
+            self._rooms.sessions.say(session, Bye(self.incarnation, session.incarnation))
 
     # ---- control thread
 

@@ -157,6 +157,17 @@ class PrefillRooms:
         rec = self._rooms.pop(key)
         self._inbox.bury(key, rec.reason or "the transfer has ended", by_peer=False, now_s=now_s)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing that was posted can still read or write."""
+        return self.num_inflight == 0 and all(rec.quiet for rec in self._rooms.values())
+
+    def quiet_peers(self) -> list[Peer]:
+        """Those into whose memory nothing can still write: only they may be told goodbye."""
+        busy = {rec.offer.incarnation for rec in self._rooms.values() if rec.offer is not None and not rec.quiet}
+        peers = [self.peers.by_link(link) for link in self.peers.links()]
+        return [peer for peer in peers if peer is not None and peer.incarnation not in busy]
+
     # ---- the engine driver's calls
 
     @property
