@@ -107,7 +107,7 @@ class RouterEnding:
             await asyncio.sleep(STEP_S)
         if router.live.requests():
             raise Violation(f"{router.process.name}: drained, and {len(router.live)} requests have no answer")
-        await router.dispatcher.close()
+        router.dispatcher.close()
         await router.monitor.close()
         if left := router.leftovers():
             raise Violation(f"a router ends with {left}")

@@ -56,7 +56,8 @@ class _Exchange:
         self.call = Call(self._on_head, self._on_chunk, self._on_end, self._on_lost)
 
     def _on_head(self, head: Head) -> None:
-        self._reply.status, self._reply.headers = head.status, {"content-type": head.content_type}
+        again = {"retry-after": head.retry_after} if head.retry_after else {}
+        self._reply.status, self._reply.headers = head.status, {"content-type": head.content_type, **again}
         self._aio.run(self._reply.wake)
 
     def _on_chunk(self, data: bytes) -> None:
