@@ -139,14 +139,13 @@ class Dispatcher:
                 headers={"Retry-After": RETRY_AFTER_S},
             )
         for attempt in range(config.retry_max + 1):
-            if attempt:
-                exchange.call = exchange.call.later(self._parts.clock() - exchange.started_s)
             roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
             workers = await self._pick_soon(roles, exchange.attempts)
             if workers is None:
                 return self._none_left(roles, exchange.attempts)
+            call = exchange.call if attempt == 0 else exchange.call.later(self._parts.clock() - exchange.started_s)
             try:
-                return await self._attempt(exchange, workers)
+                return await self._attempt(exchange, call, workers)
             except LegError as failure:
                 exchange.attempts.note(failure, workers)
                 self._note(failure)
@@ -156,14 +155,14 @@ class Dispatcher:
             await asyncio.sleep(backoff_s(attempt, base_s=config.retry_backoff_s))
         raise AssertionError("the last attempt returns")
 
-    async def _attempt(self, exchange: _Exchange, workers: tuple[Worker, ...]) -> web.StreamResponse:
+    async def _attempt(self, exchange: _Exchange, call: Call, workers: tuple[Worker, ...]) -> web.StreamResponse:
         if len(workers) == 2:
-            return await self._attempt_pair(exchange, prefill=workers[0], decode=workers[1])
-        return await self._attempt_single(exchange, workers[0])
+            return await self._attempt_pair(exchange, call, prefill=workers[0], decode=workers[1])
+        return await self._attempt_single(exchange, call, workers[0])
 
-    async def _attempt_single(self, exchange: _Exchange, worker: Worker) -> web.StreamResponse:
+    async def _attempt_single(self, exchange: _Exchange, call: Call, worker: Worker) -> web.StreamResponse:
         lease = self._charge(worker, exchange.parsed)
-        race = Race(self._parts.legs.send(worker, exchange.call, exchange.body, stream=True))
+        race = Race(self._parts.legs.send(worker, call, exchange.body, stream=True))
         try:
             await race.answer(wait_for_prefill=False)
             return await self._answer(exchange, race, merger=None)
@@ -171,8 +170,10 @@ class Dispatcher:
             self._parts.table.release(lease)
             race.close()
 
-    async def _attempt_pair(self, exchange: _Exchange, *, prefill: Worker, decode: Worker) -> web.StreamResponse:
-        parts, parsed, call = self._parts, exchange.parsed, exchange.call
+    async def _attempt_pair(
+        self, exchange: _Exchange, call: Call, *, prefill: Worker, decode: Worker
+    ) -> web.StreamResponse:
+        parts, parsed = self._parts, exchange.parsed
         rooms = parts.rooms.mint(parsed.num_samples)
         prefill_body, decode_body = write_bodies(
             parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms
