@@ -13,11 +13,12 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
+from lifecycle.stop_signals import StopSignals
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
 from router.credentials import Credentials
 from router.dispatch import Dispatcher, Parts
-from router.draining import LiveRequests, StopSignals
+from router.draining import LiveRequests
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs, open_session
