@@ -11,10 +11,14 @@ import time
 from pathlib import Path
 
 from deploy.bench.environment import commit
-from tests.faults.cells import Cell, all_cells
+from tests.faults.cells import Cell, Layout, all_cells, layout_of
 from tests.faults.household import log_of
 from tests.faults.rig import Rig
-from tests.faults.run_cell import Result, needs_links, run_cell
+from tests.faults.rig_on_links import RigOnLinks
+from tests.faults.rig_on_machines import RigOnMachines
+from tests.faults.run_cell import Result, run_cell
+
+RIGS = {Layout.PLAIN: Rig, Layout.LINKS: RigOnLinks, Layout.MACHINES: RigOnMachines}
 
 
 def run_lane(cells: list[Cell], results: Path) -> None:
@@ -37,9 +41,9 @@ def run_lane(cells: list[Cell], results: Path) -> None:
             _write(results, cell, result, load_before)
 
 
-def group_of(cell: Cell) -> tuple[str, bool]:
+def group_of(cell: Cell) -> tuple[str, Layout]:
     """What kind of cluster a cell needs."""
-    return cell.backend, needs_links(cell)
+    return cell.backend, layout_of(cell)
 
 
 def path_of(results: Path, cell: Cell) -> Path:
@@ -47,7 +51,7 @@ def path_of(results: Path, cell: Cell) -> Path:
 
 
 def _started(cell: Cell) -> Rig:
-    rig = Rig(cell.backend, needs_links(cell))
+    rig = RIGS[layout_of(cell)](cell.backend)
     try:
         rig.start_all()
     except BaseException:

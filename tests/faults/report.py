@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / ".faults"  # of a run under way
 REPORTS = ROOT / "docs" / "reports"
-MATRIX, SOAK = "fault_matrix.json", "churn_soak.json"
+MATRIX = "fault_matrix.json"
+SOAKS = {backend: f"churn_soak_{backend}.json" for backend in BACKENDS}
 
 INTRO = """# Reliability
 
@@ -69,7 +70,7 @@ def keep(name: str, value: object, reports: Path = REPORTS) -> None:
 def write_page(reports: Path = REPORTS, page: Path = PAGE) -> None:
     """From the reports that there are; the other run's part of the page stays as it was."""
     text = INTRO.format(requests=NUM_REQUESTS, fault_s=FAULT_S, long=LONG)
-    page.write_text(text + _matrix(_read(reports / MATRIX)) + _soak(_read(reports / SOAK)))
+    page.write_text(text + _matrix(_read(reports / MATRIX)) + _soaks(reports))
 
 
 def _matrix(report: dict[str, Any] | None) -> str:
@@ -123,10 +124,10 @@ def _figures(found: list[dict[str, Any]], about: dict[str, Any]) -> str:
     )
 
 
-def _soak(report: dict[str, Any] | None) -> str:
-    if report is None:
-        return ""
-    return f"\n## Soak under churn\n\n{render(report)}\n{_where(report['about'])}\n"
+def _soaks(reports: Path) -> str:
+    found = [(backend, report) for backend, name in SOAKS.items() if (report := _read(reports / name)) is not None]
+    parts = [f"\n### {backend}\n\n{render(report)}\n{_where(report['about'])}\n" for backend, report in found]
+    return "\n## Soak under churn\n" + "".join(parts) if parts else ""
 
 
 def _where(about: dict[str, Any]) -> str:
