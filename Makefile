@@ -35,6 +35,7 @@ help:
 	@echo "make mutants           plant bugs in the core, one by one, and see each found"
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reliability.md"
+	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
 	@echo "make churn-soak [MINUTES=10] [BACKENDS='nixl mooncake']  for each: 20,000 requests while workers and a router die and"
 	@echo "                       come; docs/reliability.md"
 	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"

@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("cells", nargs="+")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster is ended, its machines are taken down
     by_name = {cell.name: cell for cell in all_cells()}
     run_lane([by_name[name] for name in args.cells], args.results)
 

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 CLONE_NEWNET = 0x40000000  # sched.h
 SUBNETS = 60_000
@@ -67,6 +68,10 @@ class Machines:
 
     def plug(self, name: str) -> None:
         _ip(f"link set {self._cable(name)} up")
+
+    def bytes_to(self, name: str) -> int:
+        """That have gone over its cable, to it."""
+        return int(Path(f"/sys/class/net/{self._cable(name)}/statistics/tx_bytes").read_text())
 
     def listen(self, name: str, port: int) -> socket.socket:
         """A socket of this process that listens on that machine."""

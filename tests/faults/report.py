@@ -39,8 +39,14 @@ Each cell brings all of them into a phase, does one fault, and demands that
 | kill | SIGKILL; the victim stays away until all requests have ended and the survivors are clean, then starts at its address |
 | restart | SIGKILL, and started at once at the same address, before anybody may have noticed |
 | stop | SIGSTOP for {fault_s:g} s, then SIGCONT; a worker freezes with its children |
-| cut | all TCP connections between the victim and the other parts are a black hole for {fault_s:g} s, then reset (a proxy of our own). The engines' own data paths (shared memory, CMA, Mooncake's sockets) are not cut: "transferring" holds the writes, "error" fails them |
+| cut | all TCP connections between the victim and the other parts are a black hole for {fault_s:g} s, then reset (a proxy of our own). The engines' own data paths (shared memory, CMA, Mooncake's sockets) are not cut here but in the next two rows |
+| unplug | prefill and decode are on machines of their own (network namespaces on a bridge), KV goes by TCP with either engine; the cable of the victim's machine is pulled for {fault_s:g} s: all that it says and hears is lost, nothing is reset |
+| unplug-for-good | the same; the cable stays out until all requests have ended and the survivors are clean. Pages that the lost machine may still write stay quarantined until it is back: nobody can ask it |
+| freeze | SIGSTOP for good; SIGKILL once all requests have ended (a frozen router can end none: after {fault_s:g} s), as a supervisor would, then as kill |
+| drain | SIGTERM: it finishes what runs and exits 0, then as kill |
 | error | the next KV write of each request fails in prefill's engine, without having begun (a switch around the real engine, tests only: `tests/faults/inject/`); its real recovery follows. In "decoding": of one more request, beside those that decode |
+| error-twice | the same, and the second try of the same pair fails, too: the router sends the request once more |
+| error-always | every write fails until all requests have ended: a clear error |
 
 | phase | how it is held, until the fault has begun |
 |---|---|

@@ -215,8 +215,9 @@ def _note(result: Result, cell: Cell, outcomes: list[Outcome], at_s: float) -> N
     allowed = {"right"} if must_be_right(cell) else {"right", "error"}
     if cell.victim is Victim.ROUTER and cell.fault in (Fault.KILL, Fault.RESTART, Fault.FREEZE):
         allowed.add("cut")  # who answers is gone
-    for outcome in outcomes:
-        if outcome.end not in allowed:
+    for i, outcome in enumerate(outcomes):
+        is_victim = cell.fault is Fault.ERROR_ALWAYS and i >= NUM_REQUESTS  # of the fault, beside those that decode
+        if outcome.end not in ({"error"} if is_victim else allowed):
             result.problems.append(f"a request ended {outcome.end}: {outcome.detail}")
 
 
