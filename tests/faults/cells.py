@@ -56,10 +56,6 @@ CHILDREN = {
     Victim.PREFILL_SCHEDULER: ("prefill", "scheduler"),
     Victim.DECODE_SCHEDULER: ("decode", "scheduler"),
 }
-CHILD_REASONS = {
-    Fault.FREEZE: "a child that stands still for good is its worker's watchdog's affair (docs/scheduling/control.md)",
-    Fault.DRAIN: "SIGTERM is for the worker, which ends its children itself",
-}
 
 
 @dataclass(frozen=True, order=True)
@@ -85,8 +81,8 @@ def why_not(cell: Cell) -> str | None:
         return "speaks over unix sockets only: no network to cut"
     if cell.fault in UNPLUGS and cell.victim not in MOVERS:
         return "no data path of an engine: the row cut"
-    if cell.fault in (Fault.FREEZE, Fault.DRAIN) and cell.victim in CHILDREN:
-        return CHILD_REASONS[cell.fault]
+    if cell.fault is Fault.DRAIN and cell.victim in CHILDREN:
+        return "SIGTERM is for the worker, which ends its children itself"
     if cell.fault in ERRORS:
         return _why_no_error(cell.victim)
     if cell.backend != "nixl" and cell.victim not in MOVERS:

@@ -90,13 +90,13 @@ def _table(results: dict[str, Any], backend: str) -> str:
     for fault in Fault:
         for victim in Victim if backend == "nixl" else MOVERS:
             cells = [Cell(fault, victim, phase, backend) for phase in Phase]
+            if all(why_not(cell) for cell in cells):
+                continue
             lines.append(f"| {fault} | {victim} | " + " | ".join(_cell(results, cell) for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _cell(results: dict[str, Any], cell: Cell) -> str:
-    if why_not(cell) is not None:
-        return "n/a"
     found = results.get(cell.name)
     if found is None:
         return "not run"
@@ -107,14 +107,23 @@ def _cell(results: dict[str, Any], cell: Cell) -> str:
 
 
 def _reasons() -> str:
-    lines = []
+    """Rows that the tables do not have, faults of one reason together."""
+    rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for fault in Fault:
-        for victim in Victim:
-            reason = why_not(Cell(fault, victim, Phase.WAITING))
-            if reason is not None:
-                lines.append(f"- {fault} of {victim}: {reason}")
+        for reason, victims in _left_out(fault).items():
+            rows.setdefault((reason, tuple(victims)), []).append(fault)
+    lines = [f"- {', '.join(faults)} of {', '.join(victims)}: {reason}" for (reason, victims), faults in rows.items()]
     lines.append("- mooncake: rows of victims whose fault reaches no transfer engine are those of nixl")
-    return "n/a:\n\n" + "\n".join(lines) + "\n"
+    return "No rows:\n\n" + "\n".join(lines) + "\n"
+
+
+def _left_out(fault: Fault) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for victim in Victim:
+        reason = why_not(Cell(fault, victim, Phase.WAITING))
+        if reason is not None:
+            found.setdefault(reason, []).append(victim)
+    return found
 
 
 def _figures(found: list[dict[str, Any]], about: dict[str, Any]) -> str:

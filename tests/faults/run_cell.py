@@ -80,6 +80,7 @@ async def _run(rig: Rig, cell: Cell, result: Result, *, seed: int, fault_s: floa
     await fault
     if cell.fault is Fault.FREEZE and rig.parts[cell.part].alive:
         rig.kill(cell.victim)  # as a supervisor would; before that it may wake and write, so pages wait for it
+        await _until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
     if cell.fault in (*AWAY, Fault.UNPLUG_FOR_GOOD):
         survivors = [name for name in WORKERS if name != cell.part]
         await _until_clean(rig, survivors, result, may_write=cell.fault is Fault.UNPLUG_FOR_GOOD)
