@@ -32,18 +32,22 @@ class StopSignals:
         self.asked.set()
         self.at_once.set()
 
-    def install(self, *, on_hangup: Callable[[], None] | None = None) -> None:
-        """From now on the signals come here, SIGHUP to `on_hangup`, as long as the running loop lives."""
+    def install(self, *, on_hangup: Callable[[], None] | None = None, only_hangup: bool = False) -> None:
+        """From now on the signals come here, SIGHUP to `on_hangup`, as long as the running loop lives.
+
+        `only_hangup`: somebody else says when to end.
+        """
+        ends = (None, None) if only_hangup else (self.on_sigterm, self.on_sigint)
         loop = asyncio.get_running_loop()
-        for number, handler in zip(_NUMBERS, (self.on_sigterm, self.on_sigint, on_hangup), strict=True):
+        for number, handler in zip(_NUMBERS, (*ends, on_hangup), strict=True):
             if handler is not None:
                 with suppress(*_CANNOT):
                     loop.add_signal_handler(number, handler)
 
     @contextmanager
-    def caught(self, *, on_hangup: Callable[[], None]) -> Iterator[None]:
+    def caught(self, *, on_hangup: Callable[[], None], only_hangup: bool = False) -> Iterator[None]:
         """`install` while inside."""
-        self.install(on_hangup=on_hangup)
+        self.install(on_hangup=on_hangup, only_hangup=only_hangup)
         try:
             yield
         finally:

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from router.load_view import ALONE, LoadView
+
 log = logging.getLogger(__name__)
 
 DRAINING = "draining"  # error code, and `status` on /health
@@ -39,10 +41,11 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """Who runs. `max_live`: one more is refused."""
+    """Who runs. `max_live`: one more is refused, whichever of this router's processes serves the others."""
 
-    def __init__(self, *, max_live: int) -> None:
+    def __init__(self, *, max_live: int, view: LoadView = ALONE) -> None:
         self.draining = False
+        self._view = view
         self._max_live = max_live
         self._requests: dict[int, LiveRequest] = {}  # by id, in order of arrival
 
@@ -55,7 +58,7 @@ class LiveRequests:
 
     @property
     def full(self) -> bool:
-        return len(self._requests) >= self._max_live
+        return len(self._requests) + self._view.others_live() >= self._max_live
 
     @contextmanager
     def request(self) -> Iterator[LiveRequest]:
@@ -63,10 +66,12 @@ class LiveRequests:
         assert task is not None
         request = LiveRequest(task)
         self._requests[id(request)] = request
+        self._view.publish_live(len(self._requests))
         try:
             yield request
         finally:
             del self._requests[id(request)]
+            self._view.publish_live(len(self._requests))
 
     async def drain(self, *, timeout_s: float, at_once: asyncio.Event) -> None:
         """Nothing new from now on. Returns when nothing runs; what does not end in time is handed back."""

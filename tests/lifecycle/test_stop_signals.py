@@ -33,3 +33,14 @@ def test_what_signals_ask_for(sent: list[signal.Signals], asked: bool, at_once: 
         return signals.asked.is_set(), signals.at_once.is_set()
 
     assert asyncio.run(scenario()) == (asked, at_once)
+
+
+def test_who_is_told_by_others_when_to_end_catches_only_the_hangup() -> None:
+    async def scenario() -> None:
+        signals, hung_up = StopSignals(), asyncio.Event()
+        with signals.caught(on_hangup=hung_up.set, only_hangup=True):
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.wait_for(hung_up.wait(), ANSWER_S)
+
+    asyncio.run(scenario())
