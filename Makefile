@@ -7,13 +7,14 @@ ARGS ?=
 TESTS ?= tests
 CELLS ?=
 JOBS ?= 2
+BACKENDS ?= nixl mooncake
 EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,dev
 TORCH ?= torch==2.13.0
 # What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
 # Parts that decide without I/O (and the command line): held to mypy --strict.
 TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokenizer grammar hicache lora) disagg \
-	$(wildcard transfer_backends/*.py) bootstrap_server router deploy security
+	$(wildcard transfer_backends/*.py) bootstrap_server router deploy security lifecycle
 
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS
@@ -34,7 +35,9 @@ help:
 	@echo "make mutants           plant bugs in the core, one by one, and see each found"
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reliability.md"
-	@echo "make churn-soak [MINUTES=10]  20,000 requests while workers die and come; docs/reliability.md"
+	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
+	@echo "make churn-soak [MINUTES=10] [BACKENDS='nixl mooncake']  for each: 20,000 requests while workers and a router die and"
+	@echo "                       come; docs/reliability.md"
 	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
 	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
 	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
@@ -69,7 +72,7 @@ fault-matrix: $(STAMP)
 	$(BIN)/python -m tests.faults.matrix --jobs $(JOBS) $(if $(CELLS),--again '$(CELLS)')
 
 churn-soak: $(STAMP)
-	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
+	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --backends $(BACKENDS)
 
 sim: $(STAMP)
 	$(SIM)

@@ -87,10 +87,14 @@ class FlushCache(_Message, frozen=True):
 
 
 class GetState(_Message, frozen=True):
-    """Ask for a `StateReply`. `check`: also run every owner's `check()` and report what it says."""
+    """Ask for a `StateReply`. `check`: also run every owner's `check()` and report what it says.
+
+    `by_detokenizer`: it comes as text does, so that it shows that all of the worker's processes are alive.
+    """
 
     call_id: str
     check: bool = False
+    by_detokenizer: bool = False
 
 
 class PauseGeneration(_Message, frozen=True):
@@ -247,9 +251,6 @@ class TokenBatch(_Message, frozen=True):
     outputs: list[TokenOutput]
 
 
-ToDetokenizer = RequestOpened | TokenBatch
-
-
 class TextOutput(msgspec.Struct, array_like=True, kw_only=True):
     """`TokenOutput` with its text. `text` is the part that is new and final (a delta, never a broken character;
 
@@ -313,4 +314,5 @@ class SchedulerReady(_Message, frozen=True):
     info: dict[str, int | float | str | bool | None]
 
 
+ToDetokenizer = RequestOpened | TokenBatch | StateReply
 ToFrontend = TextBatch | FlushReply | ControlReply | StateReply | SchedulerReady

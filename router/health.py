@@ -147,7 +147,7 @@ class HealthMonitor:
         mode, expected = parse_mode(info), _EXPECTED_MODE[worker.role]
         if mode is not None and mode != expected:
             return f"runs with --disaggregation-mode {mode}, but was given as a {worker.role} worker"
-        if worker.role is Role.PREFILL and worker.given_bootstrap_port is None:
+        if info is not None and worker.role is Role.PREFILL and worker.given_bootstrap_port is None:
             host, port = parse_bootstrap(info, url_host=worker.url_host)
             self._table.on_bootstrap(worker, host=host, port=port)
         return None

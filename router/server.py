@@ -16,11 +16,12 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
+from lifecycle.stop_signals import StopSignals
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
 from router.credentials import Credentials
 from router.dispatch import Dispatcher, Parts
-from router.draining import LiveRequests, StopSignals
+from router.draining import LiveRequests
 from router.entropy import Entropy
 from router.fleet import Place, obey_parent, run_fleet
 from router.guard import make_guard

@@ -175,7 +175,7 @@ class EngineClient:
         self.observer = observer
         self.info: dict[str, int | float | str | bool | None] = {}
         self.ready = asyncio.Event()
-        self.last_heard_s = float("-inf")
+        self.last_text_s = float("-inf")  # when something last came through scheduler and detokenizer
         self.updated: dict[str, int | str] = {}  # model_path and weight_version, since the weights were changed
         self.adapters: dict[str, str] = {}  # name -> path of those that requests may name
         self._send = send
@@ -266,6 +266,12 @@ class EngineClient:
         """Raises ApiError(503) when the scheduler does not answer in time."""
         return await self._call(GetState(call_id=f"s{next(self._numbers)}", check=check), StateReply, timeout_s)
 
+    async def hear(self, *, timeout_s: float) -> None:
+        """Raises ApiError(503) when scheduler and detokenizer do not both live: an answer through both is waited for."""
+        call = GetState(call_id=f"s{next(self._numbers)}", by_detokenizer=True)
+        await self._call(call, StateReply, timeout_s, who="scheduler or the detokenizer")
+        self.last_text_s = self.now_s()
+
     async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> FlushReply:
         return await self._call(FlushCache(call_id=f"f{next(self._numbers)}"), FlushReply, timeout_s)
 
@@ -298,8 +304,8 @@ class EngineClient:
                 call.set_exception(error)
 
     def on_message(self, message: ToFrontend) -> None:
-        self.last_heard_s = self.now_s()
         if isinstance(message, TextBatch):
+            self.last_text_s = self.now_s()
             for output in message.outputs:
                 self._route(output)
         elif isinstance(message, SchedulerReady):
@@ -320,7 +326,9 @@ class EngineClient:
             self.forecast.start(output.tokens.rid, self.now_s())
             generation.feed(index, output)
 
-    async def _call(self, message: GetState | FlushCache | Control, reply: type[R], timeout_s: float) -> R:
+    async def _call(
+        self, message: GetState | FlushCache | Control, reply: type[R], timeout_s: float, *, who: str = "scheduler"
+    ) -> R:
         if self._closed is not None and self._closed.code == "engine_dead":
             raise self._closed
         if len(self._calls) >= MAX_CALLS:
@@ -333,7 +341,7 @@ class EngineClient:
             self._send(message)
             answer = await asyncio.wait_for(call, timeout_s)
         except TimeoutError:
-            raise not_ready(f"the scheduler did not answer within {timeout_s:g} s") from None
+            raise not_ready(f"the {who} did not answer within {timeout_s:g} s") from None
         finally:
             del self._calls[message.call_id]
         assert isinstance(answer, reply)

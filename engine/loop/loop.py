@@ -214,6 +214,8 @@ class EngineLoop:
                 ok = self._scheduler.flush_cache()
                 text = "Cache flushed." if ok else "Requests are running; nothing was flushed."
                 self._ports.to_frontend(FlushReply(call_id, ok, text))
+            case GetState(call_id=call_id, check=check, by_detokenizer=True):
+                self._ports.to_detokenizer(self._reporter.state(call_id, check=check))
             case GetState(call_id=call_id, check=check):
                 self._ports.to_frontend(self._reporter.state(call_id, check=check))
             case LoadAdapter() | UnloadAdapter():

@@ -110,7 +110,8 @@ class StandIn:
             )
         elif isinstance(message, GetState):
             self.num_states += 1
-            self._to_frontend.send(self._state(message))
+            way = self._to_detokenizer if message.by_detokenizer else self._to_frontend
+            way.send(self._state(message))
         else:
             assert isinstance(message, Drain | Shutdown)
             self.was_told_to_drain |= isinstance(message, Drain)
