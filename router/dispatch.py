@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
+from router.chooser import Chooser, cost_tokens
 from router.config import RouterConfig
 from router.credentials import Credentials
 from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
@@ -22,7 +23,7 @@ from router.guard import REQUEST_ID
 from router.legs import Answer, Call, LegError, Legs
 from router.merge import Merger, SseMerger
 from router.metrics import RouterMetrics
-from router.policies import Policy, pick
+from router.policies import Ask, Choice
 from router.race import Race
 from router.relay import StreamBroken, end_with_event, relay_stream
 from router.rewrite import Api, ParsedBody, parse_body, write_bodies
@@ -49,7 +50,7 @@ class Parts:
     config: RouterConfig
     table: WorkerTable
     rooms: RoomMinter
-    policy: Policy
+    chooser: Chooser
     legs: Legs
     metrics: RouterMetrics
     credentials: Credentials
@@ -65,6 +66,7 @@ class _Exchange:
     request: web.Request
     request_id: str
     parsed: ParsedBody
+    ask: Ask
     body: bytes
     call: Call
     live: LiveRequest
@@ -109,10 +111,12 @@ class Dispatcher:
         started_s = time.monotonic()
         body = await request.read()
         request_id = request[REQUEST_ID]
+        parsed = parse_body(Api(request.path), body)
         exchange = _Exchange(
             request=request,
             request_id=request_id,
-            parsed=parse_body(Api(request.path), body),
+            parsed=parsed,
+            ask=self._parts.chooser.ask(parsed, request.headers),
             body=body,
             call=Call(request.path, self._headers(request, request_id)),
             live=live,
@@ -140,11 +144,11 @@ class Dispatcher:
             if attempt:
                 exchange.call = exchange.call.later(time.monotonic() - exchange.started_s)
             roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
-            workers = self._pick(roles, exchange.tried)
-            if workers is None:
+            chosen = self._choose(roles, exchange)
+            if chosen is None:
                 return self._no_worker(roles)
             try:
-                return await self._attempt(exchange, workers)
+                return await self._attempt(exchange, chosen)
             except LegError as failure:
                 exchange.tried.add(failure.worker.worker_id)
                 self._note(failure)
@@ -154,29 +158,29 @@ class Dispatcher:
             await asyncio.sleep(backoff_s(attempt, base_s=config.retry_backoff_s))
         raise AssertionError("the last attempt returns")
 
-    async def _attempt(self, exchange: _Exchange, workers: tuple[Worker, ...]) -> web.StreamResponse:
-        if len(workers) == 2:
-            return await self._attempt_pair(exchange, prefill=workers[0], decode=workers[1])
-        return await self._attempt_single(exchange, workers[0])
+    async def _attempt(self, exchange: _Exchange, chosen: tuple[Choice, ...]) -> web.StreamResponse:
+        if len(chosen) == 2:
+            return await self._attempt_pair(exchange, chosen[0], chosen[1])
+        return await self._attempt_single(exchange, chosen[0])
 
-    async def _attempt_single(self, exchange: _Exchange, worker: Worker) -> web.StreamResponse:
-        lease = self._charge(worker, exchange.parsed)
+    async def _attempt_single(self, exchange: _Exchange, choice: Choice) -> web.StreamResponse:
+        lease = self._charge(choice, exchange.ask)
         answer = None
         try:
-            answer = await self._parts.legs.open(worker, exchange.call, exchange.body)
+            answer = await self._parts.legs.open(choice.worker, exchange.call, exchange.body)
             return await self._answer(exchange, answer, merger=None, race=None)
         finally:
             self._parts.table.release(lease)
             if answer is not None:
                 answer.response.close() if not answer.response.content.is_eof() else answer.response.release()
 
-    async def _attempt_pair(self, exchange: _Exchange, *, prefill: Worker, decode: Worker) -> web.StreamResponse:
-        parts, parsed = self._parts, exchange.parsed
+    async def _attempt_pair(self, exchange: _Exchange, compute: Choice, answer_by: Choice) -> web.StreamResponse:
+        parts, parsed, prefill, decode = self._parts, exchange.parsed, compute.worker, answer_by.worker
         rooms = parts.rooms.mint(parsed.num_samples)
         prefill_body, decode_body = write_bodies(
             parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms
         )
-        prefill_lease, decode_lease = self._charge(prefill, parsed), self._charge(decode, parsed)
+        prefill_lease, decode_lease = self._charge(compute, exchange.ask), self._charge(answer_by, exchange.ask)
         race = Race(
             asyncio.create_task(parts.legs.fetch(prefill, exchange.call, prefill_body)),
             asyncio.create_task(parts.legs.open(decode, self._vouched(exchange.call, prefill, rooms), decode_body)),
@@ -250,16 +254,17 @@ class Dispatcher:
         voucher = vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)
         return Call(call.path, {**call.headers, VOUCHER_HEADER: voucher})
 
-    def _pick(self, roles: Sequence[Role], tried: set[int]) -> tuple[Worker, ...] | None:
-        """One worker of each role, least loaded (or as the policy says) among those not tried yet."""
-        parts = self._parts
-        chosen = [pick(parts.policy, parts.table.alive(role), avoid=tried) for role in roles]
-        return tuple(w for w in chosen if w is not None) if None not in chosen else None
+    def _choose(self, roles: Sequence[Role], exchange: _Exchange) -> tuple[Choice, ...] | None:
+        """One worker of each role as its policy says, among those not tried yet; None when a role has none."""
+        alive = [self._parts.table.alive(role) for role in roles]
+        if not all(alive):
+            return None  # before a policy remembers what then is sent to nobody
+        choose = self._parts.chooser.choose
+        chosen = [choose(workers, exchange.ask, avoid=exchange.tried) for workers in alive]
+        return tuple(choice for choice in chosen if choice is not None)
 
-    def _charge(self, worker: Worker, parsed: ParsedBody) -> Lease:
-        """Prefill holds the prompts; the others also the answers that will grow there."""
-        output = 0 if worker.role is Role.PREFILL else parsed.output_tokens
-        return self._parts.table.charge(worker, parsed.prompt_tokens + output)
+    def _charge(self, choice: Choice, ask: Ask) -> Lease:
+        return self._parts.table.charge(choice.worker, cost_tokens(choice, ask))
 
     def _note(self, failure: LegError) -> None:
         """Count a failure; a worker that could not be reached is looked at."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
+from router.chooser import make_chooser
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
 from router.credentials import Credentials
@@ -22,7 +23,6 @@ from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs, open_session
 from router.metrics import RouterMetrics
-from router.policies import make_policy
 from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
@@ -75,7 +75,9 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     check_config(config)
     secret, gate = _check_exposure(config)
     credentials = Credentials(config, api=gate.api)
+    chooser = make_chooser(config, draw=secrets.randbelow)
     table = _table(config)
+    table.on_gone = chooser.forget
     rooms = RoomMinter(secrets.randbits)
     metrics = RouterMetrics(table)
     live = LiveRequests(max_live=config.max_concurrent_requests)
@@ -88,7 +90,7 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                 config=config,
                 table=table,
                 rooms=rooms,
-                policy=make_policy(config.policy, draw=secrets.randbelow),
+                chooser=chooser,
                 legs=Legs(session),
                 metrics=metrics,
                 credentials=credentials,

@@ -4,7 +4,7 @@ Owns workers, their health and the leases on them. Pure: it is told check result
 no socket and reads no clock. One lease is one leg of one request; it charges tokens to a worker until released.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -123,9 +123,13 @@ class Lease:
 
 @dataclass(slots=True)
 class WorkerTable:
-    """All workers of one router, in the order they were added."""
+    """All workers of one router, in the order they were added.
+
+    `on_gone` is told of a worker that was removed or went down: what it had cached is lost.
+    """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
+    on_gone: Callable[[Worker], None] = lambda worker: None
     _workers: list[Worker] = field(default_factory=list)
     _leases: dict[int, Lease] = field(default_factory=dict)
     _next_id: int = 0
@@ -156,6 +160,7 @@ class WorkerTable:
         for worker in self._workers:
             if worker.url == url:
                 self._workers.remove(worker)
+                self.on_gone(worker)
                 return worker
         raise WorkerTableError(f"url: {url} is not in the table")
 
@@ -177,6 +182,7 @@ class WorkerTable:
         worker.health, worker.changed_s = target, now_s
         if target is Health.DOWN:
             worker.report, worker.foreign_tokens = None, 0
+            self.on_gone(worker)
         return True
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:

@@ -14,6 +14,7 @@ from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
 from yarl import URL
 
+from router.chooser import make_chooser
 from router.config import RouterConfig
 from router.credentials import Credentials
 from router.dispatch import Dispatcher, Parts
@@ -22,7 +23,6 @@ from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs
 from router.metrics import RouterMetrics
-from router.policies import make_policy
 from router.rewrite import Api
 from router.rooms import RoomMinter
 from router.workers import Role, Thresholds, WorkerTable
@@ -53,7 +53,8 @@ class Router:
             connect_timeout_s=2.0,
             request_timeout_s=60.0,
         )
-        self.table = WorkerTable(Thresholds())
+        chooser = make_chooser(config, draw=draw.randrange)
+        self.table = WorkerTable(Thresholds(), on_gone=chooser.forget)
         self.rooms = RoomMinter(draw.getrandbits)
         session: Any = _Session(network, process, config)
         metrics = RouterMetrics(self.table)
@@ -66,7 +67,7 @@ class Router:
                 config=config,
                 table=self.table,
                 rooms=self.rooms,
-                policy=make_policy(config.policy, draw=draw.randrange),
+                chooser=chooser,
                 legs=Legs(session),
                 metrics=metrics,
                 credentials=credentials,
