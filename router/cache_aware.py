@@ -49,13 +49,13 @@ class CacheAware:
         if not matched or unbalanced(candidates, self._settings):
             return least_loaded(candidates)
         least = self._settings.cache_threshold * ask.prompt_tokens
-
-        def wait(worker: Worker) -> tuple[float, ...]:
-            load, *ties = load_key(worker)
-            cached = cached_of(matched, worker, ask)
-            return (load - cached if cached >= least else load, *ties)
-
-        return min(candidates, key=wait)
+        best, best_wait = candidates[0], float("inf")
+        for worker in candidates:  # a plain loop: it runs over every worker for every request
+            cached = matched.get(worker.worker_id, 0) * BLOCK_TOKENS
+            wait = worker.inflight_tokens + worker.foreign_tokens - (cached if cached >= least else 0)
+            if wait < best_wait or (wait == best_wait and load_key(worker)[1:] < load_key(best)[1:]):
+                best, best_wait = worker, wait
+        return best
 
 
 def unbalanced(candidates: Sequence[Worker], settings: CacheAwareSettings) -> bool:
