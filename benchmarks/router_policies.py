@@ -25,7 +25,7 @@ from router.prefix_index import PrefixIndex
 from router.workers import Worker
 
 TREE_BLOCKS = (1 << 26) // 512  # --max-tree-size
-SPEEDS = (0.5, 0.75, 1.0, 1.25)
+SPEEDS = (0.5, 1.0, 1.5, 2.0)
 SEED = 1
 
 

@@ -44,6 +44,9 @@ class RouterConfig:
     max_tree_size: int = flag(
         1 << 26, "cache_aware: bytes of prompts (token ids: 4 each) that are remembered per worker, the latest"
     )
+    disable_kv_events: bool = flag(
+        False, "cache_aware: do not listen to the KV events of workers that publish them (--kv-events-config)"
+    )
     health_check_interval_s: float = flag(1.0, "seconds between health checks of a worker")
     health_check_timeout_s: float = flag(5.0, "seconds a health check may take")
     health_failure_threshold: int = flag(2, "failed checks in a row before a worker leaves the pool")

@@ -5,6 +5,7 @@ Owns those tasks; what the answers mean is decided by the worker table.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -29,9 +30,17 @@ class HealthMonitor:
     """Watches every worker of `table` that was given to `watch`."""
 
     def __init__(
-        self, *, config: RouterConfig, table: WorkerTable, session: aiohttp.ClientSession, credentials: Credentials
+        self,
+        *,
+        config: RouterConfig,
+        table: WorkerTable,
+        session: aiohttp.ClientSession,
+        credentials: Credentials,
+        on_info: Callable[[Worker, object], None] = lambda worker, info: None,
     ) -> None:
+        """`on_info` is told what a worker says of itself, when it comes up and now and then."""
         self._credentials = credentials
+        self._on_info = on_info
         self._config = config
         self._table = table
         self._session = session
@@ -123,6 +132,7 @@ class HealthMonitor:
         if worker.role is Role.PREFILL and worker.given_bootstrap_port is None:
             host, port = parse_bootstrap(info, url_host=worker.url_host)
             self._table.on_bootstrap(worker, host=host, port=port)
+        self._on_info(worker, info)
         return None
 
     async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:

@@ -21,6 +21,7 @@ from router.dispatch import Dispatcher, Parts
 from router.draining import LiveRequests, StopSignals
 from router.guard import make_guard
 from router.health import HealthMonitor
+from router.kv_feed import KVEventFeed
 from router.legs import Legs, open_session
 from router.metrics import RouterMetrics
 from router.rate_limit import make_limiter
@@ -77,14 +78,17 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     credentials = Credentials(config, api=gate.api)
     chooser = make_chooser(config, draw=secrets.randbelow)
     table = _table(config)
-    table.on_gone = chooser.forget
     rooms = RoomMinter(secrets.randbits)
-    metrics = RouterMetrics(table)
+    feed = KVEventFeed(chooser, secret=secret, enabled=not config.disable_kv_events)
+    table.on_gone = feed.on_gone
+    metrics = RouterMetrics(table, feed)
     live = LiveRequests(max_live=config.max_concurrent_requests)
     async with open_session(
         connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s
     ) as session:
-        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
+        monitor = HealthMonitor(
+            config=config, table=table, session=session, credentials=credentials, on_info=feed.on_info
+        )
         dispatcher = Dispatcher(
             Parts(
                 config=config,
@@ -128,6 +132,7 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             await runner.cleanup()  # takes no new connection, and waits for running requests
             await dispatcher.close()
             await monitor.close()
+            await feed.close()
 
 
 def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
