@@ -21,7 +21,7 @@ END_SEQ = (-1).to_bytes(8, "big", signed=True)
 MAX_MESSAGE_BYTES = 16 << 20
 
 
-class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, tag=True, frozen=True):
+class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """`block_hashes`: of `block_size` tokens each, which follow `parent_block_hash` (None: the start of a prompt).
 
     `lora_id`: the adapter whose KV it is; None: the model alone.
@@ -35,19 +35,19 @@ class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, tag=True,
     medium: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, tag=True, frozen=True):
+class BlockRemoved(msgspec.Struct, array_like=True, tag=True, frozen=True):
     block_hashes: list[BlockHash]
     medium: str | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, array_like=True, omit_defaults=True, tag=True, frozen=True):
+class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True, frozen=True):
     pass
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
     """`ts`: Unix time in seconds."""
 
     ts: float

@@ -63,6 +63,7 @@ def test_what_we_send_is_what_vllm_and_sglang_send() -> None:
     assert msgspec.msgpack.decode(encode_batch(batch)) == [
         1.5,
         [["BlockStored", [1, 2], None, [7] * 32, 16, None, "GPU"], ["BlockRemoved", [3], "GPU"], ["AllBlocksCleared"]],
+        None,
     ]
     assert read_message([b"topic", seq_bytes(9), encode_batch(batch)]) == (9, batch.events)
 
