@@ -1,11 +1,16 @@
 """The cache-aware policy: a prompt goes where it is computed soonest, counting what is cached of it. Pure.
 
-    wait(worker) = tokens that wait there to be computed + tokens of the prompt that it has not cached
+    cost(worker) = tokens that wait there to be computed - weight * tokens of the prompt that it has cached
+    weight       = 1 + RECOMPUTE_WEIGHT * requests at the worker that has the fewest
 
-The least wait wins. SGLang's router sends a prompt to the longest match as long as queues are not too unequal; on the
-Mooncake traces that fills one queue while others idle (docs/router.md), so here a longer match has to be worth its
-queue, and SGLang's thresholds are the limits around it: a match below `cache_threshold` of the prompt counts as none,
-and while queues are unequal beyond both balance thresholds the cache is not asked at all.
+The least cost wins. While some worker is idle the weight is 1, and the cost is the prompt's own wait: to compute a
+prefix again on an idle machine harms nobody. Where all have queues it delays everybody behind it, too, so the more wait
+the more a cached prefix is worth. Without that an overloaded pool spreads each prefix over all workers, computes more,
+and is overloaded further: on the Mooncake traces at twice their rate the median first token came eight times later. Between 1
+and 16 the constant makes little difference there (docs/router.md).
+
+SGLang's thresholds are the limits around it: a match below `cache_threshold` of the prompt counts as none, and while
+queues are unequal beyond both balance thresholds the cache is not asked at all.
 """
 
 from collections.abc import Sequence
@@ -16,6 +21,8 @@ from router.policies import Ask, Choice
 from router.prefix_index import PrefixIndex
 from router.prefix_keys import BLOCK_TOKENS
 from router.workers import Worker
+
+RECOMPUTE_WEIGHT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +56,13 @@ class CacheAware:
         if not matched or unbalanced(candidates, self._settings):
             return least_loaded(candidates)
         least = self._settings.cache_threshold * ask.prompt_tokens
-        best, best_wait = candidates[0], float("inf")
+        weight = 1 + RECOMPUTE_WEIGHT * min(worker.inflight_requests for worker in candidates)
+        best, best_cost = candidates[0], float("inf")
         for worker in candidates:  # a plain loop: it runs over every worker for every request
             cached = matched.get(worker.worker_id, 0) * BLOCK_TOKENS
-            wait = worker.inflight_tokens + worker.foreign_tokens - (cached if cached >= least else 0)
-            if wait < best_wait or (wait == best_wait and load_key(worker)[1:] < load_key(best)[1:]):
-                best, best_wait = worker, wait
+            cost = worker.inflight_tokens + worker.foreign_tokens - (weight * cached if cached >= least else 0)
+            if cost < best_cost or (cost == best_cost and load_key(worker)[1:] < load_key(best)[1:]):
+                best, best_cost = worker, cost
         return best
 
 

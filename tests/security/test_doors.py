@@ -285,7 +285,7 @@ def test_prompts_are_not_told_to_strangers_by_kv_events(
         check_events_exposure(ServerConfig(), engine, disagg)
         assert not caplog.text
         return
-    with pytest.raises(SecurityConfigError, match="--kv-events-config .*--cluster-secret-file"):
+    with pytest.raises(SecurityConfigError, match=r"--kv-events-config .*--cluster-secret-file"):
         check_events_exposure(ServerConfig(), engine, disagg)
     check_events_exposure(ServerConfig(allow_insecure=True), engine, disagg)
     assert "INSECURE" in caplog.text
