@@ -103,6 +103,15 @@ def test_each_worker_is_known_by_its_own_longest_prefix() -> None:
     index.check()
 
 
+def test_what_comes_after_a_hole_does_not_count() -> None:
+    index = PrefixIndex(max_blocks=10)
+    keys = path("aaaa", 4)
+    index.touch(1, keys)
+    for key in (keys[0], keys[2], keys[3]):
+        index.store(0, key)
+    assert index.match(keys) == {0: 1, 1: 4}
+
+
 def test_the_least_recently_used_goes_first_and_the_front_of_a_prefix_last() -> None:
     index = PrefixIndex(max_blocks=4)
     index.touch(0, path("aaa", 3))
