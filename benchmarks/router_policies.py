@@ -26,6 +26,9 @@ from router.workers import Worker
 
 TREE_BLOCKS = (1 << 26) // 512  # --max-tree-size
 SPEEDS = (0.5, 1.0, 1.5, 2.0)
+SMALL_CACHES = (250_000, 500_000)  # tokens a worker: what is sent there does not stay for long
+SMALL_CACHES_SPEED = 1.5
+SMALL_CACHES_POLICIES = ("least_load", "longest prefix", "cache_aware", "cache_aware, KV events")
 SEED = 1
 
 
@@ -100,12 +103,18 @@ def _run(path: Path, workers: int, speeds: Sequence[float]) -> dict[str, Any]:
         trace = read_trace(path, speed=speed)
         for name in tqdm(PREFILL, unit="policy", desc=f"{path.name} x{speed:g}"):
             prefill.append({"policy": name, "speed": speed, **prefill_row(name, trace, model)})
+    small = []
+    trace = read_trace(path, speed=SMALL_CACHES_SPEED)
+    for tokens in SMALL_CACHES:
+        for name in tqdm(SMALL_CACHES_POLICIES, unit="policy", desc=f"{path.name}, caches of {tokens}"):
+            row = prefill_row(name, trace, PrefillModel(num_workers=workers, cache_tokens=tokens))
+            small.append({"policy": name, "cache_tokens": tokens, **row})
     trace = read_trace(path)
     done_s = replay_prefill(trace, LeastLoad(), model).done_s
     for name, make in DECODE.items():
         result = replay_decode(trace, done_s, make(), DecodeModel(num_workers=workers))
         decode.append({"policy": name, "spread": result.spread, "fullest_p99": _quantile(result.fullest, 0.99)})
-    return {"trace": path.name, "requests": len(trace), "prefill": prefill, "decode": decode}
+    return {"trace": path.name, "requests": len(trace), "prefill": prefill, "small": small, "decode": decode}
 
 
 def prefill_row(name: str, trace: list[TraceRequest], model: PrefillModel) -> dict[str, float]:
@@ -143,6 +152,15 @@ def render(report: dict[str, Any]) -> str:
             f"| {r['ttft_p50_s']:.2f} | {r['ttft_p99_s']:.1f} |"
             for r in trace["prefill"]
             if r["speed"] == speed
+        ]
+        lines += ["", f"Caches too small for what comes, at {SMALL_CACHES_SPEED} times the rate:", ""]
+        lines += [
+            "| prefill policy | cache, tokens | cached tokens | TTFT p50 s | p99 s |",
+            "|---|---:|---:|---:|---:|",
+        ]
+        lines += [
+            f"| {r['policy']} | {r['cache_tokens']:,} | {r['hit_rate']:.1%} | {r['ttft_p50_s']:.2f} | {r['ttft_p99_s']:.1f} |"
+            for r in trace["small"]
         ]
         lines += ["", "| decode policy | fullest/mean KV | p99 KV of the fullest, tokens |", "|---|---:|---:|"]
         lines += [f"| {r['policy']} | {r['spread']:.2f} | {r['fullest_p99']:,} |" for r in trace["decode"]]
