@@ -223,7 +223,7 @@ def test_a_replay_that_does_not_reach_back_far_enough() -> None:
     assert index.match(keys_of(PROMPT)) == {0: 4}
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 16, 32]))
 def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_size: int) -> None:
     """Inserts, splits, evictions, adapters and flushes of a real radix cache, through the wire's bytes."""

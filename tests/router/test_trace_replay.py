@@ -90,7 +90,7 @@ def test_tokens_are_conserved(trace: list[TraceRequest]) -> None:
 
 def test_the_command_writes_figures_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_trace(tmp_path / "small.jsonl.gz", conversations=3, turns=2)
-    argv = ["--trace", str(path), "--workers", "2", "--speeds", "1", "2", "--output", str(tmp_path / "out.json")]
+    argv = ["--trace", str(path), "--workers", "2", "--speeds", "1", "--output", str(tmp_path / "out.json")]
     assert router_policies.main([*argv, "--plot", str(tmp_path / "out.png")]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     assert {row["policy"] for row in report["traces"][0]["prefill"]} == set(router_policies.PREFILL)
