@@ -4,13 +4,13 @@ Pure but for the randomness that it is given. The session of a request is, first
 the header x-session-id or x-smg-routing-key; of the body `session_params.id`, `session_id`, `routing_key`, `user`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from router.cache_aware import CacheAware, CacheAwareSettings
 from router.config import RouterConfig
-from router.policies import Ask, Choice, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, Random, RoundRobin, pick
+from router.policies import Ask, Choice, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, Random, RoundRobin
 from router.prefix_index import PrefixIndex
 from router.prefix_keys import BLOCK_BYTES, prompt_keys
 from router.rewrite import ParsedBody
@@ -45,9 +45,9 @@ class Chooser:
             session=session_of(parsed, headers) if self._wants_session else "",
         )
 
-    def choose(self, candidates: Sequence[Worker], ask: Ask, *, avoid: Collection[int] = ()) -> Choice | None:
-        """One of the workers of a role, rather none in `avoid`; None when there is none."""
-        return pick(self._policies[candidates[0].role], candidates, ask, avoid=avoid) if candidates else None
+    def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
+        """One of `candidates`, of one role, at least one; it will be remembered that it goes there."""
+        return self._policies[candidates[0].role].choose(candidates, ask)
 
     def cache_of(self, role: Role) -> PrefixIndex | None:
         """What is known of the caches of workers of this role, where its policy asks."""

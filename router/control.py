@@ -159,7 +159,7 @@ class Control:
         if isinstance(url, web.Response):
             return url
         worker = self._table.remove(url)
-        await self._monitor.unwatch(worker)
+        self._monitor.retire(worker)
         return _json(describe(worker))
 
     async def get_loads(self, request: web.Request) -> web.Response:

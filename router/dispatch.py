@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
+from router.attempts import Attempts
 from router.chooser import Chooser, cost_tokens
 from router.config import RouterConfig
 from router.credentials import Credentials
@@ -35,6 +36,7 @@ from security.voucher import VOUCHER_HEADER, vouch
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 1.0
+WAIT_POLL_S = 0.02
 RETRY_AFTER_S = "1"  # told to clients when no worker is there
 
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
@@ -71,7 +73,7 @@ class _Exchange:
     call: Call
     live: LiveRequest
     started_s: float
-    tried: set[int] = field(default_factory=set)
+    attempts: Attempts = field(default_factory=Attempts)
 
 
 class Dispatcher:
@@ -144,13 +146,13 @@ class Dispatcher:
             if attempt:
                 exchange.call = exchange.call.later(time.monotonic() - exchange.started_s)
             roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
-            chosen = self._choose(roles, exchange)
+            chosen = await self._choose_soon(roles, exchange)
             if chosen is None:
-                return self._no_worker(roles)
+                return self._none_left(roles, exchange.attempts)
             try:
                 return await self._attempt(exchange, chosen)
             except LegError as failure:
-                exchange.tried.add(failure.worker.worker_id)
+                exchange.attempts.note(failure, [choice.worker for choice in chosen])
                 self._note(failure)
                 if not failure.retryable or attempt == config.retry_max:
                     return _failure_response(failure)
@@ -172,7 +174,7 @@ class Dispatcher:
         finally:
             self._parts.table.release(lease)
             if answer is not None:
-                answer.response.close() if not answer.response.content.is_eof() else answer.response.release()
+                answer.close()
 
     async def _attempt_pair(self, exchange: _Exchange, compute: Choice, answer_by: Choice) -> web.StreamResponse:
         parts, parsed, prefill, decode = self._parts, exchange.parsed, compute.worker, answer_by.worker
@@ -222,29 +224,30 @@ class Dispatcher:
                 on_first_byte=lambda: self._first_byte(exchange),
             )
         except StreamBroken as broken:
-            return await self._end_broken(exchange, broken, answer.worker, race)
+            if exchange.live.handed_back:
+                return await self._end_handed_back(broken.out, race)
+            return await self._end_broken(broken.out, broken.cause, race)
         if exchange.live.handed_back:
-            return await self._end_broken(exchange, StreamBroken(out, ConnectionError()), answer.worker, race)
+            return await self._end_handed_back(out, race)
         if race is not None and race.refused is not None:
-            return await self._end_broken(exchange, StreamBroken(out, race.refused), answer.worker, race)
+            return await self._end_broken(out, race.refused, race)
         await out.write_eof()
         return out
 
-    async def _end_broken(
-        self, exchange: _Exchange, broken: StreamBroken, worker: Worker, race: Race | None
-    ) -> web.StreamResponse:
+    async def _end_handed_back(self, out: web.StreamResponse, race: Race | None) -> web.StreamResponse:
+        if race is not None:
+            await race.close()
+        return await end_with_event(out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
+
+    async def _end_broken(self, out: web.StreamResponse, failure: LegError, race: Race | None) -> web.StreamResponse:
         """Say in the stream what happened; both legs end."""
-        if exchange.live.handed_back:
-            if race is not None:
-                await race.close()
-            return await end_with_event(broken.out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
-        failure = race.refused if race is not None else None
-        if failure is None:
-            failure = LegError(worker, reason="lost", detail=f"the stream broke off: {broken}")
+        if race is not None and race.refused is not None:
+            failure = race.refused
+        else:
             self._note(failure)
         if race is not None:
             await race.close()
-        return await end_with_event(broken.out, _failure_event(failure))
+        return await end_with_event(out, _failure_event(failure))
 
     def _vouched(self, call: Call, prefill: Worker, rooms: Sequence[int]) -> Call:
         """With our word for the bootstrap server that the body names, where there is a secret to give it by."""
@@ -254,14 +257,25 @@ class Dispatcher:
         voucher = vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)
         return Call(call.path, {**call.headers, VOUCHER_HEADER: voucher})
 
+    async def _choose_soon(self, roles: Sequence[Role], exchange: _Exchange) -> tuple[Choice, ...] | None:
+        """As `_choose`; a request that has failed already waits a little for workers of which none is alive.
+
+        What broke its connections may have made their health checks fail as well, and be over.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + (self._parts.config.retry_wait_s if exchange.attempts.last else 0.0)
+        while True:
+            chosen = self._choose(roles, exchange)
+            if chosen is not None or not missing_roles(self._parts.table, roles) or loop.time() >= deadline_s:
+                return chosen
+            await asyncio.sleep(WAIT_POLL_S)
+
     def _choose(self, roles: Sequence[Role], exchange: _Exchange) -> tuple[Choice, ...] | None:
-        """One worker of each role as its policy says, among those not tried yet; None when a role has none."""
-        alive = [self._parts.table.alive(role) for role in roles]
-        if not all(alive):
+        """One worker of each role as its policy says, among those best tried next; None when a role has none."""
+        pools = [exchange.attempts.candidates(self._parts.table.alive(role)) for role in roles]
+        if not all(pools):
             return None  # before a policy remembers what then is sent to nobody
-        choose = self._parts.chooser.choose
-        chosen = [choose(workers, exchange.ask, avoid=exchange.tried) for workers in alive]
-        return tuple(choice for choice in chosen if choice is not None)
+        return tuple(self._parts.chooser.choose(workers, exchange.ask) for workers in pools)
 
     def _charge(self, choice: Choice, ask: Ask) -> Lease:
         return self._parts.table.charge(choice.worker, cost_tokens(choice, ask))
@@ -273,6 +287,12 @@ class Dispatcher:
         if failure.reason in ("refused", "lost") or failure.draining:
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
+
+    def _none_left(self, roles: Sequence[Role], attempts: Attempts) -> web.Response:
+        """Nobody is alive, or who is could only fail again."""
+        if attempts.last is not None and not missing_roles(self._parts.table, roles):
+            return _failure_response(attempts.last)
+        return self._no_worker(roles)
 
     def _no_worker(self, roles: Sequence[Role]) -> web.Response:
         """503 that names what is missing."""

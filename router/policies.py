@@ -4,7 +4,7 @@ Ties are broken by an explicit key. Names are those of SGLang's router where it 
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -114,13 +114,6 @@ class ConsistentHashing(Stateless):
             return Choice(least_loaded(candidates))
         session = hash64(ask.session)
         return Choice(max(candidates, key=lambda worker: (_score(hash64(worker.url), session), worker.url)))
-
-
-def pick(policy: Policy, candidates: Sequence[Worker], ask: Ask, *, avoid: Collection[int] = ()) -> Choice | None:
-    """A worker, rather none whose id is in `avoid` (those that failed this request already); None if there is none."""
-    fresh = [w for w in candidates if w.worker_id not in avoid] if avoid else candidates
-    pool = fresh or candidates
-    return policy.choose(pool, ask) if pool else None
 
 
 @lru_cache(maxsize=1 << 14)

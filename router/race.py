@@ -32,7 +32,7 @@ class Race:
             ended = [task for task in (self.prefill, self._decode) if task in done]  # a set has no order
             failures = [err for task in ended if (err := task.exception()) is not None]
             if failures:
-                raise min(failures, key=_is_retryable)
+                raise min(failures, key=_says_less)
             if self._decode.done() and not (wait_for_prefill and pending):
                 self._answer = self._decode.result()
                 return self._answer
@@ -56,7 +56,7 @@ class Race:
         refuses = err.reason == "status" and err.status != GOING
         if refuses and not self._finished and self._answer is not None:
             self.refused = err
-            self._answer.response.close()
+            self._answer.close()
 
     def finish(self) -> None:
         """The client has the whole answer: prefill may end its own in peace, for a while."""
@@ -78,7 +78,7 @@ class Race:
         ):
             self._answer = self._decode.result()
         if self._answer is not None:
-            self._answer.response.close()
+            self._answer.close()
         await asyncio.gather(self.prefill, self._decode, return_exceptions=True)
 
 
@@ -86,6 +86,9 @@ def _ignore(_: LegError) -> None:
     pass
 
 
-def _is_retryable(err: BaseException) -> bool:
-    """Of two failures at once the final one (a bad request) says more than one another worker might not have."""
-    return isinstance(err, LegError) and err.retryable
+def _says_less(err: BaseException) -> tuple[bool, bool]:
+    """Of two failures at once the final one (a bad request) says more than one another worker might not have; and a worker
+
+    that is gone more than the other one's word that it lost its peer.
+    """
+    return (True, True) if not isinstance(err, LegError) else (err.retryable, err.reason == "status")

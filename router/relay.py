@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
-import aiohttp
 from aiohttp import web
 
-from router.legs import Answer
+from router.legs import Answer, LegError
 from router.merge import SseMerger
 from router.sse import SseSplitter
 
@@ -13,9 +12,9 @@ from router.sse import SseSplitter
 class StreamBroken(Exception):
     """The worker's stream ended early, after bytes went to the client. `out` takes one more event, then ends."""
 
-    def __init__(self, out: web.StreamResponse, cause: BaseException) -> None:
-        super().__init__(str(cause) or type(cause).__name__)
-        self.out = out
+    def __init__(self, out: web.StreamResponse, cause: LegError) -> None:
+        super().__init__(str(cause))
+        self.out, self.cause = out, cause
 
 
 class _CoalescedResponse(web.StreamResponse):
@@ -40,7 +39,6 @@ async def relay_stream(
     await out.prepare(request)
     splitter = SseSplitter()
     feed = merger.feed if merger else splitter.feed
-    read = answer.response.content.readany
     chunk = answer.first
     on_first_byte()
     while chunk:
@@ -48,8 +46,8 @@ async def relay_stream(
         if events:
             await out.write(events)
         try:
-            chunk = await read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as err:
+            chunk = await answer.read()
+        except LegError as err:
             raise StreamBroken(out, err) from None
     rest = merger.rest() if merger else splitter.rest()
     if rest:

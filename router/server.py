@@ -22,11 +22,13 @@ from router.draining import LiveRequests, StopSignals
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.kv_feed import KVEventFeed
-from router.legs import Legs, open_session
+from router.legs import Legs
+from router.lifelines import Lifelines
 from router.metrics import RouterMetrics
 from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
+from router.session import open_session
 from router.workers import Role, Thresholds, WorkerTable
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
@@ -38,8 +40,20 @@ log = logging.getLogger(__name__)
 class RunningRouter:
     """A router that listens at `url`; its state, for tests and for the launcher."""
 
-    def __init__(self, *, url: str, table: WorkerTable, rooms: RoomMinter, gate: Gate, live: LiveRequests) -> None:
+    def __init__(
+        self,
+        *,
+        url: str,
+        table: WorkerTable,
+        rooms: RoomMinter,
+        gate: Gate,
+        live: LiveRequests,
+        lifelines: Lifelines,
+        monitor: HealthMonitor,
+    ) -> None:
         self.url = url
+        self.lifelines = lifelines
+        self.monitor = monitor
         self.gate = gate
         self.table = table
         self.rooms = rooms
@@ -84,10 +98,13 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     metrics = RouterMetrics(table, feed)
     live = LiveRequests(max_live=config.max_concurrent_requests)
     async with open_session(
-        connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s
+        connect_timeout_s=config.connect_timeout_s,
+        request_timeout_s=config.request_timeout_s,
+        dead_timeout_s=config.dead_worker_timeout_s,
     ) as session:
+        legs = Legs(session, Lifelines(timeout_s=config.dead_worker_timeout_s))
         monitor = HealthMonitor(
-            config=config, table=table, session=session, credentials=credentials, on_info=feed.on_info
+            config=config, table=table, session=session, credentials=credentials, legs=legs, on_info=feed.on_info
         )
         dispatcher = Dispatcher(
             Parts(
@@ -95,7 +112,7 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                 table=table,
                 rooms=rooms,
                 chooser=chooser,
-                legs=Legs(session),
+                legs=legs,
                 metrics=metrics,
                 credentials=credentials,
                 secret=secret,
@@ -127,7 +144,15 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                 monitor.watch(worker)
             await monitor.first_round()
             url = f"http://{_url_host(config.host)}:{port}"
-            yield RunningRouter(url=url, table=table, rooms=rooms, gate=gate, live=live)
+            yield RunningRouter(
+                url=url,
+                table=table,
+                rooms=rooms,
+                gate=gate,
+                live=live,
+                lifelines=legs.lifelines,
+                monitor=monitor,
+            )
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
             await dispatcher.close()

@@ -4,12 +4,14 @@ Owns workers, their health and the leases on them. Pure: it is told check result
 no socket and reads no clock. One lease is one leg of one request; it charges tokens to a worker until released.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
 
 MAX_WORKERS = 4096
+MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
 
 
 class Role(StrEnum):
@@ -97,6 +99,11 @@ class Worker:
     streak: int = 0  # equal check results in a row
     last_check: Check | None = None
     last_error: str = "not checked yet"
+    good_s: float = 0.0  # when it was last checked and well
+    incarnation: str = ""  # of the process that answers; "": it does not say
+    incarnation_s: float = 0.0  # when that one was last seen
+    former_life_s: float = -math.inf  # when the one before was last seen: who has waited since before waits for nobody
+    former_lives: tuple[str, ...] = ()
     inflight_requests: int = 0
     inflight_tokens: int = 0
     assigned_total: int = 0
@@ -125,7 +132,7 @@ class Lease:
 class WorkerTable:
     """All workers of one router, in the order they were added.
 
-    `on_gone` is told of a worker that was removed or went down: what it had cached is lost.
+    `on_gone` is told of a worker that was removed, went down, or is another process now: what it had cached is lost.
     """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
@@ -149,6 +156,7 @@ class WorkerTable:
             bootstrap_host=urlsplit(url).hostname or "",
             bootstrap_port=bootstrap_port,
             changed_s=now_s,
+            good_s=now_s,
         )
         self._next_id += 1
         self._workers.append(worker)
@@ -176,6 +184,8 @@ class WorkerTable:
         worker.streak = worker.streak + 1 if same else 1
         worker.last_check = result
         worker.last_error = error
+        if result in (Check.OK, Check.DRAINING):
+            worker.good_s = now_s
         target, threshold = TRANSITIONS[worker.health, result]
         if target is worker.health or worker.streak < getattr(self.thresholds, threshold):
             return False
@@ -184,6 +194,19 @@ class WorkerTable:
             worker.report, worker.foreign_tokens = None, 0
             self.on_gone(worker)
         return True
+
+    def on_incarnation(self, worker: Worker, incarnation: str, *, asked_s: float) -> None:
+        """Tell which process answered a check that began at `asked_s`; "": it did not say.
+
+        One that comes back after another was no life before, it is one of several behind this URL: nothing follows then.
+        """
+        if worker.incarnation not in ("", incarnation) and incarnation:
+            worker.former_lives = (*worker.former_lives, worker.incarnation)[-MAX_FORMER_LIVES:]
+            if incarnation not in worker.former_lives:
+                worker.former_life_s = worker.incarnation_s
+                self.on_gone(worker)
+        if incarnation:
+            worker.incarnation, worker.incarnation_s = incarnation, asked_s
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
         """Tell what a worker reports (None: it does not say). Only what this router did not send itself is added."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router.cache_aware import CacheAware, CacheAwareSettings
 from router.chooser import Chooser, cost_tokens, make_chooser, session_of
 from router.config import POLICIES, RouterConfig
-from router.policies import Ask, Choice, ConsistentHashing, LeastLoad, PowerOfTwo, Random, RoundRobin, pick
+from router.policies import Ask, Choice, ConsistentHashing, LeastLoad, PowerOfTwo, Random, RoundRobin
 from router.prefix_index import PrefixIndex
 from router.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, chain
 from router.rewrite import Api, parse_body
@@ -78,13 +78,9 @@ def test_round_robin_skips_no_one_when_workers_come_and_go() -> None:
     assert seen == [0, 1, 2, 0, 2, 0, 2]
 
 
-def test_random_uses_the_given_draw_and_failed_workers_are_avoided() -> None:
+def test_random_uses_the_given_draw() -> None:
     workers = workers_of(3)
     assert Random(lambda n: n - 1).choose(workers, ANY).worker.worker_id == 2
-    policy = Random(lambda n: 0)
-    chosen = [pick(policy, workers, ANY, avoid=avoid) for avoid in ((), (0,), (0, 1, 2))]
-    assert [c and c.worker.worker_id for c in chosen] == [0, 1, 0]
-    assert pick(policy, [], ANY) is None
 
 
 def test_power_of_two_takes_the_less_loaded_of_two_different_ones() -> None:
@@ -234,17 +230,20 @@ def test_unequal_queues_beyond_both_thresholds_go_by_load_alone(short: int, long
 def test_a_worker_that_left_or_went_down_is_no_longer_known_to_have_anything() -> None:
     config = RouterConfig(pd_disaggregation=True, prefill_policy="cache_aware")
     chooser = make_chooser(config, draw=random.Random(0).randrange)
-    table = table_of(2, role=Role.PREFILL)
+    table = table_of(4, role=Role.PREFILL)
+    for worker in table.workers():
+        table.on_incarnation(worker, "first", asked_s=0.0)
     table.on_gone = chooser.forget
     index = chooser.cache_of(Role.PREFILL)
     assert index is not None and chooser.cache_of(Role.DECODE) is None
     for leave in (
         lambda worker: table.remove(worker.url),
+        lambda worker: table.on_incarnation(worker, "another", asked_s=1.0),
         lambda worker: table.on_check(worker, Check.REFUSED, now_s=1.0),
     ):
         ask = ask_of(keys_of("a", 4))
         choice = chooser.choose(table.alive(Role.PREFILL), ask)
-        assert choice is not None and index.match(ask.keys) == {choice.worker.worker_id: 4}
+        assert index.match(ask.keys) == {choice.worker.worker_id: 4}
         leave(choice.worker)
         assert index.match(ask.keys) == {}
         index.check()
@@ -261,8 +260,7 @@ def test_each_role_has_its_policy_and_asks_only_for_what_it_needs() -> None:
     assert (len(ask.keys), ask.session) == (3, "u")
     decodes = workers_of(4)
     expected = ConsistentHashing().choose(decodes, ask).worker
-    assert chooser.choose(decodes, ask) == Choice(expected) != chooser.choose(decodes, ask, avoid=(expected.worker_id,))
-    assert chooser.choose([], ask) is None
+    assert chooser.choose(decodes, ask) == Choice(expected)
 
 
 @settings(max_examples=25, deadline=None)
@@ -276,9 +274,9 @@ def test_every_policy_gives_a_candidate_and_no_cost_is_negative(
         for _ in range(8):
             blocks, tokens = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 700))
             ask = Ask(prompt_tokens=tokens, keys=keys_of("a", blocks), session=f"{tokens}")
-            avoid = data.draw(st.sets(st.integers(0, count - 1)))
-            choice = chooser.choose(table.workers(), ask, avoid=avoid)
-            assert choice is not None and choice.worker in table.workers()
-            assert choice.worker.worker_id not in avoid or len(avoid) == count
+            left_out = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
+            candidates = [worker for worker in table.workers() if worker.worker_id not in left_out]
+            choice = chooser.choose(candidates, ask)
+            assert choice.worker in candidates
             assert cost_tokens(choice, ask) >= 1 and 0 <= choice.cached_tokens < tokens
             table.charge(choice.worker, cost_tokens(choice, ask))

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from router.legs import Answer, LegError
+from router.legs import Answer, LegError, Wait
+from router.lifelines import Lifelines
 from router.race import Race
 from router.workers import Role, Worker, WorkerTable
 
@@ -17,6 +18,10 @@ class FakeResponse:
 
     def __init__(self) -> None:
         self.closed = False
+        self.content = self
+
+    def is_eof(self) -> bool:
+        return False
 
     def close(self) -> None:
         self.closed = True
@@ -36,7 +41,7 @@ async def hangs() -> Any:
 
 def answer() -> tuple[Answer, FakeResponse]:
     response = FakeResponse()
-    return Answer(WORKER, response, b"x", True), response  # type: ignore[arg-type]
+    return Answer(response, Wait(Lifelines(timeout_s=0.0), WORKER)), response  # type: ignore[arg-type]
 
 
 def race_of(prefill: Any, decode: Any) -> Race:
@@ -50,6 +55,20 @@ def test_of_two_failures_at_once_the_final_one_counts(statuses: tuple[int, int])
         with pytest.raises(LegError) as caught:
             await race.answer(wait_for_prefill=False)
         assert caught.value.status == 400
+        await race.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_is_gone_is_blamed_before_the_one_that_says_it_lost_its_peer() -> None:
+    async def scenario() -> None:
+        async def breaks() -> Any:
+            raise LegError(WORKER, reason="lost")
+
+        race = race_of(fails(500), breaks())
+        with pytest.raises(LegError) as caught:
+            await race.answer(wait_for_prefill=False)
+        assert caught.value.reason == "lost"
         await race.close()
 
     asyncio.run(scenario())
