@@ -60,7 +60,7 @@ class CacheAware:
         best, best_cost = candidates[0], float("inf")
         for worker in candidates:  # a plain loop: it runs over every worker for every request
             cached = matched.get(worker.worker_id, 0) * BLOCK_TOKENS
-            cost = worker.inflight_tokens + worker.foreign_tokens - (weight * cached if cached >= least else 0)
+            cost = worker.load_tokens - (weight * cached if cached >= least else 0)
             if cost < best_cost or (cost == best_cost and load_key(worker)[1:] < load_key(best)[1:]):
                 best, best_cost = worker, cost
         return best

@@ -42,6 +42,7 @@ class RouterConfig:
     worker_urls: tuple[str, ...] = flag((), "URLs of unified workers (without --pd-disaggregation)", cli="special")
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30080, "port to listen on; 0: a free one")
+    workers: int = flag(1, "router processes that share the port, the pool and one view of the load")
     policy: str = flag("least_load", "how workers are chosen (docs/router.md)", choices=POLICIES)
     prefill_policy: str | None = flag(None, "how prefill workers are chosen; default: --policy", choices=POLICIES)
     decode_policy: str | None = flag(None, "how decode workers are chosen; default: --policy", choices=POLICIES)
@@ -147,7 +148,13 @@ def _check_numbers(config: RouterConfig) -> None:
     for name in ("health_check_interval_s", "health_check_timeout_s", "connect_timeout_s", "request_timeout_s"):
         value = getattr(config, name)
         _require(value > 0, f"--{name.replace('_', '-')}", f"must be greater than 0, got {value}")
-    for name in ("health_failure_threshold", "health_success_threshold", "max_concurrent_requests", "max_body_bytes"):
+    for name in (
+        "workers",
+        "health_failure_threshold",
+        "health_success_threshold",
+        "max_concurrent_requests",
+        "max_body_bytes",
+    ):
         value = getattr(config, name)
         _require(value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}")
     for name in _MAY_BE_ZERO:

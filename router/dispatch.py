@@ -21,7 +21,7 @@ from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
 from router.guard import REQUEST_ID
-from router.legs import Answer, Call, LegError, Legs
+from router.legs import Call, Leg, LegError, Legs
 from router.merge import Merger, SseMerger
 from router.metrics import RouterMetrics
 from router.policies import Ask, Choice
@@ -42,7 +42,7 @@ RETRY_AFTER_S = "1"  # told to clients when no worker is there
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
 
 _PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER)
-_ANSWER_HEADERS = ("Content-Type", "Retry-After")
+_ANSWER_HEADERS = {"content-type": "Content-Type", "retry-after": "Retry-After"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Parts:
 class _Exchange:
     """One client's request while it is served."""
 
-    request: web.Request
+    request: web.BaseRequest
     request_id: str
     parsed: ParsedBody
     ask: Ask
@@ -82,11 +82,11 @@ class Dispatcher:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         pd = parts.config.pd_disaggregation
-        self._tails: set[asyncio.Task[bytes]] = set()
+        self._tails: set[Leg] = set()
         self.roles = (Role.PREFILL, Role.DECODE) if pd else (Role.UNIFIED,)
         self._embedding_roles = self.roles[:1]  # the first computes prompts, alone or not
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The handler. `BadBody` for a body that cannot be routed."""
         refusal = self._refusal()
         if refusal is not None:
@@ -109,7 +109,7 @@ class Dispatcher:
             return error_response(429, message, code="queue_full", headers={"Retry-After": RETRY_AFTER_S})
         return None
 
-    async def _handle(self, request: web.Request, live: LiveRequest) -> web.StreamResponse:
+    async def _handle(self, request: web.BaseRequest, live: LiveRequest) -> web.StreamResponse:
         started_s = time.monotonic()
         body = await request.read()
         request_id = request[REQUEST_ID]
@@ -126,11 +126,10 @@ class Dispatcher:
         )
         return await self._serve(exchange)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End what prefill legs still run after their clients were served."""
-        for task in self._tails:
-            task.cancel()
-        await asyncio.gather(*self._tails, return_exceptions=True)
+        for leg in tuple(self._tails):
+            leg.close()
 
     async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
         """Attempts until one answers, fails for good, or none is left."""
@@ -167,58 +166,61 @@ class Dispatcher:
 
     async def _attempt_single(self, exchange: _Exchange, choice: Choice) -> web.StreamResponse:
         lease = self._charge(choice, exchange.ask)
-        answer = None
+        race = Race(self._parts.legs.send(choice.worker, exchange.call, exchange.body, stream=True))
         try:
-            answer = await self._parts.legs.open(choice.worker, exchange.call, exchange.body)
-            return await self._answer(exchange, answer, merger=None, race=None)
+            await race.answer(wait_for_prefill=False)
+            return await self._answer(exchange, race, merger=None)
         finally:
             self._parts.table.release(lease)
-            if answer is not None:
-                answer.close()
+            race.close()
 
     async def _attempt_pair(self, exchange: _Exchange, compute: Choice, answer_by: Choice) -> web.StreamResponse:
-        parts, parsed, prefill, decode = self._parts, exchange.parsed, compute.worker, answer_by.worker
+        parts, parsed, call = self._parts, exchange.parsed, exchange.call
+        prefill, decode = compute.worker, answer_by.worker
         rooms = parts.rooms.mint(parsed.num_samples)
         prefill_body, decode_body = write_bodies(
             parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms
         )
         prefill_lease, decode_lease = self._charge(compute, exchange.ask), self._charge(answer_by, exchange.ask)
-        race = Race(
-            asyncio.create_task(parts.legs.fetch(prefill, exchange.call, prefill_body)),
-            asyncio.create_task(parts.legs.open(decode, self._vouched(exchange.call, prefill, rooms), decode_body)),
-        )
+        first = parts.legs.send(prefill, call, prefill_body, stream=False)
+        second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
+        race = Race(second, prefill=first)
         try:
-            answer = await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
+            await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
             parts.table.release(prefill_lease)  # its tokens are computed: decode would not have begun
-            merger = Merger(parsed.api, race.prefill.result()) if parsed.wants_input_logprobs else None
-            response = await self._answer(exchange, answer, merger=merger, race=race)
+            merger = Merger(parsed.api, first.reply.take()) if parsed.wants_input_logprobs else None
+            response = await self._answer(exchange, race, merger=merger)
             race.finish()
             return response
         finally:
             parts.table.release(prefill_lease)
             parts.table.release(decode_lease)
-            self._tails.add(race.prefill)
-            _when_done(race.prefill, self._tails.discard, lambda _: parts.rooms.release(rooms))
-            await race.close()  # last: a client that leaves in just this wait cancels it
+            race.close()
+            self._tails.add(first)
+            race.when_prefill_ends(lambda: self._end_tail(first, rooms))
 
-    async def _answer(
-        self, exchange: _Exchange, answer: Answer, *, merger: Merger | None, race: Race | None
-    ) -> web.StreamResponse:
-        """Give the client a worker's answer, whole or as a stream."""
-        headers = _answer_headers(answer.response.headers)
-        if not answer.streaming:
+    def _end_tail(self, prefill: Leg, rooms: Sequence[int]) -> None:
+        """Nothing of the request runs any more, here or there."""
+        self._tails.discard(prefill)
+        self._parts.rooms.release(rooms)
+
+    async def _answer(self, exchange: _Exchange, race: Race, *, merger: Merger | None) -> web.StreamResponse:
+        """Give the client the answer that has begun, whole or as a stream."""
+        leg = race.answering
+        headers = _answer_headers(leg.reply.headers)
+        if not leg.streaming:
             self._first_byte(exchange)
-            body = merger.merge_answer(answer.first) if merger else answer.first
-            return web.Response(status=answer.response.status, body=body, headers=headers)
+            body = leg.reply.take()
+            body = merger.merge_answer(body) if merger else body
+            return web.Response(status=leg.reply.status, body=body, headers=headers)
         headers["X-Request-Id"] = exchange.request_id
         headers["Cache-Control"] = "no-cache"
-        if race is not None:
-            race.watch_prefill(self._note)
-        exchange.live.cut = answer.response.close
+        race.watch_prefill(self._note)
+        exchange.live.cut = leg.close
         try:
             out = await relay_stream(
                 exchange.request,
-                answer,
+                leg,
                 headers=headers,
                 merger=SseMerger(merger) if merger else None,
                 on_first_byte=lambda: self._first_byte(exchange),
@@ -229,24 +231,22 @@ class Dispatcher:
             return await self._end_broken(broken.out, broken.cause, race)
         if exchange.live.handed_back:
             return await self._end_handed_back(out, race)
-        if race is not None and race.refused is not None:
+        if race.refused is not None:
             return await self._end_broken(out, race.refused, race)
         await out.write_eof()
         return out
 
-    async def _end_handed_back(self, out: web.StreamResponse, race: Race | None) -> web.StreamResponse:
-        if race is not None:
-            await race.close()
+    async def _end_handed_back(self, out: web.StreamResponse, race: Race) -> web.StreamResponse:
+        race.close()
         return await end_with_event(out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
 
-    async def _end_broken(self, out: web.StreamResponse, failure: LegError, race: Race | None) -> web.StreamResponse:
+    async def _end_broken(self, out: web.StreamResponse, failure: LegError, race: Race) -> web.StreamResponse:
         """Say in the stream what happened; both legs end."""
-        if race is not None and race.refused is not None:
+        if race.refused is not None:
             failure = race.refused
         else:
             self._note(failure)
-        if race is not None:
-            await race.close()
+        race.close()
         return await end_with_event(out, _failure_event(failure))
 
     def _vouched(self, call: Call, prefill: Worker, rooms: Sequence[int]) -> Call:
@@ -303,9 +303,9 @@ class Dispatcher:
         )
 
     def _first_byte(self, exchange: _Exchange) -> None:
-        self._parts.metrics.ttfb_s.labels(exchange.call.path).observe(time.monotonic() - exchange.started_s)
+        self._parts.metrics.on_first_byte(exchange.call.path, time.monotonic() - exchange.started_s)
 
-    def _headers(self, request: web.Request, request_id: str) -> dict[str, str]:
+    def _headers(self, request: web.BaseRequest, request_id: str) -> dict[str, str]:
         """What workers get of the client's headers."""
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         for name in _PASSED_HEADERS:
@@ -368,16 +368,4 @@ class _ErrorBody(msgspec.Struct):
 
 
 def _answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: headers[name] for name in _ANSWER_HEADERS if name in headers}
-
-
-def _when_done(task: "asyncio.Task[bytes]", *acts: Callable[["asyncio.Task[bytes]"], None]) -> None:
-    """Call `acts` once `task` has ended, and look at its exception, which by then interests no one."""
-
-    def on_done(done: "asyncio.Task[bytes]") -> None:
-        if not done.cancelled():
-            done.exception()
-        for act in acts:
-            act(done)
-
-    on_done(task) if task.done() else task.add_done_callback(on_done)
+    return {name: headers[low] for low, name in _ANSWER_HEADERS.items() if low in headers}

@@ -156,7 +156,9 @@ class HealthMonitor:
         if worker.role is Role.PREFILL and worker.given_bootstrap_port is None:
             host, port = parse_bootstrap(info, url_host=worker.url_host)
             self._table.on_bootstrap(worker, host=host, port=port)
-        self._on_info(worker, info)
+        watch = self._watches.get(worker.worker_id)
+        if watch is not None and not watch.retired:
+            self._on_info(worker, info)
         return None
 
     async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:

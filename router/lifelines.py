@@ -5,23 +5,23 @@ another process answers at its worker's address and no byte came since the old o
 whose client is too slow to take them, is never given up.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from router.workers import Health, Worker
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Lifeline:
-    """One leg. `waits_since_s`: nothing came since then, though we read; None: we do not read now.
+class Waiting(Protocol):
+    """A leg, as far as it is known here. `waits_since_s`: nothing came since then; None: its client does not take what came."""
 
-    `cut`: ends the wait. `why`: set before it is called.
-    """
+    @property
+    def worker(self) -> Worker: ...
 
-    worker: Worker
-    waits_since_s: float | None
-    cut: Callable[[], None]
-    why: str = ""
+    @property
+    def waits_since_s(self) -> float | None: ...
+
+    def give_up(self, why: str) -> None:
+        """End the leg; it is not told of again."""
 
 
 @dataclass(slots=True)
@@ -29,42 +29,38 @@ class Lifelines:
     """All legs that run. `timeout_s` 0: none is ever given up."""
 
     timeout_s: float
-    _of: dict[int, dict[int, Lifeline]] = field(default_factory=dict)  # by worker, in the order they began
+    _of: dict[int, dict[int, Waiting]] = field(default_factory=dict)  # by worker, in the order they began
 
     def __len__(self) -> int:
-        return sum(len(lines) for lines in self._of.values())
+        return sum(len(legs) for legs in self._of.values())
 
-    def begin(self, worker: Worker, *, cut: Callable[[], None], now_s: float) -> Lifeline:
-        line = Lifeline(worker=worker, waits_since_s=now_s, cut=cut)
-        self._of.setdefault(worker.worker_id, {})[id(line)] = line
-        return line
+    def begin(self, leg: Waiting) -> None:
+        self._of.setdefault(leg.worker.worker_id, {})[id(leg)] = leg
 
-    def over(self, line: Lifeline) -> None:
+    def over(self, leg: Waiting) -> None:
         """The leg has ended; a second time does nothing."""
-        line.waits_since_s = None
-        lines = self._of.get(line.worker.worker_id, {})
-        lines.pop(id(line), None)
-        if not lines:
-            self._of.pop(line.worker.worker_id, None)
+        legs = self._of.get(leg.worker.worker_id, {})
+        legs.pop(id(leg), None)
+        if not legs:
+            self._of.pop(leg.worker.worker_id, None)
 
     def is_waited_for(self, worker: Worker) -> bool:
         """Whether any leg runs there."""
         return worker.worker_id in self._of
 
     def give_up(self, worker: Worker, now_s: float) -> int:
-        """Cut the legs that wait in vain for `worker`; how many."""
-        lines = self._of.get(worker.worker_id, {}) if self.timeout_s else {}
-        vain = [(line, why) for line in lines.values() if (why := _why_vain(line, now_s, timeout_s=self.timeout_s))]
-        for line, why in vain:
-            line.why = why
-            self.over(line)
-            line.cut()
+        """End the legs that wait in vain for `worker`; how many."""
+        legs = self._of.get(worker.worker_id, {}) if self.timeout_s else {}
+        vain = [(leg, why) for leg in legs.values() if (why := _why_vain(leg, now_s, timeout_s=self.timeout_s))]
+        for leg, why in vain:
+            self.over(leg)
+            leg.give_up(why)
         return len(vain)
 
 
-def _why_vain(line: Lifeline, now_s: float, *, timeout_s: float) -> str:
+def _why_vain(leg: Waiting, now_s: float, *, timeout_s: float) -> str:
     """Why nobody will answer any more; "" where somebody may."""
-    worker, since_s = line.worker, line.waits_since_s
+    worker, since_s = leg.worker, leg.waits_since_s
     if since_s is None:
         return ""
     if since_s < worker.former_life_s:

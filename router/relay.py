@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
-from router.legs import Answer, LegError
+from router.legs import Leg, LegError, broken_stream
 from router.merge import SseMerger
 from router.sse import SseSplitter
+from router.upstream import UpstreamError
 
 
 class StreamBroken(Exception):
@@ -24,31 +25,32 @@ class _CoalescedResponse(web.StreamResponse):
 
 
 async def relay_stream(
-    request: web.Request,
-    answer: Answer,
+    request: web.BaseRequest,
+    leg: Leg,
     *,
     headers: Mapping[str, str],
     merger: SseMerger | None,
     on_first_byte: Callable[[], None],
 ) -> web.StreamResponse:
-    """Send `answer` to the client until it ends; the caller ends the response (`write_eof`).
+    """Send the leg's answer to the client until it ends; the caller ends the response (`write_eof`).
 
     `StreamBroken` if the worker broke off; the client's own connection errors pass.
     """
-    out = _CoalescedResponse(status=answer.response.status, headers=headers)
+    out = _CoalescedResponse(status=leg.reply.status, headers=headers)
     await out.prepare(request)
     splitter = SseSplitter()
     feed = merger.feed if merger else splitter.feed
-    chunk = answer.first
+    read = leg.reply.readany
+    chunk = leg.reply.take()
     on_first_byte()
     while chunk:
         events = feed(chunk)
         if events:
             await out.write(events)
         try:
-            chunk = await answer.read()
-        except LegError as err:
-            raise StreamBroken(out, err) from None
+            chunk = await read()
+        except UpstreamError as err:
+            raise StreamBroken(out, broken_stream(leg.worker, err)) from None
     rest = merger.rest() if merger else splitter.rest()
     if rest:
         await out.write(rest)

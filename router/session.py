@@ -1,10 +1,10 @@
-"""The HTTP client by which a router speaks to its workers: its settings, down to the socket's. Knows no request."""
+"""What connections to workers have in common, and the client for everything but generation. Knows no request."""
 
 import socket
 
 import aiohttp
 
-READ_BUFFER_BYTES = 256 << 10
+READ_BUFFER_BYTES = 256 << 10  # that nobody took yet; more stops the reading: back-pressure to the worker
 PROBES = 4
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that a kept connection is rarely closed under a new request
 _SKIPPED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding")
@@ -13,7 +13,7 @@ _SKIPPED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding")
 def open_session(
     *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0
 ) -> aiohttp.ClientSession:
-    """The one client of a router: unlimited connections, nothing decoded, no proxies, no cookies.
+    """For health, load, and what an admin asks of workers: unlimited connections, nothing decoded, no proxies, no cookies.
 
     `dead_timeout_s`: the kernel closes a connection whose other end has not answered it for so long, or forgot it; 0: never.
     """
@@ -22,7 +22,7 @@ def open_session(
         opened = socket.socket(*address[:3])
         opened.setblocking(False)
         if dead_timeout_s > 0:
-            _keep_alive(opened, dead_timeout_s)
+            keep_alive(opened, dead_timeout_s)
         return opened
 
     return aiohttp.ClientSession(
@@ -37,7 +37,7 @@ def open_session(
     )
 
 
-def _keep_alive(opened: socket.socket, dead_timeout_s: float) -> None:
+def keep_alive(opened: socket.socket, dead_timeout_s: float) -> None:
     """Probes (tcp(7)): the first after a third of the time, then `PROBES` in the rest of it."""
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle_s = max(1, round(dead_timeout_s / 3))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
 
+from router.load_view import ALONE, LoadView
+
 MAX_WORKERS = 4096
 MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
 
@@ -109,6 +111,8 @@ class Worker:
     assigned_total: int = 0
     report: LoadReport | None = None
     foreign_tokens: int = 0
+    view: LoadView = ALONE  # what this router's other processes have in flight, at `slot`
+    slot: int = 0
 
     @property
     def url_host(self) -> str:
@@ -117,7 +121,7 @@ class Worker:
     @property
     def load_tokens(self) -> int:
         """Tokens this router has in flight there, plus those the worker reports that came from elsewhere."""
-        return self.inflight_tokens + self.foreign_tokens
+        return self.inflight_tokens + self.view.others_tokens(self.slot) + self.foreign_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +140,7 @@ class WorkerTable:
     """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
+    view: LoadView = ALONE
     on_gone: Callable[[Worker], None] = lambda worker: None
     _workers: list[Worker] = field(default_factory=list)
     _leases: dict[int, Lease] = field(default_factory=dict)
@@ -156,6 +161,8 @@ class WorkerTable:
             bootstrap_host=urlsplit(url).hostname or "",
             bootstrap_port=bootstrap_port,
             changed_s=now_s,
+            view=self.view,
+            slot=self.view.take(url),
             good_s=now_s,
         )
         self._next_id += 1
@@ -168,6 +175,8 @@ class WorkerTable:
         for worker in self._workers:
             if worker.url == url:
                 self._workers.remove(worker)
+                worker.view.give_back(worker.slot)
+                worker.view, worker.slot = ALONE, 0
                 self.on_gone(worker)
                 return worker
         raise WorkerTableError(f"url: {url} is not in the table")
@@ -212,7 +221,7 @@ class WorkerTable:
         """Tell what a worker reports (None: it does not say). Only what this router did not send itself is added."""
         worker.report = report
         reported = 0 if report is None else _reported_tokens(worker.role, report)
-        worker.foreign_tokens = max(0, reported - worker.inflight_tokens)
+        worker.foreign_tokens = max(0, reported - worker.inflight_tokens - worker.view.others_tokens(worker.slot))
 
     def on_bootstrap(self, worker: Worker, *, host: str, port: int | None) -> None:
         """Tell where a prefill worker's bootstrap server listens."""
@@ -225,6 +234,7 @@ class WorkerTable:
         worker.inflight_requests += 1
         worker.inflight_tokens += tokens
         worker.assigned_total += 1
+        _publish(worker)
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -232,6 +242,7 @@ class WorkerTable:
         if self._leases.pop(id(lease), None) is not None:
             lease.worker.inflight_requests -= 1
             lease.worker.inflight_tokens -= lease.tokens
+            _publish(lease.worker)
 
     @property
     def num_leases(self) -> int:
@@ -246,6 +257,10 @@ class WorkerTable:
             held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
             assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))
             assert worker.inflight_tokens == sum(held), (worker.url, worker.inflight_tokens, sum(held))
+
+
+def _publish(worker: Worker) -> None:
+    worker.view.publish(worker.slot, tokens=worker.inflight_tokens, requests=worker.inflight_requests)
 
 
 def _kind(check: Check) -> Check:

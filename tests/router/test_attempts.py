@@ -1,10 +1,12 @@
 """Whom a request tries next, and which legs wait in vain: pure, by literals."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from router.attempts import Attempts
 from router.legs import LegError
-from router.lifelines import Lifeline, Lifelines
+from router.lifelines import Lifelines
 from router.workers import Check, Health, Role, Worker, WorkerTable
 
 
@@ -70,31 +72,42 @@ def worker() -> Worker:
     return worker
 
 
-def cut_by(lines: Lifelines, worker: Worker, *, now_s: float) -> list[Lifeline]:
-    cut: list[Lifeline] = []
-    line = lines.begin(worker, cut=lambda: cut.append(line), now_s=now_s)
-    return cut
+@dataclass(eq=False)
+class Line:
+    """A leg that waits; `given_up` says why no longer."""
+
+    worker: Worker
+    waits_since_s: float | None
+    given_up: str = ""
+
+    def give_up(self, why: str) -> None:
+        self.given_up = why
+
+
+def begin(lines: Lifelines, worker: Worker, *, now_s: float | None) -> Line:
+    line = Line(worker, now_s)
+    lines.begin(line)
+    return line
 
 
 def test_a_leg_is_given_up_when_worker_and_leg_were_silent_for_all_of_the_time(worker: Worker) -> None:
     lines = Lifelines(timeout_s=30.0)
-    early, late = cut_by(lines, worker, now_s=5.0), cut_by(lines, worker, now_s=20.0)
+    early, late = begin(lines, worker, now_s=5.0), begin(lines, worker, now_s=20.0)
     worker.health = Health.DOWN  # it was well at 10 s
     assert lines.give_up(worker, 39.9) == 0
-    assert lines.give_up(worker, 40.0) == 1 and early and not late
-    assert "--dead-worker-timeout-s" in early[0].why
+    assert lines.give_up(worker, 40.0) == 1 and early.given_up and not late.given_up
+    assert "--dead-worker-timeout-s" in early.given_up
     worker.health = Health.UP
     assert lines.give_up(worker, 100.0) == 0
     worker.health = Health.DOWN
-    assert lines.give_up(worker, 50.0) == 1 and late and len(lines) == 0
+    assert lines.give_up(worker, 50.0) == 1 and late.given_up and len(lines) == 0
 
 
 def test_a_leg_that_does_not_read_is_never_given_up_and_0_means_never(worker: Worker) -> None:
     lines, never = Lifelines(timeout_s=1.0), Lifelines(timeout_s=0.0)
     worker.health = Health.DOWN
-    line = lines.begin(worker, cut=lambda: None, now_s=0.0)
-    line.waits_since_s = None
-    cut_by(never, worker, now_s=0.0)
+    line = begin(lines, worker, now_s=None)
+    begin(never, worker, now_s=0.0)
     assert lines.give_up(worker, 1e6) == never.give_up(worker, 1e6) == 0
     assert lines.is_waited_for(worker)
     lines.over(line)
@@ -108,12 +121,12 @@ def test_legs_of_a_former_life_are_given_up_at_once() -> None:
     table.on_check(worker, Check.OK, now_s=0.0)
     for incarnation, asked_s in (("a", 1.0), ("", 1.5), ("a", 2.0)):
         table.on_incarnation(worker, incarnation, asked_s=asked_s)
-    of_a, unknown = cut_by(lines, worker, now_s=1.9), cut_by(lines, worker, now_s=2.1)
+    of_a, unknown = begin(lines, worker, now_s=1.9), begin(lines, worker, now_s=2.1)
     assert lines.give_up(worker, 2.5) == 0
     table.on_incarnation(worker, "b", asked_s=3.0)
-    of_b = cut_by(lines, worker, now_s=3.1)
-    assert lines.give_up(worker, 3.2) == 1 and "another one answers" in of_a[0].why
-    assert not unknown and not of_b  # between two checks: it may be b's
+    of_b = begin(lines, worker, now_s=3.1)
+    assert lines.give_up(worker, 3.2) == 1 and "another one answers" in of_a.given_up
+    assert not unknown.given_up and not of_b.given_up  # between two checks: it may be b's
 
 
 def test_several_processes_behind_one_url_are_no_lives_one_after_the_other() -> None:
@@ -122,7 +135,7 @@ def test_several_processes_behind_one_url_are_no_lives_one_after_the_other() -> 
     table.on_check(worker, Check.OK, now_s=0.0)
     for asked_s, incarnation in enumerate(("a", "b", "a")):
         table.on_incarnation(worker, incarnation, asked_s=float(asked_s))
-    cut_by(lines, worker, now_s=0.5)
+    begin(lines, worker, now_s=0.5)
     for asked_s in range(3, 40):
         table.on_incarnation(worker, "ab"[asked_s % 2], asked_s=float(asked_s))
         assert lines.give_up(worker, float(asked_s)) == 0

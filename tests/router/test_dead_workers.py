@@ -9,8 +9,8 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.legs import Legs
 from router.session import open_session
+from router.upstream import HttpUpstream
 from router.workers import Health
 from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
 from tests.router.test_failures import CHAT, STREAM, streams_on
@@ -232,25 +232,50 @@ def test_a_pair_that_cannot_be_joined_leaves_the_request_to_another_pair() -> No
     uvloop.run(scenario())
 
 
-def test_parsed_addresses_of_workers_that_come_and_go_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.legs.MAX_URLS", 3)
-    nobody: Any = None
-    legs = Legs(nobody)
-    for i in range(20):
-        assert str(legs._url(f"http://h{i}:1", "/generate")) == f"http://h{i}:1/generate"
-        assert 1 <= len(legs._urls) <= 3
+def test_addresses_of_workers_that_come_and_go_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.upstream.MAX_ORIGINS", 3)
+
+    async def scenario() -> None:
+        async with cluster() as c:
+            client = HttpUpstream(connect_timeout_s=5, request_timeout_s=5)
+            for path in range(20):  # names of one worker, each an address of its own
+                reply = client.post(f"{c.decodes[0].url}#{path}", "/generate", headers={}, body=b"{}")
+                while await reply.readany():
+                    pass
+                assert reply.status == 200 and 1 <= client.num_origins <= 3
+                assert client.num_connections <= 3
+            await client.close()
+
+    uvloop.run(scenario())
 
 
 def test_the_kernel_probes_connections_to_workers() -> None:
     async def scenario() -> None:
-        async with cluster() as c, open_session(connect_timeout_s=1, request_timeout_s=1, dead_timeout_s=30) as session:
+        async with cluster() as c:
             c.decodes[0].behave = streams_on
-            response = await session.post(c.decodes[0].url + "/generate", data=b'{"stream": true}')
-            assert response.connection is not None and response.connection.transport is not None
-            opened = response.connection.transport.get_extra_info("socket")
-            assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
-            assert [opened.getsockopt(socket.IPPROTO_TCP, getattr(socket, n)) for n in names] == [10, 5, 4]
-            response.close()
+            seen: list[socket.socket] = []
+
+            class Watched(HttpUpstream):
+                def on_made(self, connection: Any, opened: Any) -> None:
+                    super().on_made(connection, opened)
+                    seen.append(opened)
+
+            client = Watched(connect_timeout_s=5, request_timeout_s=5, dead_timeout_s=30)
+            await client.post(
+                c.decodes[0].url, "/generate", headers={"Content-Type": "application/json"}, body=b'{"stream": true}'
+            ).readany()
+            assert probes(seen[0]) == [1, 10, 5, 4]
+            await client.close()
+            async with open_session(connect_timeout_s=1, request_timeout_s=1, dead_timeout_s=30) as session:
+                response = await session.post(c.decodes[0].url + "/generate", data=b'{"stream": true}')
+                assert response.connection is not None and response.connection.transport is not None
+                assert probes(response.connection.transport.get_extra_info("socket")) == [1, 10, 5, 4]
+                response.close()
 
     uvloop.run(scenario())
+
+
+def probes(opened: socket.socket) -> list[int]:
+    names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+    keeps = opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    return [keeps, *(opened.getsockopt(socket.IPPROTO_TCP, getattr(socket, n)) for n in names)]
