@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-POLICIES = ("least_load", "round_robin", "random")
+POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
 _MAY_BE_ZERO = (
     "retry_max",
     "retry_backoff_s",
@@ -43,7 +43,20 @@ class RouterConfig:
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30080, "port to listen on; 0: a free one")
     workers: int = flag(1, "router processes that share the port, the pool and one view of the load")
-    policy: str = flag("least_load", "how workers are chosen", choices=POLICIES)
+    policy: str = flag("least_load", "how workers are chosen (docs/router.md)", choices=POLICIES)
+    prefill_policy: str | None = flag(None, "how prefill workers are chosen; default: --policy", choices=POLICIES)
+    decode_policy: str | None = flag(None, "how decode workers are chosen; default: --policy", choices=POLICIES)
+    cache_threshold: float = flag(0.3, "cache_aware: a match shorter than this share of the prompt counts as none")
+    balance_abs_threshold: int = flag(
+        64, "cache_aware: goes by load alone while the longest queue is by more than so many requests the longest,"
+    )
+    balance_rel_threshold: float = flag(1.5, "... and more than so many times as long as the shortest")
+    max_tree_size: int = flag(
+        1 << 26, "cache_aware: bytes of prompts (token ids: 4 each) that are remembered per worker, the latest"
+    )
+    disable_kv_events: bool = flag(
+        False, "cache_aware: do not listen to the KV events of workers that publish them (--kv-events-config)"
+    )
     health_check_interval_s: float = flag(1.0, "seconds between health checks of a worker")
     health_check_timeout_s: float = flag(5.0, "seconds a health check may take")
     health_failure_threshold: int = flag(2, "failed checks in a row before a worker leaves the pool")
@@ -131,7 +144,6 @@ def _worker_urls(config: RouterConfig) -> list[tuple[str, str]]:
 
 
 def _check_numbers(config: RouterConfig) -> None:
-    _require(config.policy in POLICIES, "--policy", f"must be one of {', '.join(POLICIES)}, got {config.policy!r}")
     _require(0 <= config.port < 65536, "--port", f"must be 0 to 65535, got {config.port}")
     for name in ("health_check_interval_s", "health_check_timeout_s", "connect_timeout_s", "request_timeout_s"):
         value = getattr(config, name)
@@ -148,6 +160,20 @@ def _check_numbers(config: RouterConfig) -> None:
     for name in _MAY_BE_ZERO:
         value = getattr(config, name)
         _require(value >= 0, f"--{name.replace('_', '-')}", f"must be at least 0, got {value}")
+    _check_policies(config)
+
+
+def _check_policies(config: RouterConfig) -> None:
+    for name in ("policy", "prefill_policy", "decode_policy"):
+        value = getattr(config, name)
+        known = value in POLICIES or (value is None and name != "policy")
+        _require(known, f"--{name.replace('_', '-')}", f"must be one of {', '.join(POLICIES)}, got {value!r}")
+        paired = value is None or name == "policy" or config.pd_disaggregation
+        _require(paired, f"--{name.replace('_', '-')}", "needs --pd-disaggregation; unified workers go by --policy")
+    _require(0 <= config.cache_threshold <= 1, "--cache-threshold", f"must be 0 to 1, got {config.cache_threshold}")
+    _require(config.balance_abs_threshold >= 0, "--balance-abs-threshold", "must be at least 0")
+    _require(config.balance_rel_threshold >= 1, "--balance-rel-threshold", "must be at least 1")
+    _require(config.max_tree_size >= 1, "--max-tree-size", "must be at least 1")
 
 
 def _require(ok: bool, name: str, message: str) -> None:

@@ -17,6 +17,7 @@ import uvloop
 from aiohttp import web
 
 from lifecycle.stop_signals import StopSignals
+from router.chooser import make_chooser
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
 from router.credentials import Credentials
@@ -26,11 +27,11 @@ from router.entropy import Entropy
 from router.fleet import Place, obey_parent, run_fleet
 from router.guard import make_guard
 from router.health import HealthMonitor
+from router.kv_feed import KVEventFeed
 from router.legs import Legs
 from router.lifelines import Lifelines
 from router.load_view import ALONE, LoadView
 from router.metrics import RouterMetrics
-from router.policies import make_policy
 from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
@@ -130,10 +131,13 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     if place is not None:
         view = SharedLoad(place.load_file, row=place.row, num_rows=place.num_rows)
     siblings = Siblings(place)
-    table = _table(config, view)
     entropy = Entropy()
+    chooser = make_chooser(config, draw=secrets.randbelow)
+    table = _table(config, view)
+    feed = KVEventFeed(chooser, secret=secret, enabled=not config.disable_kv_events)
+    table.on_gone = feed.on_gone
     rooms = RoomMinter(entropy.bits)
-    metrics = RouterMetrics(table)
+    metrics = RouterMetrics(table, feed)
     live = LiveRequests(max_live=config.max_concurrent_requests, view=view)
     client = {
         "connect_timeout_s": config.connect_timeout_s,
@@ -143,13 +147,15 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     upstream = HttpUpstream(**client)
     async with open_session(**client) as session:
         legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
-        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials, legs=legs)
+        monitor = HealthMonitor(
+            config=config, table=table, session=session, credentials=credentials, legs=legs, on_info=feed.on_info
+        )
         dispatcher = Dispatcher(
             Parts(
                 config=config,
                 table=table,
                 rooms=rooms,
-                policy=make_policy(config.policy, draw=secrets.randbelow),
+                chooser=chooser,
                 legs=legs,
                 metrics=metrics,
                 credentials=credentials,
@@ -205,6 +211,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             dispatcher.close()
             await upstream.close()
             await monitor.close()
+            await feed.close()
             await siblings.close()
 
 

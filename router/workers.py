@@ -5,7 +5,7 @@ no socket and reads no clock. One lease is one leg of one request; it charges to
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -134,10 +134,14 @@ class Lease:
 
 @dataclass(slots=True)
 class WorkerTable:
-    """All workers of one router, in the order they were added."""
+    """All workers of one router, in the order they were added.
+
+    `on_gone` is told of a worker that was removed, went down, or is another process now: what it had cached is lost.
+    """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
     view: LoadView = ALONE
+    on_gone: Callable[[Worker], None] = lambda worker: None
     _workers: list[Worker] = field(default_factory=list)
     _leases: dict[int, Lease] = field(default_factory=dict)
     _next_id: int = 0
@@ -173,6 +177,7 @@ class WorkerTable:
                 self._workers.remove(worker)
                 worker.view.give_back(worker.slot)
                 worker.view, worker.slot = ALONE, 0
+                self.on_gone(worker)
                 return worker
         raise WorkerTableError(f"url: {url} is not in the table")
 
@@ -196,6 +201,7 @@ class WorkerTable:
         worker.health, worker.changed_s = target, now_s
         if target is Health.DOWN:
             worker.report, worker.foreign_tokens = None, 0
+            self.on_gone(worker)
         return True
 
     def on_incarnation(self, worker: Worker, incarnation: str, *, asked_s: float) -> None:
@@ -207,6 +213,7 @@ class WorkerTable:
             worker.former_lives = (*worker.former_lives, worker.incarnation)[-MAX_FORMER_LIVES:]
             if incarnation not in worker.former_lives:
                 worker.former_life_s = worker.incarnation_s
+                self.on_gone(worker)
         if incarnation:
             worker.incarnation, worker.incarnation_s = incarnation, asked_s
 

@@ -23,6 +23,7 @@ from engine.loop.control import Control, Profiler, Weights
 from engine.loop.deadlines import Deadlines
 from engine.loop.disk_pump import DiskPump
 from engine.loop.interval_log import IntervalLog
+from engine.loop.kv_events import EventPump
 from engine.loop.pipeline import Launcher, Pipeline
 from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.reporter import Reporter
@@ -103,6 +104,7 @@ class EngineLoop:
         grammars: GrammarQueue | None = None,
         disk: DiskPump | None = None,
         adapters: AdapterControl | None = None,
+        events: EventPump | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._role = role
@@ -112,6 +114,7 @@ class EngineLoop:
         self._clock = clock
         self._grammars = grammars or GrammarQueue(None)
         self._disk = disk or DiskPump()
+        self._events = events or EventPump()
         self._adapters = adapters or AdapterControl.without()
         self._pipeline = Pipeline(scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step)
         self._skipper = ReceiveSkipper(interval=settings.recv_interval)
@@ -170,6 +173,7 @@ class EngineLoop:
             self._note_launch(plan, now_s)
         outputs += self._pipeline.advance(plan)
         self._tell(outputs)
+        self._events.turn()
         return worked
 
     def _note_launch(self, plan: Plan, now_s: float) -> None:

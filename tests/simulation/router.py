@@ -14,6 +14,7 @@ from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
 from yarl import URL
 
+from router.chooser import make_chooser
 from router.config import RouterConfig
 from router.credentials import Credentials
 from router.dispatch import Dispatcher, Parts
@@ -23,7 +24,6 @@ from router.health import HealthMonitor
 from router.legs import Legs
 from router.lifelines import Lifelines
 from router.metrics import RouterMetrics
-from router.policies import make_policy
 from router.rewrite import Api
 from router.rooms import RoomMinter
 from router.workers import Role, Thresholds, WorkerTable
@@ -58,7 +58,8 @@ class Router:
             request_timeout_s=60.0,
             max_concurrent_requests=options.max_concurrent,
         )
-        self.table = WorkerTable(Thresholds())
+        chooser = make_chooser(config, draw=draw.randrange)
+        self.table = WorkerTable(Thresholds(), on_gone=chooser.forget)
         self.rooms = RoomMinter(draw.getrandbits)
         session: Any = _Session(network, process, config)
         self._upstream = SimulatedUpstream(
@@ -77,7 +78,7 @@ class Router:
                 config=config,
                 table=self.table,
                 rooms=self.rooms,
-                policy=make_policy(config.policy, draw=draw.randrange),
+                chooser=chooser,
                 legs=legs,
                 metrics=metrics,
                 credentials=credentials,
