@@ -7,7 +7,7 @@ ARGS ?=
 TESTS ?= tests
 CELLS ?=
 JOBS ?= 2
-EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,dev
+EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,k8s,dev
 TORCH ?= torch==2.13.0
 # What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)

@@ -49,6 +49,12 @@ class HealthMonitor:
             watch.task.cancel()
             await asyncio.gather(watch.task, return_exceptions=True)
 
+    def forget(self, worker: Worker) -> None:
+        """`unwatch` for who cannot wait."""
+        watch = self._watches.pop(worker.worker_id, None)
+        if watch is not None and watch.task is not None:
+            watch.task.cancel()
+
     async def first_round(self) -> None:
         """Until each worker was checked once."""
         await asyncio.gather(*(watch.checked.wait() for watch in self._watches.values()))

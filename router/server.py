@@ -16,6 +16,7 @@ from aiohttp import web
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
 from router.credentials import Credentials
+from router.discovery import open_discovery
 from router.dispatch import Dispatcher, Parts
 from router.draining import LiveRequests, StopSignals
 from router.guard import make_guard
@@ -83,6 +84,7 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s
     ) as session:
         monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
+        discovery = await open_discovery(config, table=table, monitor=monitor)
         dispatcher = Dispatcher(
             Parts(
                 config=config,
@@ -107,6 +109,7 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             credentials=credentials,
             roles=dispatcher.roles,
             live=live,
+            discovery=discovery,
         )
         runner = web.AppRunner(
             _app(config, dispatcher=dispatcher, control=control, metrics=metrics, gate=gate),
@@ -120,11 +123,15 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             for worker in table.workers():
                 monitor.watch(worker)
             await monitor.first_round()
+            if discovery is not None:
+                discovery.start()
             url = f"http://{_url_host(config.host)}:{port}"
             yield RunningRouter(url=url, table=table, rooms=rooms, gate=gate, live=live)
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
             await dispatcher.close()
+            if discovery is not None:
+                await discovery.close()
             await monitor.close()
 
 

@@ -102,6 +102,7 @@ class Worker:
     assigned_total: int = 0
     report: LoadReport | None = None
     foreign_tokens: int = 0
+    leaving: bool = False  # it gets nothing new, whatever its health
 
     @property
     def url_host(self) -> str:
@@ -159,11 +160,20 @@ class WorkerTable:
                 return worker
         raise WorkerTableError(f"url: {url} is not in the table")
 
+    def retire(self, url: str) -> Worker:
+        """It gets no new request; it stays in the table until `remove`. `WorkerTableError` if unknown."""
+        url = url.rstrip("/")
+        for worker in self._workers:
+            if worker.url == url:
+                worker.leaving = True
+                return worker
+        raise WorkerTableError(f"url: {url} is not in the table")
+
     def workers(self, role: Role | None = None) -> list[Worker]:
         return [w for w in self._workers if role is None or w.role is role]
 
     def alive(self, role: Role) -> list[Worker]:
-        return [w for w in self._workers if w.role is role and w.health is Health.UP]
+        return [w for w in self._workers if w.role is role and w.health is Health.UP and not w.leaving]
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Tell the result of a check, or of a request that could not connect. True if the worker's state changed."""
