@@ -92,21 +92,20 @@ class _Status(msgspec.Struct):
 
 
 class KubeApi:
-    """The pods of one namespace (None: of all) by the official client."""
+    """The pods of one namespace (None: of all) by the official client (`kubernetes.aio.client`, loaded by `connect`)."""
 
-    def __init__(self, client: Any, *, namespace: str | None) -> None:
-        self._client = client
+    def __init__(self, library: Any, configuration: Any, *, namespace: str | None) -> None:
+        self._client = library.ApiClient(configuration)
+        self._core = library.CoreV1Api(self._client)
         self._namespace = namespace
 
     async def pods(self, *, timeout_s: float, **parameters: Any) -> aiohttp.ClientResponse:
         """The answer as it comes, whatever its status; the caller closes it."""
-        core = importlib.import_module("kubernetes.aio.client").CoreV1Api(self._client)
+        parameters |= {"_request_timeout": timeout_s}
         if self._namespace is None:
-            call = core.list_pod_for_all_namespaces_without_preload_content(_request_timeout=timeout_s, **parameters)
+            call = self._core.list_pod_for_all_namespaces_without_preload_content(**parameters)
         else:
-            call = core.list_namespaced_pod_without_preload_content(
-                self._namespace, _request_timeout=timeout_s, **parameters
-            )
+            call = self._core.list_namespaced_pod_without_preload_content(self._namespace, **parameters)
         response: aiohttp.ClientResponse = await call
         return response
 
@@ -136,7 +135,7 @@ async def connect(*, namespace: str | None) -> KubeApi:
         raise RouterConfigError(
             f"--service-discovery: no API server: not in a pod with a service account, and {path}: {err}"
         ) from None
-    return KubeApi(client.ApiClient(configuration), namespace=namespace)
+    return KubeApi(client, configuration, namespace=namespace)
 
 
 class PodWatch:
