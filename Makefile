@@ -24,7 +24,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins fault-matrix churn-soak lint format clean
+.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix churn-soak lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -39,6 +39,7 @@ help:
 	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
 	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
 	@echo "make manifests         build deploy/kubernetes for the tests (after a change there; needs kubectl)"
+	@echo "make k8s-drill         upgrade the pods of deploy/kubernetes under load, as processes of this machine"
 	@echo "make image-pins        pin what the images install to the versions of $(VENV)"
 	@echo "make lint | format     check | mend style, types and import order"
 	@echo "make clean             remove $(VENV) and caches"
@@ -94,6 +95,10 @@ fuzz: $(STAMP) $(FUZZ_VENV)/bin/schemathesis
 # Needs kubectl (or KUSTOMIZE="kustomize build"): what the tests of deploy/kubernetes read.
 manifests: $(STAMP)
 	$(BIN)/python -m tests.kubernetes.render
+
+# A rolling update under load, without a cluster: about a minute.
+k8s-drill: $(STAMP)
+	$(BIN)/python -m tests.kubernetes.drill --report docs/reports/k8s_drill.json
 
 image-pins: $(STAMP)
 	$(BIN)/python -m deploy.docker.pin

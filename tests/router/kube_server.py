@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 TOKEN = "service-account-token"
-NAMESPACE = "serving"
+NAMESPACE = "tandem"
 PATH = f"/api/v1/namespaces/{NAMESPACE}/pods"
 
 
@@ -78,6 +78,7 @@ class KubeServer:
         for stream in list(self._streams.values()):
             if stream.request.transport is not None:
                 stream.request.transport.abort()
+        self._streams.clear()
 
     def compact(self) -> None:
         self.oldest = self.version
@@ -116,7 +117,7 @@ class KubeServer:
         try:
             await stream.ended.wait()
         finally:
-            del self._streams[id(response)]
+            self._streams.pop(id(response), None)
         return response
 
     async def _expired(self, request: web.Request) -> web.StreamResponse:

@@ -144,6 +144,8 @@ def test_a_pod_that_is_being_deleted_finishes_what_it_has(tmp_path: Path, monkey
         assert (await setup.generate())[1]["from"] == second.name
         await setup.kube.delete(first.name)  # even now its request may end
         assert (await setup.generate())[1]["from"] == second.name
+        await setup.kube.delete(second.name)  # it has none: when it is gone the first was looked at, too
+        await until(lambda: second.url not in [w.url for w in setup.router.table.workers()])
         assert first.url in [w.url for w in setup.router.table.workers()]
         go_on.set()
         assert await running == (200, {"from": first.name})
