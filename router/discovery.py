@@ -93,8 +93,8 @@ class Discovery:
         match change:
             case Join(wanted):
                 self._join(wanted.url, role=wanted.role, port=wanted.bootstrap_port, pod=wanted.pod)
-            case Leave(url):
-                self._leave(url)
+            case Leave(url, last_resort):
+                self._leave(url, last_resort=last_resort)
             case Drop(url):
                 self._drop(url)
 
@@ -108,13 +108,13 @@ class Discovery:
         self._own[url] = worker
         self._monitor.watch(worker)
 
-    def _leave(self, url: str) -> None:
+    def _leave(self, url: str, *, last_resort: bool) -> None:
         worker = self._own.get(url)
         if worker is None or worker not in self._table.workers():
             self._reconciler.left(url)  # named by hand, or taken out by hand
             self._own.pop(url, None)
             return
-        self._table.retire(url)
+        self._table.retire(url, last_resort=last_resort)
         self._leaving[worker.worker_id] = worker
         log.info("service discovery: %s leaves, %d requests run there", url, worker.inflight_requests)
 
@@ -127,13 +127,16 @@ class Discovery:
             self._leaving.pop(worker.worker_id, None)
 
     async def _reap(self) -> None:
-        """Takes out who leaves and has no request left."""
+        """Takes out who leaves, has no request left and is nobody's last resort."""
         while True:
-            for worker in [w for w in self._leaving.values() if not w.inflight_requests]:
+            for worker in [w for w in self._leaving.values() if self._is_done(w)]:
                 self._drop(worker.url)
                 self._reconciler.left(worker.url)
                 log.info("service discovery: %s has left", worker.url)
             await asyncio.sleep(REAP_S)
+
+    def _is_done(self, worker: Worker) -> bool:
+        return not worker.inflight_requests and worker not in self._table.alive(worker.role)
 
     def _tell_problems(self) -> None:
         """Each once, when it appears."""

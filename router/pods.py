@@ -111,9 +111,14 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Send it nothing new; take it out once its requests ended, and say so (`Reconciler.left`)."""
+    """Send it nothing new; take it out once its requests ended, and say so (`Reconciler.left`).
+
+    `last_resort`: it is being deleted, and serves for some seconds yet. Its successor may be Ready and not checked by us:
+    a Deployment deletes the one in the moment that the other is Ready.
+    """
 
     url: str
+    last_resort: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +168,7 @@ class PodSet:
 class _Known:
     wanted: Wanted
     leaving: bool = False
+    last_resort: bool = False
 
 
 @dataclass(slots=True)
@@ -176,9 +182,11 @@ class Reconciler:
     def changes(self, pods: Mapping[Role, Sequence[Pod]]) -> list[Change]:
         """What to do so that the pool has exactly the workers that `pods` are. They count as done."""
         wanted = self._wanted(pods)
-        found: list[Change] = [
-            self._leave(known) for url, known in self._known.items() if url not in wanted and not known.leaving
-        ]
+        ending = {(pod.name, pod.uid) for role in pods for pod in pods[role] if pod.ending}
+        found: list[Change] = []
+        for url, known in self._known.items():
+            if url not in wanted:
+                found += self._leave(known, ending=(known.wanted.pod, known.wanted.uid) in ending)
         for want in wanted.values():
             found += self._enter(want)
         return found
@@ -191,9 +199,12 @@ class Reconciler:
     def num_joined(self) -> int:
         return sum(not known.leaving for known in self._known.values())
 
-    def _leave(self, known: _Known) -> Change:
-        known.leaving = True
-        return Leave(known.wanted.url)
+    def _leave(self, known: _Known, *, ending: bool) -> list[Change]:
+        """Once; a second time when a pod that was being deleted is gone, and with it the last resort."""
+        if known.leaving and (ending or not known.last_resort):
+            return []
+        known.leaving, known.last_resort = True, ending
+        return [Leave(known.wanted.url, ending)]
 
     def _enter(self, want: Wanted) -> list[Change]:
         known = self._known.get(want.url)

@@ -103,6 +103,7 @@ class Worker:
     report: LoadReport | None = None
     foreign_tokens: int = 0
     leaving: bool = False  # it gets nothing new, whatever its health
+    last_resort: bool = False  # it does, while nobody else of its role is up
 
     @property
     def url_host(self) -> str:
@@ -160,12 +161,15 @@ class WorkerTable:
                 return worker
         raise WorkerTableError(f"url: {url} is not in the table")
 
-    def retire(self, url: str) -> Worker:
-        """It gets no new request; it stays in the table until `remove`. `WorkerTableError` if unknown."""
+    def retire(self, url: str, *, last_resort: bool = False) -> Worker:
+        """It gets no new request; it stays in the table until `remove`. `WorkerTableError` if unknown.
+
+        `last_resort`: as long as it is up it serves, should nobody else of its role be: better than no answer.
+        """
         url = url.rstrip("/")
         for worker in self._workers:
             if worker.url == url:
-                worker.leaving = True
+                worker.leaving, worker.last_resort = True, last_resort
                 return worker
         raise WorkerTableError(f"url: {url} is not in the table")
 
@@ -173,7 +177,9 @@ class WorkerTable:
         return [w for w in self._workers if role is None or w.role is role]
 
     def alive(self, role: Role) -> list[Worker]:
-        return [w for w in self._workers if w.role is role and w.health is Health.UP and not w.leaving]
+        """Who gets requests."""
+        up = [w for w in self._workers if w.role is role and w.health is Health.UP]
+        return [w for w in up if not w.leaving] or [w for w in up if w.last_resort]
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Tell the result of a check, or of a request that could not connect. True if the worker's state changed."""

@@ -290,6 +290,15 @@ def test_a_pod_has_time_to_drain(overlay: str) -> None:
 
 
 @each_overlay
+def test_an_old_worker_goes_only_when_routers_have_checked_the_new_one(overlay: str) -> None:
+    config = router_config(overlay)
+    checked_s = config.health_check_interval_s + config.health_check_timeout_s
+    for deployment in of_kind(overlay, "Deployment"):
+        if deployment["metadata"]["name"] != "tandem-router":
+            assert deployment["spec"]["minReadySeconds"] > checked_s
+
+
+@each_overlay
 def test_a_model_may_take_its_time_to_load(overlay: str) -> None:
     for component in ("prefill", "decode"):
         probe = one(overlay, component).container["startupProbe"]

@@ -154,6 +154,28 @@ def test_a_pod_that_is_being_deleted_finishes_what_it_has(tmp_path: Path, monkey
     play(tmp_path, monkeypatch, scene)
 
 
+def test_the_last_one_serves_until_its_successor_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Deployment deletes the old pod in the moment that the new one is Ready; we have not asked that one yet."""
+
+    async def scene(setup: Setup) -> None:
+        first, second = setup.decodes
+        second.healthy = False
+        await setup.show(setup.prefill, Role.PREFILL)
+        await setup.show(first, Role.DECODE)
+        await setup.alive(Role.PREFILL, setup.prefill)
+        await setup.alive(Role.DECODE, first)
+        await setup.show(second, Role.DECODE)
+        await setup.show(first, Role.DECODE, deletionTimestamp="2026-01-01T00:00:00Z")
+        await until(lambda: setup.router.table.workers(Role.DECODE)[0].leaving)
+        for _ in range(3):
+            assert (await setup.generate())[1]["from"] == first.name
+        second.healthy = True
+        await setup.alive(Role.DECODE, second)
+        await until(lambda: first.url not in [w.url for w in setup.router.table.workers()])
+
+    play(tmp_path, monkeypatch, scene)
+
+
 def test_a_long_list_comes_in_pages_and_the_watch_goes_on_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,10 +33,20 @@ def test_a_pod_joins_when_ready_and_leaves_when_it_is_deleted() -> None:
     assert told(core.changes({Role.DECODE: [a_pod()]})) == [("join", URL)]
     assert core.changes({Role.DECODE: [a_pod()]}) == []
     assert told(core.changes({Role.DECODE: [a_pod(ending=True)]})) == [("leave", URL)]
-    assert core.changes({Role.DECODE: []}) == []  # it is leaving already
+    assert core.changes({Role.DECODE: [a_pod(ending=True)]}) == []  # it is leaving already
+    assert core.changes({Role.DECODE: []}) == [Leave(URL, last_resort=False)]  # now it is nobody's last resort
+    assert core.changes({Role.DECODE: []}) == []
     core.left(URL)
     assert told(core.changes({Role.DECODE: [a_pod()]})) == [("join", URL)]
+    assert core.changes({Role.DECODE: []}) == [Leave(URL, last_resort=False)]
     core.check()
+
+
+def test_only_a_pod_that_is_being_deleted_is_a_last_resort() -> None:
+    for pods, last_resort in (([a_pod(ending=True)], True), ([a_pod(ending=True, uid="older")], False), ([], False)):
+        core = Reconciler(80)
+        core.changes({Role.DECODE: [a_pod()]})
+        assert core.changes({Role.DECODE: pods}) == [Leave(URL, last_resort)]
 
 
 def test_a_worker_that_is_in_stays_when_its_pod_is_not_ready_for_a_while() -> None:
@@ -167,7 +177,8 @@ def test_whatever_comes_the_pool_ends_as_the_pods_say(steps: list[tuple[list[Pod
                 leaving.discard(change.url)
             else:
                 assert isinstance(change, Leave)
-                pool.remove(change.url)
+                assert change.url in pool or (change.url in leaving and not change.last_resort)
+                pool.discard(change.url)
                 leaving.add(change.url)
         for url in sorted(leaving) if ended else []:
             core.left(url)
@@ -221,5 +232,11 @@ def test_a_retired_worker_gets_nothing_new_whatever_its_health() -> None:
     table.retire(URL)
     table.on_check(worker, Check.OK, now_s=1.0)
     assert table.alive(Role.DECODE) == [] and table.workers() == [worker]
+    table.retire(URL, last_resort=True)
+    assert table.alive(Role.DECODE) == [worker]  # better than nobody
+    other = table.add("http://h:2", role=Role.DECODE)
+    assert table.alive(Role.DECODE) == [worker]
+    table.on_check(other, Check.OK, now_s=2.0)
+    assert table.alive(Role.DECODE) == [other]
     table.release(lease)
     table.check()
