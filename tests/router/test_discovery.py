@@ -167,8 +167,12 @@ def test_the_last_one_serves_until_its_successor_was_checked(tmp_path: Path, mon
         await setup.show(second, Role.DECODE)
         await setup.show(first, Role.DECODE, deletionTimestamp="2026-01-01T00:00:00Z")
         await until(lambda: setup.router.table.workers(Role.DECODE)[0].leaving)
-        for _ in range(3):
-            assert (await setup.generate())[1]["from"] == first.name
+        nobody = pod("nobody", "127.0.0.99", labels=LABELS[Role.DECODE])
+        await setup.kube.put(nobody)
+        await until(lambda: len(setup.router.table.workers(Role.DECODE)) == 3)
+        await setup.kube.delete("nobody")  # when it is gone, those who leave have been looked at
+        await until(lambda: len(setup.router.table.workers(Role.DECODE)) == 2)
+        assert (await setup.generate())[1]["from"] == first.name
         second.healthy = True
         await setup.alive(Role.DECODE, second)
         await until(lambda: first.url not in [w.url for w in setup.router.table.workers()])
