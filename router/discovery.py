@@ -100,7 +100,7 @@ class Discovery:
 
     def _join(self, url: str, *, role: Role, port: int | None, pod: str) -> None:
         try:
-            worker = self._table.add(url, role=role, bootstrap_port=port, now_s=_now_s())
+            worker = self._table.add(url, role=role, bootstrap_port=port, now_s=_now_s(), discovered=True)
         except WorkerTableError as err:
             log.warning("service discovery: pod %s is not taken: %s", pod, err)
             return
@@ -122,7 +122,7 @@ class Discovery:
         worker = self._own.pop(url, None)
         if worker is not None and worker in self._table.workers():
             self._table.remove(url)
-            self._monitor.forget(worker)
+            self._monitor.retire(worker)
         if worker is not None:
             self._leaving.pop(worker.worker_id, None)
 

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from router.config import RouterConfig, RouterConfigError
+from router.control import describe
 from router.server import RunningRouter, start_router
-from router.workers import Role
+from router.siblings import Siblings
+from router.workers import Role, WorkerTable
 from tests.router.dummies import DEADLINE_S, DummyWorker, until
 from tests.router.kube_server import NAMESPACE, KubeServer, kube_server, pod
 
@@ -349,3 +352,18 @@ def test_without_an_api_server_it_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 
     with pytest.raises(RouterConfigError, match=r"^--service-discovery: no API server: .*none"):
         asyncio.run(run())
+
+
+def test_a_process_takes_from_its_siblings_only_what_it_does_not_discover_itself() -> None:
+    """Else a discovered worker would be somebody's by hand, and stay for ever."""
+
+    class Told(Siblings):
+        async def _ask_all(self, method: str, path: str, body: bytes) -> list[bytes]:
+            there = WorkerTable()
+            there.add("http://by.hand:1", role=Role.DECODE)
+            there.add("http://found:1", role=Role.DECODE, discovered=True)
+            return [msgspec.json.encode({"workers": [describe(w) for w in there.workers()]})]
+
+    table = WorkerTable()
+    asyncio.run(Told(None).catch_up(table, now_s=0.0))
+    assert [w.url for w in table.workers()] == ["http://by.hand:1"]
