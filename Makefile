@@ -8,7 +8,7 @@ TESTS ?= tests
 CELLS ?=
 JOBS ?= 2
 BACKENDS ?= nixl mooncake
-EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,dev
+EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,k8s,dev
 TORCH ?= torch==2.13.0
 # What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
@@ -25,7 +25,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz fault-matrix churn-soak lint format clean
+.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix churn-soak lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -41,6 +41,9 @@ help:
 	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
 	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
 	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
+	@echo "make manifests         build deploy/kubernetes for the tests (after a change there; needs kubectl)"
+	@echo "make k8s-drill         upgrade the pods of deploy/kubernetes under load, as processes of this machine"
+	@echo "make image-pins        pin what the images install to the versions of $(VENV)"
 	@echo "make lint | format     check | mend style, types and import order"
 	@echo "make clean             remove $(VENV) and caches"
 
@@ -91,6 +94,17 @@ $(FUZZ_VENV)/bin/schemathesis:
 
 fuzz: $(STAMP) $(FUZZ_VENV)/bin/schemathesis
 	$(BIN)/python -m tests.fuzz.run --schemathesis $(FUZZ_VENV)/bin/schemathesis --report docs/reports/fuzz.md $(ARGS)
+
+# Needs kubectl (or KUSTOMIZE="kustomize build"): what the tests of deploy/kubernetes read.
+manifests: $(STAMP)
+	$(BIN)/python -m tests.kubernetes.render
+
+# A rolling update under load, without a cluster: about a minute.
+k8s-drill: $(STAMP)
+	$(BIN)/python -m tests.kubernetes.drill --report docs/reports/k8s_drill.json
+
+image-pins: $(STAMP)
+	$(BIN)/python -m deploy.docker.pin
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from router.selectors import Selector
+
 POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
 _MAY_BE_ZERO = (
     "retry_max",
@@ -106,6 +108,21 @@ class RouterConfig:
     rate_limit_burst: int = flag(0, "requests that may come at once under the rate limit; 0: those of two seconds")
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
     ready_file: str | None = flag(None, "write JSON here once the router listens")
+    service_discovery: bool = flag(
+        False,
+        "workers are the pods that the selectors choose, as they come and go (Kubernetes; needs tandem-serve[k8s])",
+    )
+    selector: tuple[str, ...] = flag((), "KEY=VALUE labels of unified workers' pods (without --pd-disaggregation)")
+    prefill_selector: tuple[str, ...] = flag((), "KEY=VALUE labels of prefill workers' pods")
+    decode_selector: tuple[str, ...] = flag((), "KEY=VALUE labels of decode workers' pods")
+    service_discovery_port: int = flag(80, "port that workers listen on in their pods")
+    service_discovery_namespace: str | None = flag(
+        None, "namespace of the pods; default: all (the service account then needs a ClusterRole)"
+    )
+    prefill_bootstrap_port_annotation: str = flag(
+        "sglang.ai/bootstrap-port",
+        "annotation of a prefill pod that has its bootstrap port; a pod without it is asked for the port",
+    )
 
 
 def check_config(config: RouterConfig) -> None:
@@ -119,6 +136,7 @@ def check_config(config: RouterConfig) -> None:
     for _, port in config.prefill:
         _require(port is None or 0 < port < 65536, "--prefill", f"bootstrap port must be 1 to 65535, got {port}")
     _check_numbers(config)
+    _check_discovery(config)
     _require(
         config.rate_limit_requests_per_second >= 0,
         "--rate-limit-requests-per-second",
@@ -174,6 +192,26 @@ def _check_policies(config: RouterConfig) -> None:
     _require(config.balance_abs_threshold >= 0, "--balance-abs-threshold", "must be at least 0")
     _require(config.balance_rel_threshold >= 1, "--balance-rel-threshold", "must be at least 1")
     _require(config.max_tree_size >= 1, "--max-tree-size", "must be at least 1")
+
+
+def _check_discovery(config: RouterConfig) -> None:
+    """Each role that the router needs has a selector, and the other ones have none."""
+    pairs = [("--prefill-selector", config.prefill_selector), ("--decode-selector", config.decode_selector)]
+    unified = [("--selector", config.selector)]
+    needed, other = (pairs, unified) if config.pd_disaggregation else (unified, pairs)
+    for name, parts in pairs + unified:
+        _require(config.service_discovery or not parts, name, "needs --service-discovery")
+        try:
+            Selector(parts)
+        except ValueError as err:
+            raise RouterConfigError(f"{name}: {err}") from None
+    if config.service_discovery:
+        for name, parts in needed:
+            _require(bool(parts), name, "--service-discovery needs it: which pods? Give KEY=VALUE")
+        for name, parts in other:
+            _require(not parts, name, "is for the other mode; see --pd-disaggregation")
+        port = config.service_discovery_port
+        _require(0 < port < 65536, "--service-discovery-port", f"must be 1 to 65535, got {port}")
 
 
 def _require(ok: bool, name: str, message: str) -> None:

@@ -21,6 +21,7 @@ from router.chooser import make_chooser
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
 from router.credentials import Credentials
+from router.discovery import open_discovery
 from router.dispatch import Dispatcher, Parts
 from router.draining import LiveRequests
 from router.entropy import Entropy
@@ -150,6 +151,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
         monitor = HealthMonitor(
             config=config, table=table, session=session, credentials=credentials, legs=legs, on_info=feed.on_info
         )
+        discovery = await open_discovery(config, table=table, monitor=monitor)
         dispatcher = Dispatcher(
             Parts(
                 config=config,
@@ -175,6 +177,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             roles=dispatcher.roles,
             live=live,
             siblings=siblings,
+            discovery=discovery,
         )
         routes = Routes(
             [
@@ -196,6 +199,8 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             for worker in table.workers():
                 monitor.watch(worker)
             await monitor.first_round()
+            if discovery is not None:
+                discovery.start()
             url = f"http://{_url_host(config.host)}:{port}"
             yield RunningRouter(
                 url=url,
@@ -208,6 +213,8 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             )
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
+            if discovery is not None:
+                await discovery.close()
             dispatcher.close()
             await upstream.close()
             await monitor.close()

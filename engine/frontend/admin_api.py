@@ -57,6 +57,14 @@ async def health(request: web.Request) -> web.Response:
     return json_response({"status": "ok", "incarnation": s.incarnation})
 
 
+async def liveness(request: web.Request) -> web.Response:
+    """200 while this process answers at all: starting, draining or overloaded is no reason to kill it.
+
+    A scheduler that hangs is ended by its watchdog, and the worker with it.
+    """
+    return json_response({"status": "alive"})
+
+
 async def health_generate(request: web.Request) -> web.Response:
     """200 when one real token came through model and detokenizer (disaggregated: without a transfer)."""
     s = request.app[SERVICES]

@@ -89,6 +89,7 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
     assert (_GETS.keys() | _POSTS.keys()) - ADMIN_PATHS - user == {
         "/health",
         "/health_generate",
+        "/liveness",
         "/metrics",
         "/openapi.json",
     }
