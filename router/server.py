@@ -1,17 +1,14 @@
 """Puts the router together and runs it. The only place that builds its parts, listens, and handles signals."""
 
-import asyncio
-import errno
 import json
 import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import uvloop
 from aiohttp import web
@@ -31,12 +28,13 @@ from router.health import HealthMonitor
 from router.kv_feed import KVEventFeed
 from router.legs import Legs
 from router.lifelines import Lifelines
+from router.listening import http_server, listen, url_host
 from router.load_view import ALONE, LoadView
 from router.metrics import RouterMetrics
 from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
-from router.routes import Handler, Routes
+from router.routes import Routes
 from router.session import open_session
 from router.shared_load import SharedLoad
 from router.siblings import Siblings
@@ -102,7 +100,7 @@ def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None
     _check_exposure(config)
 
     def on_port(port: int) -> None:
-        url = f"http://{_url_host(config.host)}:{port}"
+        url = f"http://{url_host(config.host)}:{port}"
         if config.ready_file is not None:
             _write_ready_file(Path(config.ready_file), url)
         if on_ready is not None:
@@ -189,19 +187,19 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
         share = config.workers if place is not None else 1
         limiter = make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share))
         guard = make_guard(gate=gate, limiter=limiter, metrics=metrics, new_id=entropy.name, is_sibling=siblings.is_one)
-        runner = _http_server(config, routes, guard)
+        runner = http_server(config, routes, guard)
         await runner.setup()
         try:
             if place is not None:  # before it asks who the workers are: no change of the pool is missed
                 await web.UnixSite(runner, str(place.socket(place.row))).start()
                 await siblings.catch_up(table, now_s=time.monotonic())
-            port = await _listen(runner, config, shared=place is not None)
+            port = await listen(runner, config, shared=place is not None)
             for worker in table.workers():
                 monitor.watch(worker)
             await monitor.first_round()
             if discovery is not None:
                 discovery.start()
-            url = f"http://{_url_host(config.host)}:{port}"
+            url = f"http://{url_host(config.host)}:{port}"
             yield RunningRouter(
                 url=url,
                 table=table,
@@ -243,29 +241,6 @@ def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
     return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file), gate
 
 
-def _http_server(
-    config: RouterConfig,
-    routes: Routes,
-    guard: Callable[[web.BaseRequest, Handler], Awaitable[web.StreamResponse]],
-) -> web.ServerRunner:
-    """aiohttp's server without its application layer, which costs as much as the server itself."""
-
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        return await guard(request, routes.handler(request.method, request.path))
-
-    def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        loop = asyncio.get_running_loop()
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=config.max_body_bytes)
-
-    server = web.Server(
-        handle,
-        request_factory=make_request,
-        handler_cancellation=True,  # a client that goes away ends both legs at once
-        access_log=None,
-    )
-    return web.ServerRunner(server, shutdown_timeout=config.shutdown_timeout_s)
-
-
 def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
     thresholds = Thresholds(failure=config.health_failure_threshold, success=config.health_success_threshold)
     table = WorkerTable(thresholds, view)
@@ -280,29 +255,6 @@ def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
     except ValueError as err:
         raise RouterConfigError(f"--prefill/--decode/--worker-urls: {err}; name each worker once") from None
     return table
-
-
-async def _listen(runner: web.ServerRunner, config: RouterConfig, *, shared: bool) -> int:
-    """Bind; the port that was taken (config.port may be 0)."""
-    site = web.TCPSite(runner, config.host, config.port, reuse_port=shared or None)
-    try:
-        await site.start()
-    except OSError as err:
-        raise RouterConfigError(_listen_message(config, err)) from None
-    return next(int(address[1]) for address in runner.addresses if isinstance(address, tuple))
-
-
-def _listen_message(config: RouterConfig, err: OSError) -> str:
-    if err.errno == errno.EADDRINUSE:
-        return f"--port: {config.host}:{config.port} is taken; choose another --port (0: a free one)"
-    return f"--host/--port: cannot listen on {config.host}:{config.port}: {err.strerror or err}"
-
-
-def _url_host(host: str) -> str:
-    """How a client on this machine reaches us."""
-    if host in ("", "0.0.0.0", "::"):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
 
 
 def _write_ready_file(path: Path, url: str) -> None:

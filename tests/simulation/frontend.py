@@ -12,12 +12,12 @@ import msgspec
 
 from engine.frontend.client import EngineClient, Generation
 from engine.frontend.deadline import request_timeout_s
-from engine.frontend.draining import StopSignals
 from engine.frontend.embeddings_api import NOTHING_NEW, _vector
 from engine.frontend.errors import DRAINING, ApiError, bad_field, decode_body
 from engine.frontend.load import v1_loads_entry
 from engine.messages import Bootstrap, GenerateRequest, SchedulerReady, TextOutput, ToFrontend, ToScheduler
 from engine.sampling_params import SamplingParams
+from lifecycle.stop_signals import StopSignals
 from tests.simulation.aio import VirtualLoop
 from tests.simulation.http import Reply, Request
 from tests.simulation.options import Options
@@ -128,8 +128,8 @@ class Frontend:
         if self.client.is_draining:
             reply.whole(503, msgspec.json.encode({"status": DRAINING}), retry_after="1")
             return
-        if self.client.now_s() - self.client.last_heard_s > HEARD_RECENTLY_S:
-            await self.client.state(timeout_s=HEALTH_TIMEOUT_S)
+        if self.client.now_s() - self.client.last_text_s > HEARD_RECENTLY_S:
+            await self.client.hear(timeout_s=HEALTH_TIMEOUT_S)
         reply.whole(200, b"{}")
 
     async def _server_info(self, request: Request, reply: Reply) -> None:

@@ -14,11 +14,12 @@ from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
 from yarl import URL
 
+from lifecycle.stop_signals import StopSignals
 from router.chooser import make_chooser
 from router.config import RouterConfig
 from router.credentials import Credentials
 from router.dispatch import Dispatcher, Parts
-from router.draining import LiveRequests, StopSignals
+from router.draining import LiveRequests
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs

@@ -18,7 +18,16 @@ from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.watchdog import Watchdog
-from engine.messages import TextBatch, TextOutput, ToDetokenizer, ToFrontend, TokenBatch, TokenOutput, ToScheduler
+from engine.messages import (
+    StateReply,
+    TextBatch,
+    TextOutput,
+    ToDetokenizer,
+    ToFrontend,
+    TokenBatch,
+    TokenOutput,
+    ToScheduler,
+)
 from tests.core.hash_model import VOCAB
 from tests.simulation.activity import Activity, Flag
 from tests.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
@@ -347,6 +356,8 @@ class _Ports:
     def to_detokenizer(self, message: ToDetokenizer) -> None:
         if isinstance(message, TokenBatch):
             self._worker.say(message.outputs)
+        elif isinstance(message, StateReply):
+            self._worker.tell_frontend(message)
 
     def to_frontend(self, message: ToFrontend) -> None:
         self._worker.tell_frontend(message)
