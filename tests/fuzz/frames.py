@@ -49,6 +49,10 @@ def offer(source: Source, ends: Ends, room: int) -> bytes:
     return msgspec.msgpack.encode(["TransferInfo", ends.src, ends.dst, room, 0, pages(source, ends), 0])
 
 
+def register(source: Source, ends: Ends) -> bytes:
+    return _frame(source, ends, "Register")
+
+
 def _frame(source: Source, ends: Ends, kind: str) -> bytes:
     src, dst = _names(source, ends)
     value = [kind, src, dst, *(field(source, ends) for field in _FIELDS[kind])]
@@ -69,7 +73,7 @@ def pages(source: Source, ends: Ends) -> bytes:
     end, wild = ends.kv.num_items, source.once_in(3)
     count = source.below(7)
     drawn = [_page(source, end) if wild else source.below(end) for _ in range(count)]
-    ids = drawn if wild and source.once_in(2) else list(dict.fromkeys(drawn))
+    ids = drawn if source.once_in(4) else list(dict.fromkeys(drawn))
     return b"".join(i.to_bytes(4, "little", signed=True) for i in ids)
 
 
@@ -108,6 +112,9 @@ def _region(source: Source, sound: Region) -> Any:
             [sound.base_ptr, sound.num_items + 1, sound.item_bytes, None],
             [sound.base_ptr, sound.num_items, sound.item_bytes + 1, None],
             [2**63 - 1, 2**62, sound.item_bytes, None],
+            [2**63 - 1, sound.num_items, sound.item_bytes, None],
+            [sound.base_ptr, 2**31 + 1, sound.item_bytes, None],
+            [sound.base_ptr, sound.num_items, 2 * sound.item_bytes, None],
             [2**63 - 1, 2**63 - 1, sound.item_bytes, 0],
             [sound.base_ptr, 2**31, sound.item_bytes, None],
             [0, 0, 0, 7],

@@ -28,8 +28,7 @@ PARTS = (*SHARES, *DOORS, CONTROL)
 
 
 def main() -> int:
-    faulthandler.enable()
-    _quiet()
+    _prepare()
     args = _arguments()
     report = Report(args.report, PARTS)
     if not args.resume and args.parts == PARTS:
@@ -88,8 +87,9 @@ def _keep(part: str, args: argparse.Namespace, report: Report, work: Callable[[P
             raise
 
 
-def _quiet() -> None:
+def _prepare() -> None:
     """Junk is told of in the logs of the managers; here only their bugs are news."""
+    faulthandler.enable()
     handler = logging.StreamHandler()
     handler.addFilter(lambda record: record.exc_info is not None or record.levelno >= logging.ERROR)
     logging.basicConfig(handlers=[handler])

@@ -7,23 +7,24 @@ session, offer or table without a bound.
 
 import contextlib
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from tests.fuzz.frames import Ends, offer, to_decode, to_prefill
+from tests.fuzz.frames import Ends, offer, register, to_decode, to_prefill
 from tests.fuzz.source import Source
 from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig
 from transfer_backends.decode_rooms import DecodeRooms
 from transfer_backends.decode_sessions import Connect
-from transfer_backends.kvpoll import FINAL, IllegalTransition, PeerProtocolError, RoomInUse
+from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, PeerProtocolError, RoomInUse, RoomKey
 from transfer_backends.liveness import Liveness, ProcessMark
 from transfer_backends.prefill_peers import ConnectPeer, FencePeer
 from transfer_backends.prefill_rooms import PrefillRooms
-from transfer_backends.wire import PROTOCOL_VERSION, Layout, MalformedFrame, Register, WireRegion, decode
+from transfer_backends.wire import PROTOCOL_VERSION, Layout, MalformedFrame, Register, WireRegion, decode, encode
 
 NUM_PAGES, NUM_ROWS, PAGE_BYTES, ROW_BYTES = 32, 8, 1024, 64
 KV, AUX = Region(1 << 40, NUM_PAGES, PAGE_BYTES), Region(1 << 41, NUM_ROWS, ROW_BYTES)
-THEIR_KV = (Region(3 << 40, NUM_PAGES, PAGE_BYTES), Region(5 << 40, NUM_PAGES // 2, PAGE_BYTES))
-THEIR_AUX = (Region(7 << 40, NUM_ROWS, ROW_BYTES), Region(9 << 40, 2, ROW_BYTES))
+THEIR_KV = tuple(Region(base << 40, pages, PAGE_BYTES) for base, pages in ((3, NUM_PAGES), (5, 16), (11, NUM_PAGES)))
+THEIR_AUX = tuple(Region(base << 40, rows, ROW_BYTES) for base, rows in ((7, NUM_ROWS), (9, 2), (13, NUM_ROWS)))
 ARGS = KVArgs(KV, AUX, "m", 16, "f32")
 CAPS = Caps(
     name="fuzz",
@@ -42,10 +43,10 @@ CONFIG = TransferConfig(
     handshake_timeout_s=2.0,
     drain_timeout_s=5.0,
     max_peers=4,
-    max_orphans=16,
-    max_tombstones=32,
+    max_orphans=2,
+    max_tombstones=4,
 )
-PREFILL, DECODES = "prefill-life", ("decode-life", "decode-two")
+PREFILL, DECODES = "prefill-life", ("decode-life", "decode-two", "decode-late")
 BOOTSTRAP = "127.0.0.1:8998"
 LAYOUT = Layout(PROTOCOL_VERSION, "fuzz", "m", 16, "f32")
 MARK = ProcessMark("h", 1, 1)
@@ -54,7 +55,7 @@ TO_PREFILL = tuple(
     for name, kv, aux in zip(DECODES, THEIR_KV, THEIR_AUX, strict=True)
 )
 TO_DECODE = Ends(PREFILL, DECODES[0], LAYOUT, KV, AUX, MARK, lives=DECODES)
-NUM_LINKS = 3  # of prefill; the last one belongs to nobody at first
+NUM_LINKS = len(DECODES)  # of prefill; the last one has not registered at first
 CALLS = ("open", "send", "provide", "engine", "route", "take", "close", "abort", "drop")
 MAX_STEPS = 80
 
@@ -78,10 +79,10 @@ class Story:
         self.decode = DecodeRooms(incarnation=DECODES[0], kv_args=ARGS, caps=CAPS, descriptor=b"d", config=CONFIG)
         self.links: set[int] = set()
         self.named: dict[str, list[WireRegion]] = {}
-        for number, ends in enumerate(TO_PREFILL):
+        for number, ends in enumerate(TO_PREFILL[:-1]):
             regions = [WireRegion(r.base_ptr, r.num_items, r.item_bytes, None) for r in (ends.kv, ends.aux)]
-            self.named[ends.src] = regions
-            self.prefill.on_message(f"link-{number}", Register(ends.src, PREFILL, LAYOUT, *regions, b"d"), 0.0)
+            message = Register(ends.src, PREFILL, LAYOUT, *regions, b"d")
+            self.read_at_prefill(encode(message), number)
         self.settle()
         for room in (1, 2, 3):
             self.open(room)
@@ -92,19 +93,28 @@ class Story:
         while not source.is_empty and len(self.steps) < MAX_STEPS:
             self.step(source)
             self.settle()
-            problems = self.prefill.check() + self.decode.check()
-            assert not problems, problems
+            self.assert_sound()
         self.end()
+
+    def assert_sound(self) -> None:
+        """Both cores' own checks, and that what peers can fill has an end."""
+        problems = self.prefill.check() + self.decode.check()
+        assert not problems, problems
+        inbox = self.prefill._inbox
+        assert len(inbox) <= CONFIG.max_orphans and len(inbox._tombstones) <= CONFIG.max_tombstones
+        assert len(self.prefill.peers) <= CONFIG.max_peers and len(self.decode.sessions) <= CONFIG.max_peers
 
     def step(self, source: Source) -> None:
         kind = source.below(16)
         if kind < 6:
             link = source.below(NUM_LINKS)
-            self.read_at_prefill(to_prefill(source, TO_PREFILL[link % len(TO_PREFILL)]), link)
+            self.read_at_prefill(to_prefill(source, TO_PREFILL[link]), link)
         elif kind < 10:
             self.read_at_decode(to_decode(source, TO_DECODE), source.pick(sorted(self.links) or [0]))
         elif kind < 12:
-            link, room = source.below(len(TO_PREFILL)), 1 + source.below(3)
+            link, room = source.below(NUM_LINKS), 1 + source.below(3)
+            if link == NUM_LINKS - 1:
+                self.read_at_prefill(register(source, TO_PREFILL[link]), link)
             self.read_at_prefill(offer(source, TO_PREFILL[link], room), link)
             self.call("send", room)
         elif kind < 15:
@@ -116,9 +126,22 @@ class Story:
         self.steps.append(f"prefill reads {frame.hex()} on link {link}")
         with self.reading():
             message = decode(frame)
-            if isinstance(message, Register):
-                self.named.setdefault(message.src, []).extend((message.kv, message.aux))
-            self.prefill.on_message(f"link-{link}", message, self.now_s)
+            others, known = self.rooms_of_others(message.src), self.prefill.peers.get(message.src)
+            try:
+                self.prefill.on_message(f"link-{link}", message, self.now_s)
+            finally:
+                assert self.rooms_of_others(message.src).items() >= others.items(), (
+                    "a room of another decode worker moved"
+                )
+            if isinstance(message, Register) and self.prefill.peers.get(message.src) is not known:
+                self.named[message.src] = [message.kv, message.aux]
+
+    def rooms_of_others(self, incarnation: str) -> dict[RoomKey, KVPoll]:
+        """Rooms at prefill that another decode worker has, and their states: what this one says must not move them."""
+        rooms = ((key, rec.offer) for key, rec in self.prefill._rooms.items())
+        return {
+            key: self.prefill.machine.state(key) for key, offer in rooms if offer and offer.incarnation != incarnation
+        }
 
     def read_at_decode(self, frame: bytes, link: int) -> None:
         self.steps.append(f"decode reads {frame.hex()} on link {link}")
@@ -209,13 +232,17 @@ class Story:
                 self.links.add(item.link)
 
     def assert_inside(self, post: Any) -> None:
-        """Every byte of a write lies in memory that this decode worker named, every byte that is read in our own pool."""
-        theirs = [(r.base_ptr, r.base_ptr + r.num_items * r.item_bytes) for r in self.named[post.incarnation]]
+        """Every byte of a write lies in memory that this decode worker named, whose items are as long as ours, and no two
+        writes of a room overlap; every byte that is read lies in our own pool."""
+        same = (r for r in self.named[post.incarnation] if r.item_bytes in (PAGE_BYTES, ROW_BYTES))
+        theirs = [(r.base_ptr, r.base_ptr + r.num_items * r.item_bytes) for r in same]
         ours = [(r.base_ptr, r.base_ptr + r.size_bytes) for r in (KV, AUX)]
-        for starts, allowed in ((post.pieces.dst, theirs), (post.pieces.src, ours)):
-            for start, length in zip(starts.tolist(), post.pieces.lengths.tolist(), strict=True):
-                inside = any(begin <= start and start + length <= end <= 2**64 for begin, end in allowed)
-                assert inside, f"{length} bytes at {start:#x}, outside of every region of {post.incarnation}"
+        for spans, allowed in ((_spans(post, "dst"), theirs), (_spans(post, "src"), ours)):
+            for start, stop in spans:
+                inside = any(begin <= start and stop <= end <= 2**64 for begin, end in allowed)
+                assert inside, f"{start:#x} to {stop:#x} is outside of every region of {post.incarnation}"
+        written = sorted(span for other in self.posts if other.key == post.key for span in _spans(other, "dst"))
+        assert all(a[1] <= b[0] for a, b in pairwise(written)), f"room {post.key}: two writes to the same bytes"
 
     def end(self) -> None:
         """The peers are gone, time passes, the roles give up: all of it has to be gone, too."""
@@ -254,3 +281,8 @@ class Story:
                 self.decode.abort(key, "over", self.now_s)
             if self.decode.drained(key) and not self.decode._rooms[key].closed:
                 self.decode.close(key)
+
+
+def _spans(post: Any, side: str) -> list[tuple[int, int]]:
+    starts = getattr(post.pieces, side).tolist()
+    return [(start, start + length) for start, length in zip(starts, post.pieces.lengths.tolist(), strict=True)]

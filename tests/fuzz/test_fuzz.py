@@ -80,6 +80,7 @@ def test_a_crash_ends_the_run_and_is_reported(tmp_path: Path, monkeypatch: pytes
     page = tmp_path / "fuzz.md"
     monkeypatch.setattr("transfer_backends.prefill_peers.PeerTable.refuse", lambda *args, **kwargs: 1 / 0)
     monkeypatch.setattr("tests.fuzz.parts.ROUND", settings(ROUND, phases=[Phase.generate]))
+    monkeypatch.setattr("tests.fuzz.run._prepare", lambda: None)
     monkeypatch.setattr("sys.argv", ["fuzz", "--parts", "frames", "--inputs", "3000", "--report", str(page)])
     with pytest.raises(ZeroDivisionError) as caught:
         main()
