@@ -116,7 +116,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--parts", type=_parts, default=PARTS, help=f"of {','.join(PARTS)}; without it all, anew")
     parser.add_argument("--resume", action="store_true", help="leave out what this commit has done already")
     parser.add_argument("--inputs", type=int, default=100_000, help="frames and bootstrap calls together")
-    parser.add_argument("--examples", type=int, default=60, help="most examples schemathesis draws for an operation")
+    parser.add_argument(
+        "--examples", type=int, default=60, help="most examples that schemathesis draws for an operation"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--schemathesis", type=Path, help="its command; without it HTTP is left out")
     parser.add_argument("--report", type=Path)
