@@ -91,7 +91,7 @@ def _prepare() -> None:
     """Junk is told of in the logs of the managers; here only their bugs are news."""
     faulthandler.enable()
     handler = logging.StreamHandler()
-    handler.addFilter(lambda record: record.exc_info is not None or record.levelno >= logging.ERROR)
+    handler.addFilter(lambda record: bool(record.exc_info) or record.levelno >= logging.ERROR)
     logging.basicConfig(handlers=[handler])
 
 
