@@ -28,6 +28,8 @@ from transfer_backends.kvpoll import KVPoll, RoomInUse
 
 log = logging.getLogger(__name__)
 
+UNJOINED = 502  # tells a router that to try the same pair again is of little use: this worker has, for long
+
 
 class Stage(Enum):
     PREALLOC = "prealloc"
@@ -49,13 +51,14 @@ class Receivers(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """`moves_bytes`: the metadata row will be real (a fake transfer moves none)."""
+    """`moves_bytes`: the metadata row will be real (a fake transfer moves none). `joined`: prefill was found and reached."""
 
     request: Request
     receiver: KVReceiver
     room: int
     moves_bytes: bool
     stage: Stage = Stage.PREALLOC
+    joined: bool = False
     row: int | None = None
 
 
@@ -126,6 +129,7 @@ class DecodeRole:
         room_left = self._resumption.poll() and self._scheduler.num_retracted == 0  # they come before anybody new
         for entry in list(self._entries.values()):
             state = entry.receiver.poll()
+            entry.joined = entry.joined or state is KVPoll.WaitingForInput
             if state is KVPoll.Failed:
                 outputs += self._fail(entry)
             elif entry.stage is Stage.TRANSFER and state is KVPoll.Success:
@@ -186,7 +190,8 @@ class DecodeRole:
         self._counters["bootstrap_failed" if entry.stage is Stage.PREALLOC else "transfer_failed"] += 1
         reason = entry.receiver.failure() or "the transfer failed"
         log.warning("decode %s (room %d) failed: %s", entry.request.rid, entry.room, reason)
-        return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=500))
+        status = 500 if entry.joined else UNJOINED
+        return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=status))
 
     def _end(self, entry: Entry, reason: FinishReason) -> list[TokenOutput]:
         """Answer with `reason` now; memory goes back at once, or through quarantine."""

@@ -8,6 +8,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 POLICIES = ("least_load", "round_robin", "random")
+_MAY_BE_ZERO = (
+    "retry_max",
+    "retry_backoff_s",
+    "retry_wait_s",
+    "load_poll_interval_s",
+    "dead_worker_timeout_s",
+    "drain_timeout",
+    "shutdown_timeout_s",
+)
 
 
 class RouterConfigError(ValueError):
@@ -33,6 +42,7 @@ class RouterConfig:
     worker_urls: tuple[str, ...] = flag((), "URLs of unified workers (without --pd-disaggregation)", cli="special")
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30080, "port to listen on; 0: a free one")
+    workers: int = flag(1, "router processes that share the port, the pool and one view of the load")
     policy: str = flag("least_load", "how workers are chosen", choices=POLICIES)
     health_check_interval_s: float = flag(1.0, "seconds between health checks of a worker")
     health_check_timeout_s: float = flag(5.0, "seconds a health check may take")
@@ -43,7 +53,14 @@ class RouterConfig:
     )
     retry_max: int = flag(3, "other attempts for one request while nothing was sent to the client; 0: none")
     retry_backoff_s: float = flag(0.05, "pause before the second retry, doubled each time (the first is immediate)")
+    retry_wait_s: float = flag(
+        2.0, "seconds a request whose workers failed waits for one to be alive again, where no other is; 0: none"
+    )
     connect_timeout_s: float = flag(5.0, "seconds a connection to a worker may take")
+    dead_worker_timeout_s: float = flag(
+        30.0,
+        "a request ends (or moves) when its worker sent nothing and was well in no health check for so long; 0: it waits on",
+    )
     request_timeout_s: float = flag(1800.0, "seconds one request may take in all")
     max_concurrent_requests: int = flag(16384, "requests that are served at a time; one more is answered 429")
     drain_timeout: float = flag(
@@ -119,10 +136,16 @@ def _check_numbers(config: RouterConfig) -> None:
     for name in ("health_check_interval_s", "health_check_timeout_s", "connect_timeout_s", "request_timeout_s"):
         value = getattr(config, name)
         _require(value > 0, f"--{name.replace('_', '-')}", f"must be greater than 0, got {value}")
-    for name in ("health_failure_threshold", "health_success_threshold", "max_concurrent_requests", "max_body_bytes"):
+    for name in (
+        "workers",
+        "health_failure_threshold",
+        "health_success_threshold",
+        "max_concurrent_requests",
+        "max_body_bytes",
+    ):
         value = getattr(config, name)
         _require(value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}")
-    for name in ("retry_max", "retry_backoff_s", "load_poll_interval_s", "drain_timeout", "shutdown_timeout_s"):
+    for name in _MAY_BE_ZERO:
         value = getattr(config, name)
         _require(value >= 0, f"--{name.replace('_', '-')}", f"must be at least 0, got {value}")
 

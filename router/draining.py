@@ -14,6 +14,8 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from router.load_view import ALONE, LoadView
+
 log = logging.getLogger(__name__)
 
 DRAINING = "draining"  # error code, and `status` on /health
@@ -37,10 +39,14 @@ class StopSignals:
         self.at_once.set()
 
     @contextmanager
-    def caught(self, *, on_hangup: Callable[[], None]) -> Iterator[None]:
-        """While inside, the signals come here, and SIGHUP to `on_hangup` (where this thread may handle signals)."""
+    def caught(self, *, on_hangup: Callable[[], None], only_hangup: bool = False) -> Iterator[None]:
+        """While inside, the signals come here, and SIGHUP to `on_hangup` (where this thread may handle signals).
+
+        `only_hangup`: somebody else says when to end.
+        """
         loop = asyncio.get_running_loop()
-        handlers = {signal.SIGTERM: self.on_sigterm, signal.SIGINT: self.on_sigint, signal.SIGHUP: on_hangup}
+        ends = {} if only_hangup else {signal.SIGTERM: self.on_sigterm, signal.SIGINT: self.on_sigint}
+        handlers = {**ends, signal.SIGHUP: on_hangup}
         for number, handler in handlers.items():
             with suppress(NotImplementedError, RuntimeError, ValueError):
                 loop.add_signal_handler(number, handler)
@@ -75,10 +81,11 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """Who runs. `max_live`: one more is refused."""
+    """Who runs. `max_live`: one more is refused, whichever of this router's processes serves the others."""
 
-    def __init__(self, *, max_live: int) -> None:
+    def __init__(self, *, max_live: int, view: LoadView = ALONE) -> None:
         self.draining = False
+        self._view = view
         self._max_live = max_live
         self._requests: dict[int, LiveRequest] = {}  # by id, in order of arrival
 
@@ -91,7 +98,7 @@ class LiveRequests:
 
     @property
     def full(self) -> bool:
-        return len(self._requests) >= self._max_live
+        return len(self._requests) + self._view.others_live() >= self._max_live
 
     @contextmanager
     def request(self) -> Iterator[LiveRequest]:
@@ -99,10 +106,12 @@ class LiveRequests:
         assert task is not None
         request = LiveRequest(task)
         self._requests[id(request)] = request
+        self._view.publish_live(len(self._requests))
         try:
             yield request
         finally:
             del self._requests[id(request)]
+            self._view.publish_live(len(self._requests))
 
     async def drain(self, *, timeout_s: float, at_once: asyncio.Event) -> None:
         """Nothing new from now on. Returns when nothing runs; what does not end in time is handed back."""

@@ -46,6 +46,24 @@ class RouterMetrics:
             registry=registry,
         )
         self._registry.register(_WorkerCollector(table))
+        self._answered: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
+        self._first_byte: dict[str, Histogram] = {}
+
+    def on_answered(self, path: str, status: str, seconds: float) -> None:
+        """A request ended. `path`: one of few; children are kept, finding one takes longer than counting."""
+        children = self._answered.get((path, status))
+        if children is None:
+            children = self.requests.labels(path, status), self.duration_s.labels(path)
+            self._answered[path, status] = children
+        children[0].inc()
+        children[1].observe(seconds)
+
+    def on_first_byte(self, path: str, seconds: float) -> None:
+        """A request's answer began."""
+        child = self._first_byte.get(path)
+        if child is None:
+            child = self._first_byte[path] = self.ttfb_s.labels(path)
+        child.observe(seconds)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)

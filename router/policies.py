@@ -1,6 +1,6 @@
 """Which worker gets the next request. Pure: candidates and randomness are given; ties are broken by an explicit key."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from router.workers import Role, Worker
@@ -58,8 +58,6 @@ def make_policy(name: str, *, draw: Callable[[int], int]) -> Policy:
     raise AssertionError(f"unknown policy {name!r}")
 
 
-def pick(policy: Policy, candidates: Sequence[Worker], *, avoid: Collection[int] = ()) -> Worker | None:
-    """A worker, rather none whose id is in `avoid` (those that failed this request already); None if there is none."""
-    fresh = [w for w in candidates if w.worker_id not in avoid]
-    pool = fresh or candidates
-    return policy.choose(pool) if pool else None
+def pick(policy: Policy, candidates: Sequence[Worker]) -> Worker | None:
+    """A worker; None if there is none."""
+    return policy.choose(candidates) if candidates else None

@@ -7,6 +7,7 @@ import msgspec
 from router.draining import DRAINING
 from router.workers import LoadReport
 
+MAX_INCARNATION_CHARS = 128
 _USED = ("num_used_tokens", "num_tokens")
 
 
@@ -64,6 +65,18 @@ def says_draining(body: bytes) -> bool:
         return False
     error = said.get("error")
     return said.get("status") == DRAINING or (isinstance(error, dict) and error.get("code") == DRAINING)
+
+
+def parse_incarnation(health: bytes) -> str:
+    """Which process answered /health; "" when it does not say (workers of other makes)."""
+    try:
+        return msgspec.json.decode(health, type=_Health).incarnation[:MAX_INCARNATION_CHARS]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
+class _Health(msgspec.Struct):
+    incarnation: str = ""
 
 
 def parse_mode(info: object) -> str | None:

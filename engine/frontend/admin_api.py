@@ -39,16 +39,21 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 when the scheduler answers (or just spoke); no token is generated. A worker that drains says so, with 503."""
+    """200 when the scheduler answers (or just spoke); no token is generated. A worker that drains says so, with 503.
+
+    `incarnation`: another process at this address has another one.
+    """
     s = request.app[SERVICES]
     if s.client.is_draining:
-        answer = json_response({"status": DRAINING, "num_live_reqs": s.client.num_live}, status=503)
+        answer = json_response(
+            {"status": DRAINING, "num_live_reqs": s.client.num_live, "incarnation": s.incarnation}, status=503
+        )
         answer.headers["Retry-After"] = "1"
         return answer
     _check_up(s)
     if s.client.now_s() - s.client.last_heard_s > HEARD_RECENTLY_S:
         await s.client.state(timeout_s=s.health_timeout_s)
-    return json_response({"status": "ok"})
+    return json_response({"status": "ok", "incarnation": s.incarnation})
 
 
 async def health_generate(request: web.Request) -> web.Response:

@@ -98,4 +98,6 @@ def must_be_right(cell: Cell) -> bool:
         return cell.phase is not Phase.BOOTSTRAPPING
     if cell.fault is Fault.STOP and cell.victim in (Victim.ROUTER, Victim.DETOKENIZER):
         return True
+    if cell.fault is Fault.CUT and cell.victim is Victim.ROUTER:
+        return cell.phase is not Phase.DECODING  # begun streams cannot move
     return cell.phase is Phase.DECODING and cell.part == "prefill"

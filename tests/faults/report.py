@@ -53,6 +53,11 @@ connection broke, only ever where the router itself is killed), the seconds from
 survivors are clean (where the fault passes by itself: until all are, and serve). In the rows kill and restart up to 2 s
 of that are the harness's own: it reads no answers while it waits for the last of the victim's processes to go. With one worker a role there is nobody to try again with while the victim is away: errors are what is right
 there; "right" is demanded wherever what the request still needs is left (`must_be_right` in `tests/faults/cells.py`).
+
+Where a connection breaks under a stream that has begun (cut of router or decode, decoding) the stream ends with an error:
+its client has part of the answer. The other half of those requests moves. A bootstrap server that stays dead is named in
+the error after `--disaggregation-bootstrap-grace` (5 s); a worker that stays silent costs its requests
+`--dead-worker-timeout-s` (30 s; docs/operations.md).
 """
 
 

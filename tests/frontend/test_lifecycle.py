@@ -63,14 +63,18 @@ def test_sigterm_lets_running_requests_finish_then_fails_the_rest(tmp_path: Path
 
 
 def test_a_draining_worker_says_so_takes_nothing_new_and_goes_on_with_what_runs(tmp_path: Path) -> None:
+    """And it is the same process all the time: routers see another one at its address by its `incarnation`."""
     with start_worker(tmp_path, drain_s=60.0) as w:
+        incarnation = w.http.get("/health").json()["incarnation"]
+        assert len(incarnation) == 32
         w.scheduler.may_break.clear()
         with w.http.stream("POST", "/generate", json={"text": "BREAK", "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
             w.process.send_signal(signal.SIGTERM)
             health = wait_for(lambda: (r := w.http.get("/health")).status_code == 503 and r)
-            assert health.json() == {"status": "draining", "num_live_reqs": 1} and health.headers["retry-after"] == "1"
+            said = {"status": "draining", "num_live_reqs": 1, "incarnation": incarnation}
+            assert health.json() == said and health.headers["retry-after"] == "1"
             refused = w.post("/generate", {"text": "a"})
             assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
             assert refused.json()["error"]["code"] == "draining"
@@ -81,7 +85,7 @@ def test_a_draining_worker_says_so_takes_nothing_new_and_goes_on_with_what_runs(
         assert json.loads(last[6:])["error"]["message"] == "the transfer broke"
         asked = w.scheduler.num_states
         wait_for(lambda: w.scheduler.num_states > asked + 2)  # until queues are empty, too
-        assert w.http.get("/health").json() == {"status": "draining", "num_live_reqs": 0}
+        assert w.http.get("/health").json() == {**said, "num_live_reqs": 0}
         w.scheduler.prealloc = 0
         assert w.process.wait(10) == 0
 

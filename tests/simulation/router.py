@@ -21,6 +21,7 @@ from router.draining import LiveRequests
 from router.guard import make_guard
 from router.health import HealthMonitor
 from router.legs import Legs
+from router.lifelines import Lifelines
 from router.metrics import RouterMetrics
 from router.policies import make_policy
 from router.rewrite import Api
@@ -31,6 +32,7 @@ from tests.simulation.aio import VirtualLoop
 from tests.simulation.http import Call, Head, Reply, Request, call, serve
 from tests.simulation.network import Network
 from tests.simulation.options import Options
+from tests.simulation.upstream import SimulatedUpstream
 from tests.simulation.world import Process, Violation
 
 PORT = 80
@@ -56,18 +58,24 @@ class Router:
         self.table = WorkerTable(Thresholds())
         self.rooms = RoomMinter(draw.getrandbits)
         session: Any = _Session(network, process, config)
+        upstream = SimulatedUpstream(
+            network=network, process=process, aio=self.aio, request_timeout_s=config.request_timeout_s
+        )
         metrics = RouterMetrics(self.table)
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(config, api=gate.api)
         self.live = LiveRequests(max_live=config.max_concurrent_requests)
-        self.monitor = HealthMonitor(config=config, table=self.table, session=session, credentials=credentials)
+        legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
+        self.monitor = HealthMonitor(
+            config=config, table=self.table, session=session, credentials=credentials, legs=legs
+        )
         self.dispatcher = Dispatcher(
             Parts(
                 config=config,
                 table=self.table,
                 rooms=self.rooms,
                 policy=make_policy(config.policy, draw=draw.randrange),
-                legs=Legs(session),
+                legs=legs,
                 metrics=metrics,
                 credentials=credentials,
                 secret=None,
@@ -75,7 +83,7 @@ class Router:
                 on_unreachable=self.monitor.on_unreachable,
             )
         )
-        self._guard = make_guard(gate=gate, limiter=None, metrics=metrics)
+        self._guard = make_guard(gate=gate, limiter=None, metrics=metrics, new_id=lambda: process.name)
         self._num_requests = 0
         self._seen = (0, 0, 0)
         for node, role in workers:
@@ -181,10 +189,6 @@ class _Session:
         self._network = network
         self._process = process
         self._config = config
-
-    async def post(self, url: URL, *, data: bytes, headers: Any, allow_redirects: bool) -> "_Response":
-        timeout_s = self._config.request_timeout_s
-        return await self._open(Request("POST", url.path, bytes(data)), f"{url.host}:{url.port}", timeout_s)
 
     def get(
         self, url: str, *, timeout: aiohttp.ClientTimeout, headers: Any, allow_redirects: bool
