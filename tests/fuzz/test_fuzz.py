@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -17,6 +19,8 @@ from tests.fuzz.parts import ROUND
 from tests.fuzz.report import CUT, DONE, Report
 from tests.fuzz.run import PARTS, main
 from tests.fuzz.story import Story
+
+ROOT = Path(__file__).parents[2]
 
 
 def stories(count: int) -> list[bytes]:
@@ -86,6 +90,14 @@ def test_a_crash_ends_the_run_and_is_reported(tmp_path: Path, monkeypatch: pytes
         main()
     assert any("prefill reads" in note for note in caught.value.__notes__)
     assert "| FAILED | ZeroDivisionError" in page.read_text() and "Not complete: frames" in page.read_text()
+
+
+def test_a_hang_ends_the_process_with_1_and_its_stacks() -> None:
+    code = "import tests.fuzz.progress as p, time; p.HANG_S = 0.1; p.Progress('x', 1, print); time.sleep(60)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert ended.returncode == 1 and "Timeout" in ended.stderr and "<string>" in ended.stderr
 
 
 def test_streams_are_described_by_their_events() -> None:
