@@ -273,5 +273,12 @@ def test_workers_off_loopback(
     assert "INSECURE" in caplog.text
 
 
+def test_a_transfer_engine_that_listens_everywhere_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    for mode, backend, told in (("null", "mooncake", 0), ("prefill", "nixl", 0), ("prefill", "mooncake", 1)):
+        disagg = DisaggConfig(disaggregation_mode=mode, disaggregation_transfer_backend=backend)
+        check_exposure(ServerConfig(), disagg, control_host="127.0.0.1")
+        assert caplog.text.count("mooncake listens on every address") == told
+
+
 def test_a_registration_holds_no_secret() -> None:
     assert not [name for name in Registration.__struct_fields__ if "secret" in name or "key" in name]

@@ -2,6 +2,9 @@
 engines, says what it likes; memory beside its pool and prefill's own stay as they were, and the next transfer is right.
 """
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +14,9 @@ import numpy as np
 import pytest
 import zmq
 
+from security.addresses import is_loopback
 from tests.transfer.pool import CANARY, Pool
-from tests.transfer.rig import until
+from tests.transfer.rig import ROOT, until
 from transfer_backends.contract import Region, TransferConfig
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.kvpoll import FINAL, KVPoll
@@ -193,3 +197,28 @@ def test_a_pool_that_is_said_to_be_longer_than_it_is_stays_as_it_is(scene: Scene
     sender.close()
     link.close()
     test_pages_outside_the_pool_are_refused_and_the_rest_goes_on(scene)
+
+
+LISTENING = """
+import psutil, sys
+from transfer_backends.engines.registry import EngineOptions, make_engine
+engine = make_engine(sys.argv[1], EngineOptions(host="127.0.0.1"))
+engine.register([])
+print(*[c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"])
+engine.close()
+"""
+
+
+def test_nixl_of_a_worker_on_loopback_is_not_to_be_reached_from_elsewhere() -> None:
+    """Found while fuzzing: UCX listened on every device of the machine. (Mooncake does, and cannot be told not to.)"""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    said = subprocess.run(
+        [sys.executable, "-c", LISTENING, "nixl"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert said.stdout.split() and all(is_loopback(address) for address in said.stdout.split()), said.stdout
