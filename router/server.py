@@ -16,20 +16,23 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
+from lifecycle.stop_signals import StopSignals
+from router.chooser import make_chooser
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
 from router.credentials import Credentials
+from router.discovery import open_discovery
 from router.dispatch import Dispatcher, Parts
-from router.draining import LiveRequests, StopSignals
+from router.draining import LiveRequests
 from router.entropy import Entropy
 from router.fleet import Place, obey_parent, run_fleet
 from router.guard import make_guard
 from router.health import HealthMonitor
+from router.kv_feed import KVEventFeed
 from router.legs import Legs
 from router.lifelines import Lifelines
 from router.load_view import ALONE, LoadView
 from router.metrics import RouterMetrics
-from router.policies import make_policy
 from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
@@ -129,10 +132,13 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     if place is not None:
         view = SharedLoad(place.load_file, row=place.row, num_rows=place.num_rows)
     siblings = Siblings(place)
-    table = _table(config, view)
     entropy = Entropy()
+    chooser = make_chooser(config, draw=secrets.randbelow)
+    table = _table(config, view)
+    feed = KVEventFeed(chooser, secret=secret, enabled=not config.disable_kv_events)
+    table.on_gone = feed.on_gone
     rooms = RoomMinter(entropy.bits)
-    metrics = RouterMetrics(table)
+    metrics = RouterMetrics(table, feed)
     live = LiveRequests(max_live=config.max_concurrent_requests, view=view)
     client = {
         "connect_timeout_s": config.connect_timeout_s,
@@ -142,13 +148,16 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     upstream = HttpUpstream(**client)
     async with open_session(**client) as session:
         legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
-        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials, legs=legs)
+        monitor = HealthMonitor(
+            config=config, table=table, session=session, credentials=credentials, legs=legs, on_info=feed.on_info
+        )
+        discovery = await open_discovery(config, table=table, monitor=monitor)
         dispatcher = Dispatcher(
             Parts(
                 config=config,
                 table=table,
                 rooms=rooms,
-                policy=make_policy(config.policy, draw=secrets.randbelow),
+                chooser=chooser,
                 legs=legs,
                 metrics=metrics,
                 credentials=credentials,
@@ -168,6 +177,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             roles=dispatcher.roles,
             live=live,
             siblings=siblings,
+            discovery=discovery,
         )
         routes = Routes(
             [
@@ -189,6 +199,8 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             for worker in table.workers():
                 monitor.watch(worker)
             await monitor.first_round()
+            if discovery is not None:
+                discovery.start()
             url = f"http://{_url_host(config.host)}:{port}"
             yield RunningRouter(
                 url=url,
@@ -201,9 +213,12 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             )
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
+            if discovery is not None:
+                await discovery.close()
             dispatcher.close()
             await upstream.close()
             await monitor.close()
+            await feed.close()
             await siblings.close()
 
 
