@@ -1,0 +1,64 @@
+"""`tandem plan`: which cluster serves a workload within its limits on the fewest GPUs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.flags import Parser, add_flags, config_from
+from deploy.plan.config import PlanConfig, check_plan
+from engine.config import ConfigError
+
+
+def run(argv: Sequence[str]) -> int:
+    """Plan; 0 when some layout keeps the limits (or --rates asked for no search), 1 otherwise."""
+    config = config_from(build_parser().parse_strict(argv), PlanConfig)
+    check_plan(config)
+    for name in ("output", "plot", "save_profile"):
+        path = getattr(config, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: {Path(path).parent} is no directory; create it first")
+    return _plan(config)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="tandem plan",
+        description="Find the cluster with the best goodput per GPU: runs the real scheduler under virtual time over "
+        "layouts of prefill and decode workers and over unified ones, with a cost model in place of the GPU. See "
+        "docs/planning.md.",
+    )
+    add_flags(parser, PlanConfig, title="plan")
+    return parser
+
+
+def _plan(config: PlanConfig) -> int:
+    from deploy.bench.environment import describe
+    from deploy.plan.hardware import hardware_of
+    from deploy.plan.plot import check_plot, draw
+    from deploy.plan.report import report_json, report_text
+    from deploy.plan.run import run_plan
+    from deploy.plan.shape import shape_of
+    from deploy.plan.study import layouts_of, study_of
+    from deploy.plan.workload import workload_of
+    from engine.model_config import load_model_config
+
+    if config.plot:
+        check_plot(config.plot)
+    folder = Path(config.model_path)
+    model = load_model_config(str(folder.parent if folder.name == "config.json" else folder))
+    shape = shape_of(model)
+    layouts = layouts_of(config)
+    hardware = hardware_of(config, shape)
+    history, requests = workload_of(config)
+    study = study_of(config, model=model, shape=shape, hardware=hardware, requests=requests, history=history)
+    outcomes = run_plan(
+        study, layouts, rates=config.rates, jobs=config.jobs, progress=not config.disable_progress
+    )
+    print(report_text(outcomes, study=study, config=config))
+    if config.output:
+        Path(config.output).write_bytes(
+            report_json(outcomes, study=study, config=config, environment=describe())
+        )
+    if config.plot:
+        draw(outcomes, config=config, title=f"Goodput: {model.architecture}, {config.gpu or 'measured'}", path=config.plot)
+    return 0 if config.rates or any(outcome.best for outcome in outcomes) else 1
