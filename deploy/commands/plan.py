@@ -33,32 +33,18 @@ def build_parser() -> Parser:
 
 def _plan(config: PlanConfig) -> int:
     from deploy.bench.environment import describe
-    from deploy.plan.hardware import hardware_of
     from deploy.plan.plot import check_plot, draw
     from deploy.plan.report import report_json, report_text
     from deploy.plan.run import run_plan
-    from deploy.plan.shape import shape_of
-    from deploy.plan.study import layouts_of, study_of
-    from deploy.plan.workload import workload_of
-    from engine.model_config import load_model_config
+    from deploy.plan.study import study_of
 
     if config.plot:
         check_plot(config.plot)
-    folder = Path(config.model_path)
-    model = load_model_config(str(folder.parent if folder.name == "config.json" else folder))
-    shape = shape_of(model)
-    layouts = layouts_of(config)
-    hardware = hardware_of(config, shape)
-    history, requests = workload_of(config)
-    study = study_of(config, model=model, shape=shape, hardware=hardware, requests=requests, history=history)
-    outcomes = run_plan(
-        study, layouts, rates=config.rates, jobs=config.jobs, progress=not config.disable_progress
-    )
+    study = study_of(config)
+    outcomes = run_plan(config, study)
     print(report_text(outcomes, study=study, config=config))
     if config.output:
-        Path(config.output).write_bytes(
-            report_json(outcomes, study=study, config=config, environment=describe())
-        )
+        Path(config.output).write_bytes(report_json(outcomes, study=study, config=config, environment=describe()))
     if config.plot:
-        draw(outcomes, config=config, title=f"Goodput: {model.architecture}, {config.gpu or 'measured'}", path=config.plot)
+        draw(outcomes, config=config, title=f"{study.model} on {config.gpu or 'measured hardware'}", path=config.plot)
     return 0 if config.rates or any(outcome.best for outcome in outcomes) else 1

@@ -5,6 +5,7 @@ It places requests as the router's least_load does by what it sent: where the fe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from deploy.bench.stats import Record
 from deploy.plan.layout import Layout
@@ -68,9 +69,7 @@ class PlannedCluster:
         ]
         self._num_left = len(records)
         for asked, record in zip(requests, records, strict=True):
-            self._timeline.at(
-                record.sent_s + self._spec.outside_s, lambda asked=asked, record=record: self._send(asked, record)
-            )
+            self._timeline.at(record.sent_s + self._spec.outside_s, partial(self._send, asked, record))
         self._timeline.run_until(until_s, done=lambda: self._num_left == 0)
         return records
 
@@ -133,10 +132,8 @@ class PlannedCluster:
         if refused:
             life.record.error = output.finish.message if output.finish else None
             for leg in life.open_legs:
-                self._timeline.at(
-                    max(self._timeline.now_s, leg.worker.clock.now_s),
-                    lambda leg=leg: leg.worker.receive(AbortRequest(output.rid)),
-                )
+                now_s = max(self._timeline.now_s, leg.worker.clock.now_s)
+                self._timeline.at(now_s, partial(leg.worker.receive, AbortRequest(output.rid)))
         elif placed is life.legs[-1]:
             life.record.error = None
         self._num_left -= not life.open_legs

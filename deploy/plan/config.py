@@ -21,7 +21,9 @@ class PlanConfig:
     )
     save_profile: str | None = flag(None, "write the step times of --fit here")
     gpu_memory_gb: float | None = flag(None, "memory of a worker in GB (of 10^9 bytes); default: the GPU's")
-    transfer_gb_s: float | None = flag(None, "bandwidth of each worker's network port in GB/s; default: the GPU table's")
+    transfer_gb_s: float | None = flag(
+        None, "bandwidth of each worker's network port in GB/s; default: the GPU table's"
+    )
     transfer_latency_ms: float = flag(0.5, "from a transfer's last byte sent to its arrival")
     control_latency_ms: float = flag(1.0, "one message between a prefill and a decode worker")
     request_overhead_ms: float | None = flag(
@@ -50,8 +52,12 @@ class PlanConfig:
     slo_percent: float = flag(90.0, "of all requests so many must be good")
 
     layouts: tuple[str, ...] = flag((), "clusters to try: 2P3D, 4U (unified), 4U-mixed; default: by --max-workers")
-    max_workers: int = flag(4, "default layouts: every ratio of prefill to decode of up to so many workers, and as many unified")
-    rates: tuple[float, ...] = flag((), "try these rates alone (requests a second and worker); default: search the best")
+    max_workers: int = flag(
+        4, "default layouts: every ratio of prefill to decode of up to so many workers, and as many unified"
+    )
+    rates: tuple[float, ...] = flag(
+        (), "try these rates alone (requests a second and worker); default: search the best"
+    )
     total_rate: float | None = flag(None, "also say how many workers serve so many requests a second")
 
     page_size: int = flag(64, "tokens in a KV page (larger ones plan faster)")
@@ -83,7 +89,13 @@ POSITIVE = (
     "num_requests",
     "jobs",
 )
-NOT_NEGATIVE = ("transfer_latency_ms", "control_latency_ms", "request_overhead_ms", "step_overhead_ms", "shared_prefix_len")
+NOT_NEGATIVE = (
+    "transfer_latency_ms",
+    "control_latency_ms",
+    "request_overhead_ms",
+    "step_overhead_ms",
+    "shared_prefix_len",
+)
 
 
 def check_plan(config: PlanConfig) -> None:

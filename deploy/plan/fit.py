@@ -13,6 +13,7 @@ does besides its requests, the rest of the constant is taken to be outside of th
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -102,7 +103,9 @@ def fit(reports: Sequence[Sequence[Record]]) -> Fit:
         decode_context_s=per_context,
     )
     prefill_errors = [abs(constant + per_token * n + per_pair * n * (n + 1) / 2 - s) / s for n, s in alone]
-    decode_errors = [abs(step + per_request * g.requests + per_context * g.context - g.seconds) / g.seconds for g in gaps]
+    decode_errors = [
+        abs(step + per_request * g.requests + per_context * g.context - g.seconds) / g.seconds for g in gaps
+    ]
     return Fit(
         step_time=model,
         outside_s=constant - prefill_step,
@@ -120,8 +123,9 @@ def quiet_gaps(records: Sequence[Record]) -> list[Gap]:
     tokens = [_token_times(r) for r in records]
     found: list[Gap] = []
     for times in tokens:
-        for begin_s, end_s in zip(times, times[1:], strict=False):
-            waiting = bisect_right(begins, end_s) - bisect_right(firsts, begin_s)  # sent by its end, silent at its begin
+        for begin_s, end_s in pairwise(times):
+            # Sent by its end, silent at its begin.
+            waiting = bisect_right(begins, end_s) - bisect_right(firsts, begin_s)
             if waiting == 0 and end_s > begin_s:
                 requests, context = _beside(records, tokens, begin_s)
                 found.append(Gap(seconds=end_s - begin_s, requests=requests, context=context))

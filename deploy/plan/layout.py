@@ -32,7 +32,7 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """"2P3D", "4U" or "4U-mixed"."""
+    """ "2P3D", "4U" or "4U-mixed"."""
     if pair := re.fullmatch(r"([1-9]\d{0,2})P([1-9]\d{0,2})D", text, re.IGNORECASE):
         return Layout(prefill=int(pair[1]), decode=int(pair[2]))
     if alone := re.fullmatch(r"([1-9]\d{0,2})U(-mixed)?", text, re.IGNORECASE):

@@ -24,14 +24,20 @@ def draw(outcomes: Sequence[Outcome], *, config: PlanConfig, title: str, path: s
     axes = figure.add_subplot()
     highest = max((p.rate for o in outcomes for p in o.points if p.goodput > 0), default=1.0)
     axes.plot([0, highest], [0, highest], color="0.85", linewidth=1, zorder=0)
-    for outcome in sorted(outcomes, key=lambda o: -o.goodput):
+    for outcome in sorted(outcomes, key=lambda o: -o.rate):
         points = [p for p in outcome.points if p.rate <= 1.05 * highest]
         style = "--" if outcome.layout.unified else "-"
-        label = f"{outcome.layout.name}: {outcome.goodput:.3g}"
+        label = f"{outcome.layout.name}: {outcome.rate:.3g}"
         (line,) = axes.plot([p.rate for p in points], [p.goodput for p in points], style, marker=".", label=label)
         if outcome.best:
             axes.plot([outcome.best.rate], [outcome.best.goodput], "o", color=line.get_color(), markersize=8)
-    axes.set(xlabel="requests a second and GPU", ylabel="of these within the limits", title=title, xlim=(0, None), ylim=(0, None))
+    axes.set(
+        xlabel="requests a second and GPU",
+        ylabel="of these within the limits",
+        title=title,
+        xlim=(0, None),
+        ylim=(0, None),
+    )
     axes.legend(title=f"best rate with {config.slo_percent:g} % good")
     axes.grid(alpha=0.3)
     try:

@@ -20,7 +20,7 @@ def report_text(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig
     if config.rates:
         rows = [[f"{o.layout.name} at {p.rate:.3g}", *_cells(p)] for o in outcomes for p in o.points]
     else:
-        ordered = sorted(outcomes, key=lambda o: -o.goodput)
+        ordered = sorted(outcomes, key=lambda o: -o.rate)
         rows = [[o.layout.name, *_cells(o.best)] for o in ordered]
     percent = f"p{config.slo_percent:g}"
     header = [f"{h.removesuffix(' ms')} {percent}, ms" if h.endswith(" ms") else h for h in HEADER]
@@ -45,7 +45,7 @@ def report_json(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig
 
 def workers_for(outcome: Outcome, total_rate: float) -> tuple[int, int]:
     """(copies of the layout, workers in all) that serve `total_rate` requests a second."""
-    copies = math.ceil(total_rate / (outcome.goodput * outcome.layout.num_workers))
+    copies = math.ceil(total_rate / (outcome.rate * outcome.layout.num_workers))
     return copies, copies * outcome.layout.num_workers
 
 
@@ -81,13 +81,15 @@ def _ms(seconds: float | None) -> str:
 
 
 def _advice(outcomes: Sequence[Outcome], config: PlanConfig) -> list[str]:
-    best = max(outcomes, key=lambda o: o.goodput)
+    best = max(outcomes, key=lambda o: o.rate)
     if best.best is None:
-        return ["No layout keeps the limits at any rate that was tried: relax --slo-ttft-ms or --slo-tpot-ms, or take a faster GPU."]
-    lines = [f"best: {best.layout.name}, {best.goodput:.3g} requests a second and GPU within the limits"]
-    unified = max((o.goodput for o in outcomes if o.layout.unified), default=0.0)
+        return [
+            "No layout keeps the limits at any rate that was tried: relax --slo-ttft-ms or --slo-tpot-ms, or take a faster GPU."
+        ]
+    lines = [f"best: {best.layout.name}, {best.rate:.3g} requests a second and GPU within the limits"]
+    unified = max((o.rate for o in outcomes if o.layout.unified), default=0.0)
     if unified and not best.layout.unified:
-        lines[0] += f", {best.goodput / unified:.2f} x the best unified layout"
+        lines[0] += f", {best.rate / unified:.2f} x the best unified layout"
     if config.total_rate is not None:
         copies, workers = workers_for(best, config.total_rate)
         lines.append(f"for {config.total_rate:g} requests a second: {workers} GPUs, {copies} x {best.layout.name}")

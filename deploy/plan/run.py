@@ -1,15 +1,17 @@
-"""Runs a plan: every layout's rates, a few processes at a time, with a progress bar. It owns the pool and the bar."""
+"""Runs a plan: every layout's rates, a few at a time, with a progress bar. It owns the searches and the bar."""
 
-import multiprocessing
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from deploy.plan.config import PlanConfig
 from deploy.plan.goodput import Grid, Point, Search
 from deploy.plan.layout import Layout
-from deploy.plan.study import Study, guess_rate, try_rate
+from deploy.plan.pool import Pool
+from deploy.plan.study import Study, guess_rate, layouts_of
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -20,47 +22,45 @@ class Outcome:
     best: Point | None
 
     @property
-    def goodput(self) -> float:
+    def rate(self) -> float:
+        """The highest good one, in requests a second and worker; 0: there is none."""
         return self.best.rate if self.best else 0.0
 
 
-def run_plan(
-    study: Study, layouts: Sequence[Layout], *, rates: Sequence[float], jobs: int, progress: bool
-) -> list[Outcome]:
-    """The outcome of each layout, in the order given. `rates`: try these; none: search."""
-    share = study.slo.share
-    searches: dict[Layout, Search | Grid] = {
-        layout: Grid(rates=sorted(rates), share=share)
-        if rates
-        else Search(guess=guess_rate(study, layout), share=share)
-        for layout in layouts
-    }
-    context = multiprocessing.get_context("spawn")
+def run_plan(config: PlanConfig, study: Study) -> list[Outcome]:
+    """The outcome of each layout, in the order of the flags. `study`: that of `config`."""
+    searches = {layout: _search(config, study, layout) for layout in layouts_of(config)}
     with (
-        tqdm(unit="run", disable=None if progress else True) as bar,
-        ProcessPoolExecutor(min(jobs, len(layouts)), mp_context=context) as pool,
+        Pool(config, jobs=min(config.jobs, len(searches))) as pool,
+        tqdm(unit="run", disable=config.disable_progress or None) as bar,
     ):
         running: dict[Future[Point], Layout] = {}
 
         def ask(layout: Layout) -> None:
             rate = searches[layout].next_rate()
             if rate is not None:
-                running[pool.submit(try_rate, study, layout, rate)] = layout
+                running[pool.submit(layout, rate)] = layout
 
-        for layout in layouts:
+        for layout in searches:
             ask(layout)
         while running:
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 layout = running.pop(future)
                 searches[layout].told(future.result())
-                bar.update()
                 bar.set_postfix_str(_news(searches), refresh=False)
+                bar.update()
                 ask(layout)
     return [Outcome(layout, sorted(s.points, key=lambda p: p.rate), s.best) for layout, s in searches.items()]
 
 
-def _news(searches: "dict[Layout, Search | Grid]") -> str:
+def _search(config: PlanConfig, study: Study, layout: Layout) -> Search | Grid:
+    if config.rates:
+        return Grid(rates=sorted(config.rates), share=study.slo.share)
+    return Search(guess=guess_rate(study, layout), share=study.slo.share)
+
+
+def _news(searches: Mapping[Layout, Search | Grid]) -> str:
     best = {layout.name: search.best.rate for layout, search in searches.items() if search.best}
     name = max(best, key=best.__getitem__, default=None)
     return "" if name is None else f"best so far {name}: {best[name]:.3g} req/s a GPU"

@@ -73,9 +73,7 @@ class Roofline:
         shape, tokens = self.shape, load.prefill_tokens + load.decodes
         read = (shape.layer_params + shape.head_params) * shape.element_bytes
         linear = 2 * (shape.layer_params * tokens + shape.head_params * load.draws)
-        prefill = max(
-            load.prefill_pairs * shape.pair_flops / flops_s, load.prefill_context * shape.kv_bytes / bytes_s
-        )
+        prefill = max(load.prefill_pairs * shape.pair_flops / flops_s, load.prefill_context * shape.kv_bytes / bytes_s)
         decode = load.decode_context * shape.kv_bytes / bytes_s
         return self.efficiency.step_s + max(linear / flops_s, read / bytes_s) + prefill + decode
 

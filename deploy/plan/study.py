@@ -1,24 +1,25 @@
-"""From flags to the runs of a plan: what every worker is, which requests it gets, and one run's figures. No I/O, no clock.
+"""From flags to the runs of a plan: what every worker is, which requests it gets, and one run's figures.
 
-A `Study` is what a process of the pool gets; `try_rate` is what it does with it.
+It reads the files that the flags name, once; from then on it is pure. The same flags give the same study in any process.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import mean
 
 from deploy.plan.cluster import ClusterSpec, PlannedCluster
 from deploy.plan.config import PlanConfig
 from deploy.plan.goodput import Point, Slo, point_of
-from deploy.plan.hardware import Hardware
+from deploy.plan.hardware import Hardware, hardware_of
 from deploy.plan.layout import Layout, candidates, parse_layout
-from deploy.plan.shape import Shape
+from deploy.plan.shape import Shape, shape_of
 from deploy.plan.step_time import StepLoad
 from deploy.plan.worker import WorkerSpec
-from deploy.plan.workload import Asked
+from deploy.plan.workload import Asked, workload_of
 from engine.config import ConfigError, EngineConfig
-from engine.model_config import ModelConfig
+from engine.model_config import load_model_config
 from engine.resolve import num_pages, resolve
 
 GUESSED_BATCH = 32
@@ -29,6 +30,7 @@ GUESSED_LOAD = 0.6
 class Study:
     """`history`: requests before `requests`, which caches have seen."""
 
+    model: str
     engine: EngineConfig
     mixed_chunk_size: int
     shape: Shape
@@ -41,16 +43,13 @@ class Study:
     num_pages: int
 
 
-def study_of(
-    config: PlanConfig,
-    *,
-    model: ModelConfig,
-    shape: Shape,
-    hardware: Hardware,
-    requests: Sequence[Asked],
-    history: Sequence[Asked],
-) -> Study:
-    """Raises `ConfigError` where model, memory and flags do not fit each other."""
+def study_of(config: PlanConfig) -> Study:
+    """Reads the files that `config` names. Raises `ConfigError` where model, memory and flags do not fit each other."""
+    path = Path(config.model_path)
+    model = load_model_config(str(path.parent if path.name == "config.json" else path))
+    shape = shape_of(model)
+    hardware = hardware_of(config, shape)
+    history, requests = workload_of(config)
     engine = resolve(_engine(config), model, cuda=True)
     free_bytes = (hardware.memory_bytes or 0) - shape.weight_bytes
     if hardware.memory_bytes is not None and free_bytes <= 0:
@@ -66,6 +65,7 @@ def study_of(
             f"--model-path: its context of {engine.context_length} tokens is shorter than a request of {longest}"
         )
     return Study(
+        model=model.architecture,
         engine=engine,
         mixed_chunk_size=config.mixed_chunk_size,
         shape=shape,

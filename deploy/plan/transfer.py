@@ -121,9 +121,7 @@ class Network:
         _copy_row(room.prefill.metadata, row, room.decode.metadata, room.decode_row)
         room.prefill_state = KVPoll.Success
         room.prefill.wake()
-        self._timeline.at(
-            self._timeline.now_s + self._control_s, lambda: self._decode_moves(room, KVPoll.Success)
-        )
+        self._timeline.at(self._timeline.now_s + self._control_s, lambda: self._decode_moves(room, KVPoll.Success))
 
 
 @dataclass(slots=True, eq=False)

@@ -72,9 +72,7 @@ class PlanWorker:
             weights=nothing,
             profiler=nothing,
             watchdog=Watchdog(timeout_s=0),
-            settings=LoopSettings(
-                depth=depth(spec.engine), eos_ids=frozenset(), prefill_only=spec.role == "prefill"
-            ),
+            settings=LoopSettings(depth=depth(spec.engine), eos_ids=frozenset(), prefill_only=spec.role == "prefill"),
             clock=lambda: self.clock.now_s,
         )
 
