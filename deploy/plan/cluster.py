@@ -16,6 +16,8 @@ from deploy.plan.workload import Asked
 from engine.messages import AbortRequest, Bootstrap, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
 
+LATE = "late"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
@@ -64,7 +66,7 @@ class PlannedCluster:
     def run(self, requests: Sequence[Asked], *, rate: float, until_s: float) -> list[Record]:
         """Requests at `rate` a second for the whole cluster; those without an answer at `until_s` say "late"."""
         records = [
-            Record(idx=i, sent_s=asked.at / rate, prompt_tokens=asked.input_len, error="late")
+            Record(idx=i, sent_s=asked.at / rate, prompt_tokens=asked.input_len, error=LATE)
             for i, asked in enumerate(requests)
         ]
         self._num_left = len(records)
@@ -128,9 +130,10 @@ class PlannedCluster:
     def _end_leg(self, life: _Life, placed: _Placed, output: TokenOutput) -> None:
         life.open_legs.remove(placed)
         placed.tokens -= life.asked.input_len + life.asked.output_len
-        refused = output.finish is not None and output.finish.kind == "abort"
-        if refused:
-            life.record.error = output.finish.message if output.finish else None
+        assert output.finish is not None
+        if output.finish.kind == "abort":
+            if life.record.error == LATE:  # the first reason counts
+                life.record.error = output.finish.message
             for leg in life.open_legs:
                 now_s = max(self._timeline.now_s, leg.worker.clock.now_s)
                 self._timeline.at(now_s, partial(leg.worker.receive, AbortRequest(output.rid)))

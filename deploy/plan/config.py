@@ -51,10 +51,8 @@ class PlanConfig:
     )
     slo_percent: float = flag(90.0, "of all requests so many must be good")
 
-    layouts: tuple[str, ...] = flag((), "clusters to try: 2P3D, 4U (unified), 4U-mixed; default: by --max-workers")
-    max_workers: int = flag(
-        4, "default layouts: every ratio of prefill to decode of up to so many workers, and as many unified"
-    )
+    layouts: tuple[str, ...] = flag((), "clusters to try: 2P3D, 4U (unified), 4U-mixed; default: by --num-workers")
+    num_workers: int = flag(4, "default layouts: so many GPUs, split into prefill and decode in every way, or unified")
     rates: tuple[float, ...] = flag(
         (), "try these rates alone (requests a second and worker); default: search the best"
     )
@@ -68,6 +66,7 @@ class PlanConfig:
     max_total_tokens: int | None = flag(None, "KV capacity of a worker in tokens; default: by --mem-fraction-static")
     schedule_policy: str = flag("fcfs", "order of the waiting queue", choices=POLICIES)
     schedule_conservativeness: float = flag(1.0, "above 1: fewer requests run at once, fewer are retracted")
+    disable_overlap_schedule: bool = flag(False, "each step is collected before the next is launched")
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
 
     jobs: int = flag(2, "runs at the same time, each a process")
@@ -116,7 +115,7 @@ def check_plan(config: PlanConfig) -> None:
         _require(name, getattr(config, name), lambda value: 0 < value <= 1, "must be above 0 and at most 1")
     _require("random_range_ratio", config.random_range_ratio, lambda value: 0 <= value <= 1, "must be 0 to 1")
     _require("slo_percent", config.slo_percent, lambda value: 0 < value <= 100, "must be above 0 and at most 100")
-    _require("max_workers", config.max_workers, lambda value: 2 <= value <= 64, "must be 2 to 64")
+    _require("num_workers", config.num_workers, lambda value: 2 <= value <= 64, "must be 2 to 64")
     for rate in config.rates:
         _require("rates", rate, lambda value: value > 0, "must be greater than 0")
     if config.num_requests < 10:

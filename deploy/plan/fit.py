@@ -10,7 +10,7 @@ column leaves). `outside` and `step` cannot be told apart by TTFT alone: a prefi
 does besides its requests, the rest of the constant is taken to be outside of the engine.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +24,7 @@ from deploy.bench.stats import Record
 from deploy.plan.step_time import Fitted
 from engine.config import ConfigError
 
-LEAST_PREFILLS, LEAST_GAPS = 8, 64
+LEAST_PREFILLS, LEAST_GAPS, MOST_GAPS = 8, 64, 4000
 
 
 class ReportTarget(msgspec.Struct):
@@ -117,19 +117,19 @@ def fit(reports: Sequence[Sequence[Record]]) -> Fit:
 
 
 def quiet_gaps(records: Sequence[Record]) -> list[Gap]:
-    """Gaps in which no other request was between its sending and its first token."""
+    """Gaps in which no request was between its sending and its first token; of very many, some, evenly taken."""
     begins = sorted(r.sent_s for r in records)
     firsts = sorted(r.sent_s + _ttft(r) for r in records)
     tokens = [_token_times(r) for r in records]
-    found: list[Gap] = []
+    quiet = []
     for times in tokens:
         for begin_s, end_s in pairwise(times):
-            # Sent by its end, silent at its begin.
-            waiting = bisect_right(begins, end_s) - bisect_right(firsts, begin_s)
+            waiting = bisect_right(begins, end_s) - bisect_right(
+                firsts, begin_s
+            )  # sent by its end, silent at its begin
             if waiting == 0 and end_s > begin_s:
-                requests, context = _beside(records, tokens, begin_s)
-                found.append(Gap(seconds=end_s - begin_s, requests=requests, context=context))
-    return found
+                quiet.append((begin_s, end_s))
+    return [_gap(records, tokens, *times) for times in quiet[:: 1 + len(quiet) // MOST_GAPS]]
 
 
 # ---- inside
@@ -148,23 +148,20 @@ def _token_times(record: Record) -> list[float]:
 
 
 def _alone(records: Sequence[Record]) -> list[Record]:
-    """Those during whose wait nobody else was there."""
-    found = []
-    for one in records:
-        first_s = one.sent_s + _ttft(one)
-        if not any(o is not one and o.sent_s < first_s and o.sent_s + o.e2e_s > one.sent_s for o in records):
-            found.append(one)
-    return found
+    """Those during whose wait for the first token nobody else was there."""
+    begins = sorted(r.sent_s for r in records)
+    ends = sorted(r.sent_s + r.e2e_s for r in records)
+    there = [bisect_left(begins, r.sent_s + _ttft(r)) - bisect_right(ends, r.sent_s) for r in records]
+    return [record for record, num in zip(records, there, strict=True) if num == 1]
 
 
-def _beside(records: Sequence[Record], tokens: Sequence[Sequence[float]], at_s: float) -> tuple[int, int]:
-    """(requests that decode at `at_s`, KV tokens that they read)."""
+def _gap(records: Sequence[Record], tokens: Sequence[Sequence[float]], begin_s: float, end_s: float) -> Gap:
     requests = context = 0
     for record, times in zip(records, tokens, strict=True):
-        if times[0] <= at_s < times[-1]:
+        if times[0] <= begin_s < times[-1]:
             requests += 1
-            context += record.prompt_tokens + bisect_right(times, at_s)
-    return requests, context
+            context += record.prompt_tokens + bisect_right(times, begin_s)
+    return Gap(seconds=end_s - begin_s, requests=requests, context=context)
 
 
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, float, float]:

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from math import gcd
 
 from engine.config import ConfigError
 
@@ -40,9 +39,7 @@ def parse_layout(text: str) -> Layout:
     raise ConfigError(f"--layouts {text}: write 2P3D (prefill and decode workers), 4U (unified ones) or 4U-mixed")
 
 
-def candidates(max_workers: int) -> list[Layout]:
-    """Every ratio of prefill to decode workers once, at its least size, and unified clusters of the full size."""
-    pairs = [(p, d) for p in range(1, max_workers) for d in range(1, max_workers + 1 - p) if gcd(p, d) == 1]
-    ordered = sorted(pairs, key=lambda pair: (sum(pair), pair))
-    unified = [Layout(unified=max_workers), Layout(unified=max_workers, mixed=True)]
-    return unified + [Layout(prefill=p, decode=d) for p, d in ordered]
+def candidates(num_workers: int) -> list[Layout]:
+    """All of one size, so that their goodput per worker can be compared: larger pools queue better than small ones."""
+    split = [Layout(prefill=p, decode=num_workers - p) for p in range(1, num_workers)]
+    return [Layout(unified=num_workers), Layout(unified=num_workers, mixed=True), *split]

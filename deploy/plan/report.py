@@ -11,14 +11,14 @@ from deploy.plan.config import PlanConfig
 from deploy.plan.run import Outcome
 from deploy.plan.study import Study
 
-HEADER = ("layout", "goodput/GPU", "of all good", "TTFT ms", "TPOT ms", "cached", "busy")
+HEADER = ("layout", "req/s/GPU", "good", "TTFT ms", "TPOT ms", "cached", "busy")
 
 
 def report_text(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig) -> str:
     """The best rate of each layout, best first; what each rate of `--rates` gave; and the recommendation."""
     lines = [_about(study), ""]
     if config.rates:
-        rows = [[f"{o.layout.name} at {p.rate:.3g}", *_cells(p)] for o in outcomes for p in o.points]
+        rows = [[o.layout.name, *_cells(p)] for o in outcomes for p in o.points]
     else:
         ordered = sorted(outcomes, key=lambda o: -o.rate)
         rows = [[o.layout.name, *_cells(o.best)] for o in ordered]
@@ -67,7 +67,7 @@ def _cells(point: Any) -> list[str]:
         return ["0", *[""] * (len(HEADER) - 2)]
     busy = ", ".join(f"{role} {100 * share:.0f} %" for role, share in point.busy.items())
     return [
-        f"{point.goodput:.3g}",
+        f"{point.rate:.3g}",
         f"{100 * point.good_share:.0f} %",
         _ms(point.ttft_s),
         _ms(point.tpot_s),

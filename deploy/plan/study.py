@@ -86,7 +86,7 @@ def study_of(config: PlanConfig) -> Study:
 
 def layouts_of(config: PlanConfig) -> list[Layout]:
     if not config.layouts:
-        return candidates(config.max_workers)
+        return candidates(config.num_workers)
     return list(dict.fromkeys(parse_layout(text) for text in config.layouts))
 
 
@@ -157,5 +157,6 @@ def _engine(config: PlanConfig) -> EngineConfig:
         max_total_tokens=config.max_total_tokens,
         schedule_policy=config.schedule_policy,
         schedule_conservativeness=config.schedule_conservativeness,
+        disable_overlap_schedule=config.disable_overlap_schedule,
         disable_radix_cache=config.disable_radix_cache,
     )
