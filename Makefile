@@ -24,7 +24,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz fault-matrix churn-soak lint format clean
+.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz fault-matrix churn-soak plan-error lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -35,6 +35,7 @@ help:
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reliability.md"
 	@echo "make churn-soak [MINUTES=10]  20,000 requests while workers die and come; docs/reliability.md"
+	@echo "make plan-error        the same requests on real workers and in tandem plan: docs/reports/plan_error.json"
 	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
 	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
 	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
@@ -70,6 +71,9 @@ fault-matrix: $(STAMP)
 
 churn-soak: $(STAMP)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
+
+plan-error: $(STAMP)
+	$(BIN)/python -m benchmarks.plan_error --report docs/reports/plan_error.json $(ARGS)
 
 sim: $(STAMP)
 	$(SIM)

@@ -11,6 +11,7 @@ from deploy.plan.config import PlanConfig
 from deploy.plan.run import Outcome
 from deploy.plan.study import Study
 
+LONG = 5  # limits of TTFT
 HEADER = ("layout", "req/s/GPU", "good", "TTFT ms", "TPOT ms", "cached", "busy")
 
 
@@ -25,7 +26,7 @@ def report_text(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig
     percent = f"p{config.slo_percent:g}"
     header = [f"{h.removesuffix(' ms')} {percent}, ms" if h.endswith(" ms") else h for h in HEADER]
     lines.append(table(header, rows))
-    return "\n".join([*lines, "", *_advice(outcomes, config)])
+    return "\n".join([*lines, "", *_advice(outcomes, config), *_doubts(outcomes, study)])
 
 
 def report_json(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig, environment: dict[str, Any]) -> bytes:
@@ -47,6 +48,21 @@ def workers_for(outcome: Outcome, total_rate: float) -> tuple[int, int]:
     """(copies of the layout, workers in all) that serve `total_rate` requests a second."""
     copies = math.ceil(total_rate / (outcome.rate * outcome.layout.num_workers))
     return copies, copies * outcome.layout.num_workers
+
+
+def _doubts(outcomes: Sequence[Outcome], study: Study) -> list[str]:
+    """A run must be long against the limits: what comes all at once says how deep queues are, not how fast they move."""
+    size = len(study.requests)
+    seconds = {o: size / (o.rate * o.layout.num_workers) for o in outcomes if o.best}
+    short = [o for o, lasted_s in seconds.items() if lasted_s < LONG * study.slo.ttft_s]
+    if not short:
+        return []
+    need = max(math.ceil(size * LONG * study.slo.ttft_s / seconds[o]) for o in short)
+    names = ", ".join(o.layout.name for o in short)
+    return [
+        f"warning: at the best rate of {names} all {size} requests came within {LONG} x the TTFT limit, so it may be "
+        f"overstated; use --num-requests {need}"
+    ]
 
 
 def _about(study: Study) -> str:

@@ -13,7 +13,7 @@ from deploy.plan.pool import Pool
 from deploy.plan.study import Study, guess_rate, layouts_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
     """All that was learnt of one layout. `best`: None when no rate was good enough."""
 

@@ -14,6 +14,7 @@ from deploy.bench.workload import TRACE_BLOCK_TOKENS
 from deploy.plan.config import PlanConfig
 
 FIRST_BLOCK = 2  # token ids: 1 is what the executor draws
+FIRST_OWN = 1 << 40  # of blocks that belong to one request alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ def from_lengths(lengths: Lengths, *, count: int, seed: int) -> list[Asked]:
     for number in range(count):
         size = max(1, _draw(rng, lengths.input_len, lengths.range_ratio))
         prefix = min(lengths.prefix_len, size)
-        blocks = ((FIRST_BLOCK + number % lengths.prefix_groups, prefix), (FIRST_BLOCK + 2**20 + number, size - prefix))
+        blocks = ((FIRST_BLOCK + number % lengths.prefix_groups, prefix), (FIRST_OWN + number, size - prefix))
         output_len = max(1, _draw(rng, lengths.output_len, lengths.range_ratio))
         found.append(Asked(at=at, blocks=tuple(b for b in blocks if b[1]), output_len=output_len))
         at += rng.expovariate(1.0)
@@ -104,7 +105,7 @@ def _trace_blocks(entry: TraceEntry, number: int) -> tuple[tuple[int, int], ...]
         blocks.append((FIRST_BLOCK + block, min(left, TRACE_BLOCK_TOKENS)))
         left -= TRACE_BLOCK_TOKENS
     if left > 0:
-        blocks.append((-1 - number, left))
+        blocks.append((FIRST_OWN + number, left))
     return tuple(blocks)
 
 

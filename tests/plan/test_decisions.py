@@ -12,7 +12,7 @@ from deploy.plan.gpus import GPUS, Gpu
 from deploy.plan.layout import Layout, candidates, parse_layout
 from deploy.plan.shape import Shape
 from deploy.plan.step_time import Efficiency, Fitted, Roofline, StepLoad, load_of
-from deploy.plan.workload import Lengths, from_lengths, from_trace
+from deploy.plan.workload import FIRST_OWN, Lengths, from_lengths, from_trace
 from engine.config import ConfigError
 from engine.core.plan import Plan, PlanItem
 
@@ -81,7 +81,7 @@ def test_a_trace_keeps_prefixes_lengths_and_order() -> None:
     assert [one.input_len for one in (first, second, third)] == [1000, 600, 1100]
     assert first.tokens()[:512] == second.tokens()[:512] and first.tokens()[512] != second.tokens()[512]
     assert first.tokens() == third.tokens()[:1000]
-    assert third.tokens()[1024:] == [-3] * 76  # beyond the listed blocks: its own
+    assert third.tokens()[1024:] == [FIRST_OWN + 2] * 76  # beyond the listed blocks: its own
     assert [one.at for one in (first, second, third)] == [0, 1, 2]
 
 
