@@ -112,11 +112,24 @@ def test_every_request_ends_whatever_the_memory(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1U", "1P1D"])
 def test_a_request_that_no_worker_can_hold_fails_alone(name: str) -> None:
+    """Of a pair decode refuses it; prefill, where prompt and one token fit, is told to forget it."""
     planned = cluster(name, num_pages=40)
-    records = planned.run([asked(0, 100, 5), asked(0, 641, 5), asked(0, 100, 5)], rate=1, until_s=FOREVER)
+    records = planned.run([asked(0, 100, 5), asked(0, 600, 100), asked(0, 100, 5)], rate=1, until_s=FOREVER)
     assert [r.error is None for r in records] == [True, False, True]
     assert records[1].error is not None and "KV capacity of 640" in records[1].error
     assert_at_rest(planned)
+
+
+def test_requests_go_where_the_fewest_tokens_are_in_flight() -> None:
+    """Of two at once each worker gets one. When both are done, both are idle: the first is taken, which knows the prefix."""
+    planned = cluster("2U")
+    one, other, later = planned.run(
+        [asked(0, 640, 4), asked(0, 320, 4, block=1), asked(10, 800, 4)], rate=1, until_s=FOREVER
+    )
+    assert other.ttft_s == pytest.approx(OUTSIDE_S + prefill_s(320)) and one.ttft_s == pytest.approx(
+        OUTSIDE_S + prefill_s(640)
+    )
+    assert later.cached_tokens == 640
 
 
 def test_who_is_not_done_in_time_is_late() -> None:

@@ -58,6 +58,22 @@ def test_measured_step_times_are_fitted_saved_and_used(tmp_path: Path, capsys: p
     assert again == fitted and again.count("| 1U ") == 2 and "measured: 20 prefills" in again
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--transfer-gb-s", "1"], "--gpu-memory-gb: step times say nothing of memory"),
+        (["--gpu-memory-gb", "1"], "--transfer-gb-s: step times say nothing of the network"),
+    ],
+)
+def test_step_times_are_not_all(
+    tmp_path: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_bytes(msgspec.json.encode({"step_time": STEP_TIME, "outside_s": 0.0}))
+    assert main(["plan", *MODEL, "--profile", str(profile), *flags]) == 1
+    assert said in capsys.readouterr().err
+
+
 def test_a_run_that_is_too_short_to_mean_anything_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """At 60 requests a second forty come within one second, and the worker's limit of one is never reached."""
     flags = ["--layouts", "1U", "--slo-ttft-ms", "5000", "--slo-tpot-ms", "1000"]
