@@ -8,6 +8,7 @@ import asyncio
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -59,6 +60,7 @@ class Routes:
         self._registry = registry
         self._config = config
         self._clock = clock
+        self._life = uuid.uuid4().hex
 
     def _now(self) -> float:
         now_s = self._clock()
@@ -68,7 +70,7 @@ class Routes:
     async def register(self, request: web.Request) -> web.Response:
         worker = _decode(await request.read(), Registration)
         self._registry.register(worker, self._now())
-        return _json(Lease(self._config.lease, self._registry.shared))
+        return _json(Lease(self._config.lease, self._registry.shared, self._life))
 
     async def look_up(self, request: web.Request) -> web.Response:
         self._now()

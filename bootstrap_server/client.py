@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 import urllib.parse
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,10 @@ from bootstrap_server.protocol import (
 from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
 FIRST_RETRY_S = 0.1
-LONGEST_RETRY_S = 2.0  # well within decode's handshake timeout: the first request after an outage must not fail
+LONGEST_PAUSE_S = (
+    2.0  # well within decode's handshake timeout: no request in its handshake may wait in vain for a new server
+)
+REMEMBER_S = 120.0  # as long as servers do (room_ttl), longer than decode looks for a room
 MAX_REPLY_BYTES = 1 << 20
 MAX_WAITING_ROOMS = 65536
 JOIN_S = 5.0
@@ -37,11 +41,15 @@ log = logging.getLogger(__name__)
 
 
 class BootstrapError(Exception):
-    """`permanent`: the server understood and will not change its mind; everything else is worth another try."""
+    """`permanent`: the server understood and will not change its mind; everything else is worth another try.
 
-    def __init__(self, message: str, *, permanent: bool = False) -> None:
+    `refused`: nothing serves at its address now (a server that is merely silent is not that).
+    """
+
+    def __init__(self, message: str, *, permanent: bool = False, refused: bool = False) -> None:
         super().__init__(message)
         self.permanent = permanent
+        self.refused = refused
 
 
 def look_up(
@@ -65,7 +73,8 @@ def look_up(
 class Registrar:
     """Registers `worker`, renews its lease, registers its rooms where the server is shared, and leaves on `close`.
 
-    A server that is down is tried again for ever, with back-off: it may start later, or be replaced.
+    A server that is down is tried again for ever, with back-off: it may start later, or be replaced. Another life of it is
+    told the rooms of the last `REMEMBER_S` once more.
     """
 
     def __init__(
@@ -86,6 +95,8 @@ class Registrar:
         self._clock = clock
         self._shared = False
         self._rooms: queue.Queue[int] = queue.Queue(MAX_WAITING_ROOMS)
+        self._server_life = ""
+        self._known: OrderedDict[int, float] = OrderedDict()  # room -> when the server was told, oldest first
         self._wake = threading.Event()
         self._stop = False
         self._renew_at_s, self._retry_s = clock(), FIRST_RETRY_S
@@ -123,11 +134,11 @@ class Registrar:
         try:
             if self._clock() >= self._renew_at_s:
                 lease = self._register()
-                self._renew_at_s = self._clock() + lease.lease_s / 3
+                self._renew_at_s = self._clock() + min(lease.lease_s / 3, LONGEST_PAUSE_S)
             self._register_rooms()
         except BootstrapError as error:
             self._complain(str(error))
-            pause_s, self._retry_s = self._retry_s, min(2 * self._retry_s, LONGEST_RETRY_S)
+            pause_s, self._retry_s = self._retry_s, min(2 * self._retry_s, LONGEST_PAUSE_S)
             self._renew_at_s = self._clock() + pause_s
             return pause_s
         self._retry_s = FIRST_RETRY_S
@@ -137,6 +148,9 @@ class Registrar:
         body = self._request("PUT", "/route", self._worker)
         lease: Lease = _read(self._server, body, Lease)
         self._shared = lease.shared
+        if lease.server != self._server_life:
+            self._server_life = lease.server
+            self._put_back(list(self._known))
         self.error = None
         self.registered.set()
         return lease
@@ -150,10 +164,23 @@ class Registrar:
                 try:
                     self._request("POST", "/rooms", RoomBatch(self._worker.incarnation, rooms))
                 except BootstrapError:
-                    for room in rooms:  # the next try, after a new registration
-                        with contextlib.suppress(queue.Full):
-                            self._rooms.put_nowait(room)
+                    self._put_back(rooms)  # the next try, after a new registration
                     raise
+                self._remember(rooms)
+
+    def _put_back(self, rooms: Sequence[int]) -> None:
+        for room in rooms:
+            with contextlib.suppress(queue.Full):
+                self._rooms.put_nowait(room)
+
+    def _remember(self, rooms: Sequence[int]) -> None:
+        """Decode may still look for them, and the server that was told may die before."""
+        now_s = self._clock()
+        for room in rooms:
+            self._known.pop(room, None)
+            self._known[room] = now_s
+        while self._known and (len(self._known) > MAX_WAITING_ROOMS or _oldest(self._known) <= now_s - REMEMBER_S):
+            self._known.popitem(last=False)
 
     def _take(self) -> list[int]:
         rooms: list[int] = []
@@ -172,6 +199,10 @@ class Registrar:
         return _call(self._server, call, signer=self._signer, timeout_s=self._timeout_s)
 
 
+def _oldest(times_s: OrderedDict[int, float]) -> float:
+    return next(iter(times_s.values()))
+
+
 def _call(server: str, call: Call, *, signer: Signer | None, timeout_s: float) -> bytes:
     host, _, port = server.rpartition(":")
     if not (host and port.isdigit() and int(port) < 65536):
@@ -180,7 +211,8 @@ def _call(server: str, call: Call, *, signer: Signer | None, timeout_s: float) -
     try:
         status, body = _exchange(connection, call) if signer is None else _exchange_signed(connection, call, signer)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise BootstrapError(f"bootstrap server {server} cannot be reached: {error}") from None
+        refused = isinstance(error, ConnectionError)
+        raise BootstrapError(f"bootstrap server {server} cannot be reached: {error}", refused=refused) from None
     finally:
         connection.close()
     if status == UNPROVEN:

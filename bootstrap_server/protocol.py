@@ -13,7 +13,8 @@
 prefill worker knows that one worker only, so any room leads to it, and decode keeps the answer (`shared` false). A
 server on its own is *shared*: which worker got the request is known to that worker alone, so it registers the room when
 the request arrives (batched, remembered for `room_ttl` seconds), and decode's look-up of a room that is not there yet gets a
-404 that it retries until its handshake times out. SGLang solves the same for data-parallel ranks (`/register_dp_rank`).
+404 that it retries until its handshake times out. A server that starts again knows no room: its leases name another life, and
+workers register their latest rooms once more. SGLang solves the same for data-parallel ranks (`/register_dp_rank`).
 """
 
 from typing import Annotated
@@ -49,10 +50,14 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Renew well before `lease_s` seconds. `shared`: register rooms, too."""
+    """Renew well before `lease_s` seconds. `shared`: register rooms, too. `server`: which life of the server says so: another
+
+    one knows no rooms of before.
+    """
 
     lease_s: float
     shared: bool
+    server: str = ""
 
 
 class RouteReply(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from disagg.decode_role import DecodeRole
 from disagg.metadata import Checksum, MetadataBuffers
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
-from disagg.registration import look_up_any_with, look_up_with, registrar_of
+from disagg.registration import LookUps, registrar_of
 from disagg.scheduler_process import SchedulerSpec
 from disagg.secret import read_secret
 from engine.build import EngineParts
@@ -57,12 +57,13 @@ def _decode(
 ) -> DecodeRole:
     backend = spec.disagg.disaggregation_transfer_backend
     config = _transfer_config(spec)
+    look_ups = LookUps(secret=config.secret, grace_s=spec.disagg.disaggregation_bootstrap_grace)
     manager = DecodeManager(
         _kv_args(spec, parts, metadata),
         make_engine(backend, _options(spec)),
         config,
-        lookup=look_up_with(config.secret),
-        lookup_any=look_up_any_with(config.secret),
+        lookup=look_ups.find,
+        lookup_any=look_ups.find_any,
     )
     manager.set_wakeup(wakeup)
     manager.start()

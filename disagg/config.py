@@ -45,6 +45,9 @@ class DisaggConfig:
     disaggregation_handshake_timeout: float = flag(
         10.0, "seconds for the bootstrap look-up and the handshake with a peer"
     )
+    disaggregation_bootstrap_grace: float = flag(
+        5.0, "seconds a bootstrap server that refuses connections is asked again (decode): it may be starting anew"
+    )
     disaggregation_heartbeat_interval: float = flag(1.0, "seconds between heartbeats of connected peers")
     disaggregation_heartbeat_max_failures: int = flag(3, "missed heartbeats before a peer is declared dead")
     disaggregation_drain_timeout: float = flag(

@@ -28,6 +28,8 @@ from transfer_backends.kvpoll import KVPoll, RoomInUse
 
 log = logging.getLogger(__name__)
 
+UNJOINED = 502  # tells a router that to try the same pair again is of little use: this worker has, for long
+
 
 class Stage(Enum):
     PREALLOC = "prealloc"
@@ -49,13 +51,14 @@ class Receivers(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """`moves_bytes`: the metadata row will be real (a fake transfer moves none)."""
+    """`moves_bytes`: the metadata row will be real (a fake transfer moves none). `joined`: prefill was found and reached."""
 
     request: Request
     receiver: KVReceiver
     room: int
     moves_bytes: bool
     stage: Stage = Stage.PREALLOC
+    joined: bool = False
     row: int | None = None
 
 
@@ -111,13 +114,19 @@ class DecodeRole:
         self._entries[request.rid] = Entry(request, receiver, bootstrap.room, self._moves_bytes and not fake)
         return []
 
-    def abort(self, rid: str, now_s: float) -> list[TokenOutput]:
+    def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         self._resumption.take()
         entry = self._entries.get(rid)
         if entry is not None:
-            return self._end(entry, ABORTED)
-        resuming = self._resumption.abort(rid, ABORTED)
-        return self._scheduler.abort(rid) if resuming is None else resuming
+            return self._end(entry, reason)
+        resuming = self._resumption.abort(rid, reason)
+        return self._scheduler.abort(rid, reason) if resuming is None else resuming
+
+    def close_to_peers(self, why: str | None) -> None:
+        """Nobody asks a decode worker."""
+
+    def end_peers_work(self, why: str) -> None:
+        """Nobody asks a decode worker."""
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
@@ -126,6 +135,7 @@ class DecodeRole:
         room_left = self._resumption.poll() and self._scheduler.num_retracted == 0  # they come before anybody new
         for entry in list(self._entries.values()):
             state = entry.receiver.poll()
+            entry.joined = entry.joined or state is KVPoll.WaitingForInput
             if state is KVPoll.Failed:
                 outputs += self._fail(entry)
             elif entry.stage is Stage.TRANSFER and state is KVPoll.Success:
@@ -177,6 +187,7 @@ class DecodeRole:
             return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {error}", status=500))
         times = entry.request.times
         times.landed_s, times.remote_queue_s, times.remote_prefill_s = now_s, first.queue_s, first.prefill_s
+        entry.request.transfer_retries += entry.receiver.retries()
         self._metadata.free(entry.row)
         entry.receiver.close()
         del self._entries[entry.request.rid]
@@ -186,7 +197,8 @@ class DecodeRole:
         self._counters["bootstrap_failed" if entry.stage is Stage.PREALLOC else "transfer_failed"] += 1
         reason = entry.receiver.failure() or "the transfer failed"
         log.warning("decode %s (room %d) failed: %s", entry.request.rid, entry.room, reason)
-        return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=500))
+        status = 500 if entry.joined else UNJOINED
+        return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=status))
 
     def _end(self, entry: Entry, reason: FinishReason) -> list[TokenOutput]:
         """Answer with `reason` now; memory goes back at once, or through quarantine."""

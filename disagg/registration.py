@@ -1,10 +1,13 @@
 """Between managers and the bootstrap server: prefill registers itself, decode looks prefill up."""
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 
 from bootstrap_server.client import BootstrapError, Registrar, look_up
 from bootstrap_server.protocol import Registration
-from transfer_backends.contract import KVArgs, Lookup, LookupAny, LookupFailed, Route
+from disagg.outages import Outages
+from transfer_backends.contract import KVArgs, LookupFailed, Route
 from transfer_backends.prefill_manager import PrefillManager
 from transfer_backends.wire import PROTOCOL_VERSION
 
@@ -24,19 +27,39 @@ def registrar_of(manager: PrefillManager, kv_args: KVArgs, *, server: str, secre
     return Registrar(server, worker, secret=secret)
 
 
-def look_up_with(secret: bytes | None) -> Lookup:
-    """What the decode manager calls, off the loop, to find the prefill worker of a room."""
-    return lambda bootstrap, room: _route(bootstrap, room, any_but=None, secret=secret)
+class LookUps:
+    """What the decode manager calls, off the loop and from several threads, to find the prefill worker of a room."""
 
+    def __init__(self, *, secret: bytes | None, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`grace_s`: how long a bootstrap server that refuses connections is asked again."""
+        self._secret = secret
+        self._outages = Outages(grace_s)
+        self._lock = threading.Lock()
+        self._clock = clock
 
-def look_up_any_with(secret: bytes | None) -> LookupAny:
-    """The same for a room that any prefill worker may serve."""
-    return lambda bootstrap, room, but: _route(bootstrap, room, any_but=but, secret=secret)
+    def find(self, bootstrap: str, room: int) -> Route:
+        """The worker that has the request of `room`. Raises `LookupFailed`."""
+        return self._route(bootstrap, room, any_but=None)
 
+    def find_any(self, bootstrap: str, room: int, but: Sequence[str]) -> Route:
+        """The same for a room that any prefill worker may serve."""
+        return self._route(bootstrap, room, any_but=but)
 
-def _route(bootstrap: str, room: int, *, any_but: Sequence[str] | None, secret: bytes | None) -> Route:
-    try:
-        reply = look_up(bootstrap, room, any_but=any_but, secret=secret)
-    except BootstrapError as error:
-        raise LookupFailed(str(error), permanent=error.permanent) from error
-    return Route(control=reply.worker.control, incarnation=reply.worker.incarnation, shared=reply.shared)
+    def _route(self, bootstrap: str, room: int, *, any_but: Sequence[str] | None) -> Route:
+        try:
+            reply = look_up(bootstrap, room, any_but=any_but, secret=self._secret)
+        except BootstrapError as error:
+            raise self._failure(bootstrap, error) from error
+        with self._lock:
+            self._outages.answered(bootstrap)
+        return Route(control=reply.worker.control, incarnation=reply.worker.incarnation, shared=reply.shared)
+
+    def _failure(self, bootstrap: str, error: BootstrapError) -> LookupFailed:
+        with self._lock:
+            if not error.refused:
+                self._outages.answered(bootstrap)
+                return LookupFailed(str(error), permanent=error.permanent)
+            lasted_s = self._outages.refused(bootstrap, self._clock())
+        if lasted_s is None:
+            return LookupFailed(str(error))
+        return LookupFailed(f"{error}; so for {lasted_s:.0f} s (--disaggregation-bootstrap-grace)", permanent=True)

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError, check_worker_url
 from router.credentials import Credentials
+from router.discovery import Discovery
 from router.dispatch import no_worker_message
 from router.draining import DRAINING, LiveRequests
 from router.errors import error_response
@@ -18,6 +19,7 @@ from router.guard import require_admin
 from router.health import HealthMonitor
 from router.metrics import RouterMetrics
 from router.openapi import make_document
+from router.siblings import Siblings, merge_expositions
 from router.workers import Health, Role, Worker, WorkerTable, missing_roles
 from security.keys import Gate
 
@@ -52,7 +54,10 @@ class Control:
         credentials: Credentials,
         roles: tuple[Role, ...],
         live: LiveRequests,
+        siblings: Siblings,
+        discovery: Discovery | None = None,
     ) -> None:
+        self._siblings = siblings
         self._config = config
         self._table = table
         self._monitor = monitor
@@ -62,6 +67,7 @@ class Control:
         self._credentials = credentials
         self._roles = roles
         self._live = live
+        self._discovery = discovery
 
     def routes(self) -> list[web.RouteDef]:
         """All routes of this module."""
@@ -88,11 +94,11 @@ class Control:
             web.get("/openapi.json", self.openapi),
         ]
 
-    async def liveness(self, request: web.Request) -> web.Response:
+    async def liveness(self, request: web.BaseRequest) -> web.Response:
         """The process runs."""
         return _json({"status": "alive"})
 
-    async def readiness(self, request: web.Request) -> web.Response:
+    async def readiness(self, request: web.BaseRequest) -> web.Response:
         """200 if a request would find its workers, else 503 naming the role that is missing (or that we drain)."""
         if self._live.draining:
             body = {"status": DRAINING, "num_live_reqs": len(self._live)}
@@ -106,11 +112,11 @@ class Control:
         healthy = sum(w.health is Health.UP for w in workers)
         return _json({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
 
-    async def health_generate(self, request: web.Request) -> web.Response:
+    async def health_generate(self, request: web.BaseRequest) -> web.Response:
         """A real token through every worker."""
         return await self._fan_out("GET", "/health_generate", self._credentials.own())
 
-    async def proxy(self, request: web.Request) -> web.Response:
+    async def proxy(self, request: web.BaseRequest) -> web.Response:
         """The answer of a worker that speaks for all: the first one that is up, decode before prefill."""
         headers = self._credentials.for_client(_authorization(request))
         for role in reversed(self._roles):
@@ -121,22 +127,23 @@ class Control:
         missing = missing_roles(self._table, self._roles) or list(self._roles)
         return error_response(503, no_worker_message(self._table, missing), code="no_worker")
 
-    async def server_info(self, request: web.Request) -> web.Response:
+    async def server_info(self, request: web.BaseRequest) -> web.Response:
         """The router's own settings and its workers with their load."""
         return _json(
             {
                 "router_manager": True,
                 "pd_disaggregation": self._config.pd_disaggregation,
                 "policy": self._config.policy,
+                "service_discovery": None if self._discovery is None else self._discovery.status(),
                 "workers": [describe(w) for w in self._table.workers()],
             }
         )
 
-    async def list_workers(self, request: web.Request) -> web.Response:
+    async def list_workers(self, request: web.BaseRequest) -> web.Response:
         workers = [describe(w) for w in self._table.workers()]
         return _json({"workers": workers, "total": len(workers)})
 
-    async def add_worker(self, request: web.Request) -> web.Response:
+    async def add_worker(self, request: web.BaseRequest) -> web.Response:
         """{"url", "role": prefill|decode|unified, "bootstrap_port"}: it gets requests after its first good check."""
         asked = await _read_object(request)
         role = self._asked_role(asked)
@@ -150,26 +157,28 @@ class Control:
             return url
         worker = self._table.add(url, role=role, bootstrap_port=port, now_s=time.monotonic())
         self._monitor.watch(worker)
+        await self._siblings.tell(request, asked)
         return _json(describe(worker), status=201)
 
-    async def remove_worker(self, request: web.Request) -> web.Response:
+    async def remove_worker(self, request: web.BaseRequest) -> web.Response:
         """{"url"} (or ?url=): no new request goes there; those that run go on."""
         asked: dict[str, Any] = dict(request.query) or await _read_object(request)
         url = _asked_url(asked)
         if isinstance(url, web.Response):
             return url
         worker = self._table.remove(url)
-        await self._monitor.unwatch(worker)
+        self._monitor.retire(worker)
+        await self._siblings.tell(request, asked)
         return _json(describe(worker))
 
-    async def get_loads(self, request: web.Request) -> web.Response:
+    async def get_loads(self, request: web.BaseRequest) -> web.Response:
         """What `least_load` compares, and what each worker last reported."""
         return _json({"workers": [describe(w) for w in self._table.workers()]})
 
-    async def flush_cache(self, request: web.Request) -> web.Response:
+    async def flush_cache(self, request: web.BaseRequest) -> web.Response:
         return await self._fan_out("POST", "/flush_cache", self._credentials.for_admin(_authorization(request)))
 
-    async def abort_request(self, request: web.Request) -> web.Response:
+    async def abort_request(self, request: web.BaseRequest) -> web.Response:
         """Passed to every worker: only they know request ids. All requests at once are an admin's to abort."""
         body = await request.read()
         headers = self._credentials.for_client(_authorization(request))
@@ -179,16 +188,20 @@ class Control:
             headers = self._credentials.for_admin(_authorization(request))
         return await self._fan_out("POST", "/abort_request", headers, body)
 
-    async def pass_to_all(self, request: web.Request) -> web.Response:
+    async def pass_to_all(self, request: web.BaseRequest) -> web.Response:
         """Pause, continue, weights, adapters, profiles: every worker does it, at the same time."""
         timeout_s = UPDATE_TIMEOUT_S if request.path in SLOW else FAN_OUT_TIMEOUT_S
         headers = self._credentials.for_admin(_authorization(request))
         return await self._fan_out("POST", request.path, headers, await request.read(), timeout_s=timeout_s)
 
-    async def get_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+    async def get_metrics(self, request: web.BaseRequest) -> web.Response:
+        """Of all processes of this router."""
+        body = self._metrics.exposition()
+        if not self._siblings.is_one(request) and (others := await self._siblings.expositions()):
+            body = merge_expositions([body.decode(), *others]).encode()
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 
-    async def openapi(self, request: web.Request) -> web.Response:
+    async def openapi(self, request: web.BaseRequest) -> web.Response:
         """Own routes, and generation as the first worker that is up describes it (decode before prefill)."""
         for role in reversed(self._roles):
             for worker in self._table.alive(role):
@@ -263,6 +276,8 @@ def describe(worker: Worker) -> dict[str, Any]:
         "role": worker.role.value,
         "is_healthy": worker.health is Health.UP,
         "health": worker.health.value,
+        "leaving": worker.leaving,
+        "discovered": worker.discovered,
         "last_error": worker.last_error,
         "bootstrap_host": worker.bootstrap_host if worker.role is Role.PREFILL else None,
         "bootstrap_port": worker.bootstrap_port,
@@ -274,7 +289,7 @@ def describe(worker: Worker) -> dict[str, Any]:
     }
 
 
-def _authorization(request: web.Request) -> str:
+def _authorization(request: web.BaseRequest) -> str:
     return request.headers.get("Authorization", "")
 
 
@@ -300,7 +315,7 @@ def _asked_url(asked: dict[str, Any]) -> str | web.Response:
     return str(url)
 
 
-async def _read_object(request: web.Request) -> dict[str, Any]:
+async def _read_object(request: web.BaseRequest) -> dict[str, Any]:
     """The body as a JSON object; 400 else."""
     try:
         return msgspec.json.decode(await request.read(), type=dict[str, Any])

@@ -13,16 +13,18 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
+from router.attempts import Attempts
+from router.chooser import Chooser, cost_tokens
 from router.config import RouterConfig
 from router.credentials import Credentials
 from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
 from router.guard import REQUEST_ID
-from router.legs import Answer, Call, LegError, Legs
+from router.legs import Call, Leg, LegError, Legs
 from router.merge import Merger, SseMerger
 from router.metrics import RouterMetrics
-from router.policies import Policy, pick
+from router.policies import Ask, Choice
 from router.race import Race
 from router.relay import StreamBroken, end_with_event, relay_stream
 from router.rewrite import Api, ParsedBody, parse_body, write_bodies
@@ -34,12 +36,13 @@ from security.voucher import VOUCHER_HEADER, vouch
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 1.0
+WAIT_POLL_S = 0.02
 RETRY_AFTER_S = "1"  # told to clients when no worker is there
 
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
 
 _PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER)
-_ANSWER_HEADERS = ("Content-Type", "Retry-After")
+_ANSWER_HEADERS = {"content-type": "Content-Type", "retry-after": "Retry-After"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,27 +52,29 @@ class Parts:
     config: RouterConfig
     table: WorkerTable
     rooms: RoomMinter
-    policy: Policy
+    chooser: Chooser
     legs: Legs
     metrics: RouterMetrics
     credentials: Credentials
     secret: bytes | None
     live: LiveRequests
     on_unreachable: Callable[[LegError], None]
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(slots=True, kw_only=True)
 class _Exchange:
     """One client's request while it is served."""
 
-    request: web.Request
+    request: web.BaseRequest
     request_id: str
     parsed: ParsedBody
+    ask: Ask
     body: bytes
     call: Call
     live: LiveRequest
     started_s: float
-    tried: set[int] = field(default_factory=set)
+    attempts: Attempts = field(default_factory=Attempts)
 
 
 class Dispatcher:
@@ -78,11 +83,11 @@ class Dispatcher:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         pd = parts.config.pd_disaggregation
-        self._tails: set[asyncio.Task[bytes]] = set()
+        self._tails: set[Leg] = set()
         self.roles = (Role.PREFILL, Role.DECODE) if pd else (Role.UNIFIED,)
         self._embedding_roles = self.roles[:1]  # the first computes prompts, alone or not
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The handler. `BadBody` for a body that cannot be routed."""
         refusal = self._refusal()
         if refusal is not None:
@@ -105,14 +110,16 @@ class Dispatcher:
             return error_response(429, message, code="queue_full", headers={"Retry-After": RETRY_AFTER_S})
         return None
 
-    async def _handle(self, request: web.Request, live: LiveRequest) -> web.StreamResponse:
-        started_s = time.monotonic()
+    async def _handle(self, request: web.BaseRequest, live: LiveRequest) -> web.StreamResponse:
+        started_s = self._parts.clock()
         body = await request.read()
         request_id = request[REQUEST_ID]
+        parsed = parse_body(Api(request.path), body)
         exchange = _Exchange(
             request=request,
             request_id=request_id,
-            parsed=parse_body(Api(request.path), body),
+            parsed=parsed,
+            ask=self._parts.chooser.ask(parsed, request.headers),
             body=body,
             call=Call(request.path, self._headers(request, request_id)),
             live=live,
@@ -120,11 +127,10 @@ class Dispatcher:
         )
         return await self._serve(exchange)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End what prefill legs still run after their clients were served."""
-        for task in self._tails:
-            task.cancel()
-        await asyncio.gather(*self._tails, return_exceptions=True)
+        for leg in tuple(self._tails):
+            leg.close()
 
     async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
         """Attempts until one answers, fails for good, or none is left."""
@@ -137,16 +143,15 @@ class Dispatcher:
                 headers={"Retry-After": RETRY_AFTER_S},
             )
         for attempt in range(config.retry_max + 1):
-            if attempt:
-                exchange.call = exchange.call.later(time.monotonic() - exchange.started_s)
             roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
-            workers = self._pick(roles, exchange.tried)
-            if workers is None:
-                return self._no_worker(roles)
+            chosen = await self._choose_soon(roles, exchange)
+            if chosen is None:
+                return self._none_left(roles, exchange.attempts)
+            call = exchange.call if attempt == 0 else exchange.call.later(self._parts.clock() - exchange.started_s)
             try:
-                return await self._attempt(exchange, workers)
+                return await self._attempt(exchange, call, chosen)
             except LegError as failure:
-                exchange.tried.add(failure.worker.worker_id)
+                exchange.attempts.note(failure, [choice.worker for choice in chosen])
                 self._note(failure)
                 if not failure.retryable or attempt == config.retry_max:
                     return _failure_response(failure)
@@ -154,93 +159,97 @@ class Dispatcher:
             await asyncio.sleep(backoff_s(attempt, base_s=config.retry_backoff_s))
         raise AssertionError("the last attempt returns")
 
-    async def _attempt(self, exchange: _Exchange, workers: tuple[Worker, ...]) -> web.StreamResponse:
-        if len(workers) == 2:
-            return await self._attempt_pair(exchange, prefill=workers[0], decode=workers[1])
-        return await self._attempt_single(exchange, workers[0])
+    async def _attempt(self, exchange: _Exchange, call: Call, chosen: tuple[Choice, ...]) -> web.StreamResponse:
+        if len(chosen) == 2:
+            return await self._attempt_pair(exchange, call, chosen[0], chosen[1])
+        return await self._attempt_single(exchange, call, chosen[0])
 
-    async def _attempt_single(self, exchange: _Exchange, worker: Worker) -> web.StreamResponse:
-        lease = self._charge(worker, exchange.parsed)
-        answer = None
+    async def _attempt_single(self, exchange: _Exchange, call: Call, choice: Choice) -> web.StreamResponse:
+        lease = self._charge(choice, exchange.ask)
+        race = Race(self._parts.legs.send(choice.worker, call, exchange.body, stream=True))
         try:
-            answer = await self._parts.legs.open(worker, exchange.call, exchange.body)
-            return await self._answer(exchange, answer, merger=None, race=None)
+            await race.answer(wait_for_prefill=False)
+            return await self._answer(exchange, race, merger=None)
         finally:
             self._parts.table.release(lease)
-            if answer is not None:
-                answer.response.close() if not answer.response.content.is_eof() else answer.response.release()
+            race.close()
 
-    async def _attempt_pair(self, exchange: _Exchange, *, prefill: Worker, decode: Worker) -> web.StreamResponse:
+    async def _attempt_pair(
+        self, exchange: _Exchange, call: Call, compute: Choice, answer_by: Choice
+    ) -> web.StreamResponse:
         parts, parsed = self._parts, exchange.parsed
+        prefill, decode = compute.worker, answer_by.worker
         rooms = parts.rooms.mint(parsed.num_samples)
         prefill_body, decode_body = write_bodies(
             parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms
         )
-        prefill_lease, decode_lease = self._charge(prefill, parsed), self._charge(decode, parsed)
-        race = Race(
-            asyncio.create_task(parts.legs.fetch(prefill, exchange.call, prefill_body)),
-            asyncio.create_task(parts.legs.open(decode, self._vouched(exchange.call, prefill, rooms), decode_body)),
-        )
+        prefill_lease, decode_lease = self._charge(compute, exchange.ask), self._charge(answer_by, exchange.ask)
+        first = parts.legs.send(prefill, call, prefill_body, stream=False)
+        second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
+        race = Race(second, prefill=first)
         try:
-            answer = await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
+            await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
             parts.table.release(prefill_lease)  # its tokens are computed: decode would not have begun
-            merger = Merger(parsed.api, race.prefill.result()) if parsed.wants_input_logprobs else None
-            response = await self._answer(exchange, answer, merger=merger, race=race)
+            merger = Merger(parsed.api, first.reply.take()) if parsed.wants_input_logprobs else None
+            response = await self._answer(exchange, race, merger=merger)
             race.finish()
             return response
         finally:
             parts.table.release(prefill_lease)
             parts.table.release(decode_lease)
-            self._tails.add(race.prefill)
-            _when_done(race.prefill, self._tails.discard, lambda _: parts.rooms.release(rooms))
-            await race.close()  # last: a client that leaves in just this wait cancels it
+            race.close()
+            self._tails.add(first)
+            race.when_prefill_ends(lambda: self._end_tail(first, rooms))
 
-    async def _answer(
-        self, exchange: _Exchange, answer: Answer, *, merger: Merger | None, race: Race | None
-    ) -> web.StreamResponse:
-        """Give the client a worker's answer, whole or as a stream."""
-        headers = _answer_headers(answer.response.headers)
-        if not answer.streaming:
+    def _end_tail(self, prefill: Leg, rooms: Sequence[int]) -> None:
+        """Nothing of the request runs any more, here or there."""
+        self._tails.discard(prefill)
+        self._parts.rooms.release(rooms)
+
+    async def _answer(self, exchange: _Exchange, race: Race, *, merger: Merger | None) -> web.StreamResponse:
+        """Give the client the answer that has begun, whole or as a stream."""
+        leg = race.answering
+        headers = _answer_headers(leg.reply.headers)
+        if not leg.streaming:
             self._first_byte(exchange)
-            body = merger.merge_answer(answer.first) if merger else answer.first
-            return web.Response(status=answer.response.status, body=body, headers=headers)
+            body = leg.reply.take()
+            body = merger.merge_answer(body) if merger else body
+            return web.Response(status=leg.reply.status, body=body, headers=headers)
         headers["X-Request-Id"] = exchange.request_id
         headers["Cache-Control"] = "no-cache"
-        if race is not None:
-            race.watch_prefill(self._note)
-        exchange.live.cut = answer.response.close
+        race.watch_prefill(self._note)
+        exchange.live.cut = leg.close
         try:
             out = await relay_stream(
                 exchange.request,
-                answer,
+                leg,
                 headers=headers,
                 merger=SseMerger(merger) if merger else None,
                 on_first_byte=lambda: self._first_byte(exchange),
             )
         except StreamBroken as broken:
-            return await self._end_broken(exchange, broken, answer.worker, race)
+            if exchange.live.handed_back:
+                return await self._end_handed_back(broken.out, race)
+            return await self._end_broken(broken.out, broken.cause, race)
         if exchange.live.handed_back:
-            return await self._end_broken(exchange, StreamBroken(out, ConnectionError()), answer.worker, race)
-        if race is not None and race.refused is not None:
-            return await self._end_broken(exchange, StreamBroken(out, race.refused), answer.worker, race)
+            return await self._end_handed_back(out, race)
+        if race.refused is not None:
+            return await self._end_broken(out, race.refused, race)
         await out.write_eof()
         return out
 
-    async def _end_broken(
-        self, exchange: _Exchange, broken: StreamBroken, worker: Worker, race: Race | None
-    ) -> web.StreamResponse:
+    async def _end_handed_back(self, out: web.StreamResponse, race: Race) -> web.StreamResponse:
+        race.close()
+        return await end_with_event(out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
+
+    async def _end_broken(self, out: web.StreamResponse, failure: LegError, race: Race) -> web.StreamResponse:
         """Say in the stream what happened; both legs end."""
-        if exchange.live.handed_back:
-            if race is not None:
-                await race.close()
-            return await end_with_event(broken.out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
-        failure = race.refused if race is not None else None
-        if failure is None:
-            failure = LegError(worker, reason="lost", detail=f"the stream broke off: {broken}")
+        if race.refused is not None:
+            failure = race.refused
+        else:
             self._note(failure)
-        if race is not None:
-            await race.close()
-        return await end_with_event(broken.out, _failure_event(failure))
+        race.close()
+        return await end_with_event(out, _failure_event(failure))
 
     def _vouched(self, call: Call, prefill: Worker, rooms: Sequence[int]) -> Call:
         """With our word for the bootstrap server that the body names, where there is a secret to give it by."""
@@ -250,16 +259,28 @@ class Dispatcher:
         voucher = vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)
         return Call(call.path, {**call.headers, VOUCHER_HEADER: voucher})
 
-    def _pick(self, roles: Sequence[Role], tried: set[int]) -> tuple[Worker, ...] | None:
-        """One worker of each role, least loaded (or as the policy says) among those not tried yet."""
-        parts = self._parts
-        chosen = [pick(parts.policy, parts.table.alive(role), avoid=tried) for role in roles]
-        return tuple(w for w in chosen if w is not None) if None not in chosen else None
+    async def _choose_soon(self, roles: Sequence[Role], exchange: _Exchange) -> tuple[Choice, ...] | None:
+        """As `_choose`; a request that has failed already waits a little for workers of which none is alive.
 
-    def _charge(self, worker: Worker, parsed: ParsedBody) -> Lease:
-        """Prefill holds the prompts; the others also the answers that will grow there."""
-        output = 0 if worker.role is Role.PREFILL else parsed.output_tokens
-        return self._parts.table.charge(worker, parsed.prompt_tokens + output)
+        What broke its connections may have made their health checks fail as well, and be over.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + (self._parts.config.retry_wait_s if exchange.attempts.last else 0.0)
+        while True:
+            chosen = self._choose(roles, exchange)
+            if chosen is not None or not missing_roles(self._parts.table, roles) or loop.time() >= deadline_s:
+                return chosen
+            await asyncio.sleep(WAIT_POLL_S)
+
+    def _choose(self, roles: Sequence[Role], exchange: _Exchange) -> tuple[Choice, ...] | None:
+        """One worker of each role as its policy says, among those best tried next; None when a role has none."""
+        pools = [exchange.attempts.candidates(self._parts.table.alive(role)) for role in roles]
+        if not all(pools):
+            return None  # before a policy remembers what then is sent to nobody
+        return tuple(self._parts.chooser.choose(workers, exchange.ask) for workers in pools)
+
+    def _charge(self, choice: Choice, ask: Ask) -> Lease:
+        return self._parts.table.charge(choice.worker, cost_tokens(choice, ask))
 
     def _note(self, failure: LegError) -> None:
         """Count a failure; a worker that could not be reached is looked at."""
@@ -268,6 +289,12 @@ class Dispatcher:
         if failure.reason in ("refused", "lost") or failure.draining:
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
+
+    def _none_left(self, roles: Sequence[Role], attempts: Attempts) -> web.Response:
+        """Nobody is alive, or who is could only fail again."""
+        if attempts.last is not None and not missing_roles(self._parts.table, roles):
+            return _failure_response(attempts.last)
+        return self._no_worker(roles)
 
     def _no_worker(self, roles: Sequence[Role]) -> web.Response:
         """503 that names what is missing."""
@@ -278,9 +305,9 @@ class Dispatcher:
         )
 
     def _first_byte(self, exchange: _Exchange) -> None:
-        self._parts.metrics.ttfb_s.labels(exchange.call.path).observe(time.monotonic() - exchange.started_s)
+        self._parts.metrics.on_first_byte(exchange.call.path, self._parts.clock() - exchange.started_s)
 
-    def _headers(self, request: web.Request, request_id: str) -> dict[str, str]:
+    def _headers(self, request: web.BaseRequest, request_id: str) -> dict[str, str]:
         """What workers get of the client's headers."""
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         for name in _PASSED_HEADERS:
@@ -343,16 +370,4 @@ class _ErrorBody(msgspec.Struct):
 
 
 def _answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: headers[name] for name in _ANSWER_HEADERS if name in headers}
-
-
-def _when_done(task: "asyncio.Task[bytes]", *acts: Callable[["asyncio.Task[bytes]"], None]) -> None:
-    """Call `acts` once `task` has ended, and look at its exception, which by then interests no one."""
-
-    def on_done(done: "asyncio.Task[bytes]") -> None:
-        if not done.cancelled():
-            done.exception()
-        for act in acts:
-            act(done)
-
-    on_done(task) if task.done() else task.add_done_callback(on_done)
+    return {name: headers[low] for low, name in _ANSWER_HEADERS.items() if low in headers}

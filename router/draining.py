@@ -1,8 +1,5 @@
-"""The end of a router in good order: no new requests, those that run are finished or handed back. No HTTP routes here.
-
-    serving --SIGTERM--> draining --nothing runs any more, or the time is over--> ended
-       |                    |
-       +------ SIGINT ------+-- any second signal: at once
+"""The end of a router in good order: no new requests, those that run are finished or handed back. No HTTP routes here;
+what signals ask for is lifecycle/stop_signals.py's.
 
 Owns who runs: each request is a `LiveRequest` that can be handed back, by cancelling it before its answer has begun, or by
 cutting the worker's stream after that, so that its last event says why.
@@ -10,46 +7,15 @@ cutting the worker's stream after that, so that its last event says why.
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+
+from router.load_view import ALONE, LoadView
 
 log = logging.getLogger(__name__)
 
 DRAINING = "draining"  # error code, and `status` on /health
 POLL_S = 0.02
-
-
-class StopSignals:
-    """What SIGTERM and SIGINT have asked for so far. `asked`: to end. `at_once`: without waiting for anybody."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.at_once = asyncio.Event()
-
-    def on_sigterm(self) -> None:
-        if self.asked.is_set():
-            self.at_once.set()
-        self.asked.set()
-
-    def on_sigint(self) -> None:
-        self.asked.set()
-        self.at_once.set()
-
-    @contextmanager
-    def caught(self, *, on_hangup: Callable[[], None]) -> Iterator[None]:
-        """While inside, the signals come here, and SIGHUP to `on_hangup` (where this thread may handle signals)."""
-        loop = asyncio.get_running_loop()
-        handlers = {signal.SIGTERM: self.on_sigterm, signal.SIGINT: self.on_sigint, signal.SIGHUP: on_hangup}
-        for number, handler in handlers.items():
-            with suppress(NotImplementedError, RuntimeError, ValueError):
-                loop.add_signal_handler(number, handler)
-        try:
-            yield
-        finally:
-            for number in handlers:
-                with suppress(NotImplementedError, RuntimeError, ValueError):
-                    loop.remove_signal_handler(number)
 
 
 class LiveRequest:
@@ -75,10 +41,11 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """Who runs. `max_live`: one more is refused."""
+    """Who runs. `max_live`: one more is refused, whichever of this router's processes serves the others."""
 
-    def __init__(self, *, max_live: int) -> None:
+    def __init__(self, *, max_live: int, view: LoadView = ALONE) -> None:
         self.draining = False
+        self._view = view
         self._max_live = max_live
         self._requests: dict[int, LiveRequest] = {}  # by id, in order of arrival
 
@@ -91,7 +58,7 @@ class LiveRequests:
 
     @property
     def full(self) -> bool:
-        return len(self._requests) >= self._max_live
+        return len(self._requests) + self._view.others_live() >= self._max_live
 
     @contextmanager
     def request(self) -> Iterator[LiveRequest]:
@@ -99,10 +66,12 @@ class LiveRequests:
         assert task is not None
         request = LiveRequest(task)
         self._requests[id(request)] = request
+        self._view.publish_live(len(self._requests))
         try:
             yield request
         finally:
             del self._requests[id(request)]
+            self._view.publish_live(len(self._requests))
 
     async def drain(self, *, timeout_s: float, at_once: asyncio.Event) -> None:
         """Nothing new from now on. Returns when nothing runs; what does not end in time is handed back."""

@@ -1,9 +1,8 @@
-"""The middleware around every route: request ids, who may call what and how often, errors in OpenAI's shape. No routing."""
+"""What stands around every route: request ids, who may call what and how often, errors in OpenAI's shape. No routing."""
 
 import logging
 import math
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -12,6 +11,7 @@ from router.errors import error_response
 from router.metrics import RouterMetrics
 from router.rate_limit import RateLimiter, client_of
 from router.rewrite import Api, BadBody
+from router.routes import Handler
 from router.workers import WorkerTableError
 from security.keys import Access, Caller, Gate
 
@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_ID_CHARS = 256
 REQUEST_ID = web.RequestKey("request_id", str)
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CALLER = web.RequestKey("caller", Caller)
 _OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json"))
 # What changes workers for everybody, or the pool. A route named nowhere here needs an API key.
@@ -47,16 +46,29 @@ def need_of(method: str, path: str) -> Access:
     return Access.ADMIN if path in _ADMIN_PATHS or (method, path) in _ADMIN_ROUTES else Access.USER
 
 
-def make_guard(
-    *, gate: Gate, limiter: RateLimiter | None, metrics: RouterMetrics
-) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """The middleware. `limiter` counts what needs a key; None: no limit."""
+def _nobody(request: web.BaseRequest) -> bool:
+    return False
 
-    @web.middleware
-    async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        request_id = request.headers.get("X-Request-Id", "")[:MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
+
+def make_guard(
+    *,
+    gate: Gate,
+    limiter: RateLimiter | None,
+    metrics: RouterMetrics,
+    new_id: Callable[[], str],
+    is_sibling: Callable[[web.BaseRequest], bool] = _nobody,
+) -> Callable[[web.BaseRequest, Handler], Awaitable[web.StreamResponse]]:
+    """The guard. `limiter` counts what needs a key; None: no limit. `new_id` names requests that came without a name.
+
+    `is_sibling`: another process of this router asks, which checked its caller itself.
+    """
+
+    async def guard(request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
+        request_id = request.headers.get("X-Request-Id", "")[:MAX_REQUEST_ID_CHARS] or new_id()
         request[REQUEST_ID] = request_id
-        response: web.StreamResponse | None = _refused(request, gate, limiter, metrics)
+        response: web.StreamResponse | None = None
+        if not is_sibling(request):
+            response = _refused(request, gate, limiter, metrics)
         if response is not None:
             pass
         elif request.path in _COUNTED_PATHS:
@@ -70,7 +82,7 @@ def make_guard(
     return guard
 
 
-async def _counted(request: web.Request, handler: _Handler, metrics: RouterMetrics) -> web.StreamResponse:
+async def _counted(request: web.BaseRequest, handler: Handler, metrics: RouterMetrics) -> web.StreamResponse:
     """A generation request; one whose client went away counts as status 499."""
     started_s, status = time.monotonic(), "499"
     metrics.inflight.inc()
@@ -80,11 +92,10 @@ async def _counted(request: web.Request, handler: _Handler, metrics: RouterMetri
         return response
     finally:
         metrics.inflight.dec()
-        metrics.requests.labels(request.path, status).inc()
-        metrics.duration_s.labels(request.path).observe(time.monotonic() - started_s)
+        metrics.on_answered(request.path, status, time.monotonic() - started_s)
 
 
-async def _answered(request: web.Request, handler: _Handler) -> web.StreamResponse:
+async def _answered(request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
     """The handler's answer, or its exception as one."""
     try:
         return await handler(request)
@@ -105,7 +116,7 @@ async def _answered(request: web.Request, handler: _Handler) -> web.StreamRespon
         return error_response(500, "internal error of the router; its log has the details")
 
 
-def _http_error(request: web.Request, err: web.HTTPException) -> web.StreamResponse:
+def _http_error(request: web.BaseRequest, err: web.HTTPException) -> web.StreamResponse:
     message = {
         404: f"{request.path} is not served here",
         405: f"{request.path} does not take {request.method}",
@@ -115,14 +126,14 @@ def _http_error(request: web.Request, err: web.HTTPException) -> web.StreamRespo
     return error_response(err.status, message, headers=headers)
 
 
-def require_admin(request: web.Request, gate: Gate) -> web.Response | None:
+def require_admin(request: web.BaseRequest, gate: Gate) -> web.Response | None:
     """For a handler that only now knows what is asked for: None, or the refusal."""
     refusal = gate.refusal(request[CALLER], Access.ADMIN)
     return None if refusal is None else _refusal(*refusal)
 
 
 def _refused(
-    request: web.Request, gate: Gate, limiter: RateLimiter | None, metrics: RouterMetrics
+    request: web.BaseRequest, gate: Gate, limiter: RateLimiter | None, metrics: RouterMetrics
 ) -> web.Response | None:
     now_s, need = time.monotonic(), need_of(request.method, request.path)
     caller = request[CALLER] = gate.caller(request.headers.get("Authorization", ""), now_s)

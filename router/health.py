@@ -5,6 +5,7 @@ Owns those tasks; what the answers mean is decided by the worker table.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -12,8 +13,8 @@ import msgspec
 
 from router.config import RouterConfig
 from router.credentials import Credentials
-from router.legs import LegError
-from router.reports import parse_bootstrap, parse_load, parse_mode, says_draining
+from router.legs import LegError, Legs
+from router.reports import parse_bootstrap, parse_incarnation, parse_load, parse_mode, says_draining
 from router.workers import Check, Health, Role, Worker, WorkerTable
 
 log = logging.getLogger(__name__)
@@ -29,19 +30,43 @@ class HealthMonitor:
     """Watches every worker of `table` that was given to `watch`."""
 
     def __init__(
-        self, *, config: RouterConfig, table: WorkerTable, session: aiohttp.ClientSession, credentials: Credentials
+        self,
+        *,
+        config: RouterConfig,
+        table: WorkerTable,
+        session: aiohttp.ClientSession,
+        credentials: Credentials,
+        legs: Legs | None = None,
+        on_info: Callable[[Worker, object], None] = lambda worker, info: None,
     ) -> None:
+        """`legs`: told after each check of a worker, so that those that wait for it in vain end.
+
+        `on_info` is told what a worker says of itself, when it comes up and now and then.
+        """
+        self._legs = legs
         self._credentials = credentials
+        self._on_info = on_info
         self._config = config
         self._table = table
         self._session = session
         self._watches: dict[int, _Watch] = {}
+
+    @property
+    def num_watched(self) -> int:
+        return len(self._watches)
 
     def watch(self, worker: Worker) -> None:
         """Start to check `worker`, now and then every interval."""
         watch = _Watch(worker)
         watch.task = asyncio.create_task(self._run(watch), name=f"health {worker.url}")
         self._watches[worker.worker_id] = watch
+
+    def retire(self, worker: Worker) -> None:
+        """It left the table: look after it only for as long as requests of ours run there."""
+        watch = self._watches.get(worker.worker_id)
+        if watch is not None:
+            watch.retired = True
+            watch.wake.set()
 
     async def unwatch(self, worker: Worker) -> None:
         watch = self._watches.pop(worker.worker_id, None)
@@ -73,14 +98,20 @@ class HealthMonitor:
             watch.wake.set()
 
     async def _run(self, watch: "_Watch") -> None:
-        while True:
+        while not watch.retired or self._has_legs(watch.worker):
             watch.wake.clear()
             await self._check(watch)
+            if self._legs is not None:
+                self._legs.on_checked(watch.worker)
             watch.checked.set()
             try:
                 await asyncio.wait_for(watch.wake.wait(), self._config.health_check_interval_s)
             except TimeoutError:
                 continue
+        self._watches.pop(watch.worker.worker_id, None)
+
+    def _has_legs(self, worker: Worker) -> bool:
+        return self._legs is not None and self._legs.lifelines.is_waited_for(worker)
 
     async def _check(self, watch: "_Watch") -> None:
         """One round: health, then what else is due. A worker comes up with its bootstrap address known."""
@@ -102,12 +133,14 @@ class HealthMonitor:
             log.log(level, "%s worker %s is %s %s", worker.role, worker.url, worker.health, error)
 
     async def _ask_health(self, worker: Worker) -> tuple[Check, str]:
+        asked_s = _now_s()
         try:
             status, body = await self._get(worker, "/health")
         except aiohttp.ClientConnectorError as err:
             return Check.REFUSED, str(err)
         except (aiohttp.ClientError, OSError, TimeoutError) as err:
             return Check.FAILED, f"/health: {str(err) or type(err).__name__}"
+        self._table.on_incarnation(worker, parse_incarnation(body), asked_s=asked_s)
         if status == 503 and says_draining(body):
             return Check.DRAINING, "it is draining"
         return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")
@@ -120,9 +153,12 @@ class HealthMonitor:
         mode, expected = parse_mode(info), _EXPECTED_MODE[worker.role]
         if mode is not None and mode != expected:
             return f"runs with --disaggregation-mode {mode}, but was given as a {worker.role} worker"
-        if worker.role is Role.PREFILL and worker.given_bootstrap_port is None:
+        if info is not None and worker.role is Role.PREFILL and worker.given_bootstrap_port is None:
             host, port = parse_bootstrap(info, url_host=worker.url_host)
             self._table.on_bootstrap(worker, host=host, port=port)
+        watch = self._watches.get(worker.worker_id)
+        if watch is not None and not watch.retired:
+            self._on_info(worker, info)
         return None
 
     async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:
@@ -155,6 +191,7 @@ class _Watch:
         self.task: asyncio.Task[None] | None = None
         self.wake = asyncio.Event()
         self.checked = asyncio.Event()
+        self.retired = False
         self.load_due_s = 0.0
         self.info_due_s = 0.0
 

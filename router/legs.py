@@ -1,33 +1,31 @@
-"""One leg: a request to one worker and its answer. Owns the HTTP client's settings and the classification of failures.
+"""One leg: a request to one worker and its answer. Owns the list of those that run, and the classification of failures.
 
 Decides nothing about retries between workers; a failure is one `LegError` that says what it was.
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import aiohttp
-from yarl import URL
+from functools import partial
 
 from router.deadline import less_time
+from router.lifelines import Lifelines
 from router.reports import says_draining
-from router.workers import MAX_WORKERS, Worker
+from router.upstream import STREAM_TYPE, Reply, Upstream, UpstreamError
+from router.workers import Role, Worker
 
+log = logging.getLogger(__name__)
+
+UNJOINED = 502  # what a decode worker answers when it could not find or reach the prefill worker
 RETRYABLE_STATUSES = frozenset((500, 502, 503))
-MAX_URLS = 4 * MAX_WORKERS  # parsed ones that are kept
-READ_BUFFER_BYTES = 256 << 10
-KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that a kept connection is rarely closed under a new request
-
-_SKIPPED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding")
-_STREAM_TYPE = "text/event-stream"
 
 
 class LegError(Exception):
     """A worker did not answer a request well.
 
-    `reason`: "refused" (nothing listens), "lost" (connection failed or broke), "timeout", or "status" (an HTTP error
-    answer, whole in `status`, `headers`, `body`).
+    `reason`: one of `UpstreamError` ("down": the worker is dead, see lifelines.py), or "status" (an HTTP error answer,
+    whole in `status`, `headers` (names in lower case), `body`).
     """
 
     def __init__(
@@ -53,19 +51,14 @@ class LegError(Exception):
         return self.status == 503 and says_draining(self.body)
 
     @property
+    def unjoined(self) -> bool:
+        """Decode could not be joined with its prefill worker: it is told whose fault that is by nobody."""
+        return self.status == UNJOINED and self.worker.role is Role.DECODE
+
+    @property
     def retryable(self) -> bool:
         """Another worker may do better. Back-pressure and bad requests (4xx) are the client's to handle."""
-        return self.reason in ("refused", "lost") or self.status in RETRYABLE_STATUSES
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A good answer, begun: `first` is the whole body unless it is a stream, whose first bytes they are."""
-
-    worker: Worker
-    response: aiohttp.ClientResponse
-    first: bytes
-    streaming: bool
+        return self.reason in ("refused", "lost", "down") or self.status in RETRYABLE_STATUSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,75 +73,94 @@ class Call:
         return Call(self.path, less_time(self.headers, elapsed_s))
 
 
-def open_session(*, connect_timeout_s: float, request_timeout_s: float) -> aiohttp.ClientSession:
-    """The one client of a router: unlimited connections, nothing decoded, no proxies, no cookies."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=10),
-        timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=connect_timeout_s),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=_SKIPPED_HEADERS,
-        auto_decompress=False,
-        read_bufsize=READ_BUFFER_BYTES,
-    )
+class Leg:
+    """One request to one worker, under way. `reply.listener` hears when what is said here may have changed."""
+
+    __slots__ = ("_failure", "_stream", "reply", "worker")
+
+    def __init__(self, worker: Worker, reply: Reply, *, stream: bool) -> None:
+        self.worker = worker
+        self.reply = reply
+        self._stream = stream
+        self._failure: LegError | None = None
+
+    @property
+    def streaming(self) -> bool:
+        """The answer is a good one, and to be passed on as it comes."""
+        status = self.reply.status
+        return self._stream and 0 < status < 300 and self.reply.headers.get("content-type", "").startswith(STREAM_TYPE)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come."""
+        return self.reply.complete or self.reply.error is not None
+
+    @property
+    def begun(self) -> bool:
+        """There is something to give to the client: the first bytes of a stream, or the whole of any other answer."""
+        return self.reply.complete or (self.reply.num_buffered > 0 and self.streaming)
+
+    def failure(self) -> LegError | None:
+        """What went wrong before the answer had begun; an answer that begun is judged by who reads it."""
+        if self._failure is None:
+            self._failure = self._find_failure()
+        return self._failure
+
+    def _find_failure(self) -> LegError | None:
+        reply = self.reply
+        if reply.error is not None:
+            return broken_leg(self.worker, reply.error)
+        if not reply.complete:
+            return None
+        if reply.status >= 300:
+            return LegError(self.worker, reason="status", status=reply.status, headers=reply.headers, body=reply.take())
+        if self.streaming and not reply.num_buffered:
+            return LegError(self.worker, reason="lost", detail="the stream ended before its first event")
+        return None
+
+    @property
+    def waits_since_s(self) -> float | None:
+        """Nothing came since then (the loop's time); None: what came is not taken."""
+        return None if self.reply.num_buffered else self.reply.heard_s
+
+    def give_up(self, why: str) -> None:
+        """End it: nobody will answer."""
+        self.reply.close(UpstreamError("down", why))
+
+    def close(self) -> None:
+        self.reply.close()
 
 
 class Legs:
-    """Sends legs through one session."""
+    """Sends legs through one client; who runs is in `lifelines`."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
-        self._urls: dict[tuple[str, str], URL] = {}
+    def __init__(self, upstream: Upstream, lifelines: Lifelines) -> None:
+        self.lifelines = lifelines
+        self._upstream = upstream
 
-    async def fetch(self, worker: Worker, call: Call, body: bytes) -> bytes:
-        """Post and read the whole answer. `LegError` unless it is a good one."""
-        answer = await self.open(worker, call, body, stream=False)
-        return answer.first
+    def on_checked(self, worker: Worker) -> None:
+        """`worker` was looked at: end the legs that wait for it in vain."""
+        count = self.lifelines.give_up(worker, asyncio.get_running_loop().time())
+        if count:
+            log.warning("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
-    async def open(self, worker: Worker, call: Call, body: bytes, *, stream: bool = True) -> Answer:
-        """Post and wait for the first bytes of an event stream, or for the whole of any other answer. `LegError`."""
-        try:
-            response = await self._session.post(
-                self._url(worker.url, call.path), data=body, headers=call.headers, allow_redirects=False
-            )
-        except (aiohttp.ClientError, OSError, TimeoutError) as err:
-            raise connection_error(worker, err) from None
-        return await _begin(worker, response, stream=stream)
-
-    def _url(self, base: str, path: str) -> URL:
-        """Parsed once per worker and path: parsing costs more than a dictionary look-up."""
-        url = self._urls.get((base, path))
-        if url is None:
-            if len(self._urls) >= MAX_URLS:  # of workers that left
-                self._urls.clear()
-            url = self._urls[base, path] = URL(base + path)
-        return url
+    def send(self, worker: Worker, call: Call, body: bytes, *, stream: bool) -> Leg:
+        """Send one. `stream`: its answer may be one that is passed on as it comes."""
+        reply = self._upstream.post(worker.url, call.path, headers=call.headers, body=body)
+        leg = Leg(worker, reply, stream=stream)
+        if not leg.ended:
+            self.lifelines.begin(leg)
+            reply.on_end = partial(self.lifelines.over, leg)
+        return leg
 
 
-async def _begin(worker: Worker, response: aiohttp.ClientResponse, *, stream: bool) -> Answer:
-    streaming = stream and response.status < 300 and response.content_type == _STREAM_TYPE
-    try:
-        first = await (response.content.readany() if streaming else response.read())
-    except (aiohttp.ClientError, OSError, TimeoutError) as err:
-        response.close()
-        raise connection_error(worker, err) from None
-    except asyncio.CancelledError:
-        response.close()
-        raise
-    if response.status >= 300:
-        raise LegError(worker, reason="status", status=response.status, headers=response.headers, body=first)
-    if streaming and not first:
-        raise LegError(worker, reason="lost", detail="the stream ended before its first event")
-    return Answer(worker, response, first, streaming)
+def broken_stream(worker: Worker, err: UpstreamError) -> LegError:
+    """As `broken_leg`, for an answer of which the client has a part."""
+    if err.reason == "down":
+        return broken_leg(worker, err)
+    return LegError(worker, reason="lost", detail=f"the stream broke off: {err}")
 
 
-def connection_error(worker: Worker, err: BaseException) -> LegError:
-    """The `LegError` for what the client library raised."""
-    if isinstance(err, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-        return LegError(worker, reason="refused", detail=_detail(err))
-    if isinstance(err, TimeoutError):
-        return LegError(worker, reason="timeout", detail="no answer in time (--request-timeout-s)")
-    return LegError(worker, reason="lost", detail=_detail(err))
-
-
-def _detail(err: BaseException) -> str:
-    return str(err) or type(err).__name__
+def broken_leg(worker: Worker, err: UpstreamError) -> LegError:
+    """The `LegError` for an answer that did not come, or not to its end."""
+    return LegError(worker, reason=err.reason, detail=str(err))

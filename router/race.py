@@ -1,12 +1,12 @@
-"""Both legs of one request as tasks: the first failure ends both, the decode worker's answer wins.
+"""The legs of one request: the first failure ends both, the decode worker's answer wins.
 
-Knows tasks and leg errors; not bodies, workers' load or the client.
+Knows legs; not bodies, workers' load or the client. No tasks: both answers ring one bell (`Reply.listener`).
 """
 
 import asyncio
 from collections.abc import Callable
 
-from router.legs import Answer, LegError
+from router.legs import Leg, LegError
 
 TAIL_S = 5.0  # how long prefill may take to end its own answer after the client has all of decode's
 
@@ -14,28 +14,38 @@ GOING = 503  # a worker that ends, or whose engine died, answers what it has wit
 
 
 class Race:
-    """A prefill and a decode leg, running. `close()` must be called, whatever happened."""
+    """A leg whose answer goes to the client (decode's, or a unified worker's), and maybe a prefill leg beside it.
 
-    def __init__(self, prefill: "asyncio.Task[bytes]", decode: "asyncio.Task[Answer]") -> None:
+    `close()` must be called, whatever happened.
+    """
+
+    def __init__(self, answering: Leg, *, prefill: Leg | None = None) -> None:
+        self.answering = answering
         self.prefill = prefill
-        self._decode = decode
-        self._answer: Answer | None = None
-        self._finished = False
-        self._on_failure: Callable[[LegError], None] = _ignore
         self.refused: LegError | None = None
+        self._legs = (answering,) if prefill is None else (prefill, answering)
+        self._bell: asyncio.Future[None] | None = None
+        self._finished = False
+        self._on_prefill_end: Callable[[], None] | None = None
+        self._on_failure: Callable[[LegError], None] | None = None
+        answering.reply.listener = self._ring
+        if prefill is not None:
+            prefill.reply.listener = self._on_prefill_change
 
-    async def answer(self, *, wait_for_prefill: bool) -> Answer:
-        """Decode's answer as soon as it begins (and, if asked, prefill has ended too). `LegError` of the leg that failed."""
-        pending: set[asyncio.Task[bytes] | asyncio.Task[Answer]] = {self.prefill, self._decode}
+    async def answer(self, *, wait_for_prefill: bool) -> Leg:
+        """The answering leg as soon as its answer begins (and, if asked, prefill's is whole). `LegError` of the leg that failed."""
         while True:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            ended = [task for task in (self.prefill, self._decode) if task in done]  # a set has no order
-            failures = [err for task in ended if (err := task.exception()) is not None]
+            failures = [failure for leg in self._legs if (failure := leg.failure()) is not None]
             if failures:
-                raise min(failures, key=_is_retryable)
-            if self._decode.done() and not (wait_for_prefill and pending):
-                self._answer = self._decode.result()
-                return self._answer
+                raise min(failures, key=_says_less)
+            prefill_done = self.prefill is None or self.prefill.ended or not wait_for_prefill
+            if self.answering.begun and prefill_done:
+                return self.answering
+            self._bell = asyncio.get_running_loop().create_future()
+            try:
+                await self._bell
+            finally:
+                self._bell = None
 
     def watch_prefill(self, on_failure: Callable[[LegError], None]) -> None:
         """From here on bytes go to the client; `on_failure` is told if prefill fails yet.
@@ -46,46 +56,55 @@ class Race:
         may have all it needs, and its own protocol with the prefill worker knows whether it has.
         """
         self._on_failure = on_failure
-        self.prefill.add_done_callback(self._on_prefill_done)
-
-    def _on_prefill_done(self, task: "asyncio.Task[bytes]") -> None:
-        err = None if task.cancelled() else task.exception()
-        if not isinstance(err, LegError):
-            return
-        self._on_failure(err)
-        refuses = err.reason == "status" and err.status != GOING
-        if refuses and not self._finished and self._answer is not None:
-            self.refused = err
-            self._answer.response.close()
 
     def finish(self) -> None:
         """The client has the whole answer: prefill may end its own in peace, for a while."""
         self._finished = True
-        if not self.prefill.done():
-            self.prefill.get_loop().call_later(TAIL_S, self.prefill.cancel)
+        if self.prefill is not None and not self.prefill.ended:
+            asyncio.get_running_loop().call_later(TAIL_S, self.prefill.close)
 
-    async def close(self) -> None:
-        """After `finish()` nothing is left to do; before it, cancel what still runs, and wait until it has ended."""
-        if self._finished:
+    def close(self) -> None:
+        """After `finish()` nothing is left to do; before it, end what still runs."""
+        if not self._finished:
+            self._finished = True
+            for leg in self._legs:
+                leg.close()
+
+    def when_prefill_ends(self, act: Callable[[], None]) -> None:
+        """Call `act` once nothing more comes from the prefill worker; that may be now."""
+        if self.prefill is None or self.prefill.ended:
+            act()
+        else:
+            self._on_prefill_end = act
+
+    def _ring(self) -> None:
+        if self._bell is not None and not self._bell.done():
+            self._bell.set_result(None)
+
+    def _on_prefill_change(self) -> None:
+        self._ring()
+        prefill = self.prefill
+        if prefill is None or not prefill.ended:
             return
-        self.prefill.cancel()
-        self._decode.cancel()
-        if (
-            self._answer is None
-            and self._decode.done()
-            and not self._decode.cancelled()
-            and not self._decode.exception()
-        ):
-            self._answer = self._decode.result()
-        if self._answer is not None:
-            self._answer.response.close()
-        await asyncio.gather(self.prefill, self._decode, return_exceptions=True)
+        if self._on_prefill_end is not None:
+            self._on_prefill_end()
+        if self._on_failure is not None and not self._finished:
+            self._judge(prefill, self._on_failure)
+
+    def _judge(self, prefill: Leg, on_failure: Callable[[LegError], None]) -> None:
+        """Prefill has ended while its client is served."""
+        failure = prefill.failure()
+        if failure is None:
+            return
+        on_failure(failure)
+        if failure.reason == "status" and failure.status != GOING:
+            self.refused = failure
+            self.answering.close()
 
 
-def _ignore(_: LegError) -> None:
-    pass
+def _says_less(err: LegError) -> tuple[bool, bool]:
+    """Of two failures at once the final one (a bad request) says more than one another worker might not have; and a worker
 
-
-def _is_retryable(err: BaseException) -> bool:
-    """Of two failures at once the final one (a bad request) says more than one another worker might not have."""
-    return isinstance(err, LegError) and err.retryable
+    that is gone more than the other one's word that it lost its peer.
+    """
+    return err.retryable, err.reason == "status"

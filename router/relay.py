@@ -2,20 +2,20 @@
 
 from collections.abc import Callable, Mapping
 
-import aiohttp
 from aiohttp import web
 
-from router.legs import Answer
+from router.legs import Leg, LegError, broken_stream
 from router.merge import SseMerger
 from router.sse import SseSplitter
+from router.upstream import UpstreamError
 
 
 class StreamBroken(Exception):
     """The worker's stream ended early, after bytes went to the client. `out` takes one more event, then ends."""
 
-    def __init__(self, out: web.StreamResponse, cause: BaseException) -> None:
-        super().__init__(str(cause) or type(cause).__name__)
-        self.out = out
+    def __init__(self, out: web.StreamResponse, cause: LegError) -> None:
+        super().__init__(str(cause))
+        self.out, self.cause = out, cause
 
 
 class _CoalescedResponse(web.StreamResponse):
@@ -25,23 +25,23 @@ class _CoalescedResponse(web.StreamResponse):
 
 
 async def relay_stream(
-    request: web.Request,
-    answer: Answer,
+    request: web.BaseRequest,
+    leg: Leg,
     *,
     headers: Mapping[str, str],
     merger: SseMerger | None,
     on_first_byte: Callable[[], None],
 ) -> web.StreamResponse:
-    """Send `answer` to the client until it ends; the caller ends the response (`write_eof`).
+    """Send the leg's answer to the client until it ends; the caller ends the response (`write_eof`).
 
     `StreamBroken` if the worker broke off; the client's own connection errors pass.
     """
-    out = _CoalescedResponse(status=answer.response.status, headers=headers)
+    out = _CoalescedResponse(status=leg.reply.status, headers=headers)
     await out.prepare(request)
     splitter = SseSplitter()
     feed = merger.feed if merger else splitter.feed
-    read = answer.response.content.readany
-    chunk = answer.first
+    read = leg.reply.readany
+    chunk = leg.reply.take()
     on_first_byte()
     while chunk:
         events = feed(chunk)
@@ -49,8 +49,8 @@ async def relay_stream(
             await out.write(events)
         try:
             chunk = await read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as err:
-            raise StreamBroken(out, err) from None
+        except UpstreamError as err:
+            raise StreamBroken(out, broken_stream(leg.worker, err)) from None
     rest = merger.rest() if merger else splitter.rest()
     if rest:
         await out.write(rest)

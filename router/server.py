@@ -1,6 +1,5 @@
 """Puts the router together and runs it. The only place that builds its parts, listens, and handles signals."""
 
-import errno
 import json
 import logging
 import os
@@ -8,24 +7,38 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
 from aiohttp import web
 
+from lifecycle.stop_signals import StopSignals
+from router.chooser import make_chooser
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
 from router.credentials import Credentials
+from router.discovery import open_discovery
 from router.dispatch import Dispatcher, Parts
-from router.draining import LiveRequests, StopSignals
+from router.draining import LiveRequests
+from router.entropy import Entropy
+from router.fleet import Place, obey_parent, run_fleet
 from router.guard import make_guard
 from router.health import HealthMonitor
-from router.legs import Legs, open_session
+from router.kv_feed import KVEventFeed
+from router.legs import Legs
+from router.lifelines import Lifelines
+from router.listening import http_server, listen, url_host
+from router.load_view import ALONE, LoadView
 from router.metrics import RouterMetrics
-from router.policies import make_policy
 from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
+from router.routes import Routes
+from router.session import open_session
+from router.shared_load import SharedLoad
+from router.siblings import Siblings
+from router.upstream import HttpUpstream
 from router.workers import Role, Thresholds, WorkerTable
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
@@ -37,23 +50,39 @@ log = logging.getLogger(__name__)
 class RunningRouter:
     """A router that listens at `url`; its state, for tests and for the launcher."""
 
-    def __init__(self, *, url: str, table: WorkerTable, rooms: RoomMinter, gate: Gate, live: LiveRequests) -> None:
+    def __init__(
+        self,
+        *,
+        url: str,
+        table: WorkerTable,
+        rooms: RoomMinter,
+        gate: Gate,
+        live: LiveRequests,
+        lifelines: Lifelines,
+        monitor: HealthMonitor,
+    ) -> None:
         self.url = url
+        self.lifelines = lifelines
+        self.monitor = monitor
         self.gate = gate
         self.table = table
         self.rooms = rooms
         self.live = live
 
 
-async def run_router(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
+async def run_router(
+    config: RouterConfig, *, on_ready: Callable[[str], None] | None = None, place: Place | None = None
+) -> None:
     """Run until SIGTERM (drain), SIGINT or a second signal (end at once), or until cancelled. `on_ready(url)` is called once the router listens.
 
     `RouterConfigError` for a flag that cannot be honoured, a taken port included. It listens even when no worker is
     alive yet: requests are then answered 503, and /readiness says what is missing.
     """
     signals = StopSignals()
-    async with start_router(config) as router:
-        with signals.caught(on_hangup=lambda: router.gate.reload(time.monotonic())):
+    if place is not None:
+        obey_parent(on_drain=signals.on_sigterm, on_end=signals.on_sigint)
+    async with start_router(config, place=place) as router:
+        with signals.caught(on_hangup=lambda: router.gate.reload(time.monotonic()), only_hangup=place is not None):
             if config.ready_file is not None:
                 _write_ready_file(Path(config.ready_file), router.url)
             if on_ready is not None:
@@ -63,33 +92,71 @@ async def run_router(config: RouterConfig, *, on_ready: Callable[[str], None] | 
 
 
 def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
-    """`run_router` on an event loop of its own (uvloop)."""
+    """`run_router` on an event loop of its own (uvloop), or on several, each in a process (`--workers`)."""
+    _set_up_logging(config)
+    if config.workers == 1:
+        return uvloop.run(run_router(config, on_ready=on_ready))
+    check_config(config)
+    _check_exposure(config)
+
+    def on_port(port: int) -> None:
+        url = f"http://{url_host(config.host)}:{port}"
+        if config.ready_file is not None:
+            _write_ready_file(Path(config.ready_file), url)
+        if on_ready is not None:
+            on_ready(url)
+
+    return run_fleet(config, serve_in_place, on_ready=on_port)
+
+
+def serve_in_place(place: Place, config: RouterConfig) -> None:
+    """One process of several: told what to do by its parent alone, and ended with it."""
+    _set_up_logging(config)
+    uvloop.run(run_router(replace(config, ready_file=str(place.ready_file)), place=place))
+
+
+def _set_up_logging(config: RouterConfig) -> None:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each piece of junk would fill logs
-    uvloop.run(run_router(config, on_ready=on_ready))
 
 
 @asynccontextmanager
-async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
-    """A listening router; leaving the block stops it."""
+async def start_router(config: RouterConfig, *, place: Place | None = None) -> AsyncIterator[RunningRouter]:
+    """A listening router; leaving the block stops it. `place`: it is one process of several."""
     check_config(config)
     secret, gate = _check_exposure(config)
     credentials = Credentials(config, api=gate.api)
-    table = _table(config)
-    rooms = RoomMinter(secrets.randbits)
-    metrics = RouterMetrics(table)
-    live = LiveRequests(max_live=config.max_concurrent_requests)
-    async with open_session(
-        connect_timeout_s=config.connect_timeout_s, request_timeout_s=config.request_timeout_s
-    ) as session:
-        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
+    view: LoadView = ALONE
+    if place is not None:
+        view = SharedLoad(place.load_file, row=place.row, num_rows=place.num_rows)
+    siblings = Siblings(place)
+    entropy = Entropy()
+    chooser = make_chooser(config, draw=secrets.randbelow)
+    table = _table(config, view)
+    feed = KVEventFeed(chooser, secret=secret, enabled=not config.disable_kv_events)
+    table.on_gone = feed.on_gone
+    rooms = RoomMinter(entropy.bits)
+    metrics = RouterMetrics(table, feed)
+    live = LiveRequests(max_live=config.max_concurrent_requests, view=view)
+    client = {
+        "connect_timeout_s": config.connect_timeout_s,
+        "request_timeout_s": config.request_timeout_s,
+        "dead_timeout_s": config.dead_worker_timeout_s,
+    }
+    upstream = HttpUpstream(**client)
+    async with open_session(**client) as session:
+        legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
+        monitor = HealthMonitor(
+            config=config, table=table, session=session, credentials=credentials, legs=legs, on_info=feed.on_info
+        )
+        discovery = await open_discovery(config, table=table, monitor=monitor)
         dispatcher = Dispatcher(
             Parts(
                 config=config,
                 table=table,
                 rooms=rooms,
-                policy=make_policy(config.policy, draw=secrets.randbelow),
-                legs=Legs(session),
+                chooser=chooser,
+                legs=legs,
                 metrics=metrics,
                 credentials=credentials,
                 secret=secret,
@@ -107,25 +174,50 @@ async def start_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             credentials=credentials,
             roles=dispatcher.roles,
             live=live,
+            siblings=siblings,
+            discovery=discovery,
         )
-        runner = web.AppRunner(
-            _app(config, dispatcher=dispatcher, control=control, metrics=metrics, gate=gate),
-            access_log=None,
-            handler_cancellation=True,  # a client that goes away ends both legs at once
-            shutdown_timeout=config.shutdown_timeout_s,
+        routes = Routes(
+            [
+                *(web.post(api.value, dispatcher.handle) for api in Api),
+                web.put(Api.GENERATE.value, dispatcher.handle),
+                *control.routes(),
+            ]
         )
+        share = config.workers if place is not None else 1
+        limiter = make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share))
+        guard = make_guard(gate=gate, limiter=limiter, metrics=metrics, new_id=entropy.name, is_sibling=siblings.is_one)
+        runner = http_server(config, routes, guard)
         await runner.setup()
         try:
-            port = await _listen(runner, config)
+            if place is not None:  # before it asks who the workers are: no change of the pool is missed
+                await web.UnixSite(runner, str(place.socket(place.row))).start()
+                await siblings.catch_up(table, now_s=time.monotonic())
+            port = await listen(runner, config, shared=place is not None)
             for worker in table.workers():
                 monitor.watch(worker)
             await monitor.first_round()
-            url = f"http://{_url_host(config.host)}:{port}"
-            yield RunningRouter(url=url, table=table, rooms=rooms, gate=gate, live=live)
+            if discovery is not None:
+                discovery.start()
+            url = f"http://{url_host(config.host)}:{port}"
+            yield RunningRouter(
+                url=url,
+                table=table,
+                rooms=rooms,
+                gate=gate,
+                live=live,
+                lifelines=legs.lifelines,
+                monitor=monitor,
+            )
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
-            await dispatcher.close()
+            if discovery is not None:
+                await discovery.close()
+            dispatcher.close()
+            await upstream.close()
             await monitor.close()
+            await feed.close()
+            await siblings.close()
 
 
 def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
@@ -149,19 +241,9 @@ def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
     return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file), gate
 
 
-def _app(
-    config: RouterConfig, *, dispatcher: Dispatcher, control: Control, metrics: RouterMetrics, gate: Gate
-) -> web.Application:
-    limiter = make_limiter(config.rate_limit_requests_per_second, config.rate_limit_burst)
-    guard = make_guard(gate=gate, limiter=limiter, metrics=metrics)
-    app = web.Application(middlewares=[guard], client_max_size=config.max_body_bytes)
-    app.add_routes([web.post(api.value, dispatcher.handle) for api in Api])
-    app.add_routes([web.put(Api.GENERATE.value, dispatcher.handle), *control.routes()])
-    return app
-
-
-def _table(config: RouterConfig) -> WorkerTable:
-    table = WorkerTable(Thresholds(failure=config.health_failure_threshold, success=config.health_success_threshold))
+def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
+    thresholds = Thresholds(failure=config.health_failure_threshold, success=config.health_success_threshold)
+    table = WorkerTable(thresholds, view)
     now_s = time.monotonic()
     try:
         for url, port in config.prefill:
@@ -173,29 +255,6 @@ def _table(config: RouterConfig) -> WorkerTable:
     except ValueError as err:
         raise RouterConfigError(f"--prefill/--decode/--worker-urls: {err}; name each worker once") from None
     return table
-
-
-async def _listen(runner: web.AppRunner, config: RouterConfig) -> int:
-    """Bind; the port that was taken (config.port may be 0)."""
-    site = web.TCPSite(runner, config.host, config.port)
-    try:
-        await site.start()
-    except OSError as err:
-        raise RouterConfigError(_listen_message(config, err)) from None
-    return int(runner.addresses[0][1])
-
-
-def _listen_message(config: RouterConfig, err: OSError) -> str:
-    if err.errno == errno.EADDRINUSE:
-        return f"--port: {config.host}:{config.port} is taken; choose another --port (0: a free one)"
-    return f"--host/--port: cannot listen on {config.host}:{config.port}: {err.strerror or err}"
-
-
-def _url_host(host: str) -> str:
-    """How a client on this machine reaches us."""
-    if host in ("", "0.0.0.0", "::"):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
 
 
 def _write_ready_file(path: Path, url: str) -> None:

@@ -4,12 +4,16 @@ Owns workers, their health and the leases on them. Pure: it is told check result
 no socket and reads no clock. One lease is one leg of one request; it charges tokens to a worker until released.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
 
+from router.load_view import ALONE, LoadView
+
 MAX_WORKERS = 4096
+MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
 
 
 class Role(StrEnum):
@@ -97,11 +101,21 @@ class Worker:
     streak: int = 0  # equal check results in a row
     last_check: Check | None = None
     last_error: str = "not checked yet"
+    good_s: float = 0.0  # when it was last checked and well
+    incarnation: str = ""  # of the process that answers; "": it does not say
+    incarnation_s: float = 0.0  # when that one was last seen
+    former_life_s: float = -math.inf  # when the one before was last seen: who has waited since before waits for nobody
+    former_lives: tuple[str, ...] = ()
     inflight_requests: int = 0
     inflight_tokens: int = 0
     assigned_total: int = 0
     report: LoadReport | None = None
     foreign_tokens: int = 0
+    view: LoadView = ALONE  # what this router's other processes have in flight, at `slot`
+    slot: int = 0
+    leaving: bool = False  # it gets nothing new, whatever its health
+    last_resort: bool = False  # it does, while nobody else of its role is up
+    discovered: bool = False  # each process of this router finds it by itself
 
     @property
     def url_host(self) -> str:
@@ -110,7 +124,7 @@ class Worker:
     @property
     def load_tokens(self) -> int:
         """Tokens this router has in flight there, plus those the worker reports that came from elsewhere."""
-        return self.inflight_tokens + self.foreign_tokens
+        return self.inflight_tokens + self.view.others_tokens(self.slot) + self.foreign_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,14 +137,27 @@ class Lease:
 
 @dataclass(slots=True)
 class WorkerTable:
-    """All workers of one router, in the order they were added."""
+    """All workers of one router, in the order they were added.
+
+    `on_gone` is told of a worker that was removed, went down, or is another process now: what it had cached is lost.
+    """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
+    view: LoadView = ALONE
+    on_gone: Callable[[Worker], None] = lambda worker: None
     _workers: list[Worker] = field(default_factory=list)
     _leases: dict[int, Lease] = field(default_factory=dict)
     _next_id: int = 0
 
-    def add(self, url: str, *, role: Role, bootstrap_port: int | None = None, now_s: float = 0.0) -> Worker:
+    def add(
+        self,
+        url: str,
+        *,
+        role: Role,
+        bootstrap_port: int | None = None,
+        now_s: float = 0.0,
+        discovered: bool = False,
+    ) -> Worker:
         """Add a worker; it gets no request before its first good check. `WorkerTableError` if the URL is known."""
         url = url.rstrip("/")
         if any(w.url == url for w in self._workers):
@@ -145,6 +172,10 @@ class WorkerTable:
             bootstrap_host=urlsplit(url).hostname or "",
             bootstrap_port=bootstrap_port,
             changed_s=now_s,
+            view=self.view,
+            slot=self.view.take(url),
+            good_s=now_s,
+            discovered=discovered,
         )
         self._next_id += 1
         self._workers.append(worker)
@@ -156,6 +187,21 @@ class WorkerTable:
         for worker in self._workers:
             if worker.url == url:
                 self._workers.remove(worker)
+                worker.view.give_back(worker.slot)
+                worker.view, worker.slot = ALONE, 0
+                self.on_gone(worker)
+                return worker
+        raise WorkerTableError(f"url: {url} is not in the table")
+
+    def retire(self, url: str, *, last_resort: bool = False) -> Worker:
+        """It gets no new request; it stays in the table until `remove`. `WorkerTableError` if unknown.
+
+        `last_resort`: as long as it is up it serves, should nobody else of its role be: better than no answer.
+        """
+        url = url.rstrip("/")
+        for worker in self._workers:
+            if worker.url == url:
+                worker.leaving, worker.last_resort = True, last_resort
                 return worker
         raise WorkerTableError(f"url: {url} is not in the table")
 
@@ -163,7 +209,9 @@ class WorkerTable:
         return [w for w in self._workers if role is None or w.role is role]
 
     def alive(self, role: Role) -> list[Worker]:
-        return [w for w in self._workers if w.role is role and w.health is Health.UP]
+        """Who gets requests."""
+        up = [w for w in self._workers if w.role is role and w.health is Health.UP]
+        return [w for w in up if not w.leaving] or [w for w in up if w.last_resort]
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Tell the result of a check, or of a request that could not connect. True if the worker's state changed."""
@@ -171,19 +219,35 @@ class WorkerTable:
         worker.streak = worker.streak + 1 if same else 1
         worker.last_check = result
         worker.last_error = error
+        if result in (Check.OK, Check.DRAINING):
+            worker.good_s = now_s
         target, threshold = TRANSITIONS[worker.health, result]
         if target is worker.health or worker.streak < getattr(self.thresholds, threshold):
             return False
         worker.health, worker.changed_s = target, now_s
         if target is Health.DOWN:
             worker.report, worker.foreign_tokens = None, 0
+            self.on_gone(worker)
         return True
+
+    def on_incarnation(self, worker: Worker, incarnation: str, *, asked_s: float) -> None:
+        """Tell which process answered a check that began at `asked_s`; "": it did not say.
+
+        One that comes back after another was no life before, it is one of several behind this URL: nothing follows then.
+        """
+        if worker.incarnation not in ("", incarnation) and incarnation:
+            worker.former_lives = (*worker.former_lives, worker.incarnation)[-MAX_FORMER_LIVES:]
+            if incarnation not in worker.former_lives:
+                worker.former_life_s = worker.incarnation_s
+                self.on_gone(worker)
+        if incarnation:
+            worker.incarnation, worker.incarnation_s = incarnation, asked_s
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
         """Tell what a worker reports (None: it does not say). Only what this router did not send itself is added."""
         worker.report = report
         reported = 0 if report is None else _reported_tokens(worker.role, report)
-        worker.foreign_tokens = max(0, reported - worker.inflight_tokens)
+        worker.foreign_tokens = max(0, reported - worker.inflight_tokens - worker.view.others_tokens(worker.slot))
 
     def on_bootstrap(self, worker: Worker, *, host: str, port: int | None) -> None:
         """Tell where a prefill worker's bootstrap server listens."""
@@ -196,6 +260,7 @@ class WorkerTable:
         worker.inflight_requests += 1
         worker.inflight_tokens += tokens
         worker.assigned_total += 1
+        _publish(worker)
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -203,6 +268,7 @@ class WorkerTable:
         if self._leases.pop(id(lease), None) is not None:
             lease.worker.inflight_requests -= 1
             lease.worker.inflight_tokens -= lease.tokens
+            _publish(lease.worker)
 
     @property
     def num_leases(self) -> int:
@@ -217,6 +283,10 @@ class WorkerTable:
             held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
             assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))
             assert worker.inflight_tokens == sum(held), (worker.url, worker.inflight_tokens, sum(held))
+
+
+def _publish(worker: Worker) -> None:
+    worker.view.publish(worker.slot, tokens=worker.inflight_tokens, requests=worker.inflight_requests)
 
 
 def _kind(check: Check) -> Check:

@@ -51,6 +51,7 @@ class Services:
     health_timeout_s: float
     started_unix_s: int
     prng: random.Random
+    incarnation: str = field(default_factory=lambda: secrets.token_hex(16))  # of this process
     tool_call_parser: str | None = None
     return_hidden_states: bool = False  # requests may ask for them
     embedding_pooling: str = "last"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bootstrap_server.app import BootstrapServer
-from bootstrap_server.client import BootstrapError, Registrar, look_up
+from bootstrap_server.client import MAX_WAITING_ROOMS, REMEMBER_S, BootstrapError, Registrar, look_up
 from bootstrap_server.config import BootstrapConfig
 from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 from tests.bootstrap.test_registry import worker
@@ -113,6 +113,40 @@ def test_server_that_starts_late_and_restarts(serve: Any, register: Any) -> None
     registrar.add_room(5)
     until(lambda: second.registry.num_rooms == 1)
     assert look_up(f"127.0.0.1:{port}", 5).worker.incarnation == "a"
+
+
+def test_a_server_that_starts_again_is_told_the_latest_rooms_once_more(serve: Any, register: Any) -> None:
+    """Without a new room: requests that decode still looks for were registered at the one that died."""
+    first = serve(lease=0.3)
+    registrar = register(first.port, "a")
+    for room in range(1, 4):
+        registrar.add_room(room)
+    until(lambda: first.registry.num_rooms == 3)
+    first.close()
+    second = serve(port=first.port, lease=0.3)
+    until(lambda: second.registry.num_rooms == 3)
+    assert look_up(f"127.0.0.1:{second.port}", 2).worker.incarnation == "a"
+
+
+def test_rooms_that_may_be_told_again_are_bounded_and_expire() -> None:
+    now_s = 0.0
+
+    class Recorded(Registrar):
+        def _request(self, method: str, path: str, value: Any) -> bytes:
+            return b'{"lease_s": 3e9, "shared": true, "server": "life"}' if method == "PUT" else b"{}"
+
+    registrar = Recorded("b:1", worker("a"), clock=lambda: now_s)
+    registrar.turn()
+    for room in range(1, MAX_WAITING_ROOMS + 10):
+        registrar.add_room(room)
+        if room % 10_000 == 0:
+            registrar.turn()
+    registrar.turn()
+    assert len(registrar._known) == MAX_WAITING_ROOMS and 1 not in registrar._known
+    now_s = REMEMBER_S
+    registrar.add_room(7)
+    registrar.turn()
+    assert list(registrar._known) == [7]
 
 
 def ends_at_s(server: Any) -> float:
@@ -243,6 +277,11 @@ def test_taken_port_is_named(serve: Any) -> None:
         serve(port=server.port)
 
 
+def port_of_nobody() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 def test_look_up_at_something_else() -> None:
     with pytest.raises(BootstrapError, match="not HOST:PORT") as caught:
         look_up("nonsense", 1)
@@ -252,4 +291,7 @@ def test_look_up_at_something_else() -> None:
         pytest.raises(BootstrapError, match="cannot be reached") as caught,
     ):
         look_up(f"127.0.0.1:{silent.getsockname()[1]}", 1, timeout_s=0.2)
-    assert not caught.value.permanent
+    assert not caught.value.permanent and not caught.value.refused
+    with pytest.raises(BootstrapError, match="cannot be reached") as caught:
+        look_up(f"127.0.0.1:{port_of_nobody()}", 1)
+    assert caught.value.refused and not caught.value.permanent

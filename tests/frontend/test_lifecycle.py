@@ -34,6 +34,19 @@ def test_health_is_503_until_ready_and_when_the_scheduler_is_silent(tmp_path: Pa
         assert w.http.get("/health").status_code == 200
 
 
+def test_health_is_503_while_the_detokenizer_stands_still(tmp_path: Path) -> None:
+    """However often the scheduler itself is asked meanwhile, and answers."""
+    with start_worker(tmp_path) as w:
+        w.detokenizer.send_signal(signal.SIGSTOP)
+        try:
+            sick = wait_for(lambda: (r := w.http.get("/health")).status_code == 503 and r)
+            assert "detokenizer" in sick.json()["error"]["message"]
+            assert w.http.get("/check").status_code == 200 and w.http.get("/health").status_code == 503
+        finally:
+            w.detokenizer.send_signal(signal.SIGCONT)
+        wait_for(lambda: w.http.get("/health").status_code == 200)
+
+
 def test_a_dead_scheduler_fails_what_runs_and_ends_the_worker(tmp_path: Path) -> None:
     with start_worker(tmp_path) as w:
         with w.http.stream("POST", "/generate", json={"text": "SLOW", "stream": True}) as response:
@@ -63,25 +76,30 @@ def test_sigterm_lets_running_requests_finish_then_fails_the_rest(tmp_path: Path
 
 
 def test_a_draining_worker_says_so_takes_nothing_new_and_goes_on_with_what_runs(tmp_path: Path) -> None:
+    """And it is the same process all the time: routers see another one at its address by its `incarnation`."""
     with start_worker(tmp_path, drain_s=60.0) as w:
+        incarnation = w.http.get("/health").json()["incarnation"]
+        assert len(incarnation) == 32
         w.scheduler.may_break.clear()
         with w.http.stream("POST", "/generate", json={"text": "BREAK", "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
             w.process.send_signal(signal.SIGTERM)
             health = wait_for(lambda: (r := w.http.get("/health")).status_code == 503 and r)
-            assert health.json() == {"status": "draining", "num_live_reqs": 1} and health.headers["retry-after"] == "1"
+            said = {"status": "draining", "num_live_reqs": 1, "incarnation": incarnation}
+            assert health.json() == said and health.headers["retry-after"] == "1"
             refused = w.post("/generate", {"text": "a"})
             assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
             assert refused.json()["error"]["code"] == "draining"
             assert w.http.get("/server_info").json()["status"] == "draining"
             assert w.process.poll() is None
+            wait_for(lambda: w.scheduler.was_told_to_drain)
             w.scheduler.may_break.set()  # the request ends as it would have: with an error of its own
             last = [line for line in lines if line.startswith("data: ")][-1]
         assert json.loads(last[6:])["error"]["message"] == "the transfer broke"
         asked = w.scheduler.num_states
         wait_for(lambda: w.scheduler.num_states > asked + 2)  # until queues are empty, too
-        assert w.http.get("/health").json() == {"status": "draining", "num_live_reqs": 0}
+        assert w.http.get("/health").json() == {**said, "num_live_reqs": 0}
         w.scheduler.prealloc = 0
         assert w.process.wait(10) == 0
 

@@ -224,7 +224,8 @@ def test_request_id_is_echoed_also_on_errors_and_streams(worker: Worker) -> None
 
 
 def test_health_generates_a_real_token(worker: Worker) -> None:
-    assert worker.http.get("/health").status_code == 200
+    health = worker.http.get("/health").json()
+    assert health["status"] == "ok" and worker.http.get("/health").json() == health  # one process, one incarnation
     seen = len(worker.scheduler.seen)
     assert worker.http.get("/health_generate").status_code == 200
     assert worker.scheduler.seen[seen].sampling.max_new_tokens == 1

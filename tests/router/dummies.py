@@ -65,24 +65,27 @@ class DummyWorker:
     behave: Behaviour = answer_ok
     healthy: bool = True
     draining: bool = False  # says so on /health
+    frozen: bool = False  # /health gets no answer
+    incarnation: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     load: dict[str, Any] | None = None
     seen: list[Seen] = field(default_factory=list)
     calls: list[tuple[str, str]] = field(default_factory=list)
     cancelled: int = 0
     port: int = 0
+    host: str = "127.0.0.1"
     runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
         await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True).start()
+        await web.TCPSite(self.runner, self.host, self.port, reuse_address=True).start()
         self.port = self.runner.addresses[0][1]
 
     async def stop(self) -> None:
@@ -93,8 +96,11 @@ class DummyWorker:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/health" and self.draining:
             return web.json_response({"status": "draining"}, status=503)
+        if request.path == "/health" and self.frozen:
+            await asyncio.Event().wait()
         if request.path == "/health":
-            return web.Response(status=200 if self.healthy else 503)
+            said = {"incarnation": self.incarnation} if self.incarnation else {}
+            return web.json_response(said, status=200 if self.healthy else 503)
         if request.path == "/server_info":
             return web.json_response({"disaggregation_mode": self.mode, **self.info})
         if request.path == "/get_load" and self.load is not None:
@@ -134,6 +140,7 @@ class Cluster:
         await until(lambda: self.router.table.num_leases == 0 and self.router.rooms.num_live == 0)
         self.router.table.check()
         self.router.rooms.check()
+        await until(lambda: len(self.router.lifelines) == 0)
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -1,0 +1,196 @@
+"""Several processes that are one router (`--workers N`): they share the port, the load, and who the workers are.
+
+    the parent    holds the port (SO_REUSEPORT; the kernel deals out connections), starts the processes, starts one again
+                  that died, passes signals on; serves nothing
+    a process     a whole router; what it has in flight is in memory that all share (shared_load.py); what changes the pool
+                  or is counted by each is passed on to its siblings over unix sockets (siblings.py)
+
+Owns the processes and the folder of what they share.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from router.config import RouterConfig, RouterConfigError
+
+log = logging.getLogger(__name__)
+
+READY_S = 60.0
+RESTART_PAUSE_S = 1.0  # between two starts in one place: one that dies at once must not keep a core busy
+
+Target = Callable[["Place", RouterConfig], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which of the processes of a router one is. `folder`: what they share; `key`: by which they know one another."""
+
+    row: int
+    num_rows: int
+    folder: Path
+    key: str
+
+    @property
+    def load_file(self) -> Path:
+        return self.folder / "load"
+
+    @property
+    def ready_file(self) -> Path:
+        return self.folder / f"{self.row}.ready"
+
+    def socket(self, row: int) -> Path:
+        """Where the process in that row listens for its siblings."""
+        return self.folder / f"{row}.sock"
+
+    @property
+    def siblings(self) -> tuple[Path, ...]:
+        """The sockets of the others."""
+        return tuple(self.socket(row) for row in range(self.num_rows) if row != self.row)
+
+
+def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[int], None]) -> None:
+    """Run `config.workers` processes of `serve` until SIGTERM or SIGINT has ended all. `on_ready(port)`: all listen."""
+    with _held_port(config) as port, _shared_folder() as folder:
+        key = secrets.token_hex(16)
+        config = replace(config, port=port, ready_file=None)
+        places = [Place(row=i, num_rows=config.workers, folder=folder, key=key) for i in range(config.workers)]
+        fleet = _Fleet([_Member(place, config, serve) for place in places])
+        with fleet.signals():
+            fleet.start()
+            on_ready(port)
+            fleet.watch()
+
+
+# What the parent says when it was told to end. Not the signals it got: a service manager may send those to every process
+# of the group, and a second one means "at once".
+DRAIN, END = signal.SIGUSR1, signal.SIGUSR2
+_SAYS = {signal.SIGTERM: DRAIN, signal.SIGINT: END, signal.SIGHUP: signal.SIGHUP}
+
+
+def obey_parent(*, on_drain: Callable[[], None], on_end: Callable[[], None]) -> None:
+    """In a process of the fleet (its loop runs): only the parent says when to end, and its death is the end."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    loop.add_signal_handler(DRAIN, on_drain)
+    loop.add_signal_handler(END, on_end)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        loop.add_reader(parent.sentinel, on_end)
+
+
+class _Member:
+    """One process, and the next one in its place."""
+
+    def __init__(self, place: Place, config: RouterConfig, serve: Target) -> None:
+        self.place = place
+        self._config = config
+        self._serve = serve
+        self._started_s = 0.0
+        self.process: BaseProcess = self._make()
+
+    def _make(self) -> BaseProcess:
+        context = multiprocessing.get_context("spawn")  # never fork: the parent may have threads
+        return context.Process(target=self._serve, args=(self.place, self._config), name=f"router-{self.place.row}")
+
+    def start(self) -> None:
+        self._started_s = time.monotonic()
+        self.place.ready_file.unlink(missing_ok=True)
+        self.place.socket(self.place.row).unlink(missing_ok=True)
+        self.process.start()
+
+    def start_again(self) -> None:
+        time.sleep(max(0.0, self._started_s + RESTART_PAUSE_S - time.monotonic()))
+        self.process = self._make()
+        self.start()
+
+    def send(self, number: int) -> None:
+        if self.process.pid is not None and self.process.exitcode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+
+class _Fleet:
+    def __init__(self, members: list[_Member]) -> None:
+        self._members = members
+        self._stopping = False
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Signals go on to all; after SIGTERM or SIGINT nobody is started again. No process is left at the end."""
+        before = {number: signal.signal(number, self._on_signal) for number in _SAYS}
+        try:
+            yield
+        finally:
+            for member in self._members:
+                member.send(signal.SIGKILL)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._stopping = self._stopping or number != signal.SIGHUP
+        for member in self._members:
+            member.send(_SAYS[signal.Signals(number)])
+
+    def start(self) -> None:
+        """Start all, and wait until all listen. `RouterConfigError` when one does not."""
+        for member in self._members:
+            member.start()
+        deadline_s = time.monotonic() + READY_S
+        for member in self._members:
+            while not member.place.ready_file.exists() and not self._stopping:
+                if member.process.exitcode is not None or time.monotonic() > deadline_s:
+                    raise RouterConfigError(f"--workers: process {member.place.row} did not start; its log says why")
+                time.sleep(0.02)
+
+    def watch(self) -> None:
+        """Until all have ended; one that dies before it is told to is started again."""
+        while running := [member for member in self._members if member.process.exitcode is None]:
+            wait([member.process.sentinel for member in running], timeout=1.0)
+            for member in self._members:
+                if member.process.exitcode is not None and not self._stopping:
+                    log.error("router process %d died (status %d)", member.place.row, member.process.exitcode)
+                    member.start_again()
+
+
+@contextmanager
+def _held_port(config: RouterConfig) -> Iterator[int]:
+    """The port, ours until the block ends, though nobody listens at this socket. `RouterConfigError` if it is taken."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:  # without SO_REUSEPORT: another router of ours must not share it unasked
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((config.host, config.port))
+            port = probe.getsockname()[1]
+        held = socket.socket(family)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((config.host, port))
+    except OSError as err:
+        raise RouterConfigError(
+            f"--port: cannot listen on {config.host}:{config.port}: {err.strerror or err}"
+        ) from None
+    with held:
+        yield port
+
+
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="tandem-router-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

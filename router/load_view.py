@@ -1,0 +1,49 @@
+"""What a router process knows of the load that its siblings put on workers: an interface, and what holds without siblings. Pure."""
+
+from typing import Protocol
+
+
+class LoadView(Protocol):
+    """See shared_load.py, which is the one for several processes. A slot is a worker's place in it."""
+
+    def take(self, url: str) -> int: ...
+
+    def give_back(self, slot: int) -> None: ...
+
+    def publish(self, slot: int, *, tokens: int, requests: int) -> None: ...
+
+    def publish_live(self, requests: int) -> None: ...
+
+    def others_tokens(self, slot: int) -> int: ...
+
+    def others_requests(self, slot: int) -> int: ...
+
+    def others_live(self) -> int: ...
+
+
+class Alone:
+    """One process: there are no others."""
+
+    def take(self, url: str) -> int:
+        return 0
+
+    def give_back(self, slot: int) -> None:
+        """Nobody looks."""
+
+    def publish(self, slot: int, *, tokens: int, requests: int) -> None:
+        """Nobody looks."""
+
+    def publish_live(self, requests: int) -> None:
+        """Nobody looks."""
+
+    def others_tokens(self, slot: int) -> int:
+        return 0
+
+    def others_requests(self, slot: int) -> int:
+        return 0
+
+    def others_live(self) -> int:
+        return 0
+
+
+ALONE = Alone()

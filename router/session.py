@@ -1,0 +1,49 @@
+"""What connections to workers have in common, and the client for everything but generation. Knows no request."""
+
+import socket
+
+import aiohttp
+
+READ_BUFFER_BYTES = 256 << 10  # that nobody took yet; more stops the reading: back-pressure to the worker
+PROBES = 4
+KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that a kept connection is rarely closed under a new request
+_SKIPPED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding")
+
+
+def open_session(
+    *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0
+) -> aiohttp.ClientSession:
+    """For health, load, and what an admin asks of workers: unlimited connections, nothing decoded, no proxies, no cookies.
+
+    `dead_timeout_s`: the kernel closes a connection whose other end has not answered it for so long, or forgot it; 0: never.
+    """
+
+    def open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+        opened = socket.socket(*address[:3])
+        opened.setblocking(False)
+        if dead_timeout_s > 0:
+            keep_alive(opened, dead_timeout_s)
+        return opened
+
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=10, socket_factory=open_socket
+        ),
+        timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=connect_timeout_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=_SKIPPED_HEADERS,
+        auto_decompress=False,
+        read_bufsize=READ_BUFFER_BYTES,
+    )
+
+
+def keep_alive(opened: socket.socket, dead_timeout_s: float) -> None:
+    """Probes (tcp(7)): the first after a third of the time, then `PROBES` in the rest of it."""
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle_s = max(1, round(dead_timeout_s / 3))
+    between_s = max(1, round((dead_timeout_s - idle_s) / PROBES))
+    settings = {"TCP_KEEPIDLE": idle_s, "TCP_KEEPINTVL": between_s, "TCP_KEEPCNT": PROBES}
+    for name, value in settings.items():
+        option = getattr(socket, name, None)  # Linux has them all
+        if option is not None:
+            opened.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,89 @@
+"""Load that the processes of a router share: one place a worker, sums over the others, places used again. Files, no processes."""
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import router.shared_load
+from router.shared_load import SharedLoad
+from router.siblings import merge_expositions
+
+
+def rows(path: Path, count: int) -> list[SharedLoad]:
+    return [SharedLoad(path / "load", row=row, num_rows=count) for row in range(count)]
+
+
+def test_each_sees_what_the_others_have_in_flight(tmp_path: Path) -> None:
+    first, second, third = rows(tmp_path, 3)
+    slot = first.take("http://a:1")
+    second.take("http://b:1")
+    assert second.take("http://a:1") == third.take("http://a:1") == slot
+    first.publish(slot, tokens=100, requests=1)
+    second.publish(slot, tokens=20, requests=2)
+    first.publish_live(7)
+    assert [r.others_tokens(slot) for r in (first, second, third)] == [20, 100, 120]
+    assert [r.others_requests(slot) for r in (first, second, third)] == [2, 1, 3]
+    assert [r.others_live() for r in (first, second, third)] == [0, 7, 7]
+
+
+def test_a_process_that_starts_again_has_nothing_in_flight(tmp_path: Path) -> None:
+    first, second = rows(tmp_path, 2)
+    slot = first.take("http://a:1")
+    second.take("http://a:1")
+    second.publish(slot, tokens=5, requests=1)
+    second.publish_live(1)
+    SharedLoad(tmp_path / "load", row=1, num_rows=2)
+    assert (first.others_tokens(slot), first.others_live()) == (0, 0)
+
+
+def test_a_place_is_free_again_when_no_process_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.shared_load, "NUM_SLOTS", 4)
+    monkeypatch.setattr(router.shared_load, "_ROW_WORDS", 1 + 3 * 4)
+    first, second = rows(tmp_path, 2)
+    slots = {url: first.take(url) for url in "abcd"}
+    assert sorted(slots.values()) == [0, 1, 2, 3]
+    assert second.take("a") == slots["a"]
+    first.give_back(slots["a"])
+    with pytest.raises(RuntimeError, match="no more fit"):
+        first.take("e")
+    second.give_back(slots["a"])
+    assert first.take("e") == slots["a"] == second.take("e")
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_any_order_of_joining_and_leaving(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    draw = random.Random(seed)
+    members = rows(tmp_path_factory.mktemp("load"), 3)
+    held: list[dict[str, tuple[int, int]]] = [{}, {}, {}]
+    for _ in range(60):
+        row, url = draw.randrange(3), f"http://{draw.randrange(12)}"
+        if url not in held[row]:
+            held[row][url] = (members[row].take(url), 0)
+        elif draw.random() < 0.3:
+            members[row].give_back(held[row].pop(url)[0])
+        else:
+            slot, tokens = held[row][url][0], draw.randrange(1000)
+            members[row].publish(slot, tokens=tokens, requests=tokens)
+            held[row][url] = (slot, tokens)
+        for row, mine in enumerate(held):
+            assert len({slot for slot, _ in mine.values()}) == len(mine)
+            for url, (slot, _) in mine.items():
+                others = [h[url] for other, h in enumerate(held) if other != row and url in h]
+                assert all(s == slot for s, _ in others)
+                assert members[row].others_tokens(slot) == sum(tokens for _, tokens in others)
+
+
+def test_counts_are_added_and_states_are_not() -> None:
+    one = (
+        '# HELP requests Requests\n# TYPE requests counter\nrequests_total{path="/a\\"b",status="200"} 3.0\n'
+        "# HELP up Up\n# TYPE up gauge\nup 1.0\n"
+        '# HELP t T\n# TYPE t histogram\nt_bucket{le="1.0"} 1.0\nt_bucket{le="+Inf"} 2.0\nt_count 2.0\nt_sum 4.5\n'
+    )
+    merged = merge_expositions([one, one.replace("3.0", "4.0"), "# HELP other O\n# TYPE other gauge\nother 2.0\n"])
+    lines = merged.splitlines()
+    assert 'requests_total{path="/a\\"b",status="200"} 7.0' in lines and "up 1.0" in lines and "other 2.0" in lines
+    assert {'t_bucket{le="1.0"} 2.0', 't_bucket{le="+Inf"} 4.0', "t_count 4.0", "t_sum 9.0"} <= set(lines)
