@@ -179,6 +179,9 @@ class Receiver:
     def failure(self) -> str | None:
         return "aborted" if self.room.decode_state is KVPoll.Failed else None
 
+    def retries(self) -> int:
+        return 0
+
     def drained(self) -> bool:
         return self.room.decode_state in (KVPoll.Success, KVPoll.Failed)
 
