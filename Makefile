@@ -25,7 +25,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix churn-soak lint format clean
+.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix churn-soak plan-error lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -38,6 +38,7 @@ help:
 	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
 	@echo "make churn-soak [MINUTES=10] [BACKENDS='nixl mooncake']  for each: 20,000 requests while workers and a router die and"
 	@echo "                       come; docs/reliability.md"
+	@echo "make plan-error        the same requests on real workers and in tandem plan: docs/reports/plan_error.json"
 	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
 	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
 	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
@@ -76,6 +77,9 @@ fault-matrix: $(STAMP)
 
 churn-soak: $(STAMP)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --backends $(BACKENDS)
+
+plan-error: $(STAMP)
+	$(BIN)/python -m benchmarks.plan_error --report docs/reports/plan_error.json $(ARGS)
 
 sim: $(STAMP)
 	$(SIM)

@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, Command] = {
     "router": Command("deploy.commands.router", "run the router in front of workers"),
     "bootstrap": Command("deploy.commands.bootstrap", "run a bootstrap server on its own"),
     "bench": Command("deploy.commands.bench", "put load on any OpenAI-compatible server and report latencies"),
+    "plan": Command("deploy.commands.plan", "find the cluster with the best goodput per GPU, by simulation"),
 }
 
 # Errors of the operator's making, by class name: the packages that define them are not imported here.
