@@ -18,6 +18,7 @@ from typing import Protocol
 
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from disagg.recompute import Bounds, request_for, why_not
+from disagg.subject import about_request
 from disagg.transfer_gauges import TransferGauges
 from engine.core.outputs import StepEffects, output_of, refusal, refused
 from engine.core.plan import ItemResult
@@ -129,6 +130,7 @@ class PrefillRole:
             return [refused(request, refusal(f"bootstrap_room: {error}", status=409))]
         if not fake:
             self._directory.add_room(request.bootstrap.room)
+        request.times.bootstraps = True
         self._entries[request.rid] = Entry(request, sender, request.bootstrap.room, moves_bytes=not fake)
         self._scheduler.prefetch(request)
         return []
@@ -253,7 +255,8 @@ class PrefillRole:
     def _fail(self, entry: Entry) -> list[TokenOutput]:
         self._counters["bootstrap_failed" if entry.stage is Stage.BOOTSTRAP else "transfer_failed"] += 1
         reason = entry.sender.failure() or "the transfer failed"
-        log.warning("prefill %s (room %d) failed: %s", entry.request.rid, entry.room, reason)
+        subject = about_request(entry.request, entry.room)
+        log.warning("prefill %s (room %d) failed: %s", entry.request.rid, entry.room, reason, extra=subject)
         return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=500))
 
     def _end(self, entry: Entry, reason: FinishReason) -> list[TokenOutput]:

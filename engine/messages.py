@@ -65,6 +65,7 @@ class GenerateRequest(_Message, frozen=True):
     return_hidden_states: bool = False
     pooling: str = ""
     lora: str = ""
+    request_id: str = ""  # of the HTTP request that it is a sample of: log lines name it
 
 
 class GenerateBatch(_Message, frozen=True):
@@ -201,10 +202,19 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     asked: list[tuple[float, int]] = []
 
 
+class Stage(msgspec.Struct, frozen=True, array_like=True):
+    """A stage of a request, in seconds of the machine's monotonic clock. `num_tokens`: of a chunk."""
+
+    name: str
+    start_s: float
+    end_s: float
+    num_tokens: int = 0
+
+
 class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     """New tokens of one request. `input_logprobs` comes once, with the first output, `times` (seconds that each stage
 
-    took, by name: engine/core/times.py) with the last. Hidden states are float32 in the machine's order, [hidden] a
+    took, by name: engine/core/times.py) and `stages` (when) with the last. Hidden states are float32 in the machine's order, [hidden] a
     position: `input_hidden` all of the prompt's in one (once, with the first output; its last row drew the first token),
     `hidden` one for each later token, or an embedding request's one pooled vector.
     """
@@ -222,6 +232,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     input_hidden: bytes = b""
     hidden: list[bytes] = []
     cached_by_tier: list[int] = []  # of cached_tokens: from device, host, disk; empty: there is one tier
+    stages: list[Stage] = []
 
 
 class RequestOpened(_Message, frozen=True):

@@ -20,17 +20,19 @@ from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
 from router.guard import REQUEST_ID
+from router.journey import CLIENT_GONE, Journey, Journeys
 from router.legs import Call, Leg, LegError, Legs
 from router.merge import Merger, SseMerger
 from router.metrics import RouterMetrics
 from router.policies import Policy, pick
 from router.race import Race
 from router.relay import StreamBroken, end_with_event, relay_stream
-from router.rewrite import Api, ParsedBody, parse_body, write_bodies
+from router.rewrite import Api, BadBody, ParsedBody, parse_body, write_bodies
 from router.rooms import RoomMinter
 from router.sse import error_event
 from router.workers import Lease, Role, Worker, WorkerTable, missing_roles
 from security.voucher import VOUCHER_HEADER, vouch
+from telemetry.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Parts:
     secret: bytes | None
     live: LiveRequests
     on_unreachable: Callable[[LegError], None]
+    journeys: Journeys = field(default_factory=lambda: Journeys(Tracer(ring_size=0)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +74,7 @@ class _Exchange:
     call: Call
     live: LiveRequest
     started_s: float
+    journey: Journey
     attempts: Attempts = field(default_factory=Attempts)
 
 
@@ -108,19 +112,37 @@ class Dispatcher:
         return None
 
     async def _handle(self, request: web.BaseRequest, live: LiveRequest) -> web.StreamResponse:
-        started_s = time.monotonic()
+        started_s, request_id = time.monotonic(), request[REQUEST_ID]
+        traceparent = request.headers.get("traceparent", "")
+        journey = self._parts.journeys.begin(request_id, request.path, traceparent, now_s=started_s)
+        status = CLIENT_GONE
+        try:
+            response = await self._serve(await self._exchange(request, live, journey, started_s))
+            status = response.status
+            return response
+        except BadBody:
+            status = 400
+            raise
+        finally:
+            journey.end(status)
+
+    async def _exchange(
+        self, request: web.BaseRequest, live: LiveRequest, journey: Journey, started_s: float
+    ) -> _Exchange:
         body = await request.read()
         request_id = request[REQUEST_ID]
-        exchange = _Exchange(
+        parsed = parse_body(Api(request.path), body)
+        journey.asked(parsed.num_samples)
+        return _Exchange(
             request=request,
             request_id=request_id,
-            parsed=parse_body(Api(request.path), body),
+            parsed=parsed,
             body=body,
-            call=Call(request.path, self._headers(request, request_id)),
+            call=Call(request.path, self._headers(request, request_id, journey.traceparent)),
             live=live,
             started_s=started_s,
+            journey=journey,
         )
-        return await self._serve(exchange)
 
     def close(self) -> None:
         """End what prefill legs still run after their clients were served."""
@@ -162,7 +184,9 @@ class Dispatcher:
 
     async def _attempt_single(self, exchange: _Exchange, worker: Worker) -> web.StreamResponse:
         lease = self._charge(worker, exchange.parsed)
-        race = Race(self._parts.legs.send(worker, exchange.call, exchange.body, stream=True))
+        leg = self._parts.legs.send(worker, exchange.call, exchange.body, stream=True)
+        exchange.journey.sent(leg)
+        race = Race(leg)
         try:
             await race.answer(wait_for_prefill=False)
             return await self._answer(exchange, race, merger=None)
@@ -179,6 +203,7 @@ class Dispatcher:
         prefill_lease, decode_lease = self._charge(prefill, parsed), self._charge(decode, parsed)
         first = parts.legs.send(prefill, call, prefill_body, stream=False)
         second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
+        exchange.journey.sent(first, second, rooms=rooms)
         race = Race(second, prefill=first)
         try:
             await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
@@ -299,15 +324,18 @@ class Dispatcher:
         )
 
     def _first_byte(self, exchange: _Exchange) -> None:
+        exchange.journey.first_byte()
         self._parts.metrics.on_first_byte(exchange.call.path, time.monotonic() - exchange.started_s)
 
-    def _headers(self, request: web.BaseRequest, request_id: str) -> dict[str, str]:
-        """What workers get of the client's headers."""
+    def _headers(self, request: web.BaseRequest, request_id: str, traceparent: str) -> dict[str, str]:
+        """What workers get of the client's headers; `traceparent` instead of its own, where it is not ""."""
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         for name in _PASSED_HEADERS:
             value = request.headers.get(name)
             if value is not None:
                 headers[name] = value
+        if traceparent:
+            headers["traceparent"] = traceparent
         return headers | self._parts.credentials.for_client(request.headers.get("Authorization", ""))
 
 
