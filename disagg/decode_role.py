@@ -231,7 +231,9 @@ class DecodeRole:
         return {**self._manager.counters, **(self._counters + self._resumption.counters), **own}
 
     def gauges(self) -> dict[str, float]:
-        return {}
+        wanted = sum(len(e.request.input_ids) for e in self._entries.values() if e.stage is Stage.PREALLOC)
+        allocator = self._scheduler.memory.allocator
+        return {"pending_prealloc_token_usage": wanted / (allocator.num_pages * allocator.page_size)}
 
     def check(self) -> list[str]:
         owned = sum(e.row is not None for e in self._entries.values())

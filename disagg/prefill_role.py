@@ -197,6 +197,8 @@ class PrefillRole:
             entry.sender.abort(f"decode gave {entry.sender.num_pages} pages, the prompt needs {need}")
             return self._fail(entry)
         entry.stage, entry.request.times.queued_s = Stage.SCHEDULED, now_s
+        if not entry.asked:
+            self._transfers.bootstrapped(now_s - entry.request.arrived_s)
         outputs = self._scheduler.add(entry.request)
         if outputs:  # the queue filled up meanwhile
             entry.sender.abort(outputs[0].finish.message if outputs[0].finish else "refused")
@@ -249,6 +251,8 @@ class PrefillRole:
         if entry.moves_bytes:
             size_bytes = entry.last_pages * self._page_bytes
             self._transfers.landed(size_bytes=size_bytes, taken_s=now_s - entry.last_sent_s)
+            self._counters["kv_transfers"] += 1
+            self._counters["kv_sent_bytes"] += (entry.sent_pages - entry.skip_pages) * self._page_bytes
         self._forget_when_released(entry)
         return [entry.answer]
 

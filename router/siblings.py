@@ -23,7 +23,17 @@ log = logging.getLogger(__name__)
 
 KEY_HEADER = "X-Tandem-Sibling"
 TIMEOUT_S = 5.0
-_ADDED = ("_total", "_bucket", "_count", "_sum", "_inflight_requests", "_inflight_tokens", "_created", "_assigned")
+_ADDED = (
+    "_total",
+    "_bucket",
+    "_count",
+    "_sum",
+    "_inflight_requests",
+    "_inflight_tokens",
+    "_created",
+    "_assigned",
+    "_active",
+)
 
 
 class Siblings:

@@ -91,15 +91,24 @@ async def _request_id(request: web.Request, handler: Handler) -> web.StreamRespo
     operation = OPERATIONS.get(request.path, "")
     CURRENT.set(RequestContext(request_id, operation, request.headers.get("traceparent", "")))  # this task is its own
     status = 499  # what the log calls a client that went away
+    endpoint, metrics = _endpoint(request), request.app[SERVICES].metrics
+    metrics.on_http(endpoint, request.method)
     try:
         response = await handler(request)
         status = response.status
         return response
     finally:
+        metrics.on_http_end(endpoint, request.method, status)
         level = logging.DEBUG if request.path in MUTED_PATHS and status < 400 else logging.INFO
         taken_s = time.monotonic() - start_s
         said = about(method=request.method, path=request.path, status=status, duration_s=round(taken_s, 6))
         log.log(level, "%s %s %d %.3fs %s", request.method, request.path, status, taken_s, request_id, extra=said)
+
+
+def _endpoint(request: web.Request) -> str:
+    """The route, not the path: metrics have few labels whatever is asked for."""
+    resource = request.match_info.route.resource
+    return "other" if resource is None else resource.canonical
 
 
 @web.middleware
