@@ -132,7 +132,7 @@ class Dispatcher:
         body = await request.read()
         request_id = request[REQUEST_ID]
         parsed = parse_body(Api(request.path), body)
-        journey.asked(parsed.num_samples)
+        journey.asked(parsed.num_samples, bytes(parsed.fields.get("model", b"")))
         return _Exchange(
             request=request,
             request_id=request_id,

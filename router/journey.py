@@ -8,6 +8,8 @@ import logging
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from router.legs import Leg
 from telemetry.context import CURRENT, OPERATIONS, RequestContext
 from telemetry.logs import about
@@ -17,6 +19,7 @@ from telemetry.tracer import Place, Tracer, unix_offset_s
 log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
+MAX_MODEL_BYTES = 256
 
 
 class Journeys:
@@ -40,6 +43,7 @@ class Journey:
             "_ended_s",
             "_first_byte_s",
             "_legs",
+            "_model",
             "_num_samples",
             "_offset_s",
             "_owner",
@@ -64,15 +68,17 @@ class Journey:
         self._sent: list[tuple[Leg, float]] = []
         self._legs: list[tuple[str, str, float, float, str]] = []
         self._num_samples = 0
+        self._model = b""
         self._offset_s = 0.0
 
     @property
     def traceparent(self) -> str:
         return "" if self._place is None else self._place.at.header()
 
-    def asked(self, num_samples: int) -> None:
-        """Its body was read."""
+    def asked(self, num_samples: int, model: bytes) -> None:
+        """Its body was read. `model`: the field's JSON text, b"" where there is none."""
         self._num_samples = num_samples
+        self._model = model[:MAX_MODEL_BYTES]
 
     def sent(self, *legs: Leg, rooms: Sequence[int] = ()) -> None:
         """One attempt: to these workers."""
@@ -110,6 +116,7 @@ class Journey:
             request_id=self._request_id,
             process="router",
             operation=OPERATIONS.get(self._path, ""),
+            model=_text(self._model),
             start_s=self._started_s + wall,
             end_s=self._ended_s + wall,
             error=str(self._status) if self._status >= 400 else "",
@@ -150,6 +157,14 @@ def _leg(leg: Leg, sent_s: float, now_s: float) -> tuple[str, str, float, float,
     if not error and leg.reply.status >= 400:
         error = str(leg.reply.status)
     return leg.worker.role.value, leg.worker.url, sent_s, max(sent_s, over_s), error
+
+
+def _text(value: bytes) -> str:
+    """A JSON string; "" for anything else."""
+    try:
+        return msgspec.json.decode(value, type=str)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
 
 
 def _error(error: str) -> dict[str, str]:

@@ -72,7 +72,7 @@ def receiver() -> Iterator[Receiver]:
 
 async def _ask(url: str, traceparent: str) -> None:
     headers = {"traceparent": traceparent, "X-Request-Id": "spanned"}
-    body = {"model": "recall", "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    body = {"model": "recall", "messages": MESSAGES, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     async with session() as http, http.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
         assert response.status == 200
 
