@@ -4,9 +4,10 @@ import logging
 
 from disagg.config import DisaggConfig
 from disagg.secret import read_secret
-from engine.config import ServerConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.frontend.meeting import MeetingPlaces
-from security.addresses import AllowedAddresses, is_loopback, require_secret
+from engine.kv_events_config import FLAG, parse_kv_events_config
+from security.addresses import AllowedAddresses, SecurityConfigError, is_loopback, require_secret
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,21 @@ def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
                 allow_insecure=server.allow_insecure,
             )
         )
-    for text in warnings:
+    for text in (*warnings, _told_of_engine(disagg)):
         if text is not None:
             log.warning(text)
+
+
+def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: DisaggConfig) -> None:
+    """KV events hold the tokens of all users' prompts. Raises `SecurityConfigError`, ConfigError for a broken value."""
+    events = parse_kv_events_config(engine.kv_events_config)
+    open_hosts = [] if events is None else [host for host in events.hosts() if not is_loopback(host)]
+    if not open_hosts or disagg.cluster_secret_file is not None:
+        return
+    what = f"{FLAG} {open_hosts[0]}: KV events tell everybody's prompts to anybody who asks"
+    if not server.allow_insecure:
+        raise SecurityConfigError(f"{what}; give --cluster-secret-file, or say --allow-insecure")
+    log.warning("INSECURE: %s (--allow-insecure)", what)
 
 
 def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host: str) -> list[tuple[str, str]]:
@@ -51,6 +64,16 @@ def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host:
     found = [("--disaggregation-control-host" if named else "--host", control_host)]
     embedded = disagg.disaggregation_mode == "prefill" and disagg.disaggregation_bootstrap_server is None
     return [*found, ("--host", server.host)] if embedded else found
+
+
+def _told_of_engine(disagg: DisaggConfig) -> str | None:
+    """What no flag of ours can change: Mooncake binds 0.0.0.0 and ::, and knows no setting for it."""
+    if disagg.disaggregation_mode == "null" or disagg.disaggregation_transfer_backend != "mooncake":
+        return None
+    return (
+        "the transfer engine mooncake listens on every address of this machine, whatever --host says, and asks nobody who "
+        "he is: keep its ports behind a firewall, or use --disaggregation-transfer-backend nixl"
+    )
 
 
 def meeting_places(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> MeetingPlaces:

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError, check_worker_url
 from router.credentials import Credentials
+from router.discovery import Discovery
 from router.dispatch import no_worker_message
 from router.draining import DRAINING, LiveRequests
 from router.errors import error_response
@@ -58,6 +59,7 @@ class Control:
         live: LiveRequests,
         siblings: Siblings,
         tracer: Tracer,
+        discovery: Discovery | None = None,
     ) -> None:
         self._tracer = tracer
         self._siblings = siblings
@@ -70,6 +72,7 @@ class Control:
         self._credentials = credentials
         self._roles = roles
         self._live = live
+        self._discovery = discovery
 
     def routes(self) -> list[web.RouteDef]:
         """All routes of this module."""
@@ -137,6 +140,7 @@ class Control:
                 "router_manager": True,
                 "pd_disaggregation": self._config.pd_disaggregation,
                 "policy": self._config.policy,
+                "service_discovery": None if self._discovery is None else self._discovery.status(),
                 "workers": [describe(w) for w in self._table.workers()],
             }
         )
@@ -315,6 +319,8 @@ def describe(worker: Worker) -> dict[str, Any]:
         "role": worker.role.value,
         "is_healthy": worker.health is Health.UP,
         "health": worker.health.value,
+        "leaving": worker.leaving,
+        "discovered": worker.discovered,
         "last_error": worker.last_error,
         "bootstrap_host": worker.bootstrap_host if worker.role is Role.PREFILL else None,
         "bootstrap_port": worker.bootstrap_port,

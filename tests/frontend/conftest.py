@@ -81,6 +81,7 @@ class Worker:
     process: subprocess.Popen[bytes]
     folder: Path
     stderr: Path
+    detokenizer: subprocess.Popen[bytes]
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.http.post(path, json=body, **kwargs)
@@ -98,6 +99,7 @@ def start_worker(
     drain_s: float = 0.2,
     server: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
+    allowed: list[str] | None = None,
 ) -> Iterator[Worker]:
     checkpoint = write_checkpoint(folder / "tiny")
     ipc = IpcPaths.create()
@@ -106,6 +108,7 @@ def start_worker(
         "ipc_dir": ipc.dir,
         "mode": mode,
         "drain_s": drain_s,
+        "allowed": allowed,
         "server": {"port": 0, **(server or {})},
         "engine": {"model_path": str(checkpoint), **(engine or {})},
     }
@@ -130,7 +133,7 @@ def start_worker(
         if ready:
             scheduler.say_ready()
             wait_for(lambda: (folder / "ready").exists())
-        yield Worker(url, http, scheduler, processes[1], folder, stderr)
+        yield Worker(url, http, scheduler, processes[1], folder, stderr, processes[0])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
