@@ -21,17 +21,19 @@ from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
 from router.guard import REQUEST_ID
+from router.journey import CLIENT_GONE, Journey, Journeys
 from router.legs import Call, Leg, LegError, Legs
 from router.merge import Merger, SseMerger
 from router.metrics import RouterMetrics
 from router.policies import Ask, Choice
 from router.race import Race
 from router.relay import StreamBroken, end_with_event, relay_stream
-from router.rewrite import Api, ParsedBody, parse_body, write_bodies
+from router.rewrite import Api, BadBody, ParsedBody, parse_body, write_bodies
 from router.rooms import RoomMinter
 from router.sse import error_event
 from router.workers import Lease, Role, Worker, WorkerTable, missing_roles
 from security.voucher import VOUCHER_HEADER, vouch
+from telemetry.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class Parts:
     live: LiveRequests
     on_unreachable: Callable[[LegError], None]
     clock: Callable[[], float] = time.monotonic
+    journeys: Journeys = field(default_factory=lambda: Journeys(Tracer(ring_size=0)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +77,7 @@ class _Exchange:
     call: Call
     live: LiveRequest
     started_s: float
+    journey: Journey
     attempts: Attempts = field(default_factory=Attempts)
 
 
@@ -111,21 +115,38 @@ class Dispatcher:
         return None
 
     async def _handle(self, request: web.BaseRequest, live: LiveRequest) -> web.StreamResponse:
-        started_s = self._parts.clock()
+        started_s, request_id = self._parts.clock(), request[REQUEST_ID]
+        traceparent = request.headers.get("traceparent", "")
+        journey = self._parts.journeys.begin(request_id, request.path, traceparent, now_s=started_s)
+        status = CLIENT_GONE
+        try:
+            response = await self._serve(await self._exchange(request, live, journey, started_s))
+            status = response.status
+            return response
+        except BadBody:
+            status = 400
+            raise
+        finally:
+            journey.end(status)
+
+    async def _exchange(
+        self, request: web.BaseRequest, live: LiveRequest, journey: Journey, started_s: float
+    ) -> _Exchange:
         body = await request.read()
         request_id = request[REQUEST_ID]
         parsed = parse_body(Api(request.path), body)
-        exchange = _Exchange(
+        journey.asked(parsed.num_samples, bytes(parsed.fields.get("model", b"")))
+        return _Exchange(
             request=request,
             request_id=request_id,
             parsed=parsed,
             ask=self._parts.chooser.ask(parsed, request.headers),
             body=body,
-            call=Call(request.path, self._headers(request, request_id)),
+            call=Call(request.path, self._headers(request, request_id, journey.traceparent)),
             live=live,
             started_s=started_s,
+            journey=journey,
         )
-        return await self._serve(exchange)
 
     def close(self) -> None:
         """End what prefill legs still run after their clients were served."""
@@ -166,7 +187,9 @@ class Dispatcher:
 
     async def _attempt_single(self, exchange: _Exchange, call: Call, choice: Choice) -> web.StreamResponse:
         lease = self._charge(choice, exchange.ask)
-        race = Race(self._parts.legs.send(choice.worker, call, exchange.body, stream=True))
+        leg = self._parts.legs.send(choice.worker, call, exchange.body, stream=True)
+        exchange.journey.sent(leg)
+        race = Race(leg)
         try:
             await race.answer(wait_for_prefill=False)
             return await self._answer(exchange, race, merger=None)
@@ -186,6 +209,7 @@ class Dispatcher:
         prefill_lease, decode_lease = self._charge(compute, exchange.ask), self._charge(answer_by, exchange.ask)
         first = parts.legs.send(prefill, call, prefill_body, stream=False)
         second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
+        exchange.journey.sent(first, second, rooms=rooms)
         race = Race(second, prefill=first)
         try:
             await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
@@ -305,15 +329,18 @@ class Dispatcher:
         )
 
     def _first_byte(self, exchange: _Exchange) -> None:
+        exchange.journey.first_byte()
         self._parts.metrics.on_first_byte(exchange.call.path, self._parts.clock() - exchange.started_s)
 
-    def _headers(self, request: web.BaseRequest, request_id: str) -> dict[str, str]:
-        """What workers get of the client's headers."""
+    def _headers(self, request: web.BaseRequest, request_id: str, traceparent: str) -> dict[str, str]:
+        """What workers get of the client's headers; `traceparent` instead of its own, where it is not ""."""
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         for name in _PASSED_HEADERS:
             value = request.headers.get(name)
             if value is not None:
                 headers[name] = value
+        if traceparent:
+            headers["traceparent"] = traceparent
         return headers | self._parts.credentials.for_client(request.headers.get("Authorization", ""))
 
 
