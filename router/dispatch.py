@@ -16,6 +16,7 @@ from aiohttp import web
 from router.attempts import Attempts
 from router.config import RouterConfig
 from router.credentials import Credentials
+from router.dashboard.recorder import GONE, Recorder, Watched
 from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
@@ -58,6 +59,7 @@ class Parts:
     secret: bytes | None
     live: LiveRequests
     on_unreachable: Callable[[LegError], None]
+    recorder: Recorder
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +73,7 @@ class _Exchange:
     call: Call
     live: LiveRequest
     started_s: float
+    watched: Watched
     attempts: Attempts = field(default_factory=Attempts)
 
 
@@ -111,16 +114,27 @@ class Dispatcher:
         started_s = time.monotonic()
         body = await request.read()
         request_id = request[REQUEST_ID]
+        parsed = parse_body(Api(request.path), body)
+        watched = self._parts.recorder.begin(
+            request_id, request.path, prompt_tokens=parsed.prompt_tokens, started_s=started_s
+        )
         exchange = _Exchange(
             request=request,
             request_id=request_id,
-            parsed=parse_body(Api(request.path), body),
+            parsed=parsed,
             body=body,
             call=Call(request.path, self._headers(request, request_id)),
             live=live,
             started_s=started_s,
+            watched=watched,
         )
-        return await self._serve(exchange)
+        status = GONE
+        try:
+            response = await self._serve(exchange)
+            status = response.status
+            return response
+        finally:
+            watched.end(503 if live.handed_back and status == GONE else status)
 
     def close(self) -> None:
         """End what prefill legs still run after their clients were served."""
@@ -148,6 +162,7 @@ class Dispatcher:
                 return await self._attempt(exchange, workers)
             except LegError as failure:
                 exchange.attempts.note(failure, workers)
+                exchange.watched.attempt_failed(str(failure))
                 self._note(failure)
                 if not failure.retryable or attempt == config.retry_max:
                     return _failure_response(failure)
@@ -162,6 +177,7 @@ class Dispatcher:
 
     async def _attempt_single(self, exchange: _Exchange, worker: Worker) -> web.StreamResponse:
         lease = self._charge(worker, exchange.parsed)
+        exchange.watched.attempt(answering=worker.url)
         race = Race(self._parts.legs.send(worker, exchange.call, exchange.body, stream=True))
         try:
             await race.answer(wait_for_prefill=False)
@@ -180,6 +196,8 @@ class Dispatcher:
         first = parts.legs.send(prefill, call, prefill_body, stream=False)
         second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
         race = Race(second, prefill=first)
+        watched, attempt = exchange.watched, exchange.watched.attempt(answering=decode.url, prefill=prefill.url)
+        race.when_prefill_ends(lambda: watched.prefill_ended(attempt))
         try:
             await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
             parts.table.release(prefill_lease)  # its tokens are computed: decode would not have begun
@@ -192,10 +210,11 @@ class Dispatcher:
             parts.table.release(decode_lease)
             race.close()
             self._tails.add(first)
-            race.when_prefill_ends(lambda: self._end_tail(first, rooms))
+            race.when_prefill_ends(lambda: self._end_tail(first, rooms, lambda: watched.prefill_ended(attempt)))
 
-    def _end_tail(self, prefill: Leg, rooms: Sequence[int]) -> None:
+    def _end_tail(self, prefill: Leg, rooms: Sequence[int], note: Callable[[], None]) -> None:
         """Nothing of the request runs any more, here or there."""
+        note()
         self._tails.discard(prefill)
         self._parts.rooms.release(rooms)
 
@@ -219,29 +238,36 @@ class Dispatcher:
                 headers=headers,
                 merger=SseMerger(merger) if merger else None,
                 on_first_byte=lambda: self._first_byte(exchange),
+                on_event=exchange.watched.event,
             )
         except StreamBroken as broken:
             if exchange.live.handed_back:
-                return await self._end_handed_back(broken.out, race)
-            return await self._end_broken(broken.out, broken.cause, race)
+                return await self._end_handed_back(exchange, broken.out, race)
+            return await self._end_broken(exchange, broken.out, broken.cause, race)
         if exchange.live.handed_back:
-            return await self._end_handed_back(out, race)
+            return await self._end_handed_back(exchange, out, race)
         if race.refused is not None:
-            return await self._end_broken(out, race.refused, race)
+            return await self._end_broken(exchange, out, race.refused, race)
         await out.write_eof()
         return out
 
-    async def _end_handed_back(self, out: web.StreamResponse, race: Race) -> web.StreamResponse:
+    async def _end_handed_back(
+        self, exchange: _Exchange, out: web.StreamResponse, race: Race
+    ) -> web.StreamResponse:
         race.close()
+        exchange.watched.broke(HANDED_BACK)
         return await end_with_event(out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
 
-    async def _end_broken(self, out: web.StreamResponse, failure: LegError, race: Race) -> web.StreamResponse:
+    async def _end_broken(
+        self, exchange: _Exchange, out: web.StreamResponse, failure: LegError, race: Race
+    ) -> web.StreamResponse:
         """Say in the stream what happened; both legs end."""
         if race.refused is not None:
             failure = race.refused
         else:
             self._note(failure)
         race.close()
+        exchange.watched.broke(str(failure))
         return await end_with_event(out, _failure_event(failure))
 
     def _vouched(self, call: Call, prefill: Worker, rooms: Sequence[int]) -> Call:
@@ -280,6 +306,7 @@ class Dispatcher:
         """Count a failure; a worker that could not be reached is looked at."""
         reason = f"http_{failure.status}" if failure.reason == "status" else failure.reason
         self._parts.metrics.errors.labels(reason, failure.worker.role.value).inc()
+        self._parts.recorder.on_failure(reason, failure.worker.role.value)
         if failure.reason in ("refused", "lost") or failure.draining:
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
@@ -294,12 +321,14 @@ class Dispatcher:
         """503 that names what is missing."""
         missing = missing_roles(self._parts.table, roles)
         self._parts.metrics.errors.labels("no_worker", ",".join(missing)).inc()
+        self._parts.recorder.on_failure("no_worker", ",".join(missing))
         return error_response(
             503, no_worker_message(self._parts.table, missing), code="no_worker", headers={"Retry-After": RETRY_AFTER_S}
         )
 
     def _first_byte(self, exchange: _Exchange) -> None:
         self._parts.metrics.on_first_byte(exchange.call.path, time.monotonic() - exchange.started_s)
+        exchange.watched.first_byte()
 
     def _headers(self, request: web.BaseRequest, request_id: str) -> dict[str, str]:
         """What workers get of the client's headers."""

@@ -19,6 +19,8 @@ from aiohttp import web
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
 from router.credentials import Credentials
+from router.dashboard.page import Dashboard
+from router.dashboard.recorder import Recorder
 from router.dispatch import Dispatcher, Parts
 from router.draining import LiveRequests, StopSignals
 from router.entropy import Entropy
@@ -133,6 +135,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     entropy = Entropy()
     rooms = RoomMinter(entropy.bits)
     metrics = RouterMetrics(table)
+    recorder = Recorder(time.monotonic, place=0 if place is None else place.row)
     live = LiveRequests(max_live=config.max_concurrent_requests, view=view)
     client = {
         "connect_timeout_s": config.connect_timeout_s,
@@ -142,7 +145,9 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     upstream = HttpUpstream(**client)
     async with open_session(**client) as session:
         legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
-        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials, legs=legs)
+        monitor = HealthMonitor(
+            config=config, table=table, session=session, credentials=credentials, legs=legs, recorder=recorder
+        )
         dispatcher = Dispatcher(
             Parts(
                 config=config,
@@ -155,6 +160,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
                 secret=secret,
                 live=live,
                 on_unreachable=monitor.on_unreachable,
+                recorder=recorder,
             )
         )
         control = Control(
@@ -169,11 +175,13 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             live=live,
             siblings=siblings,
         )
+        dashboard = Dashboard(config=config, table=table, recorder=recorder, live=live, siblings=siblings)
         routes = Routes(
             [
                 *(web.post(api.value, dispatcher.handle) for api in Api),
                 web.put(Api.GENERATE.value, dispatcher.handle),
                 *control.routes(),
+                *dashboard.routes(),
             ]
         )
         share = config.workers if place is not None else 1

@@ -3,6 +3,7 @@ and requests that are simulated. They are coroutines; the loop that runs them ha
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -16,6 +17,7 @@ from yarl import URL
 
 from router.config import RouterConfig
 from router.credentials import Credentials
+from router.dashboard.recorder import Recorder
 from router.dispatch import Dispatcher, Parts
 from router.draining import LiveRequests
 from router.guard import make_guard
@@ -81,6 +83,7 @@ class Router:
                 secret=None,
                 live=self.live,
                 on_unreachable=self.monitor.on_unreachable,
+                recorder=Recorder(time.monotonic),
             )
         )
         self._guard = make_guard(gate=gate, limiter=None, metrics=metrics, new_id=lambda: process.name)

@@ -1,0 +1,154 @@
+// The last requests as rows; a click opens one's time line. Owns the rows, and asks for the details of those that are open.
+
+import { el, nameOf, put, said, svg, time } from "/dashboard/show.js";
+
+const KINDS = { "/v1/chat/completions": "chat", "/v1/completions": "completion", "/generate": "generate", "/v1/embeddings": "embedding" };
+
+const isBad = (record) => record.status >= 400 || record.failure !== "";
+
+function statusOf(record) {
+  if (record.status === 0) return record.first_byte_s === null ? "prefill" : "streaming";
+  if (record.status === 499) return "left";
+  return isBad(record) && record.status < 400 ? "broken" : String(record.status);
+}
+
+/** Spans of a request, in seconds of the router's clock: {lane, name, from, to, tone}. `to` null: it lasts. */
+export function spansOf(record) {
+  const spans = [];
+  const first = record.attempts[0];
+  if (first && first.started_s - record.started_s > 1e-4)
+    spans.push({ lane: "router", name: "chosen", from: record.started_s, to: first.started_s, tone: "quiet" });
+  record.attempts.forEach((attempt, i) => {
+    const again = record.attempts.length > 1 ? ` (try ${i + 1})` : "";
+    const last = i === record.attempts.length - 1;
+    const end = attempt.failed_s ?? (last ? record.ended_s : null);
+    const begun = last ? record.first_byte_s : null;
+    const failed = attempt.failure !== "";
+    if (attempt.prefill !== null)
+      spans.push({ lane: nameOf(attempt.prefill), name: `prefill and KV transfer${again}`, from: attempt.started_s,
+        to: attempt.prefill_ended_s ?? end, tone: failed ? "bad" : "prefill" });
+    spans.push({ lane: nameOf(attempt.answering), name: begun === null ? `waiting${again}` : `first token${again}`,
+      from: attempt.started_s, to: begun ?? end, tone: failed ? "bad" : "quiet" });
+    if (begun !== null && record.num_events > 1)
+      spans.push({ lane: nameOf(attempt.answering), name: "answer", from: begun, to: record.last_byte_s ?? end, tone: "decode" });
+  });
+  return spans;
+}
+
+class Row {
+  constructor(record, ask) {
+    this.ask = ask;
+    this.cells = Object.fromEntries(["when", "id", "kind", "status", "ttft", "total"].map((name) => [name, el("span", name)]));
+    this.mini = svg("svg", { class: "mini", viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" });
+    this.head = el("button", "row", ...Object.values(this.cells), this.mini);
+    this.head.type = "button";
+    this.head.setAttribute("aria-expanded", "false");
+    this.detail = el("div", "detail");
+    this.detail.hidden = true;
+    this.node = el("div", "request", this.head, this.detail);
+    this.node.dataset.key = record.key;
+    this.head.addEventListener("click", () => this.toggle());
+    this.drawn = "";
+  }
+
+  update(record, state) {
+    this.record = record;
+    const version = `${record.ended_s}${record.num_events}${record.attempts.length}${record.status}`;
+    this.now = state.now_s;
+    if (version === this.drawn && record.ended_s !== null) return;
+    this.drawn = version;
+    const end = record.ended_s ?? state.now_s;
+    const date = new Date((state.wall_s - state.now_s + record.started_s) * 1000);
+    put(this.cells.when, date.toTimeString().slice(0, 8));
+    put(this.cells.id, record.request_id);
+    put(this.cells.kind, KINDS[record.path] ?? record.path);
+    put(this.cells.status, statusOf(record));
+    put(this.cells.ttft, record.first_byte_s === null ? "" : said(time(record.first_byte_s - record.started_s)));
+    put(this.cells.total, said(time(end - record.started_s)));
+    this.node.classList.toggle("bad", isBad(record) && record.status !== 499);
+    this.node.classList.toggle("live", record.status === 0);
+    drawBars(this.mini, spansOf(record), record.started_s, end, { width: 100, height: 8, row: 0 });
+    if (!this.detail.hidden) this.show(record);
+  }
+
+  async toggle() {
+    this.detail.hidden = !this.detail.hidden;
+    this.head.setAttribute("aria-expanded", String(!this.detail.hidden));
+    if (this.detail.hidden) return;
+    this.show(this.record);
+    await this.refresh();
+  }
+
+  /** The record as it is now, should the list have moved on. */
+  async refresh() {
+    try {
+      const answer = await this.ask(`/dashboard/requests/${encodeURIComponent(this.record.key)}`);
+      if (answer.ok) this.record = (await answer.json()).record;
+      else this.record.ended_s ??= this.now; // forgotten: it is asked for no more
+      this.show(this.record);
+    } catch (error) {
+      // The next state will say that the router is gone.
+    }
+  }
+
+  show(record) {
+    const end = record.ended_s ?? this.now;
+    const facts = [
+      ["request id", record.request_id],
+      ["prompt", `about ${record.prompt_tokens} tokens`],
+      ["first token", record.first_byte_s === null ? "not yet" : said(time(record.first_byte_s - record.started_s))],
+      ...(record.num_events > 1 && record.last_byte_s !== null
+        ? [["answer", `${record.num_events} events, ${said(time((record.last_byte_s - record.first_byte_s) / (record.num_events - 1)))} apart`]] : []),
+      ...record.attempts.flatMap((a, i) => (a.failure ? [[`try ${i + 1} failed`, a.failure]] : [])),
+      ...(record.failure && !record.attempts.some((a) => a.failure === record.failure) ? [["failed", record.failure]] : []),
+    ];
+    this.detail.replaceChildren(
+      timeLine(spansOf(record), record.started_s, Math.max(end, record.started_s + 1e-6)),
+      el("dl", "facts", ...facts.flatMap(([name, value]) => [el("dt", "", name), el("dd", "", value)])),
+    );
+  }
+}
+
+function drawBars(drawing, spans, start, end, { width, height }) {
+  const scale = width / Math.max(end - start, 1e-6);
+  drawing.replaceChildren(...spans.filter((s) => s.tone !== "quiet").map((span) => svg("rect", {
+    class: `span ${span.tone}`, x: (span.from - start) * scale, y: 1, height: height - 2, rx: 1,
+    width: Math.max(1, ((span.to ?? end) - span.from) * scale),
+  })));
+}
+
+/** One line a span: its name and length, and the bar on a common scale. */
+function timeLine(spans, start, end) {
+  const whole = end - start;
+  const lines = spans.map((span) => {
+    const bar = el("span", `span ${span.tone}`);
+    bar.style.left = `${((span.from - start) / whole) * 100}%`;
+    bar.style.width = `${Math.max(0.4, (((span.to ?? end) - span.from) / whole) * 100)}%`;
+    return el("div", "line", el("span", "what", span.name), el("span", "where", span.lane),
+      el("span", "bars", bar), el("span", "long", said(time((span.to ?? end) - span.from))));
+  });
+  const marks = [0, 0.25, 0.5, 0.75, 1].map((share) => el("span", "", said(time(share * whole))));
+  return el("div", "timeline", ...lines, el("div", "line axis", el("span", "what"), el("span", "where"), el("span", "marks", ...marks), el("span", "long")));
+}
+
+/** `ask(path)` fetches; the answer is told every new state. Rows that are open stay until they are closed. */
+export function makeRequests(box, ask) {
+  const rows = new Map();
+  const empty = el("p", "note", "No request has come yet.");
+  return (state) => {
+    const shown = new Map(state.requests.map((record) => [record.key, record]));
+    for (const [key, row] of rows) {
+      if (shown.has(key)) continue;
+      if (row.detail.hidden) { row.node.remove(); rows.delete(key); }
+      else if (row.record.ended_s === null) row.refresh();
+    }
+    for (const [key, record] of shown) {
+      if (!rows.has(key)) rows.set(key, new Row(record, ask));
+      rows.get(key).update(record, state);
+    }
+    const order = [...rows.values()].sort((a, b) => b.record.started_s - a.record.started_s || (a.record.key < b.record.key ? 1 : -1));
+    order.forEach((row, i) => { if (box.children[i] !== row.node) box.insertBefore(row.node, box.children[i] ?? null); });
+    if (!order.length) box.replaceChildren(empty);
+    else empty.remove();
+  };
+}
