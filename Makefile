@@ -7,13 +7,14 @@ ARGS ?=
 TESTS ?= tests
 CELLS ?=
 JOBS ?= 2
-EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,dev
+BACKENDS ?= nixl mooncake
+EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,k8s,dev
 TORCH ?= torch==2.13.0
 # What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
 # Parts that decide without I/O (and the command line): held to mypy --strict.
 TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokenizer grammar hicache lora) disagg \
-	$(wildcard transfer_backends/*.py) bootstrap_server router deploy security
+	$(wildcard transfer_backends/*.py) bootstrap_server router deploy security lifecycle
 
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS
@@ -24,7 +25,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz fault-matrix churn-soak lint format clean
+.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix churn-soak lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -34,10 +35,15 @@ help:
 	@echo "make mutants           plant bugs in the core, one by one, and see each found"
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reliability.md"
-	@echo "make churn-soak [MINUTES=10]  20,000 requests while workers die and come; docs/reliability.md"
+	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
+	@echo "make churn-soak [MINUTES=10] [BACKENDS='nixl mooncake']  for each: 20,000 requests while workers and a router die and"
+	@echo "                       come; docs/reliability.md"
 	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
 	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
 	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
+	@echo "make manifests         build deploy/kubernetes for the tests (after a change there; needs kubectl)"
+	@echo "make k8s-drill         upgrade the pods of deploy/kubernetes under load, as processes of this machine"
+	@echo "make image-pins        pin what the images install to the versions of $(VENV)"
 	@echo "make lint | format     check | mend style, types and import order"
 	@echo "make clean             remove $(VENV) and caches"
 
@@ -69,7 +75,7 @@ fault-matrix: $(STAMP)
 	$(BIN)/python -m tests.faults.matrix --jobs $(JOBS) $(if $(CELLS),--again '$(CELLS)')
 
 churn-soak: $(STAMP)
-	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
+	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --backends $(BACKENDS)
 
 sim: $(STAMP)
 	$(SIM)
@@ -88,6 +94,17 @@ $(FUZZ_VENV)/bin/schemathesis:
 
 fuzz: $(STAMP) $(FUZZ_VENV)/bin/schemathesis
 	$(BIN)/python -m tests.fuzz.run --schemathesis $(FUZZ_VENV)/bin/schemathesis --report docs/reports/fuzz.md $(ARGS)
+
+# Needs kubectl (or KUSTOMIZE="kustomize build"): what the tests of deploy/kubernetes read.
+manifests: $(STAMP)
+	$(BIN)/python -m tests.kubernetes.render
+
+# A rolling update under load, without a cluster: about a minute.
+k8s-drill: $(STAMP)
+	$(BIN)/python -m tests.kubernetes.drill --report docs/reports/k8s_drill.json
+
+image-pins: $(STAMP)
+	$(BIN)/python -m deploy.docker.pin
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,8 +1,9 @@
 """Runs the benchmarks (or takes their JSON) and writes docs/benchmarks.md from them.
 
-usage: python -m benchmarks.report [--results DIR] [--quick] [--reuse]     (`make bench` runs it)
+usage: python -m benchmarks.report [--results DIR] [--quick] [--reuse] [--trace PATH ...]     (`make bench` runs it)
 
-Results are kept in DIR as JSON, one file a benchmark; --reuse only writes the page again from what is there.
+Results are kept in DIR as JSON, one file a benchmark; --reuse only writes the page again from what is there. Benchmarks
+that replay traces run where --trace names some (none is shipped); else their last figures stay, from docs/reports.
 """
 
 import argparse
@@ -12,10 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pd_overhead, scheduler_step, step_time, transfer_rate
+from benchmarks import pd_overhead, router_policies, scheduler_step, step_time, transfer_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
+KEPT = ROOT / "docs" / "reports"
 
 QUICK: dict[str, list[str]] = {
     "pd_overhead": ["--requests", "10"],
@@ -47,7 +49,14 @@ SECTIONS = {
         "2,738 us for the same 256 on such a machine (another run, see the issue's facts).",
         scheduler_step.render,
     ),
+    "router_policies": (
+        "Router policies on traces",
+        "Mooncake's traces through the router's own policies and a simple model of 8 prefill workers (8,000 tokens/s, a "
+        "cache of 2 M tokens) and 8 decode workers; what the figures mean: [router.md](router.md).",
+        router_policies.render,
+    ),
 }
+REPLAYS = ("router_policies",)
 
 
 def run(name: str, *, results: Path, quick: bool) -> None:
@@ -56,11 +65,20 @@ def run(name: str, *, results: Path, quick: bool) -> None:
     subprocess.run([*argv, *(QUICK[name] if quick else [])], cwd=ROOT, check=True)
 
 
+def replay(name: str, traces: list[Path]) -> None:
+    """Run one that replays traces; its figures and its plot are kept in docs."""
+    argv = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(KEPT / f"{name}.json")]
+    argv += ["--plot", str(PAGE.parent / f"{name}.png")]
+    for trace in traces:
+        argv += ["--trace", str(trace.resolve())]
+    subprocess.run(argv, cwd=ROOT, check=True)
+
+
 def page(results: Path) -> str:
     """The text of docs/benchmarks.md."""
     parts = ["# Benchmarks", "", "Written by `make bench` (benchmarks/report.py) from one run. Do not edit by hand."]
     for name, (title, text, render) in SECTIONS.items():
-        path = results / f"{name}.json"
+        path = (KEPT if name in REPLAYS else results) / f"{name}.json"
         if path.exists():
             result = json.loads(path.read_text())
             parts += ["", f"## {title}", "", text, "", render(result), "", _where(name, result["environment"])]
@@ -78,10 +96,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / ".build" / "bench")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that everything runs")
     parser.add_argument("--reuse", action="store_true", help="write the page from the JSON that is there")
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="a trace to replay; repeatable")
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
-    for name in () if args.reuse else SECTIONS:
-        run(name, results=args.results, quick=args.quick)
+    for name in SECTIONS:
+        if name in REPLAYS and args.trace:
+            replay(name, args.trace)
+        elif name not in REPLAYS and not args.reuse:
+            run(name, results=args.results, quick=args.quick)
     PAGE.write_text(page(args.results))
     print(f"wrote {PAGE}")
 

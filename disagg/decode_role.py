@@ -114,13 +114,19 @@ class DecodeRole:
         self._entries[request.rid] = Entry(request, receiver, bootstrap.room, self._moves_bytes and not fake)
         return []
 
-    def abort(self, rid: str, now_s: float) -> list[TokenOutput]:
+    def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         self._resumption.take()
         entry = self._entries.get(rid)
         if entry is not None:
-            return self._end(entry, ABORTED)
-        resuming = self._resumption.abort(rid, ABORTED)
-        return self._scheduler.abort(rid) if resuming is None else resuming
+            return self._end(entry, reason)
+        resuming = self._resumption.abort(rid, reason)
+        return self._scheduler.abort(rid, reason) if resuming is None else resuming
+
+    def close_to_peers(self, why: str | None) -> None:
+        """Nobody asks a decode worker."""
+
+    def end_peers_work(self, why: str) -> None:
+        """Nobody asks a decode worker."""
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
@@ -181,6 +187,7 @@ class DecodeRole:
             return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {error}", status=500))
         times = entry.request.times
         times.landed_s, times.remote_queue_s, times.remote_prefill_s = now_s, first.queue_s, first.prefill_s
+        entry.request.transfer_retries += entry.receiver.retries()
         self._metadata.free(entry.row)
         entry.receiver.close()
         del self._entries[entry.request.rid]

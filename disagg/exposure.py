@@ -4,9 +4,10 @@ import logging
 
 from disagg.config import DisaggConfig
 from disagg.secret import read_secret
-from engine.config import ServerConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.frontend.meeting import MeetingPlaces
-from security.addresses import AllowedAddresses, is_loopback, require_secret
+from engine.kv_events_config import FLAG, parse_kv_events_config
+from security.addresses import AllowedAddresses, SecurityConfigError, is_loopback, require_secret
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,18 @@ def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
     for text in warnings:
         if text is not None:
             log.warning(text)
+
+
+def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: DisaggConfig) -> None:
+    """KV events hold the tokens of all users' prompts. Raises `SecurityConfigError`, ConfigError for a broken value."""
+    events = parse_kv_events_config(engine.kv_events_config)
+    open_hosts = [] if events is None else [host for host in events.hosts() if not is_loopback(host)]
+    if not open_hosts or disagg.cluster_secret_file is not None:
+        return
+    what = f"{FLAG} {open_hosts[0]}: KV events tell everybody's prompts to anybody who asks"
+    if not server.allow_insecure:
+        raise SecurityConfigError(f"{what}; give --cluster-secret-file, or say --allow-insecure")
+    log.warning("INSECURE: %s (--allow-insecure)", what)
 
 
 def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host: str) -> list[tuple[str, str]]:

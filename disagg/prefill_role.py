@@ -110,6 +110,7 @@ class PrefillRole:
         self._counters: Counter[str] = Counter()
         self._page_bytes = page_bytes
         self._bounds = bounds
+        self._closed_to_peers: str | None = None
         self._checksum = checksum
         self._transfers = TransferGauges()
 
@@ -133,14 +134,25 @@ class PrefillRole:
         self._scheduler.prefetch(request)
         return []
 
-    def abort(self, rid: str, now_s: float) -> list[TokenOutput]:
+    def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         entry = self._entries.get(rid)
         if entry is None:
-            return self._scheduler.abort(rid)
+            return self._scheduler.abort(rid, reason)
         if entry.stage is Stage.ENDING:
             return []
-        entry.sender.abort(ABORTED.message)
-        return entry.heard(self._end(entry, ABORTED))
+        entry.sender.abort(reason.message)
+        return entry.heard(self._end(entry, reason))
+
+    def close_to_peers(self, why: str | None) -> None:
+        self._closed_to_peers = why
+
+    def end_peers_work(self, why: str) -> None:
+        reason = FinishReason(kind="abort", message=why)
+        for entry in list(self._entries.values()):
+            if entry.asked and entry.stage is not Stage.ENDING:
+                self._counters["recompute_refused"] += 1
+                entry.sender.abort(why)
+                self._end(entry, reason)
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
@@ -183,7 +195,8 @@ class PrefillRole:
             entry = Entry(request, sender, asked.room, moves_bytes=True, asked=True, sent_pages=skip, skip_pages=skip)
             self._entries[request.rid] = entry
             refused = self._scheduler.refusal(request)
-            if error := why_not(asked.work, self._bounds) or (refused and refused.message):
+            error = self._closed_to_peers or why_not(asked.work, self._bounds) or (refused and refused.message)
+            if error:
                 self._counters["recompute_refused"] += 1
                 sender.abort(error)
                 entry.stage = Stage.ENDING

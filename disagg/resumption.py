@@ -141,6 +141,7 @@ class Resumption:
         if said.result.bad or (self._moves_bytes and said.result.token is not None):
             return self._fail(entry, "prefill computed NaN, or drew a token, which was not asked for")
         del self._entries[entry.request.rid]
+        entry.request.transfer_retries += entry.receiver.retries()
         self._quarantine.close(entry.receiver, entry.row)
         self.counters["resumed_through_prefill"] += 1
         self._scheduler.resume_decoding(entry.request)

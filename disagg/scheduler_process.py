@@ -15,13 +15,16 @@ from collections.abc import Callable
 import msgspec
 
 from disagg.config import DisaggConfig
+from disagg.secret import read_secret
 from engine.config import ConfigError, EngineConfig
 from engine.detokenizer.incremental import tail_text
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.registry import make_compiler
+from engine.kv_events_config import parse_kv_events_config
 from engine.loop.adapter_control import AdapterControl
+from engine.loop.kv_events import EventPump, ZmqPublisher
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.ports import ZmqPorts
 from engine.loop.watchdog import Watchdog
@@ -86,6 +89,7 @@ def run(spec: SchedulerSpec) -> None:
     )
     for name, path in named_paths(parts.config).items():
         adapters.load_now(name, path)
+    publisher = _publisher(spec)
     watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
     role = make_role(spec, parts, wakeup=ports.call_attention)
     grammars = make_grammar_queue(spec.engine, model, tokenizer, wakeup=ports.call_attention)
@@ -109,6 +113,7 @@ def run(spec: SchedulerSpec) -> None:
         grammars=grammars,
         disk=parts.disk,
         adapters=adapters,
+        events=EventPump(parts.events, publisher),
     )
     _end_on_signals(loop, ports.call_attention)
     allocator = parts.scheduler.memory.allocator
@@ -126,6 +131,7 @@ def run(spec: SchedulerSpec) -> None:
                 "context_length": parts.config.context_length,
                 "chunked_prefill_size": parts.config.chunked_prefill_size,
                 "load_time_s": round(time.monotonic() - started_s, 3),
+                "kv_events_config": None if publisher is None else publisher.describe(),
             }
         )
     )
@@ -136,9 +142,17 @@ def run(spec: SchedulerSpec) -> None:
         grammars.close()
         watchdog.close()
         parts.disk.close()
+        if publisher is not None:
+            publisher.close()
         role.close()
         parts.executor.close()
         ports.close()
+
+
+def _publisher(spec: SchedulerSpec) -> ZmqPublisher | None:
+    """Raises ConfigError for an address that is taken."""
+    config = parse_kv_events_config(spec.engine.kv_events_config)
+    return None if config is None else ZmqPublisher(config, secret=read_secret(spec.disagg))
 
 
 def make_grammar_queue(

@@ -16,7 +16,7 @@ from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
 from disagg.children import Children
 from disagg.config import DisaggConfig
-from disagg.exposure import check_exposure, meeting_places
+from disagg.exposure import check_events_exposure, check_exposure, meeting_places
 from disagg.scheduler_process import SchedulerSpec
 from disagg.secret import read_secret
 from engine.config import ConfigError, EngineConfig, ServerConfig
@@ -42,6 +42,7 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
         raise ConfigError(f"--default-deadline: must be greater than 0, got {server.default_deadline:g}")
     control_host = _control_host(server, disagg)
     check_exposure(server, disagg, control_host=control_host)
+    check_events_exposure(server, engine, disagg)
     meeting_places(server, disagg, control_host=control_host)  # wrong files and rules are told before anything starts
     open_worker_gate(server)
     bootstrap = _embedded_bootstrap_server(server, disagg)

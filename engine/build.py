@@ -9,6 +9,7 @@ import torch
 
 from engine.attention.registry import make_attention_backend
 from engine.config import ConfigError, EngineConfig
+from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailText
 from engine.core.growth import MeasuredGrowth
 from engine.core.memory import Memory
@@ -28,6 +29,7 @@ from engine.executor.stream import make_stream
 from engine.executor.weights import Weights
 from engine.hicache.build import build_host_tier
 from engine.hicache.identity import fingerprint, kv_identity
+from engine.kv_events_config import parse_kv_events_config
 from engine.loop.disk_pump import DiskPump
 from engine.lora.bank import AdapterBank
 from engine.lora.store import AdapterStore
@@ -40,7 +42,10 @@ from engine.resolve import depth, limits, num_pages, priorities, resolve
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A ready engine. `config` is resolved. `adapters`: None where requests may name none."""
+    """A ready engine. `config` is resolved. `adapters`: None where requests may name none.
+
+    `events`: what happens in the prefix cache, None where nobody is told.
+    """
 
     config: EngineConfig
     model: ModelConfig
@@ -51,6 +56,7 @@ class EngineParts:
     weights: Weights
     disk: DiskPump
     adapters: AdapterStore | None = None
+    events: CacheEvents | None = None
 
 
 def build_engine(
@@ -118,7 +124,9 @@ def build_engine(
     executor = Executor(runner=runner, stream=stream)
     allocator = PageAllocator(num_pages=pool.num_pages, page_size=config.page_size)
     host = tier.cache if tier else None
-    cache = RadixCache(allocator, enabled=not config.disable_radix_cache, below=host)
+    told = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
+    events = CacheEvents(page_size=config.page_size) if told else None
+    cache = RadixCache(allocator, enabled=not config.disable_radix_cache, below=host, listener=events)
     memory = Memory(allocator=allocator, cache=cache, host=host)
     return EngineParts(
         config=config,
@@ -148,6 +156,7 @@ def build_engine(
         ),
         disk=tier.pump if tier else DiskPump(),
         adapters=None if bank is None else _adapter_store(config, model, bank, executor),
+        events=events,
     )
 
 

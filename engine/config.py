@@ -85,6 +85,9 @@ class EngineConfig:
         choices=PREFETCH_POLICIES,
     )
     hicache_storage_prefetch_timeout: float = flag(1.0, "prefetch policy timeout: seconds a request waits at most")
+    kv_events_config: str | None = flag(
+        None, 'publish what happens in the prefix cache over ZMQ; JSON such as {"endpoint": "tcp://127.0.0.1:5557"}'
+    )
     disable_overlap_schedule: bool = flag(False, "depth 1: collect each step before the next is launched")
     enable_lora: bool = flag(False, "requests may name LoRA adapters; --lora-paths asks for it as well")
     lora_paths: tuple[str, ...] = flag(

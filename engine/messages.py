@@ -50,6 +50,7 @@ class GenerateRequest(_Message, frozen=True):
     `return_hidden_states`: of the prompt and of each generated token. `pooling` ("last" | "mean" | ""): an embedding,
     one vector for the prompt; nothing is generated (max_new_tokens is 0) and no KV is kept.
     `lora`: name of the adapter that computes it ("": the model alone).
+    `timeout_s`: seconds from now after which nobody waits for it any more (None: for ever).
     """
 
     rid: str
@@ -65,6 +66,7 @@ class GenerateRequest(_Message, frozen=True):
     return_hidden_states: bool = False
     pooling: str = ""
     lora: str = ""
+    timeout_s: float | None = None
 
 
 class GenerateBatch(_Message, frozen=True):
@@ -85,10 +87,14 @@ class FlushCache(_Message, frozen=True):
 
 
 class GetState(_Message, frozen=True):
-    """Ask for a `StateReply`. `check`: also run every owner's `check()` and report what it says."""
+    """Ask for a `StateReply`. `check`: also run every owner's `check()` and report what it says.
+
+    `by_detokenizer`: it comes as text does, so that it shows that all of the worker's processes are alive.
+    """
 
     call_id: str
     check: bool = False
+    by_detokenizer: bool = False
 
 
 class PauseGeneration(_Message, frozen=True):
@@ -150,6 +156,10 @@ class UnloadAdapter(_Message, frozen=True):
     name: str
 
 
+class Drain(_Message, frozen=True):
+    """The worker ends soon: what runs goes on, but peers are refused what they ask to have computed."""
+
+
 class Shutdown(_Message, frozen=True):
     """End the scheduler's loop (the launcher's SIGTERM does the same)."""
 
@@ -167,6 +177,7 @@ ToScheduler = (
     | StopProfile
     | LoadAdapter
     | UnloadAdapter
+    | Drain
     | Shutdown
 )
 
@@ -222,6 +233,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     input_hidden: bytes = b""
     hidden: list[bytes] = []
     cached_by_tier: list[int] = []  # of cached_tokens: from device, host, disk; empty: there is one tier
+    transfer_retries: int = 0  # times that a KV transfer for it began anew
 
 
 class RequestOpened(_Message, frozen=True):
@@ -237,9 +249,6 @@ class RequestOpened(_Message, frozen=True):
 
 class TokenBatch(_Message, frozen=True):
     outputs: list[TokenOutput]
-
-
-ToDetokenizer = RequestOpened | TokenBatch
 
 
 class TextOutput(msgspec.Struct, array_like=True, kw_only=True):
@@ -305,4 +314,5 @@ class SchedulerReady(_Message, frozen=True):
     info: dict[str, int | float | str | bool | None]
 
 
+ToDetokenizer = RequestOpened | TokenBatch | StateReply
 ToFrontend = TextBatch | FlushReply | ControlReply | StateReply | SchedulerReady

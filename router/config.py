@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-POLICIES = ("least_load", "round_robin", "random")
+from router.selectors import Selector
+
+POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
 _MAY_BE_ZERO = (
     "retry_max",
     "retry_backoff_s",
@@ -43,7 +45,20 @@ class RouterConfig:
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30080, "port to listen on; 0: a free one")
     workers: int = flag(1, "router processes that share the port, the pool and one view of the load")
-    policy: str = flag("least_load", "how workers are chosen", choices=POLICIES)
+    policy: str = flag("least_load", "how workers are chosen (docs/router.md)", choices=POLICIES)
+    prefill_policy: str | None = flag(None, "how prefill workers are chosen; default: --policy", choices=POLICIES)
+    decode_policy: str | None = flag(None, "how decode workers are chosen; default: --policy", choices=POLICIES)
+    cache_threshold: float = flag(0.3, "cache_aware: a match shorter than this share of the prompt counts as none")
+    balance_abs_threshold: int = flag(
+        64, "cache_aware: goes by load alone while the longest queue is by more than so many requests the longest,"
+    )
+    balance_rel_threshold: float = flag(1.5, "... and more than so many times as long as the shortest")
+    max_tree_size: int = flag(
+        1 << 26, "cache_aware: bytes of prompts (token ids: 4 each) that are remembered per worker, the latest"
+    )
+    disable_kv_events: bool = flag(
+        False, "cache_aware: do not listen to the KV events of workers that publish them (--kv-events-config)"
+    )
     health_check_interval_s: float = flag(1.0, "seconds between health checks of a worker")
     health_check_timeout_s: float = flag(5.0, "seconds a health check may take")
     health_failure_threshold: int = flag(2, "failed checks in a row before a worker leaves the pool")
@@ -93,6 +108,21 @@ class RouterConfig:
     rate_limit_burst: int = flag(0, "requests that may come at once under the rate limit; 0: those of two seconds")
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
     ready_file: str | None = flag(None, "write JSON here once the router listens")
+    service_discovery: bool = flag(
+        False,
+        "workers are the pods that the selectors choose, as they come and go (Kubernetes; needs tandem-serve[k8s])",
+    )
+    selector: tuple[str, ...] = flag((), "KEY=VALUE labels of unified workers' pods (without --pd-disaggregation)")
+    prefill_selector: tuple[str, ...] = flag((), "KEY=VALUE labels of prefill workers' pods")
+    decode_selector: tuple[str, ...] = flag((), "KEY=VALUE labels of decode workers' pods")
+    service_discovery_port: int = flag(80, "port that workers listen on in their pods")
+    service_discovery_namespace: str | None = flag(
+        None, "namespace of the pods; default: all (the service account then needs a ClusterRole)"
+    )
+    prefill_bootstrap_port_annotation: str = flag(
+        "sglang.ai/bootstrap-port",
+        "annotation of a prefill pod that has its bootstrap port; a pod without it is asked for the port",
+    )
 
 
 def check_config(config: RouterConfig) -> None:
@@ -106,6 +136,7 @@ def check_config(config: RouterConfig) -> None:
     for _, port in config.prefill:
         _require(port is None or 0 < port < 65536, "--prefill", f"bootstrap port must be 1 to 65535, got {port}")
     _check_numbers(config)
+    _check_discovery(config)
     _require(
         config.rate_limit_requests_per_second >= 0,
         "--rate-limit-requests-per-second",
@@ -131,7 +162,6 @@ def _worker_urls(config: RouterConfig) -> list[tuple[str, str]]:
 
 
 def _check_numbers(config: RouterConfig) -> None:
-    _require(config.policy in POLICIES, "--policy", f"must be one of {', '.join(POLICIES)}, got {config.policy!r}")
     _require(0 <= config.port < 65536, "--port", f"must be 0 to 65535, got {config.port}")
     for name in ("health_check_interval_s", "health_check_timeout_s", "connect_timeout_s", "request_timeout_s"):
         value = getattr(config, name)
@@ -148,6 +178,40 @@ def _check_numbers(config: RouterConfig) -> None:
     for name in _MAY_BE_ZERO:
         value = getattr(config, name)
         _require(value >= 0, f"--{name.replace('_', '-')}", f"must be at least 0, got {value}")
+    _check_policies(config)
+
+
+def _check_policies(config: RouterConfig) -> None:
+    for name in ("policy", "prefill_policy", "decode_policy"):
+        value = getattr(config, name)
+        known = value in POLICIES or (value is None and name != "policy")
+        _require(known, f"--{name.replace('_', '-')}", f"must be one of {', '.join(POLICIES)}, got {value!r}")
+        paired = value is None or name == "policy" or config.pd_disaggregation
+        _require(paired, f"--{name.replace('_', '-')}", "needs --pd-disaggregation; unified workers go by --policy")
+    _require(0 <= config.cache_threshold <= 1, "--cache-threshold", f"must be 0 to 1, got {config.cache_threshold}")
+    _require(config.balance_abs_threshold >= 0, "--balance-abs-threshold", "must be at least 0")
+    _require(config.balance_rel_threshold >= 1, "--balance-rel-threshold", "must be at least 1")
+    _require(config.max_tree_size >= 1, "--max-tree-size", "must be at least 1")
+
+
+def _check_discovery(config: RouterConfig) -> None:
+    """Each role that the router needs has a selector, and the other ones have none."""
+    pairs = [("--prefill-selector", config.prefill_selector), ("--decode-selector", config.decode_selector)]
+    unified = [("--selector", config.selector)]
+    needed, other = (pairs, unified) if config.pd_disaggregation else (unified, pairs)
+    for name, parts in pairs + unified:
+        _require(config.service_discovery or not parts, name, "needs --service-discovery")
+        try:
+            Selector(parts)
+        except ValueError as err:
+            raise RouterConfigError(f"{name}: {err}") from None
+    if config.service_discovery:
+        for name, parts in needed:
+            _require(bool(parts), name, "--service-discovery needs it: which pods? Give KEY=VALUE")
+        for name, parts in other:
+            _require(not parts, name, "is for the other mode; see --pd-disaggregation")
+        port = config.service_discovery_port
+        _require(0 < port < 65536, "--service-discovery-port", f"must be 1 to 65535, got {port}")
 
 
 def _require(ok: bool, name: str, message: str) -> None:

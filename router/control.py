@@ -11,6 +11,7 @@ from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError, check_worker_url
 from router.credentials import Credentials
+from router.discovery import Discovery
 from router.dispatch import no_worker_message
 from router.draining import DRAINING, LiveRequests
 from router.errors import error_response
@@ -54,6 +55,7 @@ class Control:
         roles: tuple[Role, ...],
         live: LiveRequests,
         siblings: Siblings,
+        discovery: Discovery | None = None,
     ) -> None:
         self._siblings = siblings
         self._config = config
@@ -65,6 +67,7 @@ class Control:
         self._credentials = credentials
         self._roles = roles
         self._live = live
+        self._discovery = discovery
 
     def routes(self) -> list[web.RouteDef]:
         """All routes of this module."""
@@ -131,6 +134,7 @@ class Control:
                 "router_manager": True,
                 "pd_disaggregation": self._config.pd_disaggregation,
                 "policy": self._config.policy,
+                "service_discovery": None if self._discovery is None else self._discovery.status(),
                 "workers": [describe(w) for w in self._table.workers()],
             }
         )
@@ -272,6 +276,8 @@ def describe(worker: Worker) -> dict[str, Any]:
         "role": worker.role.value,
         "is_healthy": worker.health is Health.UP,
         "health": worker.health.value,
+        "leaving": worker.leaving,
+        "discovered": worker.discovered,
         "last_error": worker.last_error,
         "bootstrap_host": worker.bootstrap_host if worker.role is Role.PREFILL else None,
         "bootstrap_port": worker.bootstrap_port,

@@ -23,16 +23,21 @@ class Credentials:
         return bearer(self._worker.first or self._api.first)
 
     def for_client(self, authorization: str) -> dict[str, str]:
-        """For a client's request; `authorization`: the header it sent."""
+        """For a client's request; `authorization`: the header it sent. A key that workers have, too, is passed on: while
+        one is rotated out, the client knows better than this router which one every worker has.
+        """
         self._refresh()
-        if self._worker.first is not None:
+        if self._worker.first is not None and self._worker.holder(authorization) is None:
             return bearer(self._worker.first)
         return {"Authorization": authorization} if authorization else {}
 
     def for_admin(self, authorization: str) -> dict[str, str]:
         """For an admin's call, which this router has let through."""
         self._refresh()
-        return bearer(self._admin.first) if self._admin.first is not None else self.for_client(authorization)
+        if self._admin.first is None:
+            return self.for_client(authorization)
+        known = self._admin.holder(authorization) is not None
+        return {"Authorization": authorization} if known else bearer(self._admin.first)
 
     def _refresh(self) -> None:
         now_s = time.monotonic()

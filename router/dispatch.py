@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from router.attempts import Attempts
+from router.chooser import Chooser, cost_tokens
 from router.config import RouterConfig
 from router.credentials import Credentials
 from router.dashboard.recorder import GONE, Recorder, Watched
@@ -24,7 +25,7 @@ from router.guard import REQUEST_ID
 from router.legs import Call, Leg, LegError, Legs
 from router.merge import Merger, SseMerger
 from router.metrics import RouterMetrics
-from router.policies import Policy, pick
+from router.policies import Ask, Choice
 from router.race import Race
 from router.relay import StreamBroken, end_with_event, relay_stream
 from router.rewrite import Api, ParsedBody, parse_body, write_bodies
@@ -52,7 +53,7 @@ class Parts:
     config: RouterConfig
     table: WorkerTable
     rooms: RoomMinter
-    policy: Policy
+    chooser: Chooser
     legs: Legs
     metrics: RouterMetrics
     credentials: Credentials
@@ -60,6 +61,7 @@ class Parts:
     live: LiveRequests
     on_unreachable: Callable[[LegError], None]
     recorder: Recorder
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class _Exchange:
     request: web.BaseRequest
     request_id: str
     parsed: ParsedBody
+    ask: Ask
     body: bytes
     call: Call
     live: LiveRequest
@@ -111,7 +114,7 @@ class Dispatcher:
         return None
 
     async def _handle(self, request: web.BaseRequest, live: LiveRequest) -> web.StreamResponse:
-        started_s = time.monotonic()
+        started_s = self._parts.clock()
         body = await request.read()
         request_id = request[REQUEST_ID]
         parsed = parse_body(Api(request.path), body)
@@ -122,6 +125,7 @@ class Dispatcher:
             request=request,
             request_id=request_id,
             parsed=parsed,
+            ask=self._parts.chooser.ask(parsed, request.headers),
             body=body,
             call=Call(request.path, self._headers(request, request_id)),
             live=live,
@@ -152,16 +156,15 @@ class Dispatcher:
                 headers={"Retry-After": RETRY_AFTER_S},
             )
         for attempt in range(config.retry_max + 1):
-            if attempt:
-                exchange.call = exchange.call.later(time.monotonic() - exchange.started_s)
             roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
-            workers = await self._pick_soon(roles, exchange.attempts)
-            if workers is None:
+            chosen = await self._choose_soon(roles, exchange)
+            if chosen is None:
                 return self._none_left(roles, exchange.attempts)
+            call = exchange.call if attempt == 0 else exchange.call.later(self._parts.clock() - exchange.started_s)
             try:
-                return await self._attempt(exchange, workers)
+                return await self._attempt(exchange, call, chosen)
             except LegError as failure:
-                exchange.attempts.note(failure, workers)
+                exchange.attempts.note(failure, [choice.worker for choice in chosen])
                 exchange.watched.attempt_failed(str(failure))
                 self._note(failure)
                 if not failure.retryable or attempt == config.retry_max:
@@ -170,15 +173,15 @@ class Dispatcher:
             await asyncio.sleep(backoff_s(attempt, base_s=config.retry_backoff_s))
         raise AssertionError("the last attempt returns")
 
-    async def _attempt(self, exchange: _Exchange, workers: tuple[Worker, ...]) -> web.StreamResponse:
-        if len(workers) == 2:
-            return await self._attempt_pair(exchange, prefill=workers[0], decode=workers[1])
-        return await self._attempt_single(exchange, workers[0])
+    async def _attempt(self, exchange: _Exchange, call: Call, chosen: tuple[Choice, ...]) -> web.StreamResponse:
+        if len(chosen) == 2:
+            return await self._attempt_pair(exchange, call, chosen[0], chosen[1])
+        return await self._attempt_single(exchange, call, chosen[0])
 
-    async def _attempt_single(self, exchange: _Exchange, worker: Worker) -> web.StreamResponse:
-        lease = self._charge(worker, exchange.parsed)
-        exchange.watched.attempt(answering=worker.url)
-        race = Race(self._parts.legs.send(worker, exchange.call, exchange.body, stream=True))
+    async def _attempt_single(self, exchange: _Exchange, call: Call, choice: Choice) -> web.StreamResponse:
+        lease = self._charge(choice, exchange.ask)
+        exchange.watched.attempt(answering=choice.worker.url)
+        race = Race(self._parts.legs.send(choice.worker, call, exchange.body, stream=True))
         try:
             await race.answer(wait_for_prefill=False)
             return await self._answer(exchange, race, merger=None)
@@ -186,13 +189,16 @@ class Dispatcher:
             self._parts.table.release(lease)
             race.close()
 
-    async def _attempt_pair(self, exchange: _Exchange, *, prefill: Worker, decode: Worker) -> web.StreamResponse:
-        parts, parsed, call = self._parts, exchange.parsed, exchange.call
+    async def _attempt_pair(
+        self, exchange: _Exchange, call: Call, compute: Choice, answer_by: Choice
+    ) -> web.StreamResponse:
+        parts, parsed = self._parts, exchange.parsed
+        prefill, decode = compute.worker, answer_by.worker
         rooms = parts.rooms.mint(parsed.num_samples)
         prefill_body, decode_body = write_bodies(
             parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms
         )
-        prefill_lease, decode_lease = self._charge(prefill, parsed), self._charge(decode, parsed)
+        prefill_lease, decode_lease = self._charge(compute, exchange.ask), self._charge(answer_by, exchange.ask)
         first = parts.legs.send(prefill, call, prefill_body, stream=False)
         second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
         race = Race(second, prefill=first)
@@ -251,9 +257,7 @@ class Dispatcher:
         await out.write_eof()
         return out
 
-    async def _end_handed_back(
-        self, exchange: _Exchange, out: web.StreamResponse, race: Race
-    ) -> web.StreamResponse:
+    async def _end_handed_back(self, exchange: _Exchange, out: web.StreamResponse, race: Race) -> web.StreamResponse:
         race.close()
         exchange.watched.broke(HANDED_BACK)
         return await end_with_event(out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
@@ -278,29 +282,28 @@ class Dispatcher:
         voucher = vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)
         return Call(call.path, {**call.headers, VOUCHER_HEADER: voucher})
 
-    async def _pick_soon(self, roles: Sequence[Role], attempts: Attempts) -> tuple[Worker, ...] | None:
-        """As `_pick`; a request that has failed already waits a little for workers of which none is alive.
+    async def _choose_soon(self, roles: Sequence[Role], exchange: _Exchange) -> tuple[Choice, ...] | None:
+        """As `_choose`; a request that has failed already waits a little for workers of which none is alive.
 
         What broke its connections may have made their health checks fail as well, and be over.
         """
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + (self._parts.config.retry_wait_s if attempts.last else 0.0)
+        deadline_s = loop.time() + (self._parts.config.retry_wait_s if exchange.attempts.last else 0.0)
         while True:
-            workers = self._pick(roles, attempts)
-            if workers is not None or not missing_roles(self._parts.table, roles) or loop.time() >= deadline_s:
-                return workers
+            chosen = self._choose(roles, exchange)
+            if chosen is not None or not missing_roles(self._parts.table, roles) or loop.time() >= deadline_s:
+                return chosen
             await asyncio.sleep(WAIT_POLL_S)
 
-    def _pick(self, roles: Sequence[Role], attempts: Attempts) -> tuple[Worker, ...] | None:
-        """One worker of each role, least loaded (or as the policy says) among those best tried next."""
-        parts = self._parts
-        chosen = [pick(parts.policy, attempts.candidates(parts.table.alive(role))) for role in roles]
-        return tuple(w for w in chosen if w is not None) if None not in chosen else None
+    def _choose(self, roles: Sequence[Role], exchange: _Exchange) -> tuple[Choice, ...] | None:
+        """One worker of each role as its policy says, among those best tried next; None when a role has none."""
+        pools = [exchange.attempts.candidates(self._parts.table.alive(role)) for role in roles]
+        if not all(pools):
+            return None  # before a policy remembers what then is sent to nobody
+        return tuple(self._parts.chooser.choose(workers, exchange.ask) for workers in pools)
 
-    def _charge(self, worker: Worker, parsed: ParsedBody) -> Lease:
-        """Prefill holds the prompts; the others also the answers that will grow there."""
-        output = 0 if worker.role is Role.PREFILL else parsed.output_tokens
-        return self._parts.table.charge(worker, parsed.prompt_tokens + output)
+    def _charge(self, choice: Choice, ask: Ask) -> Lease:
+        return self._parts.table.charge(choice.worker, cost_tokens(choice, ask))
 
     def _note(self, failure: LegError) -> None:
         """Count a failure; a worker that could not be reached is looked at."""
@@ -327,7 +330,7 @@ class Dispatcher:
         )
 
     def _first_byte(self, exchange: _Exchange) -> None:
-        self._parts.metrics.on_first_byte(exchange.call.path, time.monotonic() - exchange.started_s)
+        self._parts.metrics.on_first_byte(exchange.call.path, self._parts.clock() - exchange.started_s)
         exchange.watched.first_byte()
 
     def _headers(self, request: web.BaseRequest, request_id: str) -> dict[str, str]:

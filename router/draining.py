@@ -1,8 +1,5 @@
-"""The end of a router in good order: no new requests, those that run are finished or handed back. No HTTP routes here.
-
-    serving --SIGTERM--> draining --nothing runs any more, or the time is over--> ended
-       |                    |
-       +------ SIGINT ------+-- any second signal: at once
+"""The end of a router in good order: no new requests, those that run are finished or handed back. No HTTP routes here;
+what signals ask for is lifecycle/stop_signals.py's.
 
 Owns who runs: each request is a `LiveRequest` that can be handed back, by cancelling it before its answer has begun, or by
 cutting the worker's stream after that, so that its last event says why.
@@ -10,7 +7,6 @@ cutting the worker's stream after that, so that its last event says why.
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -20,42 +16,6 @@ log = logging.getLogger(__name__)
 
 DRAINING = "draining"  # error code, and `status` on /health
 POLL_S = 0.02
-
-
-class StopSignals:
-    """What SIGTERM and SIGINT have asked for so far. `asked`: to end. `at_once`: without waiting for anybody."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.at_once = asyncio.Event()
-
-    def on_sigterm(self) -> None:
-        if self.asked.is_set():
-            self.at_once.set()
-        self.asked.set()
-
-    def on_sigint(self) -> None:
-        self.asked.set()
-        self.at_once.set()
-
-    @contextmanager
-    def caught(self, *, on_hangup: Callable[[], None], only_hangup: bool = False) -> Iterator[None]:
-        """While inside, the signals come here, and SIGHUP to `on_hangup` (where this thread may handle signals).
-
-        `only_hangup`: somebody else says when to end.
-        """
-        loop = asyncio.get_running_loop()
-        ends = {} if only_hangup else {signal.SIGTERM: self.on_sigterm, signal.SIGINT: self.on_sigint}
-        handlers = {**ends, signal.SIGHUP: on_hangup}
-        for number, handler in handlers.items():
-            with suppress(NotImplementedError, RuntimeError, ValueError):
-                loop.add_signal_handler(number, handler)
-        try:
-            yield
-        finally:
-            for number in handlers:
-                with suppress(NotImplementedError, RuntimeError, ValueError):
-                    loop.remove_signal_handler(number)
 
 
 class LiveRequest:

@@ -5,6 +5,7 @@ Owns those tasks; what the answers mean is decided by the worker table.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -38,11 +39,16 @@ class HealthMonitor:
         credentials: Credentials,
         legs: Legs | None = None,
         recorder: Recorder | None = None,
+        on_info: Callable[[Worker, object], None] = lambda worker, info: None,
     ) -> None:
-        """`legs`: told after each check of a worker, so that those that wait for it in vain end. `recorder`: of its reports."""
+        """`legs`: told after each check of a worker, so that those that wait for it in vain end. `recorder`: of its load.
+
+        `on_info` is told what a worker says of itself, when it comes up and now and then.
+        """
         self._recorder = recorder
         self._legs = legs
         self._credentials = credentials
+        self._on_info = on_info
         self._config = config
         self._table = table
         self._session = session
@@ -156,9 +162,12 @@ class HealthMonitor:
         mode, expected = parse_mode(info), _EXPECTED_MODE[worker.role]
         if mode is not None and mode != expected:
             return f"runs with --disaggregation-mode {mode}, but was given as a {worker.role} worker"
-        if worker.role is Role.PREFILL and worker.given_bootstrap_port is None:
+        if info is not None and worker.role is Role.PREFILL and worker.given_bootstrap_port is None:
             host, port = parse_bootstrap(info, url_host=worker.url_host)
             self._table.on_bootstrap(worker, host=host, port=port)
+        watch = self._watches.get(worker.worker_id)
+        if watch is not None and not watch.retired:
+            self._on_info(worker, info)
         return None
 
     async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:

@@ -1,6 +1,7 @@
 """The router's Prometheus metrics, in a registry of their own. Owns counters; reads the worker table when scraped."""
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -11,10 +12,20 @@ from router.workers import Health, Worker, WorkerTable
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
+class Caches(Protocol):
+    """What is known of workers' prefix caches; None: nothing is asked of this one."""
+
+    def num_prefixes(self, worker: Worker) -> int | None: ...
+
+    def num_event_tokens(self, worker: Worker) -> int | None: ...
+
+    def num_event_gaps(self, worker: Worker) -> int | None: ...
+
+
 class RouterMetrics:
     """What happened to requests; `exposition()` is the text of /metrics."""
 
-    def __init__(self, table: WorkerTable) -> None:
+    def __init__(self, table: WorkerTable, caches: "Caches | None" = None) -> None:
         self._registry = CollectorRegistry()
         registry = self._registry
         self.requests = Counter(
@@ -45,7 +56,7 @@ class RouterMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self._registry.register(_WorkerCollector(table))
+        self._registry.register(_WorkerCollector(table, caches))
         self._answered: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self._first_byte: dict[str, Histogram] = {}
 
@@ -70,8 +81,9 @@ class RouterMetrics:
 
 
 class _WorkerCollector(Collector):
-    def __init__(self, table: WorkerTable) -> None:
+    def __init__(self, table: WorkerTable, caches: Caches | None) -> None:
         self._table = table
+        self._caches = caches
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         yield self._family("worker_up", "1: the worker gets requests", lambda w: w.health is Health.UP)
@@ -79,9 +91,16 @@ class _WorkerCollector(Collector):
         yield self._family("worker_inflight_tokens", "Tokens this router has there", lambda w: w.inflight_tokens)
         yield self._family("worker_load_tokens", "Tokens that least_load compares", lambda w: w.load_tokens)
         yield self._family("worker_assigned", "Requests it was given so far", lambda w: w.assigned_total)
+        if self._caches is not None:
+            caches = self._caches
+            yield self._family("worker_prefix_blocks", "Prefixes of prompts known to be there", caches.num_prefixes)
+            yield self._family("worker_kv_event_tokens", "Tokens it caches, by KV events", caches.num_event_tokens)
+            yield self._family("worker_kv_event_gaps", "Times that KV events were lost", caches.num_event_gaps)
 
-    def _family(self, name: str, text: str, value: Callable[[Worker], float]) -> GaugeMetricFamily:
+    def _family(self, name: str, text: str, value: Callable[[Worker], float | None]) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"tandem_router_{name}", text, labels=["url", "role"])
         for worker in self._table.workers():
-            family.add_metric([worker.url, worker.role.value], float(value(worker)))
+            number = value(worker)
+            if number is not None:
+                family.add_metric([worker.url, worker.role.value], float(number))
         return family

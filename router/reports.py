@@ -1,5 +1,6 @@
 """Reads what workers say of themselves: load (several dialects) and where their bootstrap server listens. Pure."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -116,6 +117,46 @@ def parse_mode(info: object) -> str | None:
     """The worker's `disaggregation_mode` ("null", "prefill", "decode"), None when it does not say."""
     mode = info.get("disaggregation_mode") if isinstance(info, dict) else None
     return mode if isinstance(mode, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where a worker publishes KV events: ZMQ addresses. `curve`: it asks for the cluster's secret."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+    curve: bool
+
+
+def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
+    """From `kv_events_config` in `/server_info` (JSON, or its text as SGLang has it); None: the worker publishes nothing.
+
+    The worker tells a port; the host is its own, whatever it says: the router dials nobody else for it.
+    """
+    config = info.get("kv_events_config") if isinstance(info, dict) else None
+    if isinstance(config, str):
+        try:
+            config = msgspec.json.decode(config)
+        except (msgspec.DecodeError, RecursionError):
+            return None
+    if not isinstance(config, dict) or config.get("publisher", "zmq") != "zmq":
+        return None
+    endpoint = _dialled(config.get("endpoint"), url_host)
+    topic = config.get("topic", "")
+    if endpoint is None or not isinstance(topic, str):
+        return None
+    return EventSource(endpoint, _dialled(config.get("replay_endpoint"), url_host), topic, config.get("curve") is True)
+
+
+def _dialled(endpoint: object, host: str) -> str | None:
+    """tcp://HOST:PORT with `host`; None for what is no such address."""
+    if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):
+        return None
+    text = endpoint.rpartition(":")[2]
+    port = _port(int(text)) if text.isdecimal() and len(text) < 6 else None
+    named = f"[{host}]" if ":" in host else host
+    return None if port is None else f"tcp://{named}:{port}"
 
 
 def _port(value: object) -> int | None:

@@ -1,41 +1,42 @@
 """Puts the router together and runs it. The only place that builds its parts, listens, and handles signals."""
 
-import asyncio
-import errno
 import json
 import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import uvloop
 from aiohttp import web
 
+from lifecycle.stop_signals import StopSignals
+from router.chooser import make_chooser
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
 from router.credentials import Credentials
 from router.dashboard.page import Dashboard
 from router.dashboard.recorder import Recorder
+from router.discovery import open_discovery
 from router.dispatch import Dispatcher, Parts
-from router.draining import LiveRequests, StopSignals
+from router.draining import LiveRequests
 from router.entropy import Entropy
 from router.fleet import Place, obey_parent, run_fleet
 from router.guard import make_guard
 from router.health import HealthMonitor
+from router.kv_feed import KVEventFeed
 from router.legs import Legs
 from router.lifelines import Lifelines
+from router.listening import http_server, listen, url_host
 from router.load_view import ALONE, LoadView
 from router.metrics import RouterMetrics
-from router.policies import make_policy
 from router.rate_limit import make_limiter
 from router.rewrite import Api
 from router.rooms import RoomMinter
-from router.routes import Handler, Routes
+from router.routes import Routes
 from router.session import open_session
 from router.shared_load import SharedLoad
 from router.siblings import Siblings
@@ -101,7 +102,7 @@ def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None
     _check_exposure(config)
 
     def on_port(port: int) -> None:
-        url = f"http://{_url_host(config.host)}:{port}"
+        url = f"http://{url_host(config.host)}:{port}"
         if config.ready_file is not None:
             _write_ready_file(Path(config.ready_file), url)
         if on_ready is not None:
@@ -131,10 +132,13 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     if place is not None:
         view = SharedLoad(place.load_file, row=place.row, num_rows=place.num_rows)
     siblings = Siblings(place)
-    table = _table(config, view)
     entropy = Entropy()
+    chooser = make_chooser(config, draw=secrets.randbelow)
+    table = _table(config, view)
+    feed = KVEventFeed(chooser, secret=secret, enabled=not config.disable_kv_events)
+    table.on_gone = feed.on_gone
     rooms = RoomMinter(entropy.bits)
-    metrics = RouterMetrics(table)
+    metrics = RouterMetrics(table, feed)
     recorder = Recorder(time.monotonic, place=0 if place is None else place.row)
     live = LiveRequests(max_live=config.max_concurrent_requests, view=view)
     client = {
@@ -146,14 +150,21 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     async with open_session(**client) as session:
         legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
         monitor = HealthMonitor(
-            config=config, table=table, session=session, credentials=credentials, legs=legs, recorder=recorder
+            config=config,
+            table=table,
+            session=session,
+            credentials=credentials,
+            legs=legs,
+            on_info=feed.on_info,
+            recorder=recorder,
         )
+        discovery = await open_discovery(config, table=table, monitor=monitor)
         dispatcher = Dispatcher(
             Parts(
                 config=config,
                 table=table,
                 rooms=rooms,
-                policy=make_policy(config.policy, draw=secrets.randbelow),
+                chooser=chooser,
                 legs=legs,
                 metrics=metrics,
                 credentials=credentials,
@@ -174,6 +185,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             roles=dispatcher.roles,
             live=live,
             siblings=siblings,
+            discovery=discovery,
         )
         dashboard = Dashboard(config=config, table=table, recorder=recorder, live=live, siblings=siblings)
         routes = Routes(
@@ -187,17 +199,19 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
         share = config.workers if place is not None else 1
         limiter = make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share))
         guard = make_guard(gate=gate, limiter=limiter, metrics=metrics, new_id=entropy.name, is_sibling=siblings.is_one)
-        runner = _http_server(config, routes, guard)
+        runner = http_server(config, routes, guard)
         await runner.setup()
         try:
             if place is not None:  # before it asks who the workers are: no change of the pool is missed
                 await web.UnixSite(runner, str(place.socket(place.row))).start()
                 await siblings.catch_up(table, now_s=time.monotonic())
-            port = await _listen(runner, config, shared=place is not None)
+            port = await listen(runner, config, shared=place is not None)
             for worker in table.workers():
                 monitor.watch(worker)
             await monitor.first_round()
-            url = f"http://{_url_host(config.host)}:{port}"
+            if discovery is not None:
+                discovery.start()
+            url = f"http://{url_host(config.host)}:{port}"
             yield RunningRouter(
                 url=url,
                 table=table,
@@ -209,9 +223,12 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             )
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
+            if discovery is not None:
+                await discovery.close()
             dispatcher.close()
             await upstream.close()
             await monitor.close()
+            await feed.close()
             await siblings.close()
 
 
@@ -236,29 +253,6 @@ def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
     return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file), gate
 
 
-def _http_server(
-    config: RouterConfig,
-    routes: Routes,
-    guard: Callable[[web.BaseRequest, Handler], Awaitable[web.StreamResponse]],
-) -> web.ServerRunner:
-    """aiohttp's server without its application layer, which costs as much as the server itself."""
-
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        return await guard(request, routes.handler(request.method, request.path))
-
-    def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        loop = asyncio.get_running_loop()
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=config.max_body_bytes)
-
-    server = web.Server(
-        handle,
-        request_factory=make_request,
-        handler_cancellation=True,  # a client that goes away ends both legs at once
-        access_log=None,
-    )
-    return web.ServerRunner(server, shutdown_timeout=config.shutdown_timeout_s)
-
-
 def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
     thresholds = Thresholds(failure=config.health_failure_threshold, success=config.health_success_threshold)
     table = WorkerTable(thresholds, view)
@@ -273,29 +267,6 @@ def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
     except ValueError as err:
         raise RouterConfigError(f"--prefill/--decode/--worker-urls: {err}; name each worker once") from None
     return table
-
-
-async def _listen(runner: web.ServerRunner, config: RouterConfig, *, shared: bool) -> int:
-    """Bind; the port that was taken (config.port may be 0)."""
-    site = web.TCPSite(runner, config.host, config.port, reuse_port=shared or None)
-    try:
-        await site.start()
-    except OSError as err:
-        raise RouterConfigError(_listen_message(config, err)) from None
-    return next(int(address[1]) for address in runner.addresses if isinstance(address, tuple))
-
-
-def _listen_message(config: RouterConfig, err: OSError) -> str:
-    if err.errno == errno.EADDRINUSE:
-        return f"--port: {config.host}:{config.port} is taken; choose another --port (0: a free one)"
-    return f"--host/--port: cannot listen on {config.host}:{config.port}: {err.strerror or err}"
-
-
-def _url_host(host: str) -> str:
-    """How a client on this machine reaches us."""
-    if host in ("", "0.0.0.0", "::"):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
 
 
 def _write_ready_file(path: Path, url: str) -> None:

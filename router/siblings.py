@@ -57,7 +57,7 @@ class Siblings:
     async def catch_up(self, table: WorkerTable, *, now_s: float) -> None:
         """The pool as the siblings have it by now, which may not be what the flags said."""
         for body in (await self._ask_all("GET", "/workers", b""))[:1]:
-            known = {w["url"]: w for w in msgspec.json.decode(body)["workers"]}
+            known = {w["url"]: w for w in msgspec.json.decode(body)["workers"] if not w["discovered"]}
             for worker in table.workers():
                 if worker.url not in known:
                     table.remove(worker.url)

@@ -5,7 +5,7 @@ no socket and reads no clock. One lease is one leg of one request; it charges to
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -124,6 +124,9 @@ class Worker:
     foreign_tokens: int = 0
     view: LoadView = ALONE  # what this router's other processes have in flight, at `slot`
     slot: int = 0
+    leaving: bool = False  # it gets nothing new, whatever its health
+    last_resort: bool = False  # it does, while nobody else of its role is up
+    discovered: bool = False  # each process of this router finds it by itself
 
     @property
     def url_host(self) -> str:
@@ -145,15 +148,27 @@ class Lease:
 
 @dataclass(slots=True)
 class WorkerTable:
-    """All workers of one router, in the order they were added."""
+    """All workers of one router, in the order they were added.
+
+    `on_gone` is told of a worker that was removed, went down, or is another process now: what it had cached is lost.
+    """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
     view: LoadView = ALONE
+    on_gone: Callable[[Worker], None] = lambda worker: None
     _workers: list[Worker] = field(default_factory=list)
     _leases: dict[int, Lease] = field(default_factory=dict)
     _next_id: int = 0
 
-    def add(self, url: str, *, role: Role, bootstrap_port: int | None = None, now_s: float = 0.0) -> Worker:
+    def add(
+        self,
+        url: str,
+        *,
+        role: Role,
+        bootstrap_port: int | None = None,
+        now_s: float = 0.0,
+        discovered: bool = False,
+    ) -> Worker:
         """Add a worker; it gets no request before its first good check. `WorkerTableError` if the URL is known."""
         url = url.rstrip("/")
         if any(w.url == url for w in self._workers):
@@ -171,6 +186,7 @@ class WorkerTable:
             view=self.view,
             slot=self.view.take(url),
             good_s=now_s,
+            discovered=discovered,
         )
         self._next_id += 1
         self._workers.append(worker)
@@ -184,6 +200,19 @@ class WorkerTable:
                 self._workers.remove(worker)
                 worker.view.give_back(worker.slot)
                 worker.view, worker.slot = ALONE, 0
+                self.on_gone(worker)
+                return worker
+        raise WorkerTableError(f"url: {url} is not in the table")
+
+    def retire(self, url: str, *, last_resort: bool = False) -> Worker:
+        """It gets no new request; it stays in the table until `remove`. `WorkerTableError` if unknown.
+
+        `last_resort`: as long as it is up it serves, should nobody else of its role be: better than no answer.
+        """
+        url = url.rstrip("/")
+        for worker in self._workers:
+            if worker.url == url:
+                worker.leaving, worker.last_resort = True, last_resort
                 return worker
         raise WorkerTableError(f"url: {url} is not in the table")
 
@@ -191,7 +220,9 @@ class WorkerTable:
         return [w for w in self._workers if role is None or w.role is role]
 
     def alive(self, role: Role) -> list[Worker]:
-        return [w for w in self._workers if w.role is role and w.health is Health.UP]
+        """Who gets requests."""
+        up = [w for w in self._workers if w.role is role and w.health is Health.UP]
+        return [w for w in up if not w.leaving] or [w for w in up if w.last_resort]
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Tell the result of a check, or of a request that could not connect. True if the worker's state changed."""
@@ -207,6 +238,7 @@ class WorkerTable:
         worker.health, worker.changed_s = target, now_s
         if target is Health.DOWN:
             worker.report, worker.foreign_tokens = None, 0
+            self.on_gone(worker)
         return True
 
     def on_incarnation(self, worker: Worker, incarnation: str, *, asked_s: float) -> None:
@@ -218,6 +250,7 @@ class WorkerTable:
             worker.former_lives = (*worker.former_lives, worker.incarnation)[-MAX_FORMER_LIVES:]
             if incarnation not in worker.former_lives:
                 worker.former_life_s = worker.incarnation_s
+                self.on_gone(worker)
         if incarnation:
             worker.incarnation, worker.incarnation_s = incarnation, asked_s
 

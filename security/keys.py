@@ -15,6 +15,7 @@ from security.addresses import SecurityConfigError
 from security.secret import warn_if_others_read
 
 LOOK_EVERY_S = 1.0  # at a key file: rotation need not wait longer, requests need not pay more
+LOOK_AGAIN_S = 0.05  # for a key that is not known yet: as often, whoever tries keys
 MAX_KEYS = 4096
 MAX_HEADER_CHARS = 4096
 SCHEME = "bearer "
@@ -33,7 +34,7 @@ class KeyRing:
         self._file = file
         self._own = () if key is None else (key,)
         self._stamp: tuple[int, int, int] | None = None
-        self._look_at_s = 0.0
+        self._looked_at_s = -LOOK_EVERY_S
         self._keys: tuple[str, ...] = self._own
         if file is not None:
             self._stamp = _stamp(file)
@@ -58,11 +59,14 @@ class KeyRing:
         matches = [hmac.compare_digest(given, known) for known in self._digests]
         return given.hex()[:16] if any(matches) else None
 
-    def refresh(self, now_s: float, *, at_once: bool = False) -> None:
-        """Read the file anew if it has changed. One that cannot be used is told of, and the keys stay as they were."""
-        if self._file is None or (now_s < self._look_at_s and not at_once):
+    def refresh(self, now_s: float, *, every_s: float = LOOK_EVERY_S, at_once: bool = False) -> None:
+        """Read the file anew if it has changed, looking at it once in `every_s`; or in any case (`at_once`).
+
+        One that cannot be used is told of, and the keys stay as they were.
+        """
+        if self._file is None or (now_s < self._looked_at_s + every_s and not at_once):
             return
-        self._look_at_s = now_s + LOOK_EVERY_S
+        self._looked_at_s = now_s
         stamp = _stamp(self._file)
         if stamp == self._stamp and not at_once:
             return
@@ -121,12 +125,19 @@ class Gate:
         """Who the sender of this Authorization header is."""
         self.api.refresh(now_s)
         self.admin.refresh(now_s)
-        admin, user = self.admin.holder(authorization), self.api.holder(authorization)
+        admin, user = self._holders(authorization)
+        if authorization and admin is None and user is None:  # a key of this second, perhaps: look before it is refused
+            self.api.refresh(now_s, every_s=LOOK_AGAIN_S)
+            self.admin.refresh(now_s, every_s=LOOK_AGAIN_S)
+            admin, user = self._holders(authorization)
         if admin is not None:
             return Caller(Access.ADMIN, admin)
         if user is not None or not self.api.is_set:
             return Caller(Access.USER if self.admin.is_set else Access.ADMIN, user or "")
         return Caller(Access.NONE)
+
+    def _holders(self, authorization: str) -> tuple[str | None, str | None]:
+        return self.admin.holder(authorization), self.api.holder(authorization)
 
     def refusal(self, caller: Caller, need: Access) -> tuple[int, str] | None:
         """None, or (HTTP status, message)."""

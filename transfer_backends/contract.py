@@ -233,6 +233,9 @@ class KVReceiver(Protocol):
 
     def failure(self) -> str | None: ...
 
+    def retries(self) -> int:
+        """Times that prefill began to write anew, because a write had failed."""
+
     def drained(self) -> bool:
         """True: no write to the given pages is in flight or can start. Until then they are quarantined."""
 

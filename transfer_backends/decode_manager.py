@@ -22,12 +22,13 @@ from transfer_backends.decode_rooms import DecodeRooms
 from transfer_backends.decode_sessions import Command, Connect, Disconnect, LookUp, Prove
 from transfer_backends.fake_pair import FakeReceiver
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
+from transfer_backends.lookup_line import MAX_LOOKUPS_A_SERVER
 from transfer_backends.outside import THIS_MACHINE, Outside
 from transfer_backends.shell import TICK_S, Shell
 from transfer_backends.wire import Bye, Message, encode
 
 EAGER_S = 0.001  # poll period of an engine that needs it, while rooms are open
-NUM_LOOKUP_THREADS = 8
+NUM_LOOKUP_THREADS = 8 * MAX_LOOKUPS_A_SERVER  # started when needed; that many servers may hang and slow nobody
 CLOSE_S = 5.0
 NO_HANDSHAKE = "it refused the connection; start every worker with the same --cluster-secret-file (or all without)"
 
@@ -90,7 +91,8 @@ class DecodeManager(Shell):
     def counters(self) -> dict[str, int]:
         with self._lock:
             gauges = {
-                "rooms": len(self._rooms.machine),
+                "rooms": self._rooms.num_rooms,
+                "farewells": self._rooms.num_farewells,
                 "peers": len(self._rooms.sessions),
                 "exposed_rooms": self._rooms.num_exposed,
             }
@@ -102,24 +104,37 @@ class DecodeManager(Shell):
         False: some room did not drain, a peer may still write into the pool; the engine stays up then.
         """
         if not self._first_close():
-            return self._rooms.num_exposed == 0
-        with self.core() as now_s:
-            for key in list(self._rooms.machine):
-                self._rooms.abort(key, "the decode worker is shutting down", now_s)
+            return self.is_quiet
+        self.fail_open()
         deadline_s = time.monotonic() + CLOSE_S
-        while self._rooms.num_exposed and time.monotonic() < deadline_s:
+        while not self.is_quiet and time.monotonic() < deadline_s:
             time.sleep(0.001)
-        drained = self._rooms.num_exposed == 0
+        drained = self.is_quiet
         if drained:
             with self.core():
-                for session in self._rooms.sessions.live():
-                    self._rooms.sessions.say(session, Bye(self.incarnation, session.incarnation))
+                self.say_goodbye()
         self._end()
         for pool in (self._lookups, self._proofs):
             pool.shutdown(wait=False, cancel_futures=True)
         if drained:
             self._engine.close()
         return drained
+
+    def fail_open(self) -> None:
+        """First step of `close`: every live transfer ends, prefill is told."""
+        with self.core() as now_s:
+            for key in list(self._rooms.machine):
+                self._rooms.abort(key, "the decode worker is shutting down", now_s)
+
+    @property
+    def is_quiet(self) -> bool:
+        """No peer can write into the pool."""
+        return self._rooms.num_exposed == 0
+
+    def say_goodbye(self) -> None:
+        """Last step, in `core()`."""
+        for session in self._rooms.sessions.live():
+            self._rooms.sessions.say(session, Bye(self.incarnation, session.incarnation))
 
     # ---- control thread
 
@@ -225,6 +240,9 @@ class Receiver:
 
     def failure(self) -> str | None:
         return self._rooms.failure(self._key)
+
+    def retries(self) -> int:
+        return self._rooms.retries(self._key)
 
     def drained(self) -> bool:
         return self._rooms.drained(self._key)

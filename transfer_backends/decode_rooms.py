@@ -5,6 +5,9 @@ Told of local calls, look-up results, messages, lost links and time; answers by 
 
     receiver opened --route, session LIVE--> WaitingForInput --provide, first Status--> Transferring --> Success
 
+Prefill may write a room's pages more than once (`retry`: the try that counts, the latest that it told of). What it says of
+an earlier one is late: counted and dropped, so it can neither complete the transfer nor end the exposure of its pages.
+
 Pages given by `provide` are exposed until prefill says Success or Drained, or is proven dead (`decode_sessions`). No timer
 ends that: past `drain_timeout_s` the room counts as stuck, and its pages stay quarantined.
 """
@@ -19,6 +22,7 @@ from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConf
 from transfer_backends.decode_sessions import Effects, LinkId, LookUp, Phase, Session, SessionTable
 from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, PeerProtocolError, RoomKey, TransferMachine
 from transfer_backends.liveness import Liveness
+from transfer_backends.lookup_line import LookUpLine
 from transfer_backends.wire import (
     Abort,
     Bye,
@@ -41,6 +45,7 @@ from transfer_backends.wire import (
 V = TypeVar("V")
 
 MAX_SERVERS = 4096  # bootstrap servers that are remembered: requests name them
+MAX_FAREWELLS = 4096  # rooms that were given up here before anybody could be told; the oldest are forgotten beyond it
 FIRST_RETRY_S = 0.02
 SCAN_S_A_ROOM = 50e-6  # deadlines of many rooms are looked at less often, so that ticks stay cheap
 LONGEST_RETRY_S = 0.5
@@ -63,6 +68,7 @@ class Room:
     retry_s: float = FIRST_RETRY_S
     error: str = "the bootstrap server has not answered"
     num_pages: int | None = None
+    retry: int = 0
     exposed: bool = False
     reason: str | None = None
     progress_at_s: float = 0.0
@@ -87,9 +93,11 @@ class DecodeRooms:
         self._args = kv_args
         self._config = config
         self._rooms: dict[RoomKey, Room] = {}
+        self._farewells: dict[RoomKey, None] = {}  # closed rooms whose prefill worker is still being sought, to tell it
         self._next_scan_s = 0.0
         self._routes: dict[str, Route] = {}  # of bootstrap servers that know one prefill worker
         self._shared: dict[str, None] = {}  # bootstrap servers that know several: one look-up a room
+        self._line = LookUpLine()
         self._handlers: dict[type, Callable[[Session, Any, float], None]] = {
             Registered: self._on_registered,
             Refused: self._on_refused,
@@ -103,6 +111,15 @@ class DecodeRooms:
     @property
     def effects(self) -> Effects:
         return self.sessions.effects
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms that somebody here uses."""
+        return len(self._rooms) - len(self._farewells)
+
+    @property
+    def num_farewells(self) -> int:
+        return len(self._farewells)
 
     @property
     def eager(self) -> bool:
@@ -150,17 +167,28 @@ class DecodeRooms:
     def failure(self, key: RoomKey) -> str | None:
         return self._rooms[key].reason
 
+    def retries(self, key: RoomKey) -> int:
+        """Times that prefill began to write anew."""
+        return self._rooms[key].retry
+
     def drained(self, key: RoomKey) -> bool:
         return self.machine.state(key) in FINAL and not self._rooms[key].exposed
 
     def close(self, key: RoomKey) -> None:
-        """The room's record may outlive this call until prefill could be told of an abort."""
+        """Of a room that was aborted before its prefill worker was found a farewell is left, for the rest of the handshake's
+
+        time: it holds no memory, and tells that worker once it is found.
+        """
         if not self.drained(key):
             raise RuntimeError(f"room {key}: closed in {self.machine.state(key).name} before its pages were drained")
         rec = self._rooms[key]
         rec.closed = True
         if not rec.looking and rec.retry_at_s is None:
             self._forget(rec)
+            return
+        self._farewells[key] = None
+        if len(self._farewells) > MAX_FAREWELLS:
+            self._forget(self._rooms[next(iter(self._farewells))])
 
     # ---- handshake
 
@@ -174,17 +202,33 @@ class DecodeRooms:
         asked = any(other.looking for other in self._seekers(rec.bootstrap, None))
         rec.looking = True
         if not asked or rec.bootstrap in self._shared:
+            self._look_up(rec)
+
+    def _look_up(self, rec: Room) -> None:
+        if self._line.begin(rec.bootstrap, rec.key):
             any_but = tuple(self.sessions.gone) if rec.asks else None
             self.effects.queue.append(LookUp(rec.bootstrap, rec.key[0], any_but))
 
+    def _next_in_line(self, bootstrap: str) -> None:
+        """A look-up has been answered: another room may have its own."""
+        self._line.end(bootstrap)
+        while (key := self._line.take(bootstrap)) is not None:
+            rec = self._rooms[key]
+            if rec.looking and rec.session is None:
+                self._look_up(rec)
+                return
+
     def _attach(self, rec: Room, route: Route, now_s: float) -> None:
         rec.looking, rec.retry_at_s = False, None
+        if self.sessions.is_dead(route.incarnation, now_s):
+            self._on_dead_owner(rec, route, now_s)
+            return
         if self.sessions.get(route.incarnation) is None and len(self.sessions) >= self._config.max_peers:
             self._give_up(rec, f"decode talks to {len(self.sessions)} prefill workers, no more fit (max_peers)", now_s)
             return
         session = self.sessions.obtain(route, now_s)
         if session.phase is Phase.LOST or session.pulse.silent:
-            self._drop_routes(session)
+            self._drop_routes(session.incarnation)
             self._seek_again(rec, f"prefill worker {route.control} does not answer", now_s)
             return
         rec.session = session
@@ -194,7 +238,21 @@ class DecodeRooms:
         elif session.phase is Phase.LIVE:
             self.machine.move(rec.key, KVPoll.WaitingForInput)
 
+    def _on_dead_owner(self, rec: Room, route: Route, now_s: float) -> None:
+        """A route of this room alone: its request died with that worker. Else the next life may have it, and registers soon."""
+        self._drop_routes(route.incarnation)
+        error = f"prefill worker {route.control} has ended"
+        if route.shared:
+            self._give_up(rec, error, now_s)
+        else:
+            self._seek_again(rec, error, now_s)
+
     def on_route(self, bootstrap: str, room: int, route: Route, now_s: float) -> None:
+        """The answer to a look-up; each has one, this or `on_lookup_failed`."""
+        self._use_route(bootstrap, room, route, now_s)
+        self._next_in_line(bootstrap)
+
+    def _use_route(self, bootstrap: str, room: int, route: Route, now_s: float) -> None:
         if not route.shared:
             self._shared.pop(bootstrap, None)
             _keep(self._routes, bootstrap, route)
@@ -214,6 +272,7 @@ class DecodeRooms:
             self._seek_again(rec, error, now_s)
             if permanent:
                 self._give_up(rec, error, now_s)
+        self._next_in_line(bootstrap)
 
     def _seekers(self, bootstrap: str, room: int | None) -> list[Room]:
         return [
@@ -251,7 +310,7 @@ class DecodeRooms:
             if another_life:  # its address belongs to another process: that is proof
                 self.sessions.on_proof(session.incarnation, Liveness.DEAD, now_s)
             return
-        self._drop_routes(session)
+        self._drop_routes(session.incarnation)
         self.sessions.drop(session)
         for rec in self._rooms_of(session):
             if self.machine.state(rec.key) not in FINAL:
@@ -267,8 +326,8 @@ class DecodeRooms:
         rec.retry_at_s = now_s + rec.retry_s
         rec.retry_s = min(2 * rec.retry_s, LONGEST_RETRY_S)
 
-    def _drop_routes(self, session: Session) -> None:
-        for bootstrap in [b for b, route in self._routes.items() if route.incarnation == session.incarnation]:
+    def _drop_routes(self, incarnation: str) -> None:
+        for bootstrap in [b for b, route in self._routes.items() if route.incarnation == incarnation]:
             del self._routes[bootstrap]
 
     # ---- the control plane's calls
@@ -293,7 +352,7 @@ class DecodeRooms:
             self._lose(session, reason, now_s)
 
     def _lose(self, session: Session, why: str, now_s: float) -> None:
-        self._drop_routes(session)
+        self._drop_routes(session.incarnation)
         rooms = self._rooms_of(session)
         self.sessions.lose(session, now_s)
         why = f"prefill worker {session.route.control}: {why}"
@@ -313,6 +372,7 @@ class DecodeRooms:
         """Said after the last operation of that manager was final."""
         rooms = self._rooms_of(session)
         self._lose(session, "it shut down", now_s)
+        self.sessions.bury(session.incarnation, now_s)
         for rec in rooms:
             self._expose(rec, False)
         if session.phase is not Phase.DEAD:
@@ -322,7 +382,7 @@ class DecodeRooms:
         self.sessions.say(session, Pong(*self._to(session), message.seq))
 
     def _on_status(self, session: Session, message: Status, now_s: float) -> None:
-        rec = self._addressed(session, (message.room, message.attempt))
+        rec = self._addressed(session, message)
         if rec is None:
             return
         to, state = KVPoll(message.state), self.machine.state(rec.key)
@@ -356,20 +416,27 @@ class DecodeRooms:
         self.effects.counters["succeeded"] += 1
 
     def _on_drained(self, session: Session, message: Drained, now_s: float) -> None:
-        rec = self._addressed(session, (message.room, message.attempt))
+        rec = self._addressed(session, message)
         if rec is None:
             return
         if self.machine.state(rec.key) not in FINAL:
             raise PeerProtocolError(f"room {rec.key}: Drained in {self.machine.state(rec.key).name}")
         self._expose(rec, False)
 
-    def _addressed(self, session: Session, key: RoomKey) -> Room | None:
-        """The room a message is about; None (counted) for one that has been closed or is somebody else's."""
-        rec = self._rooms.get(key)
-        if rec is not None and rec.session is session:
-            return rec
-        self.effects.counters["late_messages"] += 1
-        return None
+    def _addressed(self, session: Session, message: Status | Drained) -> Room | None:
+        """The room a message is about, which now knows its try; None (counted) where it is late: the room has been closed
+
+        or is somebody else's, or the message is about an earlier try.
+        """
+        rec = self._rooms.get((message.room, message.attempt))
+        if rec is None or rec.session is not session or message.retry < rec.retry:
+            self.effects.counters["late_messages"] += 1
+            return None
+        if message.retry > rec.retry and rec.num_pages is None:
+            raise PeerProtocolError(f"room {rec.key}: try {message.retry} before it had pages to write")
+        self.effects.counters["retried"] += message.retry - rec.retry
+        rec.retry = message.retry
+        return rec
 
     # ---- time
 
@@ -430,7 +497,9 @@ class DecodeRooms:
         self._forget_if_closed(rec)
 
     def _say_abort(self, session: Session, key: RoomKey, reason: str) -> None:
-        self.sessions.say(session, Abort(*self._to(session), *key, clip(reason)))
+        rec = self._rooms.get(key)
+        retry = 0 if rec is None else rec.retry
+        self.sessions.say(session, Abort(*self._to(session), *key, clip(reason), retry))
 
     def _to(self, session: Session) -> tuple[str, str]:
         return self.sessions.incarnation, session.incarnation
@@ -451,14 +520,18 @@ class DecodeRooms:
     def _forget(self, rec: Room) -> None:
         self.machine.forget(rec.key)
         del self._rooms[rec.key]
+        self._farewells.pop(rec.key, None)
+        self._line.leave(rec.bootstrap, rec.key)
 
     def check(self) -> list[str]:
         """What is inconsistent; empty when all is well."""
-        problems = self.sessions.check()
+        problems = self.sessions.check() + self._line.check(self._rooms)
         if list(self.machine) != list(self._rooms):
             problems.append("rooms and states differ")
         if sum(rec.exposed for rec in self._rooms.values()) != self.num_exposed:
             problems.append("count of exposed rooms is off")
+        if list(self._farewells) != [key for key in self._farewells if key in self._rooms and self._rooms[key].closed]:
+            problems.append("a farewell of a room that is not closed")
         for rec in self._rooms.values():
             if rec.exposed and self.machine.state(rec.key) is KVPoll.Success:
                 problems.append(f"room {rec.key}: Success with exposed pages")

@@ -5,7 +5,10 @@ known here: `decode_rooms` reacts to what the methods return.
 
     CONNECTING --Registered--> LIVE --link closed--> LOST --proof of death, settled--> DEAD (dropped)
         |                                              +--alive--> CONNECTING (the same life answers again)
-        +--Refused, link closed--> dropped
+        +--Refused, link closed--> dropped (and knocked at: is there anybody?)
+
+An incarnation names one life, so whoever is known to have died or said goodbye is not dialled again for as long as a
+bootstrap server may still list it. Not for ever: a port that refuses may be a firewall's word, and that worker lives.
 """
 
 from collections import Counter, deque
@@ -16,10 +19,12 @@ from enum import Enum
 from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.heartbeat import Pulse
 from transfer_backends.kvpoll import RoomKey
-from transfer_backends.liveness import Liveness, ProcessMark
+from transfer_backends.liveness import UNMARKED, Liveness, ProcessMark
 from transfer_backends.wire import Message, Ping, Register
 
 NUM_GONE = 32
+MAX_DEAD = 256
+DEAD_S = 60.0  # longer than the lease by which a bootstrap server lists somebody
 FIRST_PROOF_S = 0.02
 LONGEST_PROOF_S = 1.0
 LinkId = int
@@ -110,10 +115,23 @@ class SessionTable:
         self._sessions: dict[str, Session] = {}
         self._by_link: dict[LinkId, Session] = {}
         self._next_link: LinkId = 1
-        self.gone: deque[str] = deque(maxlen=NUM_GONE)  # incarnations that died or said goodbye, the last ones
+        self.gone: deque[str] = deque(
+            maxlen=NUM_GONE
+        )  # incarnations that a recompute need not be sent to, the last ones
+        self._dead: dict[str, float] = {}  # incarnations that are proven to have ended, until when that is remembered
 
     def get(self, incarnation: str) -> Session | None:
         return self._sessions.get(incarnation)
+
+    def is_dead(self, incarnation: str, now_s: float) -> bool:
+        return now_s < self._dead.get(incarnation, now_s)
+
+    def bury(self, incarnation: str, now_s: float) -> None:
+        """It has ended for good."""
+        self._dead.pop(incarnation, None)
+        self._dead[incarnation] = now_s + DEAD_S
+        while self._dead and (len(self._dead) > MAX_DEAD or next(iter(self._dead.values())) <= now_s):
+            del self._dead[next(iter(self._dead))]
 
     def by_link(self, link: LinkId) -> Session | None:
         return self._by_link.get(link)
@@ -163,6 +181,7 @@ class SessionTable:
     def on_registered(self, session: Session, mark: ProcessMark) -> list[RoomKey]:
         """Returns the rooms whose abort was waiting for the session."""
         session.phase = Phase.LIVE
+        self._dead.pop(session.incarnation, None)
         session.mark = mark
         session.proof_s = FIRST_PROOF_S
         session.pulse.heard()
@@ -181,6 +200,7 @@ class SessionTable:
         self.effects.counters["sessions_lost"] += 1
         if session.mark is None:
             self.drop(session)
+            self.effects.queue.append(Prove(session.incarnation, UNMARKED, session.route.control))
             return
         self._unlink(session)
         session.phase = Phase.LOST
@@ -189,6 +209,8 @@ class SessionTable:
 
     def on_proof(self, incarnation: str, proof: Liveness, now_s: float) -> None:
         session = self._sessions.get(incarnation)
+        if proof is Liveness.DEAD and (session is None or session.phase is not Phase.LIVE):  # else it has come late
+            self.bury(incarnation, now_s)
         if session is None or session.phase is not Phase.LOST or session.settled_at_s is not None:
             return
         if proof is Liveness.DEAD:

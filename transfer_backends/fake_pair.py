@@ -51,5 +51,8 @@ class FakeReceiver(_Fake):
     def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
         raise IllegalTransition("fake room: nobody is there to compute")
 
+    def retries(self) -> int:
+        return 0
+
     def drained(self) -> bool:
         return self._state in FINAL

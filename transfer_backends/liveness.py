@@ -31,6 +31,9 @@ class ProcessMark(msgspec.Struct, frozen=True, array_like=True):
     start_ticks: int
 
 
+UNMARKED = ProcessMark(host="", pid=0, start_ticks=0)  # a process that has not told its mark: only a knock is left
+
+
 def host_id() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -13,6 +13,7 @@ from transfer_backends.merge import I64
 
 MAX_PAGES = 1 << 22  # page ids kept in all offers
 MAX_TOKENS = 1 << 22  # token ids in all that is asked
+MAX_REASON_CHARS = 256  # of an ended room's reason, which may be a peer's words
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Inbox:
 
     def bury(self, key: RoomKey, reason: str, *, by_peer: bool, now_s: float) -> None:
         self._tombstones.pop(key, None)
-        self._tombstones[key] = Tombstone(reason, by_peer, now_s + self._config.bootstrap_timeout_s)
+        self._tombstones[key] = Tombstone(reason[:MAX_REASON_CHARS], by_peer, now_s + self._config.bootstrap_timeout_s)
         while len(self._tombstones) > self._config.max_tombstones:
             self._tombstones.popitem(last=False)
 

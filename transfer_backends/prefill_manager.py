@@ -85,26 +85,38 @@ class PrefillManager(Shell):
         """Fail what is open, let posted operations end, say goodbye, end the threads. Blocks for some seconds at most."""
         if not self._first_close():
             return
-        with self.core():
-            for key in list(self._rooms.machine):
-                self._rooms.abort(key, "the prefill worker is shutting down")
-        self._driver.wake()
+        self.fail_open()
         deadline_s = time.monotonic() + CLOSE_S
-        while self._rooms.num_inflight and time.monotonic() < deadline_s:
+        while not self.is_quiet and time.monotonic() < deadline_s:
             time.sleep(0.001)
         quiet = self._driver.close(CLOSE_S)
         if quiet:
             with self.core():
-                self._say_goodbye()
+                self.say_goodbye()
         self._end()
         if quiet:
             self._engine.close()
 
-    def _say_goodbye(self) -> None:
-        for link in self._rooms.peers.links():
-            peer = self._rooms.peers.by_link(link)
-            if peer is not None:
-                self._rooms.peers.say(peer, Bye(self.incarnation, peer.incarnation))
+    def fail_open(self) -> None:
+        """First step of `close`: every live transfer ends, decode is told."""
+        with self.core():
+            for key in list(self._rooms.machine):
+                self._rooms.abort(key, "the prefill worker is shutting down")
+        self._driver.wake()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing that was posted can still write."""
+        with self._lock:
+            return self._rooms.is_quiet
+
+    def say_goodbye(self) -> None:
+        """Last step, in `core()`. Goodbye says that nothing of this process is written any more; who is not told it will
+
+        look whether the process has died, and wait for its last bytes.
+        """
+        for peer in self._rooms.quiet_peers():
+            self._rooms.peers.say(peer, Bye(self.incarnation, peer.incarnation))
 
     # ---- control thread
 

@@ -7,7 +7,8 @@ threads, clocks or engines.
     sender opened --TransferInfo--> WaitingForInput --first send--> Transferring --all operations done--> Success
 
 A failed write is no failed transfer yet: while the peer lives, all of it is written once more to the same pages, after the
-fence has shown that nothing of the last attempt can still land (`transfer_retries`).
+fence has shown that nothing of the last try can still land (`transfer_retries`). Operations and messages carry the
+number of their try; what is told of an earlier one counts for nothing (docs/architecture.md, "Tries").
 
 Rules of an abort (facts/transfer.md section 5): fail first, so that nothing new is posted; tell decode at once; say
 `Drained` when the last operation is final, and after a failed one only when the fence has held.
@@ -156,6 +157,17 @@ class PrefillRooms:
         rec = self._rooms.pop(key)
         self._inbox.bury(key, rec.reason or "the transfer has ended", by_peer=False, now_s=now_s)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing that was posted can still read or write."""
+        return self.num_inflight == 0 and all(rec.quiet for rec in self._rooms.values())
+
+    def quiet_peers(self) -> list[Peer]:
+        """Those into whose memory nothing can still write: only they may be told goodbye."""
+        busy = {rec.offer.incarnation for rec in self._rooms.values() if rec.offer is not None and not rec.quiet}
+        peers = [self.peers.by_link(link) for link in self.peers.links()]
+        return [peer for peer in peers if peer is not None and peer.incarnation not in busy]
+
     # ---- the engine driver's calls
 
     @property
@@ -226,24 +238,28 @@ class PrefillRooms:
         self.peers.retire(peer)
 
     def _try_again(self, rec: Room, peer: Peer, error: str, now_s: float) -> None:
-        """Once more, when the peer lives and nothing of this attempt can still write (`_settle`); else it has failed.
+        """Once more, when the peer lives and nothing of this try can still write (`_settle`); else it has failed.
 
-        Decode notices nothing: its pages stay exposed, and no message of the last attempt can be late.
+        Decode is told at once which try counts from now on. Its pages stay exposed.
         """
-        if rec.attempts >= self._config.transfer_retries or peer.lost or peer.pulse.silent:
-            times = f" ({rec.attempts + 1} times)" if rec.attempts else ""
+        if rec.retry >= self._config.transfer_retries or peer.lost or peer.pulse.silent:
+            times = f" ({rec.retry + 1} times)" if rec.retry else ""
             self._fail(rec, f"writing to the decode worker failed{times}: {error}")
             return
         rec.hold()
+        rec.done_pages = 0
         rec.progress_at_s = now_s
         self.effects.counters["retried"] += 1
         self._tell_progress(rec, now_s)
 
     def _on_written(self, rec: Room, post: Post, now_s: float) -> None:
+        self.effects.counters["bytes"] += post.pieces.size_bytes
+        if post.retry != rec.retry:
+            self.effects.counters["late_completions"] += 1
+            return
         rec.done_pages += post.num_pages
         rec.progress_at_s = now_s
-        self.effects.counters["bytes"] += post.pieces.size_bytes
-        if self.machine.state(rec.key) is not KVPoll.Transferring or rec.held:
+        if self.machine.state(rec.key) is not KVPoll.Transferring:
             return
         idle = rec.num_ops == 0 and not rec.posts and not rec.chunks
         if idle and rec.all_queued:
@@ -377,16 +393,16 @@ class PrefillRooms:
                 self._inbox.take(key)
                 if self._inbox.tombstone(key) is None:
                     self._inbox.bury(key, f"aborted by decode: {message.reason}", by_peer=True, now_s=now_s)
-            self._say_drained(peer, key)
+            self._say_drained(peer, key, message.retry)
             return
         if rec.offer is not None and rec.offer.incarnation != peer.incarnation:
-            self._say_drained(peer, key)  # nothing of this room goes to that peer
+            self._say_drained(peer, key, message.retry)  # nothing of this room goes to that peer
             raise PeerProtocolError(f"room {key}: aborted by a decode worker it does not belong to")
         if self.machine.state(key) not in FINAL:
             self._fail(rec, f"aborted by decode: {message.reason}", tell=False)
         if rec.quiet:
             rec.undrained = False
-            self._say_drained(peer, key)
+            self._say_drained(peer, key, rec.retry)
         else:
             rec.undrained = True
 
@@ -448,7 +464,8 @@ class PrefillRooms:
     def _tell(self, rec: Room, state: KVPoll) -> None:
         peer = self.peers.get(rec.offer.incarnation) if rec.offer else None
         if peer is not None:
-            self._say_status(peer, rec.key, state, rec.done_pages, f"prefill: {rec.reason}" if rec.reason else "")
+            reason = f"prefill: {rec.reason}" if rec.reason else ""
+            self._say_status(peer, rec.key, state, rec.done_pages, reason, rec.retry)
 
     def _tell_progress(self, rec: Room, now_s: float) -> None:
         rec.told_at_s = now_s
@@ -458,18 +475,19 @@ class PrefillRooms:
         peer = self.peers.get(rec.offer.incarnation) if rec.offer else None
         if rec.undrained and rec.quiet and peer is not None:
             rec.undrained = False
-            self._say_drained(peer, rec.key)
+            self._say_drained(peer, rec.key, rec.retry)
 
     def _reject(self, peer: Peer, key: RoomKey, reason: str) -> None:
-        self._say_status(peer, key, KVPoll.Failed, 0, reason)
-        self._say_drained(peer, key)
+        """Of a room that was never written to."""
+        self._say_status(peer, key, KVPoll.Failed, 0, reason, 0)
+        self._say_drained(peer, key, 0)
 
-    def _say_status(self, peer: Peer, key: RoomKey, state: KVPoll, num_pages: int, reason: str) -> None:
+    def _say_status(self, peer: Peer, key: RoomKey, state: KVPoll, num_pages: int, reason: str, retry: int) -> None:
         me = self.peers.incarnation
-        self.peers.say(peer, Status(me, peer.incarnation, *key, int(state), num_pages, clip(reason)))
+        self.peers.say(peer, Status(me, peer.incarnation, *key, int(state), num_pages, clip(reason), retry))
 
-    def _say_drained(self, peer: Peer, key: RoomKey) -> None:
-        self.peers.say(peer, Drained(self.peers.incarnation, peer.incarnation, *key))
+    def _say_drained(self, peer: Peer, key: RoomKey, retry: int) -> None:
+        self.peers.say(peer, Drained(self.peers.incarnation, peer.incarnation, *key, retry))
 
     def check(self) -> list[str]:
         """What is inconsistent; empty when all is well."""

@@ -21,12 +21,13 @@ class Chunk:
 
 @dataclass(eq=False)
 class Post:
-    """One engine operation to start. `num_pages`: KV pages in it (0: the metadata row)."""
+    """One engine operation to start. `num_pages`: KV pages in it (0: the metadata row). `retry`: of which try it is."""
 
     key: RoomKey
     incarnation: str
     pieces: Pieces
     num_pages: int
+    retry: int = 0
 
 
 @dataclass
@@ -34,8 +35,8 @@ class Room:
     """`queued_pages`: handed over by `send`; `done_pages`: written; `num_ops`: operations that are not final.
 
     `dirty`: an operation failed, and no fence has held since. `undrained`: decode waits for `Drained`.
-    `given`: every chunk that was handed over, in order, to begin anew with; `attempts` that failed; `held`: the next one
-    waits until nothing of the last can still write.
+    `given`: every chunk that was handed over, in order, to begin anew with; `retry`: tries that failed; `held`: the next
+    one waits until nothing of the last can still write.
     """
 
     key: RoomKey
@@ -53,12 +54,12 @@ class Room:
     progress_at_s: float = 0.0
     told_at_s: float = 0.0
     given: list[Chunk] = field(default_factory=list)
-    attempts: int = 0
+    retry: int = 0
     held: bool = False
 
     def hold(self) -> None:
         """A write failed: post nothing more for now."""
-        self.attempts += 1
+        self.retry += 1
         self.held = True
         self.chunks.clear()
         self.posts.clear()
@@ -67,7 +68,6 @@ class Room:
         """All of it, to the same pages."""
         assert self.held and self.quiet
         self.held = False
-        self.done_pages = 0
         self.chunks.extend(self.given)
 
     @property
@@ -91,11 +91,11 @@ def plan_posts(chunk: Chunk, rec: Room, peer: Peer, *, args: KVArgs, caps: Caps)
     dst = rec.offer.pages[chunk.dst_start : chunk.dst_start + len(chunk.src)]
     kv = plan_pieces(chunk.src, dst, src=args.kv, dst=peer.kv, max_piece_bytes=caps.max_piece_bytes)
     posts = [
-        Post(rec.key, peer.incarnation, part, part.size_bytes // args.kv.item_bytes)
+        Post(rec.key, peer.incarnation, part, part.size_bytes // args.kv.item_bytes, rec.retry)
         for part in batches(kv, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)
     ]
     if chunk.aux_idx is not None:
         rows = np.array([chunk.aux_idx], np.int64), np.array([rec.offer.aux_idx], np.int64)
         aux = plan_pieces(*rows, src=args.aux, dst=peer.aux, max_piece_bytes=args.aux.item_bytes)
-        posts.append(Post(rec.key, peer.incarnation, aux, 0))
+        posts.append(Post(rec.key, peer.incarnation, aux, 0, rec.retry))
     return posts

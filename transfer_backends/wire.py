@@ -5,7 +5,9 @@
 
 One ZMQ frame is one message: msgpack of a tagged struct out of a closed union. Who may speak at all is the connection's
 affair (`curve.py`). Every message names who sent it and for whom it is by incarnation (a uuid per process start):
-what was meant for an earlier life of a process is noticed by the first message. Knows no sockets and no rooms.
+what was meant for an earlier life of a process is noticed by the first message. What is said of a room's writing names
+the try by `retry`, the number of tries that failed before it: news of an earlier one is noticed, too, and dropped.
+Knows no sockets and no rooms.
 """
 
 from typing import Annotated
@@ -17,12 +19,13 @@ import numpy.typing as npt
 from transfer_backends.contract import KVArgs
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Retry = Annotated[int, msgspec.Meta(ge=0, le=255)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
@@ -106,28 +109,31 @@ class Recompute(_Message, frozen=True):
 
 
 class Status(_Message, frozen=True):
-    """`state`: a KVPoll value (Transferring: progress, Success, Failed). `num_pages`: pages written so far."""
+    """`state`: a KVPoll value (Transferring: progress, Success, Failed). `num_pages`: pages written so far, in this try."""
 
     room: Room
     attempt: Attempt
     state: Annotated[int, msgspec.Meta(ge=0, le=4)]
     num_pages: Count
     reason: Text = ""
+    retry: Retry = 0
 
 
 class Abort(_Message, frozen=True):
-    """Stop writing for this room, then say `Drained`."""
+    """Stop writing for this room, whichever try it is, then say `Drained`. `retry`: the last that decode has heard of."""
 
     room: Room
     attempt: Attempt
     reason: Text
+    retry: Retry = 0
 
 
 class Drained(_Message, frozen=True):
-    """No write for this room is in flight or can start."""
+    """No write for this room is in flight or can start, of this try or an earlier one."""
 
     room: Room
     attempt: Attempt
+    retry: Retry = 0
 
 
 class Ping(_Message, frozen=True):

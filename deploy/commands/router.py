@@ -39,8 +39,9 @@ def build_parser() -> Parser:
 
 
 def config_of(args: argparse.Namespace) -> RouterConfig:
-    """The router's config. Giving --prefill or --decode says --pd-disaggregation."""
-    args.pd_disaggregation = args.pd_disaggregation or bool(args.prefill or args.decode)
+    """The router's config. Naming prefill or decode workers, or their pods, says --pd-disaggregation."""
+    pairs = (args.prefill, args.decode, args.prefill_selector, args.decode_selector)
+    args.pd_disaggregation = args.pd_disaggregation or any(pairs)
     return config_from(
         args,
         RouterConfig,

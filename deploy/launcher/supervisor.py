@@ -17,6 +17,7 @@ from deploy.launcher.display import Display, Progress
 from deploy.launcher.plan import ProcessSpec
 from deploy.launcher.probe import is_healthy
 from deploy.launcher.process import Child, Guard
+from lifecycle.stop_signals import StopSignals
 
 POLL_S = 0.05
 WATCH_S = 0.2
@@ -52,12 +53,12 @@ class Supervisor:
         self._children: list[Child] = []
         self._healthy_s: dict[str, float] = {}
         self._started_at = 0.0
-        self._stop = asyncio.Event()
-        self._at_once = asyncio.Event()
+        self._signals = StopSignals()
+        self._stop, self._at_once = self._signals.asked, self._signals.at_once
 
     async def run(self, on_ready: OnReady) -> int:
         """Start everything, stay until a signal or until nothing lives; returns the exit status."""
-        self._catch_signals()
+        self._signals.install(on_hangup=self._signals.on_sigint)
         try:
             self._start()
             await self._until_healthy()
@@ -70,19 +71,6 @@ class Supervisor:
         finally:
             await self._end_all()
             self._guard.close()
-
-    def _catch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
-        for name in (signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(name, self._end_at_once)
-
-    def _on_sigterm(self) -> None:
-        self._end_at_once() if self._stop.is_set() else self._stop.set()
-
-    def _end_at_once(self) -> None:
-        self._stop.set()
-        self._at_once.set()
 
     def _start(self) -> None:
         self._started_at = time.monotonic()

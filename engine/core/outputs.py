@@ -38,6 +38,7 @@ def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
         input_hidden=b"" if aborted else input_hidden,  # perhaps of a part only
         hidden=hidden,
         cached_by_tier=request.cached_by_tier,
+        transfer_retries=request.transfer_retries,
     )
 
 

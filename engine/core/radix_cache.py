@@ -65,12 +65,30 @@ class Below(Protocol):
     def on_evict(self, node: Node) -> None: ...
 
 
+class Listener(Protocol):
+    """Told of what is cached and what no longer is (engine/core/cache_events.py). `on_stored`: a new leaf."""
+
+    def on_stored(self, node: Node) -> None: ...
+
+    def on_removed(self, node: Node) -> None: ...
+
+    def on_cleared(self) -> None: ...
+
+
 class RadixCache:
     """With `enabled=False` nothing is ever found or kept: the same code path, an empty tree."""
 
-    def __init__(self, allocator: PageAllocator, *, enabled: bool = True, below: Below | None = None) -> None:
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        *,
+        enabled: bool = True,
+        below: Below | None = None,
+        listener: Listener | None = None,
+    ) -> None:
         self.enabled = enabled
         self._below = below
+        self._listener = listener
         self._allocator = allocator
         self._page_size = allocator.page_size
         self._serial = 0
@@ -125,6 +143,8 @@ class RadixCache:
         if self._below is not None:
             leaf.keys = list(keys[existing:])
             self._below.on_cached(leaf)
+        if self._listener is not None:
+            self._listener.on_stored(leaf)
         return Inserted(existing=existing, node=leaf)
 
     def lock(self, node: Node) -> None:
@@ -169,10 +189,13 @@ class RadixCache:
         """Drop everything; only legal while nothing is locked."""
         assert self.num_evictable == self.num_pages, "flush with locked nodes"
         below, self._below = self._below, None
+        listener, self._listener = self._listener, None
         self.evict(self.num_pages)
         for branch in list(self._root.children.values()):
             self._remove(branch)  # empty now
-        self._below = below
+        self._below, self._listener = below, listener
+        if listener is not None:
+            listener.on_cleared()
 
     # ---- inside
 
@@ -227,6 +250,8 @@ class RadixCache:
         del node.parent.children[node.key[: self._page_size]]
         if self._below is not None:
             self._below.on_evict(node)
+        if self._listener is not None:
+            self._listener.on_removed(node)
         self._allocator.evict(node.pages)
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)

@@ -55,6 +55,7 @@ class Request:
     pending: int = 0  # of those, how many draw a token
     saved_len: int = 0  # tokens whose KV is copied to the host, or on its way there
     retractions: int = 0
+    transfer_retries: int = 0  # times that a KV transfer for it began anew
     cached_tokens: int = 0
     admitted: bool = False
 

@@ -1,4 +1,5 @@
-"""The detokenizer process: pulls `ToDetokenizer`, pushes `TextBatch` to the frontend, ends with its parent.
+"""The detokenizer process: pulls `ToDetokenizer`, pushes `TextBatch` to the frontend (a `StateReply` it only passes on), ends
+with its parent.
 
 Owns its two sockets and its exit. All text is decided in `engine.detokenizer.batch`.
 """
@@ -14,7 +15,7 @@ from engine.config import ConfigError
 from engine.detokenizer.batch import Detokenizer
 from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.frontend.tokenizer import load_tokenizer
-from engine.messages import ToDetokenizer
+from engine.messages import StateReply, ToDetokenizer
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +59,13 @@ def run_detokenizer(config: DetokenizerConfig) -> None:
 
 
 def _forward(detokenizer: Detokenizer, message: ToDetokenizer, push: PushSocket) -> None:
-    batch = detokenizer.handle(message)
-    if batch is None:
+    said = message if isinstance(message, StateReply) else detokenizer.handle(message)
+    if said is None:
         return
     try:
-        push.send(batch)
+        push.send(said)
     except PeerStalled as e:
-        log.error("dropped a batch of text: %s", e)
+        log.error("dropped what the frontend should hear: %s", e)
 
 
 def main(args: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
 
 # Health for probes, metrics for scrapers (counts and times, no contents), the API's description.
-OPEN_PATHS = ("/health", "/health_generate", "/metrics", "/openapi.json")
+OPEN_PATHS = ("/health", "/liveness", "/health_generate", "/metrics", "/openapi.json")
 # What changes the server for everybody, reads or writes its disk, or stops it for a while.
 ADMIN_PATHS = frozenset(
     (

@@ -16,7 +16,7 @@ from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, Sta
 from engine.sampling_params import SamplingParams
 from security.keys import Access
 
-HEARD_RECENTLY_S = 1.0  # a scheduler that spoke this short ago need not be asked again
+HEARD_RECENTLY_S = 1.0  # who sent text this short ago need not be asked again
 INFO_TIMEOUT_S = 5.0
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,7 +39,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 when the scheduler answers (or just spoke); no token is generated. A worker that drains says so, with 503.
+    """200 when scheduler and detokenizer answer (or text just came through both); no token is generated. A worker that drains
+    says so, with 503.
 
     `incarnation`: another process at this address has another one.
     """
@@ -51,9 +52,17 @@ async def health(request: web.Request) -> web.Response:
         answer.headers["Retry-After"] = "1"
         return answer
     _check_up(s)
-    if s.client.now_s() - s.client.last_heard_s > HEARD_RECENTLY_S:
-        await s.client.state(timeout_s=s.health_timeout_s)
+    if s.client.now_s() - s.client.last_text_s > HEARD_RECENTLY_S:
+        await s.client.hear(timeout_s=s.health_timeout_s)
     return json_response({"status": "ok", "incarnation": s.incarnation})
+
+
+async def liveness(request: web.Request) -> web.Response:
+    """200 while this process answers at all: starting, draining or overloaded is no reason to kill it.
+
+    A scheduler that hangs is ended by its watchdog, and the worker with it.
+    """
+    return json_response({"status": "alive"})
 
 
 async def health_generate(request: web.Request) -> web.Response:

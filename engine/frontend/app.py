@@ -46,6 +46,7 @@ def make_app(services: Services, *, max_body_bytes: int, max_open: int = 1 << 16
 
 _GETS: dict[str, Handler] = {
     "/health": admin_api.health,
+    "/liveness": admin_api.liveness,
     "/health_generate": admin_api.health_generate,
     "/v1/models": openai_api.list_models,
     "/v1/models/{model:.+}": openai_api.get_model,

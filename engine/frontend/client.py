@@ -23,6 +23,7 @@ from engine.messages import (
     AbortRequest,
     ContinueGeneration,
     ControlReply,
+    Drain,
     FlushCache,
     FlushReply,
     GenerateBatch,
@@ -174,7 +175,7 @@ class EngineClient:
         self.observer = observer
         self.info: dict[str, int | float | str | bool | None] = {}
         self.ready = asyncio.Event()
-        self.last_heard_s = float("-inf")
+        self.last_text_s = float("-inf")  # when something last came through scheduler and detokenizer
         self.updated: dict[str, int | str] = {}  # model_path and weight_version, since the weights were changed
         self.adapters: dict[str, str] = {}  # name -> path of those that requests may name
         self._send = send
@@ -206,7 +207,7 @@ class EngineClient:
     ) -> Generation:
         """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` one more name to abort it by.
 
-        `timeout_s`: how long the client will wait. Raises ApiError: 503 while starting, ending, full, or too busy for
+        `timeout_s`: how long the client will wait; then the engine ends them. Raises ApiError: 503 while starting, ending, full, or too busy for
         the timeout, 400 for a name that is in use.
         """
         self._check_open(len(requests))
@@ -221,7 +222,9 @@ class EngineClient:
             for name in set(name_set):
                 self._names.setdefault(name, []).append(wire[i])
         try:
-            sent = [_on_wire(r, rid, empty=e) for r, rid, e in zip(requests, wire, empty, strict=True)]
+            sent = [
+                _on_wire(r, rid, empty=e, timeout_s=timeout_s) for r, rid, e in zip(requests, wire, empty, strict=True)
+            ]
             self._send(sent[0] if len(sent) == 1 else GenerateBatch(sent))
             for request, rid in zip(requests, wire, strict=True):
                 self.observer.on_start(len(request.input_ids))
@@ -263,6 +266,12 @@ class EngineClient:
         """Raises ApiError(503) when the scheduler does not answer in time."""
         return await self._call(GetState(call_id=f"s{next(self._numbers)}", check=check), StateReply, timeout_s)
 
+    async def hear(self, *, timeout_s: float) -> None:
+        """Raises ApiError(503) when scheduler and detokenizer do not both live: an answer through both is waited for."""
+        call = GetState(call_id=f"s{next(self._numbers)}", by_detokenizer=True)
+        await self._call(call, StateReply, timeout_s, who="scheduler or the detokenizer")
+        self.last_text_s = self.now_s()
+
     async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> FlushReply:
         return await self._call(FlushCache(call_id=f"f{next(self._numbers)}"), FlushReply, timeout_s)
 
@@ -275,6 +284,11 @@ class EngineClient:
 
     def mint_call_id(self) -> str:
         return f"c{next(self._numbers)}"
+
+    def announce_drain(self) -> None:
+        """The scheduler may have peers, who should look elsewhere."""
+        with suppress(ApiError):
+            self._send(Drain())
 
     def close(self, error: ApiError) -> None:
         """Accept nothing more; samples that are live go on."""
@@ -290,8 +304,8 @@ class EngineClient:
                 call.set_exception(error)
 
     def on_message(self, message: ToFrontend) -> None:
-        self.last_heard_s = self.now_s()
         if isinstance(message, TextBatch):
+            self.last_text_s = self.now_s()
             for output in message.outputs:
                 self._route(output)
         elif isinstance(message, SchedulerReady):
@@ -312,7 +326,9 @@ class EngineClient:
             self.forecast.start(output.tokens.rid, self.now_s())
             generation.feed(index, output)
 
-    async def _call(self, message: GetState | FlushCache | Control, reply: type[R], timeout_s: float) -> R:
+    async def _call(
+        self, message: GetState | FlushCache | Control, reply: type[R], timeout_s: float, *, who: str = "scheduler"
+    ) -> R:
         if self._closed is not None and self._closed.code == "engine_dead":
             raise self._closed
         if len(self._calls) >= MAX_CALLS:
@@ -325,7 +341,7 @@ class EngineClient:
             self._send(message)
             answer = await asyncio.wait_for(call, timeout_s)
         except TimeoutError:
-            raise not_ready(f"the scheduler did not answer within {timeout_s:g} s") from None
+            raise not_ready(f"the {who} did not answer within {timeout_s:g} s") from None
         finally:
             del self._calls[message.call_id]
         assert isinstance(answer, reply)
@@ -366,6 +382,6 @@ class EngineClient:
                 raise bad_field("rid", f"a request with id {name!r} is running")
 
 
-def _on_wire(request: GenerateRequest, rid: str, *, empty: bool) -> GenerateRequest:
+def _on_wire(request: GenerateRequest, rid: str, *, empty: bool, timeout_s: float | None) -> GenerateRequest:
     sampling = msgspec.structs.replace(request.sampling, max_new_tokens=1) if empty else request.sampling
-    return msgspec.structs.replace(request, rid=rid, sampling=sampling)
+    return msgspec.structs.replace(request, rid=rid, sampling=sampling, timeout_s=timeout_s)

@@ -6,7 +6,7 @@ Names of the field: `x-request-timeout` (seconds) and Envoy's `x-envoy-expected-
 import math
 from collections.abc import Mapping
 
-from engine.frontend.errors import ApiError
+from engine.frontend.errors import DEADLINE, ApiError
 
 TIMEOUT_HEADER = "x-request-timeout"
 ENVOY_HEADER = "x-envoy-expected-rq-timeout-ms"
@@ -37,6 +37,6 @@ def too_late(wait_s: float, timeout_s: float) -> ApiError:
     return ApiError(
         503,
         f"the first token would come after about {wait_s:.1f} s, the request ends after {timeout_s:g} s; try again later",
-        code="deadline",
+        code=DEADLINE,
         retry_after_s=min(MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s - timeout_s))),
     )

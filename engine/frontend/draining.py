@@ -1,8 +1,4 @@
-"""The end of a worker: what signals ask for, and how requests are finished or handed back before HTTP closes.
-
-    serving --SIGTERM--> draining --nothing runs any more, or the time is over--> ended
-       |                    |
-       +------ SIGINT ------+-- any second signal: at once
+"""The end of a worker: how requests are finished or handed back before HTTP closes (lifecycle/stop_signals.py: when).
 
 While it drains, a worker takes nothing new (503, code "draining"), says so on /health, and lets what runs go on: of a
 prefill worker that is also the transfers that decode still waits for, of a decode worker its rooms. What has not ended
@@ -11,13 +7,13 @@ in time gets the same 503, which a router takes as a call to try elsewhere. Must
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 
 from engine.frontend.client import EngineClient
 from engine.frontend.errors import ApiError, draining
 from engine.messages import StateReply
+from lifecycle.stop_signals import StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -25,32 +21,12 @@ POLL_S = 0.02
 STATE_TIMEOUT_S = 2.0
 
 
-class StopSignals:
-    """What SIGTERM and SIGINT have asked for so far. `asked`: to end. `at_once`: without waiting for anybody."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.at_once = asyncio.Event()
-
-    def install(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.add_signal_handler(signal.SIGTERM, self.on_sigterm)
-        loop.add_signal_handler(signal.SIGINT, self.on_sigint)
-
-    def on_sigterm(self) -> None:
-        if self.asked.is_set():
-            self.at_once.set()
-        self.asked.set()
-
-    def on_sigint(self) -> None:
-        self.asked.set()
-        self.at_once.set()
-
-
 async def drain(
     client: EngineClient, *, signals: StopSignals, timeout_s: float, dead: Callable[[], str | None]
 ) -> None:
     """Returns when all has ended, by itself or handed back. `dead`: what of the worker has died (None: nothing)."""
     client.close(draining("the server is draining: it takes no new requests"))
+    client.announce_drain()
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
 

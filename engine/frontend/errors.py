@@ -15,6 +15,7 @@ from security.json_depth import MAX_DEPTH, deeper_than
 T = TypeVar("T")
 
 DRAINING = "draining"  # error code, and `status` on /health
+DEADLINE = "deadline"  # error code: it would be, or is, too late
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 
@@ -56,8 +57,11 @@ def from_invalid_param(e: InvalidParam, *, names: dict[str, str] | None = None) 
 
 
 def from_finish(finish: FinishReason) -> ApiError:
-    """The error that an abort with a status is."""
-    return ApiError(finish.status, finish.message or "the request was aborted", field=finish.field or None)
+    """The error that an abort with a status is; one about load says when to come again."""
+    code = DEADLINE if finish.status == 504 else None
+    retry_after_s = 1 if finish.status == 503 else None
+    message = finish.message or "the request was aborted"
+    return ApiError(finish.status, message, field=finish.field or None, code=code, retry_after_s=retry_after_s)
 
 
 def refused(reply: ControlReply) -> ApiError:

@@ -51,6 +51,7 @@ QUEUE_GAUGES = {
 }
 SCHEDULER_COUNTERS = {
     "transfer_failed": ("num_transfer_failed_reqs", "requests whose KV transfer failed"),
+    "retried": ("num_transfer_retries", "KV transfers that began anew because a write had failed"),
     "kv_checksum_failed": ("num_kv_checksum_failed_reqs", "requests whose KV arrived corrupted"),
     "retractions": ("num_retractions", "times that a request lost its memory"),
     "preemptions": ("num_preemptions", "times that a request lost its place to one of higher priority"),

@@ -172,6 +172,8 @@ class NativeView:
             "e2e_latency": time.monotonic() - self._start_s,
             **t.times,
         }
+        if t.transfer_retries:
+            meta["num_transfer_retries"] = t.transfer_retries
         if t.cached_by_tier:
             meta["cached_tokens_details"] = dict(zip(("device", "host", "storage"), t.cached_by_tier, strict=True))
         if self._loras[index]:

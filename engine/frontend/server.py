@@ -22,7 +22,7 @@ from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.frontend.app import make_app
 from engine.frontend.chat_template import load_chat_template
 from engine.frontend.client import EngineClient
-from engine.frontend.draining import StopSignals, drain
+from engine.frontend.draining import drain
 from engine.frontend.errors import ApiError
 from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.frontend.meeting import MeetingPlaces
@@ -33,6 +33,7 @@ from engine.lora.names import lora_enabled, named_paths
 from engine.messages import Shutdown, ToFrontend, ToScheduler
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+from lifecycle.stop_signals import StopSignals
 from security.keys import Gate, open_gate
 
 DEFAULT_MODEL_NAME = "recall"  # the model that ships with Tandem
@@ -87,7 +88,7 @@ async def run_frontend(
     """
     loop = asyncio.get_running_loop()
     signals = StopSignals()
-    signals.install(loop)
+    signals.install()
     push = PushSocket(ipc.to_scheduler)
     pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend, ToFrontend)
     try:

@@ -102,13 +102,13 @@ class GrammarQueue:
         self._trim()
         return ready, outputs
 
-    def abort(self, rid: str) -> list[TokenOutput]:
+    def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         """End a request that waits here; nothing when it does not."""
         waiting = self._waiting.get(rid)
         if waiting is None:
             return []
         self._forget(waiting)
-        return [refused(waiting.request, ABORTED)]
+        return [refused(waiting.request, reason)]
 
     def rids(self) -> list[str]:
         return list(self._waiting)

@@ -17,6 +17,7 @@ from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import (
     ContinueGeneration,
     ControlReply,
+    FinishReason,
     GenerateRequest,
     PauseGeneration,
     StartProfile,
@@ -102,12 +103,12 @@ class Control:
         assert self.blocks_input
         self._held[request.rid] = request
 
-    def drop(self, rid: str) -> list[TokenOutput]:
+    def drop(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         """Abort a request that waits here; nothing when it does not."""
         request = self._held.pop(rid, None)
         if request is None:
             return []
-        return [TokenOutput(rid=rid, new_ids=[], finish=ABORTED, prompt_tokens=len(request.input_ids))]
+        return [TokenOutput(rid=rid, new_ids=[], finish=reason, prompt_tokens=len(request.input_ids))]
 
     def drop_all(self) -> list[TokenOutput]:
         return [output for rid in list(self._held) for output in self.drop(rid)]

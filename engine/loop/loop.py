@@ -16,12 +16,14 @@ from typing import Any, Protocol
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import ABORTED, Scheduler
 from engine.grammar.queue import GrammarQueue
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import Control, Profiler, Weights
+from engine.loop.deadlines import Deadlines
 from engine.loop.disk_pump import DiskPump
 from engine.loop.interval_log import IntervalLog
+from engine.loop.kv_events import EventPump
 from engine.loop.pipeline import Launcher, Pipeline
 from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.reporter import Reporter
@@ -31,6 +33,8 @@ from engine.loop.timekeeper import Timekeeper
 from engine.loop.watchdog import Watchdog
 from engine.messages import (
     AbortRequest,
+    Drain,
+    FinishReason,
     FlushCache,
     FlushReply,
     GenerateBatch,
@@ -52,6 +56,7 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 1.0
 OUTSIDE_WAIT_S = 0.02
+ABORTED_ALL = "all requests were aborted"
 PROMPT_TAIL_TOKENS = 8  # what incremental detokenization needs to see of the prompt
 
 
@@ -99,6 +104,7 @@ class EngineLoop:
         grammars: GrammarQueue | None = None,
         disk: DiskPump | None = None,
         adapters: AdapterControl | None = None,
+        events: EventPump | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._role = role
@@ -108,11 +114,14 @@ class EngineLoop:
         self._clock = clock
         self._grammars = grammars or GrammarQueue(None)
         self._disk = disk or DiskPump()
+        self._events = events or EventPump()
         self._adapters = adapters or AdapterControl.without()
         self._pipeline = Pipeline(scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step)
         self._skipper = ReceiveSkipper(interval=settings.recv_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
         self._times = Timekeeper()
+        self._deadlines = Deadlines()
+        self._draining = False
         self._intervals = IntervalLog(scheduler, steps=settings.log_interval)
         self._control = Control(
             scheduler=scheduler,
@@ -148,11 +157,14 @@ class EngineLoop:
         if self._skipper.due(self._pipeline.last):
             for message in self._ports.receive():
                 outputs += self._handle(message, now_s)
+        for rid, reason in self._deadlines.due(now_s):
+            outputs += self._end(rid, now_s, reason)
         outputs += self._control.on_turn(num_launched=self._pipeline.num_launched)
         self._adapters.on_turn()
         for request in self._control.release():
             outputs += self._add(request, now_s)
         outputs += self._admit_with_grammar(now_s)
+        self._role.close_to_peers(self._why_no_peers())
         outputs += self._role.poll(now_s)
         self._disk.turn()
         plan = None if self._control.paused else self._scheduler.schedule(now_s)
@@ -161,6 +173,7 @@ class EngineLoop:
             self._note_launch(plan, now_s)
         outputs += self._pipeline.advance(plan)
         self._tell(outputs)
+        self._events.turn()
         return worked
 
     def _note_launch(self, plan: Plan, now_s: float) -> None:
@@ -173,6 +186,7 @@ class EngineLoop:
             return
         self._times.told(outputs, self._clock())
         self._adapters.told(outputs)
+        self._deadlines.told(outputs)
         if told := self._gate.pass_on(outputs):
             self._ports.to_detokenizer(TokenBatch(told))
 
@@ -188,26 +202,30 @@ class EngineLoop:
         if not waiting:
             self._reporter.check_when_due(now_s)
         self._watchdog.resting()
-        self._ports.wait(OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S)
+        self._ports.wait(self._deadlines.shorten(OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S, now_s))
 
     def _handle(self, message: ToScheduler, now_s: float) -> list[TokenOutput]:
         match message:
             case GenerateRequest():
-                return self._add(message, now_s)
+                return self._enter(message, now_s)
             case GenerateBatch(requests=requests):
-                return [output for request in requests for output in self._add(request, now_s)]
+                return [output for request in requests for output in self._enter(request, now_s)]
             case AbortRequest(all=True):
                 return self._abort_all() + self._control.drop_all()
             case AbortRequest(rid=rid):
-                return self._control.drop(rid) or self._abort(rid, now_s)
+                return self._end(rid, now_s, ABORTED)
             case FlushCache(call_id=call_id):
                 ok = self._scheduler.flush_cache()
                 text = "Cache flushed." if ok else "Requests are running; nothing was flushed."
                 self._ports.to_frontend(FlushReply(call_id, ok, text))
+            case GetState(call_id=call_id, check=check, by_detokenizer=True):
+                self._ports.to_detokenizer(self._reporter.state(call_id, check=check))
             case GetState(call_id=call_id, check=check):
                 self._ports.to_frontend(self._reporter.state(call_id, check=check))
             case LoadAdapter() | UnloadAdapter():
                 self._adapters.on_message(message)
+            case Drain():
+                self._draining = True
             case Shutdown():
                 self.stopped = True
             case _:
@@ -216,7 +234,17 @@ class EngineLoop:
 
     def _abort_all(self) -> list[TokenOutput]:
         now_s = self._clock()
-        return [output for rid in self._times.live_rids() for output in self._abort(rid, now_s)]
+        self._role.end_peers_work(ABORTED_ALL)
+        return [output for rid in self._times.live_rids() for output in self._abort(rid, now_s, ABORTED)]
+
+    def _why_no_peers(self) -> str | None:
+        if self._draining:
+            return "the worker is draining"
+        return "generation is paused" if self._control.blocks_input else None
+
+    def _enter(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
+        self._deadlines.note(message, now_s)
+        return self._add(message, now_s)
 
     def _add(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
         adapter = self._adapters.acquire(message)
@@ -256,8 +284,12 @@ class EngineLoop:
         ready, outputs = self._grammars.poll(now_s)
         return outputs + [output for request in ready for output in self._role.add(request, now_s)]
 
-    def _abort(self, rid: str, now_s: float) -> list[TokenOutput]:
-        return self._grammars.abort(rid) or self._role.abort(rid, now_s)
+    def _end(self, rid: str, now_s: float, reason: FinishReason) -> list[TokenOutput]:
+        """Wherever it is, held back by the control or live."""
+        return self._control.drop(rid, reason) or self._abort(rid, now_s, reason)
+
+    def _abort(self, rid: str, now_s: float, reason: FinishReason) -> list[TokenOutput]:
+        return self._grammars.abort(rid, reason) or self._role.abort(rid, now_s, reason)
 
 
 def _opened(message: GenerateRequest, prompt_tail: list[int]) -> RequestOpened:

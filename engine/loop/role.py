@@ -4,8 +4,8 @@ from typing import Protocol
 
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
-from engine.messages import TokenOutput
+from engine.core.scheduler import ABORTED, Scheduler
+from engine.messages import FinishReason, TokenOutput
 
 
 class Role(Protocol):
@@ -15,7 +15,13 @@ class Role(Protocol):
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]: ...
 
-    def abort(self, rid: str, now_s: float) -> list[TokenOutput]: ...
+    def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]: ...
+
+    def close_to_peers(self, why: str | None) -> None:
+        """Refuse, because of `why`, what peers ask this engine to compute from now on (None: take it)."""
+
+    def end_peers_work(self, why: str) -> None:
+        """What peers have asked for and is not done yet ends; each of them is told."""
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         """Once a turn, before planning: queues move on what the outside did."""
@@ -50,8 +56,14 @@ class UnifiedRole:
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
         return self._scheduler.add(request)
 
-    def abort(self, rid: str, now_s: float) -> list[TokenOutput]:
-        return self._scheduler.abort(rid)
+    def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
+        return self._scheduler.abort(rid, reason)
+
+    def close_to_peers(self, why: str | None) -> None:
+        """It has none."""
+
+    def end_peers_work(self, why: str) -> None:
+        """It has none."""
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         return []

@@ -74,9 +74,7 @@ class Dashboard:
     async def file(self, request: web.BaseRequest) -> web.Response:
         """A file of the page."""
         kind = _TYPES[Path(_FILES[request.path]).suffix]
-        return web.Response(
-            body=self._files[request.path], content_type=kind, charset="utf-8", headers=_FILE_HEADERS
-        )
+        return web.Response(body=self._files[request.path], content_type=kind, charset="utf-8", headers=_FILE_HEADERS)
 
     async def state(self, request: web.BaseRequest) -> web.Response:
         """Everything the page shows but the details of one request; of all processes of this router."""

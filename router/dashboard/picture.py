@@ -127,5 +127,3 @@ def decode_snapshot(body: bytes) -> Snapshot | None:
         return msgspec.json.decode(body, type=Snapshot)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-
-

@@ -20,7 +20,7 @@ def bucket_of(seconds: float) -> int:
 
 def middle_of(bucket: int) -> float:
     """Seconds in the (geometric) middle of a bucket."""
-    return MIN_S * GROWTH ** (bucket + 0.5)
+    return float(MIN_S * GROWTH ** (bucket + 0.5))
 
 
 def add(into: dict[int, int], counts: Mapping[int, int]) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.recompute import Bounds, request_for, why_not
+from engine.messages import FinishReason
 from tests.core.hash_model import VOCAB, expected_tokens
 from tests.disagg.two_roles import Cluster, assert_no_output_twice
 from transfer_backends.contract import Asked, Work
@@ -299,3 +300,49 @@ def test_any_order_of_retractions_aborts_and_failures(
         assert got == (want if finish.kind == "length" else want[: len(got)])
     assert not any(rid.startswith("recompute-") for rid in cluster.prefill.outputs), "answered nobody's request"
     assert_no_output_twice(cluster.decode.outputs)
+
+
+def test_an_engine_that_is_closed_to_peers_refuses_at_once_and_decode_computes_itself() -> None:
+    cluster, prompts = crowded()
+    cluster.prefill.role.close_to_peers("generation is paused")
+    cluster.run(random.Random(5))
+    assert_right(cluster, prompts)
+    through, computed = resumed(cluster)
+    assert through == 0 and computed > 0
+    assert (
+        cluster.prefill.role.counters()["recompute_refused"] == cluster.decode.role.counters()["recompute_failed"] > 0
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_work_of_peers_ends_at_any_moment_and_decode_computes_itself(seed: int) -> None:
+    """As a pause that aborts does it: nothing waits for prefill, and clients hear nothing."""
+    cluster, prompts = crowded(depth=2)
+    rng, ended = random.Random(seed), 0
+    while not cluster.at_rest():
+        cluster.wire.step(rng)
+        rng.choice((cluster.prefill, cluster.decode)).turn()
+        if any(entry.asked for entry in cluster.prefill.role._entries.values()) and rng.random() < 0.2:  # type: ignore[union-attr]
+            cluster.prefill.role.end_peers_work("all requests were aborted")
+            ended += 1
+    assert_right(cluster, prompts)
+    assert ended > 0 and cluster.decode.role.counters()["recompute_failed"] > 0
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("moves", [0, 2, 4, 6, 9, 14])
+def test_a_deadline_ends_a_request_in_any_stage_with_its_own_reason(side: str, moves: int) -> None:
+    cluster = Cluster(pages=(99, 99), page_size=4, chunk=4, depth=2)
+    rng, late = random.Random(moves), FinishReason(kind="abort", message="too late", status=504)
+    cluster.submit("r", list(range(12)), 1, new=30)
+    for _ in range(moves):
+        cluster.wire.step(rng)
+        cluster.prefill.turn()
+        cluster.decode.turn()
+    engine = getattr(cluster, side)
+    engine.say(engine.role.abort("r", 0.0, late))
+    cluster.run(rng)
+    was_late = engine.finish["r"] == late
+    assert was_late or (side == "prefill" and moves >= 6)  # else it had handed everything over
+    assert cluster.decode.finish["r"].kind == ("abort" if was_late else "length")
+    cluster.assert_all_back()

@@ -254,6 +254,9 @@ class Receiver:
     def failure(self) -> str | None:
         return self._side.reason
 
+    def retries(self) -> int:
+        return 0
+
     def drained(self) -> bool:
         return self._side.settled
 

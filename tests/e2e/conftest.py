@@ -19,12 +19,19 @@ def nixl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two prefill and two decode workers: any may serve any. They share a secret, so all they say is authenticated."""
+    """Two prefill and two decode workers: any may serve any. They share a secret, so all they say is authenticated.
+
+    Prefill workers tell the router what they cache, and prompts go by it.
+    """
     folder = tmp_path_factory.mktemp("mooncake")
     secret = folder / "secret"
     secret.write_text("only this cluster knows it")
     secret.chmod(0o600)
-    args = ("--prefill", "2", "--decode", "2", "--cluster-secret-file", str(secret))
+    events = '{"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}'
+    args = (
+        *("--prefill", "2", "--decode", "2", "--cluster-secret-file", str(secret)),
+        *("--kv-events-config", events, "--prefill-policy", "cache_aware"),
+    )
     with cluster(folder, "--transfer-backend", "mooncake", *args, *SHIPPED) as c:
         yield c
 

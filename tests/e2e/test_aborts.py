@@ -67,3 +67,32 @@ async def _bystander(http: aiohttp.ClientSession, c: Cluster, gate: asyncio.Sema
 async def _one(c: Cluster, body: dict[str, Any]) -> dict[str, Any]:
     async with session() as http:
         return await generate(http, c.router, body)
+
+
+def test_a_request_past_its_deadline_ends_with_504_and_leaves_nothing(nixl: Cluster) -> None:
+    """Decode holds it, and prefill (paused) where it cannot begin."""
+    asyncio.run(_too_late(nixl))
+    asyncio.run(assert_all_back(nixl))
+
+
+async def _too_late(c: Cluster) -> None:
+    body, _ = recall_body(random.Random(9), 50)
+    body["sampling_params"] |= {"max_new_tokens": 4000, "ignore_eos": True}
+    (prefill,) = c.of("prefill")
+    async with session() as http:
+        await _assert_late(http, c, body, status=504)
+        await _assert_late(http, c, body | {"stream": True}, status=200)  # it had begun
+        await _control(http, f"{prefill.url}/pause_generation", {"mode": "in_place"})
+        await _assert_late(http, c, body, status=504)
+        await _control(http, f"{prefill.url}/continue_generation", {})
+
+
+async def _assert_late(http: aiohttp.ClientSession, c: Cluster, body: dict[str, Any], *, status: int) -> None:
+    async with http.post(f"{c.router}/generate", json=body, headers={"x-request-timeout": "0.5"}) as response:
+        text = await response.text()
+        assert response.status == status and "timeout of" in text and '"deadline"' in text, text[-500:]
+
+
+async def _control(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
+    async with http.post(url, json=body) as response:
+        assert response.status == 200, await response.text()

@@ -22,6 +22,7 @@ from engine.models.recall.oracle import continuation
 from tests.e2e.client import assert_all_back, generate_all, session
 from tests.e2e.cluster import Cluster, Started, Worker, cluster, tandem, wait_until
 from tests.e2e.conftest import SHIPPED
+from tests.e2e.leftovers import Leftovers
 from tests.e2e.workload import recall_body
 
 BOUNDED_S = 30.0
@@ -45,68 +46,77 @@ def temp() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def up_in(temp: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> Iterator[tuple[Cluster, list[psutil.Process]]]:
-    """A cluster under load, and its processes (the guard, which leads a session of its own, too)."""
+def up_in(temp: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> Iterator[Cluster]:
     monkeypatch.setenv("TMPDIR", str(temp))
     with cluster(temp / "up", "--run-dir", str(temp / "logs"), *args, *SHIPPED) as c:
-        yield c, psutil.Process(c.launcher.pid).children(recursive=True)
-
-
-def shared_memory(family: list[psutil.Process]) -> set[Path]:
-    """Segments in /dev/shm that the processes have mapped, by name."""
-    mapped = set()
-    for process in family:
-        with contextlib.suppress(psutil.Error):
-            mapped |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
-    return {Path(path) for path in mapped}
-
-
-def sysv_segments(family: list[psutil.Process]) -> list[str]:
-    """Lines of /proc/sysvipc/shm about segments that the processes made."""
-    pids = {str(process.pid) for process in family}
-    return [line for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:] if line.split()[4] in pids]
-
-
-def assert_nothing_is_left(family: list[psutil.Process], temp: Path) -> None:
-    left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not left, left
-    assert not list(temp.glob("tandem-*")), "an ipc directory is left"
-    assert not sysv_segments(family)
+        yield c
 
 
 def test_ctrl_c_ends_every_process_in_time(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With requests running."""
-    with up_in(temp, monkeypatch) as (c, family):
+    with up_in(temp, monkeypatch) as c:
         assert len(list(temp.glob("tandem-*"))) == 2
 
-        async def end_under_load() -> list[str]:
+        async def end_under_load() -> tuple[list[str], Leftovers]:
             load = await start_load(c.router, count=8, new_tokens=20_000)
+            traces = Leftovers(c.launcher.pid, temp)
             c.launcher.send_signal(signal.SIGINT)
             start_s = time.monotonic()
             assert await asyncio.to_thread(c.launcher.wait, BOUNDED_S) == 0
             assert time.monotonic() - start_s < CTRL_C_S
-            return await load
+            return await load, traces
 
-        assert set(asyncio.run(end_under_load())) <= {"error", "cut"}
-        assert_nothing_is_left(family, temp)
+        ends, traces = asyncio.run(end_under_load())
+        assert set(ends) <= {"error", "cut"} and traces.left() == []
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process, no directory of sockets, no segment of shared memory: under load, after a transfer."""
-    with up_in(temp, monkeypatch) as (c, family):
-        segments: set[Path] = set()
+    """No process (the guard, which leads a session of its own, ends too), no directory of sockets, no segment of shared
+    memory: under load, after a transfer."""
+    with up_in(temp, monkeypatch) as c:
+
+        async def kill_under_load() -> tuple[list[str], Leftovers]:
+            load = await start_load(c.router, count=8, new_tokens=20_000)
+            traces = Leftovers(c.launcher.pid, temp)
+            c.launcher.kill()
+            return await load, traces
+
+        ends, traces = asyncio.run(kill_under_load())
+        c.launcher.wait()
+        assert set(ends) == {"cut"}
+        traces.assert_gone(within_s=CTRL_C_S)
+
+
+def test_kill_9_of_one_child_after_the_other_leaves_nothing(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router, a worker as a whole, and a child of a worker: of each nothing stays, while the others go on; the last
+    takes the launcher with it."""
+    with up_in(temp, monkeypatch) as c:
 
         async def kill_under_load() -> list[str]:
             load = await start_load(c.router, count=8, new_tokens=20_000)
-            segments.update(shared_memory(family))
-            c.launcher.kill()
+            whole = Leftovers(c.launcher.pid, temp)
+            (router,) = [p for p in whole.family if "router" in p.cmdline()]
+            prefill, decode = (Leftovers(c.of(role)[0].pid, temp) for role in ("prefill", "decode"))
+            for traces, victim in (
+                (Leftovers(router.pid, temp), router),
+                (prefill, prefill.family[0]),
+                (decode, child(decode, "scheduler")),
+            ):
+                assert c.launcher.poll() is None
+                victim.kill()
+                await asyncio.to_thread(traces.assert_gone, within_s=BOUNDED_S)
+            assert await asyncio.to_thread(c.launcher.wait, BOUNDED_S) == 1  # nobody is left
+            whole.assert_gone(within_s=CTRL_C_S)
             return await load
 
         assert set(asyncio.run(kill_under_load())) == {"cut"}
-        c.launcher.wait()
-        wait_until(lambda: not psutil.wait_procs(family, timeout=0.1)[1], within_s=CTRL_C_S, what="all ended")
-        assert_nothing_is_left(family, temp)
-        assert not [path for path in segments if path.exists()]
+        said = c.log.read_text()
+        assert said.count("the others go on") == 3 and "no process is left" in said
+
+
+def child(worker: Leftovers, word: str) -> psutil.Process:
+    (found,) = [p for p in worker.family[1:] if any(word in part for part in p.cmdline())]
+    return found
 
 
 # ---- one process dies

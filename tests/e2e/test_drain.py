@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2 as httpx
-import psutil
 import pytest
 
 from bootstrap_server.app import BootstrapServer
@@ -16,7 +15,8 @@ from bootstrap_server.config import BootstrapConfig
 from tests.e2e.client import assert_all_back
 from tests.e2e.cluster import Cluster, cluster, tandem, wait_until
 from tests.e2e.conftest import SHIPPED
-from tests.e2e.test_cluster_life import BOUNDED_S, assert_nothing_is_left, start_load
+from tests.e2e.leftovers import Leftovers
+from tests.e2e.test_cluster_life import BOUNDED_S, start_load
 
 NUM_REQUESTS = 12
 NEW_TOKENS = 150
@@ -78,7 +78,7 @@ def test_every_page_that_nixl_moved_had_its_checksum_compared(two_pairs: Cluster
 
 def test_sigterm_to_tandem_up_lets_every_request_end(two_pairs: Cluster, temp: Path) -> None:
     """Router first: its requests need the workers. Then the workers; nothing is left behind."""
-    family = psutil.Process(two_pairs.launcher.pid).children(recursive=True)
+    traces = Leftovers(two_pairs.launcher.pid, temp)
 
     async def end_under_load() -> list[str]:
         load = await start_load(two_pairs.router, count=NUM_REQUESTS, new_tokens=NEW_TOKENS)
@@ -88,7 +88,7 @@ def test_sigterm_to_tandem_up_lets_every_request_end(two_pairs: Cluster, temp: P
         return ends
 
     assert asyncio.run(end_under_load()) == ["right"] * NUM_REQUESTS
-    assert_nothing_is_left(family, temp)
+    assert traces.left() == []
 
 
 def test_a_prefill_worker_leaves_the_bootstrap_server(temp: Path) -> None:

@@ -11,7 +11,13 @@ class Fault(StrEnum):
     RESTART = "restart"
     STOP = "stop"
     CUT = "cut"
+    UNPLUG = "unplug"
+    UNPLUG_FOR_GOOD = "unplug-for-good"
+    FREEZE = "freeze"
+    DRAIN = "drain"
     ERROR = "error"
+    ERROR_TWICE = "error-twice"
+    ERROR_ALWAYS = "error-always"
 
 
 class Victim(StrEnum):
@@ -31,8 +37,20 @@ class Phase(StrEnum):
     DECODING = "decoding"
 
 
+class Layout(StrEnum):
+    """What kind of cluster a cell needs."""
+
+    PLAIN = "plain"  # one machine, one link: decode's look-up
+    LINKS = "links"  # one machine, all TCP connections between parts over links of ours
+    MACHINES = "machines"  # prefill and decode on machines of their own, on cables
+
+
 BACKENDS = ("nixl", "mooncake")
 MOVERS = (Victim.PREFILL, Victim.DECODE)  # whose fault reaches a transfer engine
+AWAY = (Fault.KILL, Fault.FREEZE, Fault.DRAIN)  # the victim stays away until the survivors are clean
+DIES = (*AWAY, Fault.RESTART)
+ERRORS = (Fault.ERROR, Fault.ERROR_TWICE, Fault.ERROR_ALWAYS)
+UNPLUGS = (Fault.UNPLUG, Fault.UNPLUG_FOR_GOOD)
 CHILDREN = {
     Victim.DETOKENIZER: ("decode", "detokenizer"),
     Victim.PREFILL_SCHEDULER: ("prefill", "scheduler"),
@@ -61,15 +79,29 @@ def why_not(cell: Cell) -> str | None:
     """None, or why the cell makes no sense."""
     if cell.fault is Fault.CUT and cell.victim in CHILDREN:
         return "speaks over unix sockets only: no network to cut"
-    if cell.fault is Fault.ERROR and cell.victim is Victim.DECODE:
-        return "starts no operation: an error at its end is the writer's, the row prefill"
-    if cell.fault is Fault.ERROR and cell.victim in (Victim.PREFILL_SCHEDULER, Victim.DECODE_SCHEDULER):
-        return "the engine lives in it: the row prefill"
-    if cell.fault is Fault.ERROR and cell.victim is not Victim.PREFILL:
-        return "has no transfer engine"
+    if cell.fault in UNPLUGS and cell.victim not in MOVERS:
+        return "no data path of an engine: the row cut"
+    if cell.fault is Fault.DRAIN and cell.victim in CHILDREN:
+        return "SIGTERM is for the worker, which ends its children itself"
+    if cell.fault in ERRORS:
+        return _why_no_error(cell.victim)
     if cell.backend != "nixl" and cell.victim not in MOVERS:
         return "the fault reaches no transfer engine: the row of nixl"
     return None
+
+
+def _why_no_error(victim: Victim) -> str | None:
+    if victim is Victim.DECODE:
+        return "starts no operation: an error at its end is the writer's, the row prefill"
+    if victim in (Victim.PREFILL_SCHEDULER, Victim.DECODE_SCHEDULER):
+        return "the engine lives in it: the row prefill"
+    return None if victim is Victim.PREFILL else "has no transfer engine"
+
+
+def layout_of(cell: Cell) -> Layout:
+    if cell.fault in UNPLUGS:
+        return Layout.MACHINES
+    return Layout.LINKS if cell.fault is Fault.CUT else Layout.PLAIN
 
 
 def all_cells() -> Iterator[Cell]:
@@ -92,8 +124,10 @@ def _whole(pattern: str) -> str:
 
 def must_be_right(cell: Cell) -> bool:
     """Whether nothing that a request still needs is lost: an error would be a failure of ours."""
-    if cell.fault is Fault.ERROR:
+    if cell.fault in (Fault.ERROR, Fault.ERROR_TWICE):
         return True  # nothing was streamed yet: the router sends the request again
+    if cell.fault is Fault.DRAIN and cell.victim is not Victim.BOOTSTRAP:
+        return True  # what runs is finished
     if cell.victim is Victim.BOOTSTRAP:
         return cell.phase is not Phase.BOOTSTRAPPING
     if cell.fault is Fault.STOP and cell.victim in (Victim.ROUTER, Victim.DETOKENIZER):

@@ -1,8 +1,9 @@
-"""A fleet whose workers are killed and added at random, at run time, behind one router that is told of it.
+"""A fleet whose workers are killed and added at random, at run time, behind two routers that are told of it.
 
-Workers come at new addresses by the router's POST /workers and leave its table by DELETE /workers after their death, as
-an autoscaler or an operator would do it; some come back at the address they had, without a word to the router. One
-worker of each role, the veteran, is never touched: what leaks when peers die shows there.
+Workers come at new addresses by the routers' POST /workers and leave their tables by DELETE /workers after their death, as
+an autoscaler or an operator would do it; some come back at the address they had, without a word to the routers. One
+of the routers is killed, too, and told of all workers when it is back. One worker of each role and one router, the
+veterans, are never touched: what leaks when others die shows there.
 """
 
 import asyncio
@@ -18,8 +19,11 @@ from tests.e2e.cluster import READY_S
 from tests.faults.household import Household, Part
 
 ROLES = ("prefill", "decode")
+MORTAL_ROUTER = "router-1"
+ROUTERS = ("router", MORTAL_ROUTER)
 WORKER = ("--chunked-prefill-size", "256", "--log-level", "warning", "--max-total-tokens", "16384")
 GRACE_S = 15.0
+ROUTER_SHARE = 0.2  # of what is done
 
 
 @dataclass
@@ -31,18 +35,21 @@ class Fleet:
     events: Counter[str] = field(default_factory=Counter)
     _number: int = 0
 
+    router_changes: int = 0  # deaths and returns of the mortal router so far
+
     def __post_init__(self) -> None:
-        self._bootstrap, self._router = free_ports(2)
-        self.router = f"http://127.0.0.1:{self._router}"
+        self._bootstrap, *ports = free_ports(1 + len(ROUTERS))
+        self.routers = {name: f"http://127.0.0.1:{port}" for name, port in zip(ROUTERS, ports, strict=True)}
 
     async def start(self) -> None:
-        """Bootstrap server, router, and two workers of each role."""
+        """Bootstrap server, routers, and two workers of each role."""
         begin, quiet = self.household.begin, ("--log-level", "warning")
         url = f"http://127.0.0.1:{self._bootstrap}"
         begin("bootstrap", ["bootstrap", "--port", str(self._bootstrap), *quiet], url=url, health="/health")
-        begin("router", ["router", "--pd-disaggregation", "--port", str(self._router), *quiet], url=self.router)
-        await self._ready(self.household.parts["bootstrap"])
-        await self._ready(self.household.parts["router"])
+        for name in ROUTERS:
+            self._begin_router(name)
+        for name in ("bootstrap", *ROUTERS):
+            await self._ready(self.household.parts[name])
         for role in (*ROLES, *ROLES):
             await self.add(role)
 
@@ -53,19 +60,27 @@ class Fleet:
         self._number += 1
         part = self._begin(name, role, port)
         await self._ready(part)
-        body = {"url": part.url, "role": role, **({"bootstrap_port": self._bootstrap} if role == "prefill" else {})}
-        await asyncio.to_thread(self._tell, "POST", body)
+        for router in self.routers.values():
+            await self._introduce(part, router)
         return part
+
+    async def _introduce(self, part: Part, router: str) -> None:
+        role = part.name.partition("-")[0]
+        body = {"url": part.url, "role": role, **({"bootstrap_port": self._bootstrap} if role == "prefill" else {})}
+        await asyncio.to_thread(self._tell, router, "POST", body)
 
     def veterans(self) -> list[str]:
         return [f"{role}-{i}" for i, role in enumerate(ROLES)]
 
     def mortals(self) -> list[Part]:
-        kept = (*self.veterans(), "bootstrap", "router")
+        kept = (*self.veterans(), "bootstrap", *ROUTERS)
         return [part for name, part in self.household.parts.items() if name not in kept and part.alive]
 
     async def disturb(self, rng: random.Random) -> None:
-        """One worker goes, by kill -9, a killed child, or SIGTERM; one comes, at a new address or the old one."""
+        """One worker goes, by kill -9, a killed child, or SIGTERM; one comes, at a new address or the old one. Or the
+        mortal router dies and comes back."""
+        if rng.random() < ROUTER_SHARE:
+            return await self._kill_router()
         part = rng.choice(self.mortals())
         role = part.name.partition("-")[0]
         how = rng.choice(["kill -9", "kill -9", "child killed", "SIGTERM"])
@@ -82,9 +97,27 @@ class Fleet:
             await self._ready(self._begin(part.name, role, port))
         else:
             self.events["replaced at a new address"] += 1
-            await asyncio.to_thread(self._tell, "DELETE", {"url": part.url})
+            for router in self.routers.values():
+                await asyncio.to_thread(self._tell, router, "DELETE", {"url": part.url})
             await self.add(role)
             del self.household.parts[part.name]
+
+    async def _kill_router(self) -> None:
+        """SIGKILL, at its address again at once, and told of the workers there are."""
+        self.events["router killed"] += 1
+        self.router_changes += 1
+        part = self.household.parts[MORTAL_ROUTER]
+        part.process.kill()
+        await self._until(lambda: not part.alive, GRACE_S, f"{part.name} has ended")
+        await self._ready(self._begin_router(MORTAL_ROUTER))
+        for worker in [part for name, part in self.household.parts.items() if name.partition("-")[0] in ROLES]:
+            await self._introduce(worker, self.routers[MORTAL_ROUTER])
+        self.router_changes += 1
+
+    def _begin_router(self, name: str) -> Part:
+        url = self.routers[name]
+        args = ["router", "--pd-disaggregation", "--port", url.rpartition(":")[2], "--log-level", "warning"]
+        return self.household.begin(name, args, url=url)
 
     def _begin(self, name: str, role: str, port: int) -> Part:
         own = ["--disaggregation-bootstrap-server", f"127.0.0.1:{self._bootstrap}"] if role == "prefill" else []
@@ -92,8 +125,8 @@ class Fleet:
         args = ["serve", *mode, "--port", str(port), *own, *WORKER]
         return self.household.begin(name, args, url=f"http://127.0.0.1:{port}")
 
-    def _tell(self, method: str, body: dict[str, object]) -> None:
-        answer = httpx.request(method, f"{self.router}/workers", json=body, timeout=30.0)
+    def _tell(self, router: str, method: str, body: dict[str, object]) -> None:
+        answer = httpx.request(method, f"{router}/workers", json=body, timeout=30.0)
         assert answer.status_code in (200, 201), answer.text
 
     async def _ready(self, part: Part) -> None:

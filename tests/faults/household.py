@@ -84,14 +84,16 @@ class Household:
         url: str,
         env: Mapping[str, str] | None = None,
         health: str | None = None,
+        before: Sequence[str] = (),
     ) -> Part:
-        """`python -m deploy args`; a part of that name that was there before must have ended."""
+        """`before... python -m deploy args`; a part of that name that was there before must have ended."""
         assert name not in self.parts or not self.parts[name].alive, f"{name} still runs"
         ready, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
         ready.unlink(missing_ok=True)
         common = {MARK: self.mark, "TMPDIR": str(self.temp), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         own = () if health else ("--ready-file", str(ready))
-        process = start_process([sys.executable, "-m", "deploy", *args, *own], log, {**common, **(env or {})})
+        command = [*before, sys.executable, "-m", "deploy", *args, *own]
+        process = start_process(command, log, {**common, **(env or {})})
         self.parts[name] = Part(name, process, url, ready, log, health)
         return self.parts[name]
 

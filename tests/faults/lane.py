@@ -7,14 +7,19 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
 from deploy.bench.environment import commit
-from tests.faults.cells import Cell, all_cells
+from tests.faults.cells import Cell, Layout, all_cells, layout_of
 from tests.faults.household import log_of
 from tests.faults.rig import Rig
-from tests.faults.run_cell import Result, needs_links, run_cell
+from tests.faults.rig_on_links import RigOnLinks
+from tests.faults.rig_on_machines import RigOnMachines
+from tests.faults.run_cell import Result, run_cell
+
+RIGS = {Layout.PLAIN: Rig, Layout.LINKS: RigOnLinks, Layout.MACHINES: RigOnMachines}
 
 
 def run_lane(cells: list[Cell], results: Path) -> None:
@@ -37,9 +42,9 @@ def run_lane(cells: list[Cell], results: Path) -> None:
             _write(results, cell, result, load_before)
 
 
-def group_of(cell: Cell) -> tuple[str, bool]:
+def group_of(cell: Cell) -> tuple[str, Layout]:
     """What kind of cluster a cell needs."""
-    return cell.backend, needs_links(cell)
+    return cell.backend, layout_of(cell)
 
 
 def path_of(results: Path, cell: Cell) -> Path:
@@ -47,7 +52,7 @@ def path_of(results: Path, cell: Cell) -> Path:
 
 
 def _started(cell: Cell) -> Rig:
-    rig = Rig(cell.backend, needs_links(cell))
+    rig = RIGS[layout_of(cell)](cell.backend)
     try:
         rig.start_all()
     except BaseException:
@@ -77,6 +82,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("cells", nargs="+")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster is ended, its machines are taken down
     by_name = {cell.name: cell for cell in all_cells()}
     run_lane([by_name[name] for name in args.cells], args.results)
 

@@ -16,10 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from tests.faults.cells import Cell, chosen
 from tests.faults.lane import group_of, path_of
+from tests.faults.progress import progress
 from tests.faults.report import MATRIX, RESULTS, about_run, keep, write_page
 
 LANE_CELLS = 12
@@ -35,7 +34,7 @@ def lanes(cells: list[Cell]) -> list[list[Cell]]:
 
 def run(cells: list[Cell], *, results: Path, jobs: int) -> None:
     waiting, running = lanes(cells), list[subprocess.Popen[bytes]]()
-    with tqdm(total=len(cells), unit="cell", disable=None) as bar:
+    with progress(len(cells), unit="cell") as bar:
         try:
             while waiting or running:
                 while waiting and len(running) < jobs:
@@ -46,7 +45,8 @@ def run(cells: list[Cell], *, results: Path, jobs: int) -> None:
                 bar.update(len(done) - bar.n)
                 if done:
                     bad = [cell.name for cell in done if not _read(results, cell)["ok"]]
-                    bar.set_postfix_str(f"{len(bad)} failed")
+                    bar.set_postfix_str(f"{len(bad)} failed", refresh=False)
+                bar.update(0)  # it draws when it is time to
         finally:
             for lane in running:
                 lane.terminate()

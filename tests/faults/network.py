@@ -16,15 +16,26 @@ from typing import Any
 from deploy.launcher.ports import free_ports
 
 Rewrite = Callable[[bytes], Awaitable[bytes]]
+Address = tuple[str, int]
 CHUNK_BYTES = 65536
+LOOPBACK = "127.0.0.1"
 _CONTROL_PORT = re.compile(rb'"control_port":(\d{5})\b')
 
 
 class Link:
-    """Listens at `port` and passes on to `target`. Made by `Network`; its coroutines run on that loop."""
+    """Listens at `port` (or on `sock`) and passes on to `target`. Made by `Network`; its coroutines run on that loop."""
 
-    def __init__(self, network: "Network", *, port: int, target: int, rewrite: Rewrite | None = None) -> None:
+    def __init__(
+        self,
+        network: "Network",
+        *,
+        port: int,
+        target: Address,
+        rewrite: Rewrite | None = None,
+        sock: socket.socket | None = None,
+    ) -> None:
         self.port, self.target = port, target
+        self._sock = sock
         self.num_answered = 0  # connections that the other side answered on
         self._network = network
         self._rewrite = rewrite
@@ -35,7 +46,10 @@ class Link:
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, backlog=1024)
+        if self._sock is not None:
+            self._server = await asyncio.start_server(self._serve, sock=self._sock)
+        else:
+            self._server = await asyncio.start_server(self._serve, LOOPBACK, self.port, backlog=1024)
 
     def cut(self) -> None:
         self._network.call(self.set(cut=True))
@@ -65,7 +79,7 @@ class Link:
         self._pairs.add(pair)
         try:
             await self._open.wait()
-            far = await asyncio.open_connection("127.0.0.1", self.target)
+            far = await asyncio.open_connection(*self.target)
             self._pairs.discard(pair)
             pair = (writer, far[1])
             self._pairs.add(pair)
@@ -131,12 +145,16 @@ class Network:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(10.0)
 
     def link(self, *, port: int, target: int) -> Link:
-        return self.call(self._make(port, target, None))  # type: ignore[no-any-return]
+        return self.call(self._make(port, (LOOPBACK, target)))  # type: ignore[no-any-return]
+
+    def link_from(self, sock: socket.socket, *, target: Address) -> Link:
+        """As `link`, where `sock` listens, to another address."""
+        return self.call(self._make(sock.getsockname()[1], target, sock=sock))  # type: ignore[no-any-return]
 
     def registrations(self, *, port: int, target: int) -> Link:
         """The way from a prefill worker to its bootstrap server. The control plane it names there is put behind a link
         as well (`cut_control`): decode workers are told the link's port instead."""
-        return self.call(self._make(port, target, self._name_link))  # type: ignore[no-any-return]
+        return self.call(self._make(port, (LOOPBACK, target), self._name_link))  # type: ignore[no-any-return]
 
     def cut_control(self) -> None:
         self._is_control_cut = True
@@ -154,8 +172,10 @@ class Network:
         self._thread.join(10.0)
         self._loop.close()
 
-    async def _make(self, port: int, target: int, rewrite: Rewrite | None) -> Link:
-        link = Link(self, port=port, target=target, rewrite=rewrite)
+    async def _make(
+        self, port: int, target: Address, rewrite: Rewrite | None = None, *, sock: socket.socket | None = None
+    ) -> Link:
+        link = Link(self, port=port, target=target, rewrite=rewrite, sock=sock)
         await link.listen()
         self._links.append(link)
         return link
@@ -167,7 +187,7 @@ class Network:
         target = int(found[1])
         if target not in self._controls:
             (port,) = free_ports(1)
-            self._controls[target] = await self._make(port, target, None)
+            self._controls[target] = await self._make(port, (LOOPBACK, target))
             await self._controls[target].set(cut=self._is_control_cut)
         return chunk[: found.start(1)] + b"%05d" % self._controls[target].port + chunk[found.end(1) :]
 

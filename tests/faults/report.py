@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / ".faults"  # of a run under way
 REPORTS = ROOT / "docs" / "reports"
-MATRIX, SOAK = "fault_matrix.json", "churn_soak.json"
+MATRIX = "fault_matrix.json"
+SOAKS = {backend: f"churn_soak_{backend}.json" for backend in BACKENDS}
 
 INTRO = """# Reliability
 
@@ -38,8 +39,14 @@ Each cell brings all of them into a phase, does one fault, and demands that
 | kill | SIGKILL; the victim stays away until all requests have ended and the survivors are clean, then starts at its address |
 | restart | SIGKILL, and started at once at the same address, before anybody may have noticed |
 | stop | SIGSTOP for {fault_s:g} s, then SIGCONT; a worker freezes with its children |
-| cut | all TCP connections between the victim and the other parts are a black hole for {fault_s:g} s, then reset (a proxy of our own). The engines' own data paths (shared memory, CMA, Mooncake's sockets) are not cut: "transferring" holds the writes, "error" fails them |
+| cut | all TCP connections between the victim and the other parts are a black hole for {fault_s:g} s, then reset (a proxy of our own). The engines' own data paths (shared memory, CMA, Mooncake's sockets) are not cut here but in the next two rows |
+| unplug | prefill and decode are on machines of their own (network namespaces on a bridge), KV goes by TCP with either engine; the cable of the victim's machine is pulled for {fault_s:g} s: all that it says and hears is lost, nothing is reset |
+| unplug-for-good | the same; the cable stays out until all requests have ended and the survivors are clean. Pages that the lost machine may still write stay quarantined until it is back: nobody can ask it |
+| freeze | SIGSTOP for good; SIGKILL once all requests have ended (a frozen router can end none: after {fault_s:g} s), as a supervisor would, then as kill |
+| drain | SIGTERM: it finishes what runs and exits 0, then as kill |
 | error | the next KV write of each request fails in prefill's engine, without having begun (a switch around the real engine, tests only: `tests/faults/inject/`); its real recovery follows. In "decoding": of one more request, beside those that decode |
+| error-twice | the same, and the second try of the same pair fails, too: the router sends the request once more |
+| error-always | every write fails until all requests have ended: a clear error |
 
 | phase | how it is held, until the fault has begun |
 |---|---|
@@ -74,7 +81,7 @@ def keep(name: str, value: object, reports: Path = REPORTS) -> None:
 def write_page(reports: Path = REPORTS, page: Path = PAGE) -> None:
     """From the reports that there are; the other run's part of the page stays as it was."""
     text = INTRO.format(requests=NUM_REQUESTS, fault_s=FAULT_S, long=LONG)
-    page.write_text(text + _matrix(_read(reports / MATRIX)) + _soak(_read(reports / SOAK)))
+    page.write_text(text + _matrix(_read(reports / MATRIX)) + _soaks(reports))
 
 
 def _matrix(report: dict[str, Any] | None) -> str:
@@ -88,13 +95,13 @@ def _table(results: dict[str, Any], backend: str) -> str:
     for fault in Fault:
         for victim in Victim if backend == "nixl" else MOVERS:
             cells = [Cell(fault, victim, phase, backend) for phase in Phase]
+            if all(why_not(cell) for cell in cells):
+                continue
             lines.append(f"| {fault} | {victim} | " + " | ".join(_cell(results, cell) for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _cell(results: dict[str, Any], cell: Cell) -> str:
-    if why_not(cell) is not None:
-        return "n/a"
     found = results.get(cell.name)
     if found is None:
         return "not run"
@@ -105,14 +112,23 @@ def _cell(results: dict[str, Any], cell: Cell) -> str:
 
 
 def _reasons() -> str:
-    lines = []
+    """Rows that the tables do not have, faults of one reason together."""
+    rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for fault in Fault:
-        for victim in Victim:
-            reason = why_not(Cell(fault, victim, Phase.WAITING))
-            if reason is not None:
-                lines.append(f"- {fault} of {victim}: {reason}")
+        for reason, victims in _left_out(fault).items():
+            rows.setdefault((reason, tuple(victims)), []).append(fault)
+    lines = [f"- {', '.join(faults)} of {', '.join(victims)}: {reason}" for (reason, victims), faults in rows.items()]
     lines.append("- mooncake: rows of victims whose fault reaches no transfer engine are those of nixl")
-    return "n/a:\n\n" + "\n".join(lines) + "\n"
+    return "No rows:\n\n" + "\n".join(lines) + "\n"
+
+
+def _left_out(fault: Fault) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for victim in Victim:
+        reason = why_not(Cell(fault, victim, Phase.WAITING))
+        if reason is not None:
+            found.setdefault(reason, []).append(victim)
+    return found
 
 
 def _figures(found: list[dict[str, Any]], about: dict[str, Any]) -> str:
@@ -128,10 +144,10 @@ def _figures(found: list[dict[str, Any]], about: dict[str, Any]) -> str:
     )
 
 
-def _soak(report: dict[str, Any] | None) -> str:
-    if report is None:
-        return ""
-    return f"\n## Soak under churn\n\n{render(report)}\n{_where(report['about'])}\n"
+def _soaks(reports: Path) -> str:
+    found = [(backend, report) for backend, name in SOAKS.items() if (report := _read(reports / name)) is not None]
+    parts = [f"\n### {backend}\n\n{render(report)}\n{_where(report['about'])}\n" for backend, report in found]
+    return "\n## Soak under churn\n" + "".join(parts) if parts else ""
 
 
 def _where(about: dict[str, Any]) -> str:

@@ -3,15 +3,20 @@
     bootstrap server (on its own)  <--register-- prefill   router --> prefill, decode
                ^------- look-up link ------- decode --control--> prefill
 
-The look-up link is always ours (clogged, it holds requests in their handshake). With `network_links` all HTTP legs, the
-registration and the control plane go over links of ours, too, so that any part can be cut off. What the transfer engine
-moves its bytes by (shared memory, CMA, Mooncake's own sockets) goes over no link: see `inject/sitecustomize.py`.
+The look-up link is always ours (clogged, it holds requests in their handshake). Where it stands, and what else can be
+cut, is the layout's:
+
+    plain       all on loopback
+    links       all HTTP legs, the registration and the control plane go over links of ours, too, so that any part can be
+                cut off; what the transfer engine moves its bytes by (shared memory, CMA, Mooncake's sockets) goes over none
+    machines    prefill and decode in network namespaces; all that leaves them goes over a cable, KV by TCP too
+                (`rig_on_machines.py`)
 """
 
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import httpx2 as httpx
@@ -19,43 +24,35 @@ import psutil
 
 from deploy.launcher.ports import free_ports
 from tests.e2e.cluster import READY_S, wait_until
-from tests.faults.cells import CHILDREN, Victim
+from tests.faults.cells import CHILDREN, Layout, Victim
 from tests.faults.household import ROOT, Household
-from tests.faults.network import Link, Network
+from tests.faults.network import LOOPBACK, Link, Network
 
 WORKERS = ("prefill", "decode")
 PARTS = ("bootstrap", *WORKERS, "router")
 POOL_TOKENS = 8192
 SHIPPED = ("--chunked-prefill-size", "256", "--log-level", "warning", "--max-total-tokens", str(POOL_TOKENS))
 DEATH_S = 10.0
-LINKS_OF = {
-    Victim.PREFILL: ("to-prefill", "registration"),
-    Victim.DECODE: ("to-decode", "lookup"),
-    Victim.BOOTSTRAP: ("registration", "lookup"),
-    Victim.ROUTER: ("to-prefill", "to-decode"),
-}
 
 
 class Rig:
     """`close()` must be called; it returns what was left behind."""
 
-    def __init__(self, backend: str, network_links: bool) -> None:
-        self.backend, self.network_links = backend, network_links
+    layout = Layout.PLAIN
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
         self.household = Household()
         self.parts = self.household.parts
         self._switches = self.household.folder / "s"
         self._switches.mkdir()
         self._network = Network()
         names = (*PARTS, "lookup", "registration", "to-prefill", "to-decode")
-        self._port = port = dict(zip(names, free_ports(len(names)), strict=True))
-        self.lookup = self._network.link(port=port["lookup"], target=port["bootstrap"])
-        self._links: dict[str, Link] = {"lookup": self.lookup}
-        if network_links:
-            self._links["registration"] = self._network.registrations(
-                port=port["registration"], target=port["bootstrap"]
-            )
-            for name in WORKERS:
-                self._links[f"to-{name}"] = self._network.link(port=port[f"to-{name}"], target=port[name])
+        self._port = dict(zip(names, free_ports(len(names)), strict=True))
+        self.lookup = self._lookup_link()
+
+    def _lookup_link(self) -> Link:
+        return self._network.link(port=self._port["lookup"], target=self._port["bootstrap"])
 
     # ---- parts
 
@@ -81,9 +78,10 @@ class Rig:
         self.household.begin(
             name,
             self._command(name),
-            url=f"http://127.0.0.1:{self._port[name]}",
-            env=switched if name == "prefill" else None,
+            url=f"http://{self._host(name)}:{self._port[name]}",
+            env={**(switched if name == "prefill" else {}), **self._env},
             health="/health" if name == "bootstrap" else None,
+            before=self._before(name),
         )
 
     def _is_routable(self) -> bool:
@@ -91,18 +89,38 @@ class Rig:
             return httpx.get(f"{self.router}/readiness").status_code == 200
         return False
 
+    _env: Mapping[str, str] = {}
+
+    def _host(self, name: str) -> str:
+        """The address a part listens on."""
+        return LOOPBACK
+
+    def _before(self, name: str) -> list[str]:
+        """What goes before its command."""
+        return []
+
+    def _url_for_router(self, worker: str) -> str:
+        return f"http://{self._host(worker)}:{self._port[worker]}"
+
+    def _registration(self) -> str:
+        """Where prefill registers."""
+        return f"{self._host('bootstrap')}:{self._port['bootstrap']}"
+
+    def _off_loopback(self, name: str) -> list[str]:
+        return []
+
     def _command(self, name: str) -> list[str]:
-        port, quiet = self._port, ("--log-level", "warning")
+        port = self._port
+        common = ["--host", self._host(name), "--port", str(port[name]), *self._off_loopback(name)]
         if name == "bootstrap":
-            return ["bootstrap", "--port", str(port["bootstrap"]), *quiet]
+            return ["bootstrap", *common, "--log-level", "warning"]
         if name == "router":
-            ends = {w: f"http://127.0.0.1:{port[f'to-{w}' if self.network_links else w]}" for w in WORKERS}
-            prefill = ["--prefill", ends["prefill"], str(port["lookup"])]
-            return ["router", *prefill, "--decode", ends["decode"], "--port", str(port["router"]), *quiet]
-        server = f"127.0.0.1:{port['registration' if self.network_links else 'bootstrap']}"
-        own = ["--disaggregation-bootstrap-server", server] if name == "prefill" else []
-        common = ["--disaggregation-transfer-backend", self.backend, "--port", str(port[name])]
-        return ["serve", "--disaggregation-mode", name, *common, *own, *SHIPPED]
+            prefill = ["--prefill", self._url_for_router("prefill"), str(port["lookup"])]
+            ends = [*prefill, "--decode", self._url_for_router("decode")]
+            return ["router", *ends, *common, "--log-level", "warning"]
+        own = ["--disaggregation-bootstrap-server", self._registration()] if name == "prefill" else []
+        mode = ["--disaggregation-mode", name, "--disaggregation-transfer-backend", self.backend]
+        return ["serve", *mode, *common, *own, *SHIPPED]
 
     def close(self) -> list[str]:
         for name in ("hold", "fail"):
@@ -121,7 +139,7 @@ class Rig:
         return self.parts[str(victim)].tree()
 
     def kill(self, victim: Victim) -> None:
-        """SIGKILL to the victim alone; its children notice by themselves. Returns when all of them are gone."""
+        """SIGKILL to the victim alone (stopped or not); its children notice by themselves. Returns when all of them are gone."""
         dying = self.processes(victim)
         dying[0].kill()
         _, living = psutil.wait_procs(dying, timeout=DEATH_S)
@@ -135,19 +153,15 @@ class Rig:
         for process in self.processes(victim):
             process.resume()
 
+    def drain(self, victim: Victim) -> None:
+        """SIGTERM."""
+        self.parts[str(victim)].process.terminate()
+
     def cut(self, victim: Victim) -> None:
-        self._on_links(victim, Link.cut)
-        if victim in (Victim.PREFILL, Victim.DECODE):
-            self._network.cut_control()
+        raise AssertionError(f"nothing of this layout can be cut: {self.layout}")
 
     def heal(self, victim: Victim) -> None:
-        if victim in (Victim.PREFILL, Victim.DECODE):
-            self._network.heal_control()
-        self._on_links(victim, Link.heal)
-
-    def _on_links(self, victim: Victim, act: Callable[[Link], None]) -> None:
-        for name in LINKS_OF[victim]:
-            act(self._links[name])
+        raise AssertionError(f"nothing of this layout can be cut: {self.layout}")
 
     def switch(self, name: str, text: str | None) -> None:
         """Set a switch of the transfer engine, or take it away (None)."""

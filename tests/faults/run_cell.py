@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tests.e2e.client import left_over
-from tests.faults.cells import Cell, Fault, Phase, Victim, must_be_right
+from tests.faults.cells import AWAY, DIES, Cell, Fault, Phase, Victim, must_be_right
 from tests.faults.load import Hog, Load, Outcome
 from tests.faults.rig import POOL_TOKENS, WORKERS, Rig
 
@@ -29,6 +29,8 @@ SHORT, LONG = 8, 500  # new tokens
 PHASE_S = 30.0
 ENTER_TRIES = 5
 FAULT_S = 10.0  # how long SIGSTOP and a cut last
+DRAIN_S = 40.0  # --drain-timeout is 30 s
+ALL_WRITES = 1_000_000
 BOUND_S = 60.0  # of every request, after the fault
 SETTLE_S = 60.0
 POLL_S = 0.02
@@ -76,20 +78,34 @@ async def _run(rig: Rig, cell: Cell, result: Result, *, seed: int, fault_s: floa
     outcomes = await load.outcomes(BOUND_S)
     _note(result, cell, outcomes, at_s)
     await fault
-    if cell.fault is Fault.KILL:
+    if cell.fault is Fault.FREEZE and rig.parts[cell.part].alive:
+        rig.kill(cell.victim)  # as a supervisor would; before that it may wake and write, so pages wait for it
+        await _until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
+    if cell.fault in (*AWAY, Fault.UNPLUG_FOR_GOOD):
         survivors = [name for name in WORKERS if name != cell.part]
-        await _until_clean(rig, survivors, result)
+        await _until_clean(rig, survivors, result, may_write=cell.fault is Fault.UNPLUG_FOR_GOOD)
         result.settled_s = time.monotonic() - at_s
-        rig.begin(cell.part)
-    if cell.fault in (Fault.KILL, Fault.RESTART):
+        _bring_back(rig, cell, result)
+    if cell.fault is Fault.ERROR_ALWAYS:
+        rig.switch("fail", None)
+    if cell.fault in DIES:
         back_s = time.monotonic()
         await _until(lambda: rig.parts[cell.part].is_ready(), SETTLE_S, f"{cell.part} is back")
         result.down_s = time.monotonic() - back_s
     await _until_serves(rig, result, seed=seed)
     await _until_clean(rig, list(WORKERS), result)
-    if cell.fault is not Fault.KILL:
+    if not result.settled_s:
         result.settled_s = time.monotonic() - at_s
     result.problems += [f"left behind: {what}" for what in rig.household.left_behind()]
+
+
+def _bring_back(rig: Rig, cell: Cell, result: Result) -> None:
+    """The victim that was away, at its address."""
+    if cell.fault is Fault.UNPLUG_FOR_GOOD:
+        return rig.heal(cell.victim)
+    if cell.fault is Fault.DRAIN and (status := rig.parts[cell.part].process.returncode) != 0:
+        result.problems.append(f"{cell.part} drained and ended with exit status {status}")
+    rig.begin(cell.part)
 
 
 async def _entered(rig: Rig, phase: Phase, *, seed: int) -> Load:
@@ -151,18 +167,29 @@ def _begin(rig: Rig, cell: Cell, load: Load, *, seed: int) -> None:
     match cell.fault:
         case Fault.KILL | Fault.RESTART:
             rig.kill(cell.victim)
-        case Fault.STOP:
+        case Fault.STOP | Fault.FREEZE:
             rig.stop(cell.victim)
-        case Fault.CUT:
+        case Fault.CUT | Fault.UNPLUG | Fault.UNPLUG_FOR_GOOD:
             rig.cut(cell.victim)
-        case Fault.ERROR:
-            rig.switch("fail", str(1 if cell.phase is Phase.DECODING else NUM_REQUESTS))
+        case Fault.DRAIN:
+            rig.drain(cell.victim)
+        case Fault.ERROR | Fault.ERROR_TWICE | Fault.ERROR_ALWAYS:
+            rig.switch("fail", str(_num_errors(cell)))
             if cell.phase is Phase.DECODING:
                 load.add(seed + 1)
 
 
+def _num_errors(cell: Cell) -> int:
+    """Writes that fail: the first of each request, or its second try too, or all there are."""
+    if cell.fault is Fault.ERROR_ALWAYS:
+        return ALL_WRITES
+    tries = 2 if cell.fault is Fault.ERROR_TWICE else 1
+    return tries * (1 if cell.phase is Phase.DECODING else NUM_REQUESTS)
+
+
 async def _end(rig: Rig, cell: Cell, at_s: float) -> None:
-    """The end of the fault: at `at_s`, if it is one that passes. A killed child's worker has ended by itself then."""
+    """The end of the fault: at `at_s`, if it is one that passes. A killed child's worker has ended by itself then; nobody
+    but a frozen router could answer its clients, so its supervisor ends it then."""
     match cell.fault:
         case Fault.KILL | Fault.RESTART:
             await _until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
@@ -171,9 +198,14 @@ async def _end(rig: Rig, cell: Cell, at_s: float) -> None:
         case Fault.STOP:
             await asyncio.sleep(at_s - time.monotonic())
             rig.resume(cell.victim)
-        case Fault.CUT:
+        case Fault.CUT | Fault.UNPLUG:
             await asyncio.sleep(at_s - time.monotonic())
             rig.heal(cell.victim)
+        case Fault.DRAIN:
+            await _until(lambda: not rig.parts[cell.part].alive, DRAIN_S, f"{cell.part} has drained and ended")
+        case Fault.FREEZE if cell.victim is Victim.ROUTER:
+            await asyncio.sleep(at_s - time.monotonic())
+            rig.kill(cell.victim)
 
 
 def _note(result: Result, cell: Cell, outcomes: list[Outcome], at_s: float) -> None:
@@ -182,26 +214,34 @@ def _note(result: Result, cell: Cell, outcomes: list[Outcome], at_s: float) -> N
     result.details = sorted({o.detail for o in outcomes if o.detail})
     result.slowest_s = max(o.at_s for o in outcomes) - at_s
     allowed = {"right"} if must_be_right(cell) else {"right", "error"}
-    if cell.victim is Victim.ROUTER and cell.fault in (Fault.KILL, Fault.RESTART):
+    if cell.victim is Victim.ROUTER and cell.fault in (Fault.KILL, Fault.RESTART, Fault.FREEZE):
         allowed.add("cut")  # who answers is gone
-    for outcome in outcomes:
-        if outcome.end not in allowed:
+    for i, outcome in enumerate(outcomes):
+        is_victim = cell.fault is Fault.ERROR_ALWAYS and i >= NUM_REQUESTS  # of the fault, beside those that decode
+        if outcome.end not in ({"error"} if is_victim else allowed):
             result.problems.append(f"a request ended {outcome.end}: {outcome.detail}")
 
 
-async def _until_clean(rig: Rig, workers: list[str], result: Result) -> None:
+async def _until_clean(rig: Rig, workers: list[str], result: Result, *, may_write: bool = False) -> None:
+    """`may_write`: a peer that nobody can ask lives, perhaps; what it may write into stays quarantined, and only that."""
     for name in workers:
         last: list[str | None] = [None]
 
         def clean(name: str = name, last: list[str | None] = last) -> bool:
             state = rig.state(name)
-            last[0] = left_over(state)
+            last[0] = left_over(_without_quarantine(state) if may_write else state)
             return last[0] is None
 
         try:
             await _until(clean, SETTLE_S, name)
         except AssertionError:
             result.problems.append(f"{name} is not clean: {last[0]}: {str(rig.state(name))[:400]}")
+
+
+def _without_quarantine(state: dict[str, Any]) -> dict[str, Any]:
+    counters = {name: 0 if name in ("rooms", "exposed_rooms") else count for name, count in state["counters"].items()}
+    queues = {**state["queues"], "quarantined": 0}
+    return {**state, "queues": queues, "pages": {**state["pages"], "quarantined": 0}, "counters": counters}
 
 
 async def _until_serves(rig: Rig, result: Result, *, seed: int) -> None:
@@ -223,7 +263,3 @@ async def _until(is_so: Callable[[], bool], within_s: float, what: str) -> None:
     while not await asyncio.to_thread(is_so):
         assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
         await asyncio.sleep(POLL_S)
-
-
-def needs_links(cell: Cell) -> bool:
-    return cell.fault is Fault.CUT

@@ -1,8 +1,8 @@
 """`make churn-soak`: requests without pause while workers are killed and added and clients leave; docs/reliability.md.
 
-usage: python -m tests.faults.soak [--minutes 10] [--requests 20000] [--backend nixl] [--seed 1]
+usage: python -m tests.faults.soak [--minutes 10] [--requests 20000] [--backends nixl mooncake] [--seed 1]
 
-Runs for the minutes and until the requests are done, whichever is later (at most three times the minutes). Every answer is
+One transfer backend after the other; each runs for the minutes and until the requests are done, whichever is later (at most three times the minutes). Every answer is
 checked against the oracle of the shipped model. Exit status 1 when anything of it does not hold (`soak_report.verdict`).
 """
 
@@ -21,14 +21,15 @@ from typing import Any
 
 import aiohttp
 import httpx2 as httpx
-from tqdm import tqdm
 
 from tests.e2e.client import left_over
 from tests.e2e.workload import recall_body
-from tests.faults.churn import ROLES, Fleet
+from tests.faults.cells import BACKENDS
+from tests.faults.churn import MORTAL_ROUTER, ROLES, ROUTERS, Fleet
 from tests.faults.load import judge
 from tests.faults.memory import Watch
-from tests.faults.report import REPORTS, RESULTS, SOAK, about_run, keep, write_page
+from tests.faults.progress import progress
+from tests.faults.report import REPORTS, RESULTS, SOAKS, about_run, keep, write_page
 from tests.faults.soak_report import verdict
 
 AT_ONCE = 16
@@ -56,7 +57,7 @@ class Soak:
     async def run(self) -> dict[str, Any]:
         await self._fleet.start()
         self._start_s = time.monotonic()
-        with tqdm(total=self._wanted, unit="req", disable=None) as self._bar:
+        with progress(self._wanted, unit="req") as self._bar:
             others = [asyncio.create_task(self._disturb()), asyncio.create_task(self._sample())]
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
                 await asyncio.gather(*(self._client(http) for _ in range(AT_ONCE)))
@@ -84,7 +85,7 @@ class Soak:
             end, detail = await self._one(http, rng)
             self._slowest_s = max(self._slowest_s, time.monotonic() - began_s)
             self._ends[end] += 1
-            if end in ("error", "cut"):
+            if end == "error" or end == "cut by a router's death":
                 self._errors[_class_of(detail)] += 1
                 await asyncio.sleep(0.05)  # a client that backs off
             elif end not in ("right", "left"):
@@ -96,7 +97,7 @@ class Soak:
         new = rng.randint(1, LAST_NEW)
         body["sampling_params"] |= {"max_new_tokens": new, "ignore_eos": True}
         body["stream"] = rng.random() < 0.5
-        task = asyncio.create_task(self._ask(http, body, new))
+        task = asyncio.create_task(self._ask(http, rng.choice(ROUTERS), body, new))
         if rng.random() < ABORTS:
             await asyncio.wait({task}, timeout=rng.random() * 0.3)
             if not task.done():
@@ -105,15 +106,17 @@ class Soak:
                 return "left", ""
         return await task
 
-    async def _ask(self, http: aiohttp.ClientSession, body: dict[str, Any], new: int) -> tuple[str, str]:
+    async def _ask(self, http: aiohttp.ClientSession, router: str, body: dict[str, Any], new: int) -> tuple[str, str]:
+        changes = self._fleet.router_changes
         try:
             async with asyncio.timeout(SLOW_S):
-                async with http.post(f"{self._fleet.router}/generate", json=body) as response:
+                async with http.post(f"{self._fleet.routers[router]}/generate", json=body) as response:
                     whole = await response.read()
         except TimeoutError:
             return "hangs", f"no end within {SLOW_S:g} s"
         except (aiohttp.ClientError, ConnectionError) as error:
-            return "cut", f"{type(error).__name__}: {error}"
+            died = router == MORTAL_ROUTER and (changes % 2 or changes != self._fleet.router_changes)
+            return "cut by a router's death" if died else "cut", f"{type(error).__name__}: {error}"
         return judge(response.status, whole, body["input_ids"], new)
 
     async def _disturb(self) -> None:
@@ -175,14 +178,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--backend", choices=("nixl", "mooncake"), default="nixl")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--results", type=Path, default=RESULTS, help="where logs go")
     parser.add_argument("--reports", type=Path, default=REPORTS, help="where the report goes; the page beside it")
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
+    bad = [f"{backend}: {one}" for backend in args.backends for one in _soak(backend, args)]
+    print("\n".join(bad) or "all as it should be")
+    return 1 if bad else 0
+
+
+def _soak(backend: str, args: argparse.Namespace) -> list[str]:
+    """What does not hold. The report is kept and the page written, whatever came out."""
+    print(f"soak over {backend}: {args.minutes:g} minutes, {args.requests} requests", file=sys.stderr, flush=True)
     about = about_run()
-    fleet = Fleet(args.backend)
+    fleet = Fleet(backend)
     left = ["the cluster was not ended"]
     try:
         soak = Soak(fleet, minutes=args.minutes, requests=args.requests, seed=args.seed)
@@ -192,16 +203,16 @@ def main() -> int:
         with contextlib.suppress(KeyboardInterrupt):
             left = fleet.close()
     result["problems"] += [f"left behind: {what}" for what in left]
-    keep(SOAK, {"about": about, **result}, args.reports)
+    keep(SOAKS[backend], {"about": about, **result}, args.reports)
     write_page(args.reports, args.reports.parent / "reliability.md")
-    bad = verdict(result)
-    print("\n".join(bad) or f"{result['requests']} requests, all as they should be")
-    return 1 if bad else 0
+    return verdict(result)
 
 
 def _keep_logs(fleet: Fleet, results: Path) -> None:
-    for name in (*fleet.veterans(), "router", "bootstrap"):
-        (results / f"soak.{name}.log").write_bytes(fleet.household.parts[name].log.read_bytes()[-500_000:])
+    for name in (*fleet.veterans(), *ROUTERS, "bootstrap"):
+        (results / f"soak.{fleet.backend}.{name}.log").write_bytes(
+            fleet.household.parts[name].log.read_bytes()[-500_000:]
+        )
 
 
 if __name__ == "__main__":

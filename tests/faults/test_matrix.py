@@ -21,7 +21,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    rig = Rig("nixl", network_links=False)
+    rig = Rig("nixl")
     try:
         rig.start_all()
         yield rig

@@ -1,5 +1,6 @@
 """The instruments of the matrix and the soak: they must see what they are there to see."""
 
+import io
 import os
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from tests.faults.load import judge
 from tests.faults.matrix import lanes
 from tests.faults.memory import Curve, trend
 from tests.faults.network import Link, Network
+from tests.faults.progress import progress
 from tests.faults.report import write_page
 from tests.faults.soak_report import verdict
 
@@ -170,7 +172,17 @@ def test_a_leak_is_seen_and_warm_up_is_not_one() -> None:
     assert verdict({**result, "trends": []})
 
 
+def test_progress_is_lines_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    with progress(4, unit="cell", out=out) as bar:
+        for _ in range(4):
+            bar.update(1)
+    lines = out.getvalue().splitlines()
+    assert "\r" not in out.getvalue() and "0/4" in lines[0] and "4/4" in lines[-1]
+
+
 def test_the_page_is_written_from_whatever_there_is(tmp_path: Path) -> None:
     write_page(tmp_path, tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
-    assert text.count("not run") == len(chosen([])) and "n/a" in text
+    assert text.count("not run") == len(chosen([])) and "n/a" not in text
+    assert "- unplug, unplug-for-good of bootstrap, router" in text

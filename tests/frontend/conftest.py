@@ -81,6 +81,7 @@ class Worker:
     process: subprocess.Popen[bytes]
     folder: Path
     stderr: Path
+    detokenizer: subprocess.Popen[bytes]
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.http.post(path, json=body, **kwargs)
@@ -130,7 +131,7 @@ def start_worker(
         if ready:
             scheduler.say_ready()
             wait_for(lambda: (folder / "ready").exists())
-        yield Worker(url, http, scheduler, processes[1], folder, stderr)
+        yield Worker(url, http, scheduler, processes[1], folder, stderr, processes[0])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

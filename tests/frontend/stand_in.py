@@ -13,6 +13,7 @@ from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages import (
     AbortRequest,
+    Drain,
     FinishReason,
     FlushCache,
     FlushReply,
@@ -52,6 +53,7 @@ class StandIn:
         self.num_states = 0  # times that it was asked how it is
         self.prealloc = 2  # requests that its state shows in that queue
         self.silent = False  # answers nothing at all
+        self.was_told_to_drain = False
         self._tokenizer = tokenizer
         self._pull: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
         self._to_detokenizer = PushSocket(ipc.to_detokenizer)
@@ -108,9 +110,11 @@ class StandIn:
             )
         elif isinstance(message, GetState):
             self.num_states += 1
-            self._to_frontend.send(self._state(message))
+            way = self._to_detokenizer if message.by_detokenizer else self._to_frontend
+            way.send(self._state(message))
         else:
-            assert isinstance(message, Shutdown)
+            assert isinstance(message, Drain | Shutdown)
+            self.was_told_to_drain |= isinstance(message, Drain)
 
     def _open(self, m: GenerateRequest) -> None:
         self.seen.append(m)

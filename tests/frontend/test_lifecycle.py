@@ -34,6 +34,19 @@ def test_health_is_503_until_ready_and_when_the_scheduler_is_silent(tmp_path: Pa
         assert w.http.get("/health").status_code == 200
 
 
+def test_health_is_503_while_the_detokenizer_stands_still(tmp_path: Path) -> None:
+    """However often the scheduler itself is asked meanwhile, and answers."""
+    with start_worker(tmp_path) as w:
+        w.detokenizer.send_signal(signal.SIGSTOP)
+        try:
+            sick = wait_for(lambda: (r := w.http.get("/health")).status_code == 503 and r)
+            assert "detokenizer" in sick.json()["error"]["message"]
+            assert w.http.get("/check").status_code == 200 and w.http.get("/health").status_code == 503
+        finally:
+            w.detokenizer.send_signal(signal.SIGCONT)
+        wait_for(lambda: w.http.get("/health").status_code == 200)
+
+
 def test_a_dead_scheduler_fails_what_runs_and_ends_the_worker(tmp_path: Path) -> None:
     with start_worker(tmp_path) as w:
         with w.http.stream("POST", "/generate", json={"text": "SLOW", "stream": True}) as response:
@@ -80,6 +93,7 @@ def test_a_draining_worker_says_so_takes_nothing_new_and_goes_on_with_what_runs(
             assert refused.json()["error"]["code"] == "draining"
             assert w.http.get("/server_info").json()["status"] == "draining"
             assert w.process.poll() is None
+            wait_for(lambda: w.scheduler.was_told_to_drain)
             w.scheduler.may_break.set()  # the request ends as it would have: with an error of its own
             last = [line for line in lines if line.startswith("data: ")][-1]
         assert json.loads(last[6:])["error"]["message"] == "the transfer broke"

@@ -73,18 +73,19 @@ class DummyWorker:
     calls: list[tuple[str, str]] = field(default_factory=list)
     cancelled: int = 0
     port: int = 0
+    host: str = "127.0.0.1"
     runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
         await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True).start()
+        await web.TCPSite(self.runner, self.host, self.port, reuse_address=True).start()
         self.port = self.runner.addresses[0][1]
 
     async def stop(self) -> None:

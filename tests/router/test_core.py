@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.dispatch import backoff_s, no_worker_message
-from router.policies import LeastLoad, Random, RoundRobin, make_policy, pick
 from router.reports import parse_bootstrap, parse_load, parse_mode
 from router.rooms import RoomMinter
 from router.workers import (
@@ -139,57 +138,40 @@ def test_rooms_are_unique_even_when_numbers_are_few(seed: int, counts: list[int]
     assert len(set(live)) == len(live) == minter.num_live and 0 not in live
 
 
-def test_least_load_takes_fewest_tokens_and_spreads_ties() -> None:
-    table, policy = table_of(3), LeastLoad()
-    order = []
-    for tokens in (10, 10, 10, 1):
-        worker = policy.choose(table.alive(Role.DECODE))
-        order.append(worker.worker_id)
-        table.charge(worker, tokens)
-    assert order == [0, 1, 2, 0]
-    assert policy.choose(table.alive(Role.DECODE)).worker_id == 1
-    idle = table_of(2)
-    for expected in (0, 1, 0, 1):
-        worker = policy.choose(idle.alive(Role.DECODE))
-        assert worker.worker_id == expected
-        idle.release(idle.charge(worker, 10))
-
-
-@settings(max_examples=50)
-@given(st.lists(st.integers(0, 500), min_size=1, max_size=100))
-def test_least_load_never_strays_further_than_one_request(tokens: list[int]) -> None:
-    table, policy = table_of(4), LeastLoad()
-    for count in tokens:
-        table.charge(policy.choose(table.alive(Role.DECODE)), count)
-    loads = [w.load_tokens for w in table.workers()]
-    assert max(loads) - min(loads) <= max(tokens)
-
-
-def test_round_robin_skips_no_one_when_workers_come_and_go() -> None:
-    table, policy = table_of(3), RoundRobin()
-    seen = [policy.choose(table.alive(Role.DECODE)).worker_id for _ in range(4)]
-    table.remove("http://h1:1")
-    seen += [policy.choose(table.alive(Role.DECODE)).worker_id for _ in range(3)]
-    assert seen == [0, 1, 2, 0, 2, 0, 2]
-
-
-def test_random_uses_the_given_draw() -> None:
-    workers = table_of(3).alive(Role.DECODE)
-    assert Random(lambda n: n - 1).choose(workers).worker_id == 2
-    policy = make_policy("random", draw=lambda n: 0)
-    assert pick(policy, workers) is workers[0] and pick(policy, []) is None
-
-
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ({"num_running_reqs": 2, "num_used_tokens": 9}, LoadReport(running_reqs=2, used_tokens=9)),
+        ({"num_running_reqs": 2, "num_used_tokens": 9}, LoadReport(running_reqs=2, used_tokens=9, stages={"running": 2})),
         ([{"num_reqs": 1, "num_tokens": 5}, {"num_tokens": 6}], LoadReport(running_reqs=1, used_tokens=11)),
         (
             {"loads": [{"num_waiting_reqs": 3, "num_waiting_uncached_tokens": 70, "max_total_num_tokens": 8}]},
-            LoadReport(waiting_reqs=3, waiting_tokens=70, capacity_tokens=8),
+            LoadReport(waiting_reqs=3, waiting_tokens=70, capacity_tokens=8, stages={"waiting": 3}),
         ),
-        ({"num_used_tokens": -4, "num_waiting_reqs": "x"}, LoadReport()),
+        ({"num_used_tokens": -4, "num_waiting_reqs": "x"}, LoadReport(stages={"waiting": 0})),
+        (
+            {
+                "loads": [
+                    {
+                        "num_running_reqs": 1,
+                        "disaggregation": {"prefill_inflight_queue_reqs": 2, "kv_transfer_speed_gb_s": 1.5},
+                        "totals": {"prompt_tokens": 7, "generation_tokens": 8, "kv_transfer_bytes": 9},
+                    },
+                    {
+                        "num_running_reqs": 3,
+                        "disaggregation": {"prefill_inflight_queue_reqs": 4, "kv_transfer_latency_ms": "soon"},
+                        "totals": "many",
+                    },
+                ]
+            },
+            LoadReport(
+                running_reqs=4,
+                stages={"inflight": 6, "running": 4},
+                prompt_tokens_total=7,
+                output_tokens_total=8,
+                kv_bytes_total=9,
+                transfer_gb_s=1.5,
+            ),
+        ),
         ({"hello": 1}, None),
         (None, None),
         ([1, 2], None),
@@ -232,6 +214,11 @@ def test_backoff_starts_at_nothing_and_is_bounded() -> None:
         ({"pd_disaggregation": True, "prefill": (("ftp://h:1", None),)}, "--prefill"),
         ({"pd_disaggregation": True, "prefill": (("http://h:1", 70000),)}, "--prefill"),
         ({"policy": "best"}, "--policy"),
+        ({"pd_disaggregation": True, "prefill_policy": "best"}, "--prefill-policy"),
+        ({"decode_policy": "random"}, "--decode-policy"),
+        ({"cache_threshold": 1.5}, "--cache-threshold"),
+        ({"balance_rel_threshold": 0.5}, "--balance-rel-threshold"),
+        ({"max_tree_size": 0}, "--max-tree-size"),
         ({"port": -1}, "--port"),
         ({"retry_max": -1}, "--retry-max"),
         ({"health_check_interval_s": 0.0}, "--health-check-interval-s"),

@@ -10,8 +10,8 @@ import uvloop
 from bootstrap_server.protocol import Registration
 from deploy import cli
 from disagg.config import DisaggConfig
-from disagg.exposure import check_exposure, meeting_places
-from engine.config import ServerConfig
+from disagg.exposure import check_events_exposure, check_exposure, meeting_places
+from engine.config import EngineConfig, ServerConfig
 from engine.frontend.access import ADMIN_PATHS
 from engine.frontend.app import _GETS, _POSTS
 from engine.frontend.errors import ApiError
@@ -89,6 +89,7 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
     assert (_GETS.keys() | _POSTS.keys()) - ADMIN_PATHS - user == {
         "/health",
         "/health_generate",
+        "/liveness",
         "/metrics",
         "/openapi.json",
     }
@@ -264,6 +265,30 @@ def test_workers_off_loopback(
         check_exposure(server, disagg, control_host=control or host)
     loud = ServerConfig(host=host, api_key=key, allow_insecure=True)
     check_exposure(loud, disagg, control_host=control or host)
+    assert "INSECURE" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "secret", "refused"),
+    [
+        (None, None, False),
+        ("{}", None, False),
+        ('{"endpoint": "tcp://*:5557"}', None, True),
+        ('{"endpoint": "tcp://*:5557"}', "file", False),
+        ('{"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://10.0.0.1:2"}', None, True),
+    ],
+)
+def test_prompts_are_not_told_to_strangers_by_kv_events(
+    config: str | None, secret: str | None, refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, disagg = EngineConfig(kv_events_config=config), DisaggConfig(cluster_secret_file=secret)
+    if not refused:
+        check_events_exposure(ServerConfig(), engine, disagg)
+        assert not caplog.text
+        return
+    with pytest.raises(SecurityConfigError, match=r"--kv-events-config .*--cluster-secret-file"):
+        check_events_exposure(ServerConfig(), engine, disagg)
+    check_events_exposure(ServerConfig(allow_insecure=True), engine, disagg)
     assert "INSECURE" in caplog.text
 
 

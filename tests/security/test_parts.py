@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from engine.frontend.errors import ApiError
 from engine.frontend.meeting import MeetingPlaces
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
+from router.config import RouterConfig
+from router.credentials import Credentials
 from router.rate_limit import MAX_CLIENTS, RateLimiter, client_of, make_limiter
 from security.addresses import AllowedAddresses, SecurityConfigError, is_loopback, require_secret
 from security.json_depth import deeper_than
-from security.keys import Access, Gate, KeyRing, open_gate
+from security.keys import Access, Gate, KeyRing, bearer, open_gate
 from security.secret import derive, read_secret_file
 from security.signing import PERIOD_S, Call, Signer, Verdict, Verifier
 from security.voucher import is_vouched, vouch
@@ -131,6 +133,37 @@ def test_keys_rotate_without_a_restart(tmp_path: Path, caplog: pytest.LogCapture
     file.write_text("last\n")
     ring.refresh(1.6, at_once=True)  # SIGHUP
     assert ring.holder("Bearer last") and not ring.holder("Bearer new")
+
+
+def test_a_new_key_is_known_before_it_is_refused(tmp_path: Path) -> None:
+    """A peer may have read the file before we look at it again; who tries keys makes us look no more than so often."""
+    file, admin = tmp_path / "keys", tmp_path / "admin"
+    for path in (file, admin):
+        path.touch(mode=0o600)
+    file.write_text("old\n")
+    admin.write_text("root\n")
+    gate = open_gate(api_key=None, api_key_file=str(file), admin_api_key=None, admin_api_key_file=str(admin))
+    assert gate.caller("Bearer new", 10.0).access is Access.NONE
+    file.write_text("old\nnew\n")
+    admin.write_text("second\n")
+    assert gate.caller("Bearer new", 10.01).access is Access.NONE  # too soon
+    assert gate.caller("Bearer old", 10.1).access is Access.USER
+    assert gate.caller("Bearer new", 10.1).access is Access.USER
+    assert gate.caller("Bearer second", 10.1).access is Access.ADMIN
+
+
+def test_a_router_passes_on_a_key_that_workers_have(tmp_path: Path) -> None:
+    """While one is rotated out, workers may have forgotten the first of the file before the router does."""
+    file, admin = tmp_path / "keys", tmp_path / "admin"
+    for path, text in ((file, "old\nnew\n"), (admin, "root\nsecond\n")):
+        path.touch(mode=0o600)
+        path.write_text(text)
+    config = RouterConfig(worker_api_key_file=str(file), worker_admin_api_key_file=str(admin))
+    credentials = Credentials(config, api=KeyRing(key="client"))
+    assert credentials.for_client("Bearer new") == bearer("new")
+    assert credentials.for_client("Bearer client") == credentials.for_client("") == bearer("old")
+    assert credentials.for_admin("Bearer second") == bearer("second")
+    assert credentials.for_admin("Bearer client") == bearer("root")
 
 
 def test_wrong_key_files_and_headers(tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ class SimBootstrap:
                 if "any" in asked:
                     return self.registry.look_up_any(int(asked["room"]), but=asked.get("but", "").split(","))
                 return self.registry.look_up(int(asked["room"]))
+            case "DELETE", "/route":
+                self.registry.leave(asked.get("incarnation", ""))
+                return {}
             case "POST", "/rooms":
                 batch = msgspec.json.decode(body, type=RoomBatch)
                 self.registry.register_rooms(batch.incarnation, batch.rooms, self.process.clock())

@@ -1,9 +1,10 @@
 """Clients of the router: they know what each answer must be, and hold every answer against it.
 
-An answer is right when its tokens are exactly those of greedy generation; an error is clear when it says so by a status
-or an event. Anything else ends the run.
+An answer is right when its tokens are exactly those of greedy generation (its vector that of the prompt); an error is clear
+when it says so by a status or an event, and says when to come again where it is about load. Anything else ends the run.
 """
 
+import math
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -11,14 +12,18 @@ from typing import Any
 
 import msgspec
 
-from tests.core.hash_model import expected_tokens
+from router.deadline import TIMEOUT_HEADER
+from tests.core.hash_model import expected_tokens, hidden_of, prefix_hash
 from tests.simulation.http import Call, Head, Request, call
 from tests.simulation.network import Network
+from tests.simulation.options import Options
 from tests.simulation.worker import EOS
 from tests.simulation.world import Process, Violation
 
 FAMILIES = 4  # of prompts that share a beginning
 VOCAB_OF_PROMPTS = 50
+TIMEOUTS_S = (0.05, 0.3, 2.0)
+BUSY = (429, 503)  # come again
 
 
 @dataclass(eq=False)
@@ -31,7 +36,10 @@ class Asked:
     num_samples: int
     stream: bool
     must_succeed: bool
-    started_s: float
+    timeout_s: float | None = None  # told to the workers
+    priority: int = 0
+    embed: bool = False
+    retry_after: str = ""
     tries: int = 0
     outcome: str = ""  # "ok" | "error" | "left"
     status: int = 0
@@ -43,12 +51,13 @@ class Asked:
 
 
 class Clients:
-    def __init__(self, *, network: Network, process: Process, router: str, page_size: int) -> None:
+    def __init__(self, *, network: Network, process: Process, router: str, options: Options) -> None:
         self._network = network
         self._process = process
         self._router = router
-        self._page_size = page_size
+        self._options = options
         self._draw: random.Random = network.world.rng("clients")
+        self._kinds: random.Random = network.world.rng("clients/kinds")
         self._num = 0
         self.live: dict[int, Asked] = {}
         self.outcomes: Counter[str] = Counter()
@@ -68,12 +77,21 @@ class Clients:
             num_samples=draw.choice([1, 1, 1, 1, 2, 3]),
             stream=False,
             must_succeed=must_succeed,
-            started_s=self._network.world.now_s,
         )
         asked.stream = asked.num_samples == 1 and draw.random() < 0.6
+        self._draw_kind(asked)
         self.live[asked.number] = asked
         self._send(asked)
         return asked
+
+    def _draw_kind(self, asked: Asked) -> None:
+        kinds, options = self._kinds, self._options
+        if options.deadlines and not asked.must_succeed and kinds.random() < 0.4:
+            asked.timeout_s = kinds.choice(TIMEOUTS_S)
+        if options.priorities:
+            asked.priority = kinds.choice([0, 0, 1, 5])
+        if options.embeddings and kinds.random() < 0.2:
+            asked.embed, asked.stream = True, False
 
     def _prompt(self, length: int) -> list[int]:
         """Of a family, so that prefixes are shared; or the next turn of an earlier conversation."""
@@ -84,11 +102,6 @@ class Clients:
         return [(family * 7 + k) % VOCAB_OF_PROMPTS for k in range(max(0, length - 1))] + [tail]
 
     def _send(self, asked: Asked) -> None:
-        body = {
-            "input_ids": asked.prompt,
-            "sampling_params": {"max_new_tokens": asked.new, "n": asked.num_samples, "temperature": 0},
-            "stream": asked.stream,
-        }
         asked.tries += 1
         asked.status, asked.finished, asked.said_error = 0, False, False
         asked.got.clear()
@@ -103,7 +116,7 @@ class Clients:
             self._network,
             self._process,
             self._router,
-            Request("POST", "/generate", msgspec.json.encode(body)),
+            _request(asked),
             asked.call,
         )
 
@@ -122,7 +135,7 @@ class Clients:
     # ---- answers
 
     def _on_head(self, asked: Asked, head: Head) -> None:
-        asked.status = head.status
+        asked.status, asked.retry_after = head.status, head.retry_after
 
     def _on_end(self, asked: Asked) -> None:
         if asked.status >= 400:
@@ -168,7 +181,11 @@ class Clients:
             raise Violation(f"client {asked.number}: the stream ended well, but neither finished nor failed")
 
     def _end_whole(self, asked: Asked) -> None:
-        samples = msgspec.json.decode(bytes(asked.body))["samples"]
+        answer = msgspec.json.decode(bytes(asked.body))
+        if asked.embed:
+            self._judge_vectors(asked, answer["vectors"])
+            return
+        samples = answer["samples"]
         if any(sample["finish"]["kind"] == "abort" for sample in samples):
             self._fail(asked, f"aborted: {[sample['finish']['message'] for sample in samples]}")
         else:
@@ -181,7 +198,21 @@ class Clients:
         self.recent.append([*asked.prompt, *want])
         self._close(asked, "ok")
 
+    def _judge_vectors(self, asked: Asked, vectors: list[list[float]]) -> None:
+        rows = [hidden_of(prefix_hash(asked.prompt[: k + 1])) for k in range(len(asked.prompt))]
+        total = [sum(column) for column in zip(*rows, strict=True)]
+        want = [x / math.hypot(*total) for x in total]
+        right = [all(map(_is_close, vector, want)) for vector in vectors]
+        if right != [True] * asked.num_samples:
+            raise Violation(f"client {asked.number}: vectors {vectors}, must be {want} x {asked.num_samples}")
+        self._close(asked, "ok")
+
     def _fail(self, asked: Asked, why: str, *, may_retry: bool = True) -> None:
+        if asked.status in BUSY and not asked.retry_after:
+            raise Violation(f"client {asked.number}: {why}, and no word when to come again")
+        if asked.must_succeed and asked.status in BUSY and asked.tries < 20:
+            self._process.after(float(asked.retry_after), f"client {asked.number} comes again", self._retry, asked)
+            return
         if asked.must_succeed:
             raise Violation(f"client {asked.number}: a request of a healthy cluster failed: {why}")
         if may_retry and asked.tries < 3 and asked.status not in (400, 409) and self._draw.random() < 0.5:
@@ -199,3 +230,21 @@ class Clients:
         self.outcomes[outcome] += 1
         self._network.world.note(f"client {asked.number} {outcome} {asked.status}")
         del self.live[asked.number]
+
+
+def _is_close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-6)
+
+
+def _request(asked: Asked) -> Request:
+    headers = {} if asked.timeout_s is None else {TIMEOUT_HEADER: f"{asked.timeout_s:g}"}
+    if asked.embed:
+        body: dict[str, Any] = {"input": [asked.prompt] * asked.num_samples}
+        return Request("POST", "/v1/embeddings", msgspec.json.encode(body), headers)
+    body = {
+        "input_ids": asked.prompt,
+        "sampling_params": {"max_new_tokens": asked.new, "n": asked.num_samples, "temperature": 0},
+        "stream": asked.stream,
+        "priority": asked.priority,
+    }
+    return Request("POST", "/generate", msgspec.json.encode(body), headers)

@@ -10,6 +10,7 @@ from tests.simulation.bootstrap import SimBootstrap
 from tests.simulation.clients import Clients
 from tests.simulation.http import Request
 from tests.simulation.network import Network
+from tests.simulation.notices import Notices
 from tests.simulation.options import Options
 from tests.simulation.rest import leftovers
 from tests.simulation.router import Router
@@ -49,6 +50,7 @@ class Cluster:
         options = self.options
         self.draw = self.world.rng("cluster")
         self.network = Network(self.world, options.delay_s)
+        self.notices = Notices(self.world, options)
         names = [f"p{i}" for i in range(options.num_prefill)] + [f"d{i}" for i in range(options.num_decode)]
         for name in names:
             self.nodes[name] = Node(name, "prefill" if name[0] == "p" else "decode")
@@ -68,7 +70,7 @@ class Cluster:
         for node in reversed(list(self.nodes.values())):
             self.start(node)
         clients = Process(self.world, node="c0", life=1, skew_s=0.0)
-        self.clients = Clients(network=self.network, process=clients, router="r0:80", page_size=options.page_size)
+        self.clients = Clients(network=self.network, process=clients, router="r0:80", options=options)
         self.world.after_event.append(self._after_event)
 
     def _config(self) -> TransferConfig:
@@ -104,20 +106,13 @@ class Cluster:
         else:
             node.part = Worker(self.around, process, node.kind)
             self.all_workers.append(node.part)
+            self.notices.add(node.part)
             self._watch_posts(node.part)
 
     def _watch_posts(self, worker: Worker) -> None:
         """Remember bodies that came, for the fault that sends them again."""
         address = f"{worker.process.node}:80"
-        process, accept = self.network.listeners[address]
-        handle = worker.frontend._generate
-
-        def remember(request: Request, reply: object) -> None:
-            self.posts.append((address, request))
-            handle(request, reply)  # type: ignore[arg-type]
-
-        worker.frontend._generate = remember  # type: ignore[method-assign]
-        self.network.listeners[address] = (process, accept)
+        worker.frontend.on_post = lambda request: self.posts.append((address, request))
 
     def kill(self, node: Node) -> None:
         assert node.process is not None
@@ -158,13 +153,19 @@ class Cluster:
     # ---- what must hold
 
     def _after_event(self, event: Event) -> None:
-        router = self.router()
-        if router is not None and event.process is router.process:
-            router.check_if_changed()
+        node = None if event.process is None else self.nodes.get(event.process.node)
+        if node is None or node.part is None or node.process is not event.process:
+            return
+        if isinstance(node.part, Router):
+            node.part.check_if_changed()
+        elif isinstance(node.part, Worker):
+            self.notices.look(node.part)
+            node.part.frontend.check()
 
     def leftovers(self) -> list[str]:
         """What is not at rest in the whole cluster."""
-        found = [f"client {asked.number} has no answer" for asked in self.clients.live.values()]
+        found = [f"{node.name} is down" for node in self.nodes.values() if not node.alive]
+        found += [f"client {asked.number} has no answer" for asked in self.clients.live.values()]
         for worker in self.workers():
             found += leftovers(worker)
         router = self.router()

@@ -4,7 +4,9 @@ A step is computed at some moment between its launch and its collection, in stre
 of peers fall before, between and after steps.
 """
 
+import hashlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.core.plan import Plan, StepResult
@@ -50,6 +52,26 @@ class CheckedModel(HashModel):
                 )
         self.num_checked += end
         return expected[end - 1] if end else 0
+
+    def forget(self) -> None:
+        """Whatever is cached belongs to other weights."""
+        self.kv.clear()
+        for key, pages in self.copies.items():
+            self.copies[key] = [[None] * self.page_size for _ in pages]
+
+    def damage(self, page: int, offset: int) -> None:
+        """A bit flips."""
+        slot = self.kv[page, offset]
+        self.kv[page, offset] = Slot(slot.value ^ 1, slot.token)
+
+    def checksum(self, pages: Sequence[int]) -> int:
+        """As engine/executor/page_checksum.py: of what lies in `pages`, in their order; signed, 64 bits."""
+        found = hashlib.blake2b(digest_size=8)
+        for page in pages:
+            for offset in range(self.page_size):
+                slot = self.kv.get((page, offset), NOTHING)
+                found.update(b"%d,%d;" % (slot.value, slot.token))
+        return int.from_bytes(found.digest(), "little", signed=True)
 
 
 @dataclass(eq=False)

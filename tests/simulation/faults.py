@@ -5,10 +5,12 @@ Failed, slow and late transfers are the engine's (transfer_engine.py); they need
 
 from collections.abc import Callable
 
-from engine.messages import ContinueGeneration, PauseGeneration
+from engine.messages import ContinueGeneration, PauseGeneration, UpdateWeights
 from tests.simulation.cluster import Cluster, Node
+from tests.simulation.ending import ending_of
 from tests.simulation.hostile import Hostile
 from tests.simulation.http import Call, call
+from tests.simulation.weights import BROKEN
 from tests.simulation.worker import Worker
 from tests.simulation.world import Process
 
@@ -41,6 +43,10 @@ class Faults:
             "memory pressure": self._burst,
             "hostile peer": self._hostile.act,
             "pause generation": self._pause,
+            "drain prefill": lambda: self._drain("prefill"),
+            "drain decode": lambda: self._drain("decode"),
+            "drain router": lambda: self._drain("router"),
+            "update weights": self._update,
         }
 
     def begin(self) -> None:
@@ -105,20 +111,17 @@ class Faults:
 
     def _cut(self, ways: set[tuple[str, str]]) -> None:
         network = self._cluster.network
-        network.blocked |= ways
+        network.block(ways)
         if self._draw.random() < 0.3:  # and the connections are dropped by something in between
             for a, b in sorted(ways):
                 network.reset_between(a, b)
-        self._for(0.05, self._draw.choice([0.5, 2.0, 5.0]), lambda: network.blocked.difference_update(ways), "mended")
+        self._for(0.05, self._draw.choice([0.5, 2.0, 5.0]), lambda: network.unblock(ways), "mended")
 
     def _clog(self) -> None:
         pair, network = self._pair(), self._cluster.network
-        network.clog_s[pair] = self._draw.choice([0.05, 0.3, 1.0])
-        self._for(0.5, 4.0, lambda: self._unclog(pair), "unclogged")
+        network.clog(pair, self._draw.choice([0.05, 0.3, 1.0]))
+        self._for(0.5, 4.0, lambda: network.unclog(pair), "unclogged")
         self._count("clogged link")
-
-    def _unclog(self, pair: tuple[str, str]) -> None:
-        self._cluster.network.clog_s.pop(pair, None)
 
     def _reset(self) -> None:
         """One connection, or all between two nodes."""
@@ -130,7 +133,7 @@ class Faults:
         if len(nodes) == 2 and self._draw.random() < 0.5:
             self._cluster.network.reset_between(nodes[0], nodes[1])
         else:
-            pipe.reset()
+            pipe.cut()
         self._count("connection reset")
 
     # ---- processes
@@ -149,6 +152,19 @@ class Faults:
             self._cluster.start(node)
             if not self._active and isinstance(node.part, Worker):
                 node.part.engine.faulty = False
+
+    def _drain(self, kind: str) -> None:
+        """SIGTERM, and now and then a second one; who has ended comes back later."""
+        node = self._busy(kind) or self._some(kind)
+        if node is None or node.process is None or node.part is None:
+            return
+        process, options = node.process, self._cluster.options
+        ending = ending_of(node.part, timeout_s=options.drain_timeout_s)
+        process.on_death.append(lambda: self._for(*SLOW_RESTART_S, lambda: self._restart(node), f"restart {node.name}"))
+        process.after(0, "SIGTERM", ending.sigterm)
+        if self._draw.random() < 0.3:
+            process.after(self._draw.uniform(0, options.drain_timeout_s), "SIGTERM again", ending.sigterm)
+        self._count(f"drain {kind}")
 
     def _freeze(self) -> None:
         node = self._some()
@@ -184,6 +200,15 @@ class Faults:
         worker._to_scheduler(PauseGeneration("sim", self._draw.choice(["abort", "retract", "in_place"])))
         self._for(0.05, 2.0, lambda: self._continue(worker), f"continue {node.name}")
         self._count("pause generation")
+
+    def _update(self) -> None:
+        node = self._some("prefill", "decode")
+        if node is None or not isinstance(node.part, Worker):
+            return
+        path = BROKEN if self._draw.random() < 0.2 else "other weights"
+        version, abort_all = str(self._world.num_events), self._draw.random() < 0.3
+        node.part._to_scheduler(UpdateWeights("sim", path, version, abort_all))
+        self._count("update weights")
 
     def _continue(self, worker: Worker) -> None:
         if worker.process.alive:

@@ -1,139 +1,261 @@
-"""The HTTP side of a simulated worker: bodies in, `GenerateRequest`s to the scheduler, token outputs back to the client.
+"""The HTTP side of a simulated worker: bodies in, the production `EngineClient` under virtual time, answers out.
 
-Stands in for engine/frontend and the detokenizer (asyncio, tokenizer, text), which hold no state of the protocol: as
-they do, it names requests itself, aborts what its client left, and turns a refusal into an HTTP status.
+Stands in for the aiohttp handlers, the tokenizer and the detokenizer. What decides is production code: who is taken, refused,
+early rejected or handed back (engine/frontend/client.py, forecast.py, deadline.py), and when it has drained (draining.py).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 
-from engine.messages import AbortRequest, Bootstrap, GenerateBatch, GenerateRequest, TokenOutput, ToScheduler
+from engine.frontend.client import EngineClient, Generation
+from engine.frontend.deadline import request_timeout_s
+from engine.frontend.embeddings_api import NOTHING_NEW, _vector
+from engine.frontend.errors import DRAINING, ApiError, bad_field, decode_body
+from engine.frontend.load import v1_loads_entry
+from engine.messages import Bootstrap, GenerateRequest, SchedulerReady, TextOutput, ToFrontend, ToScheduler
 from engine.sampling_params import SamplingParams
+from lifecycle.stop_signals import StopSignals
+from tests.simulation.aio import VirtualLoop
 from tests.simulation.http import Reply, Request
+from tests.simulation.options import Options
+from tests.simulation.world import Process, Violation
 
 MAX_NEW_TOKENS = 4096
+HEARD_RECENTLY_S = 1.0
+HEALTH_TIMEOUT_S = 1.0
+LATE_S = 0.2  # a turn of the loop, one of the process, the ways between them
 
 
-@dataclass(eq=False)
-class Exchange:
-    """One HTTP request. `tokens`, `finish`: of each sample."""
+class SamplingBody(msgspec.Struct):
+    max_new_tokens: int
+    n: int = 1
 
-    reply: Reply
-    stream: bool
-    rids: list[str]
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    finish: dict[str, Any] = field(default_factory=dict)
-    begun: bool = False
+
+class GenerateBody(msgspec.Struct):
+    input_ids: list[int]
+    sampling_params: SamplingBody
+    bootstrap_room: int | list[int]
+    bootstrap_host: str | list[str]
+    bootstrap_port: int | list[int]
+    stream: bool = False
+    priority: int = 0
+
+
+class EmbeddingBody(msgspec.Struct):
+    input: list[list[int]]
 
 
 class Frontend:
-    def __init__(self, *, name: str, send: Callable[[ToScheduler], None], info: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        *,
+        process: Process,
+        role: str,
+        options: Options,
+        send: Callable[[ToScheduler], None],
+        info: dict[str, Any],
+    ) -> None:
         """`send`: to the scheduler. `info`: what /server_info says."""
-        self._name = name
-        self._send = send
+        self.aio = VirtualLoop(process)
+        self.signals = StopSignals()
+        self.on_post: Callable[[Request], None] = lambda request: None
+        self.client = EngineClient(
+            send=send,
+            now_s=self.aio.time,
+            observer=_Figures(process),
+            max_live=options.max_running + options.max_queued,
+            early_rejection=options.early_rejection and role != "decode",
+        )
+        self._process = process
+        self._role = role
+        self._max_running = options.max_running
         self._info = info
         self._num_requests = 0
-        self._by_rid: dict[str, Exchange] = {}
-        self.load: Callable[[], dict[str, int]] = dict
+        self._handlers: dict[int, asyncio.Task[None]] = {}
+        self._error: BaseException | None = None
+        self._routes: dict[str, Callable[[Request, Reply], Coroutine[Any, Any, None]]] = {
+            "/health": self._health,
+            "/server_info": self._server_info,
+            "/v1/loads": self._loads,
+            "/generate": self._generate,
+            "/v1/embeddings": self._embeddings,
+        }
+        self.on_message(SchedulerReady({}))
 
     @property
     def num_open(self) -> int:
-        return len(self._by_rid)
+        """Requests without an end of their answer."""
+        return max(self.client.num_live, self.num_handlers)
+
+    @property
+    def num_handlers(self) -> int:
+        return len(self._handlers)
 
     def handle(self, request: Request, reply: Reply) -> None:
-        match request.path:
-            case "/health":
-                reply.whole(200, b"{}")
-            case "/server_info":
-                reply.whole(200, msgspec.json.encode(self._info))
-            case "/v1/loads":
-                reply.whole(200, msgspec.json.encode(self.load()))
-            case "/generate":
-                self._generate(request, reply)
-            case _:
-                reply.whole(404, b"{}")
-
-    def _generate(self, request: Request, reply: Reply) -> None:
-        try:
-            body = msgspec.json.decode(request.body)
-            requests = self._read(body)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            reply.whole(400, msgspec.json.encode({"error": f"{type(error).__name__}: {error}"}))
+        route = self._routes.get(request.path)
+        if route is None:
+            reply.whole(404, b"{}")
             return
-        exchange = Exchange(reply, bool(body.get("stream")), [r.rid for r in requests])
-        for rid in exchange.rids:
-            self._by_rid[rid] = exchange
-            exchange.tokens[rid] = []
-        reply.on_gone = lambda: self._on_gone(exchange)
-        self._send(GenerateBatch(requests) if len(requests) > 1 else requests[0])
+        if request.method == "POST":
+            self.on_post(request)
+        task: asyncio.Task[None] = self.aio.run(lambda: self.aio.create_task(_answered(route, request, reply)))
+        if not task.done():
+            self._handlers[id(task)] = task
+        task.add_done_callback(self._on_done)
+        reply.on_gone = lambda: self.aio.run(task.cancel)  # handler_cancellation=True
 
-    def _read(self, body: dict[str, Any]) -> list[GenerateRequest]:
-        """Samples of one body; a ValueError and its like for what is not one."""
-        prompt, sampling = [int(t) for t in body["input_ids"]], body.get("sampling_params", {})
-        rooms = body["bootstrap_room"] if isinstance(body["bootstrap_room"], list) else [body["bootstrap_room"]]
-        hosts = body["bootstrap_host"] if isinstance(body["bootstrap_host"], list) else [body["bootstrap_host"]]
-        ports = body["bootstrap_port"] if isinstance(body["bootstrap_port"], list) else [body["bootstrap_port"]]
-        params = SamplingParams(max_new_tokens=min(int(sampling["max_new_tokens"]), MAX_NEW_TOKENS), temperature=0.0)
-        if not (len(rooms) == len(hosts) == len(ports) == int(sampling.get("n", 1))):
-            raise ValueError("as many rooms as samples")
+    def _on_done(self, task: "asyncio.Task[None]") -> None:
+        self._handlers.pop(id(task), None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+
+    def on_message(self, message: ToFrontend) -> None:
+        self.aio.run(lambda: self.client.on_message(message))
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self.aio.errors:
+            raise Violation(f"{self._process.name}: an error was lost: {self.aio.errors[0]}")
+
+    # ---- what is asked
+
+    async def _health(self, request: Request, reply: Reply) -> None:
+        """As engine/frontend/admin_api.py."""
+        if self.client.is_draining:
+            reply.whole(503, msgspec.json.encode({"status": DRAINING}), retry_after="1")
+            return
+        if self.client.now_s() - self.client.last_text_s > HEARD_RECENTLY_S:
+            await self.client.hear(timeout_s=HEALTH_TIMEOUT_S)
+        reply.whole(200, b"{}")
+
+    async def _server_info(self, request: Request, reply: Reply) -> None:
+        reply.whole(200, msgspec.json.encode({**self._info, **self.client.updated}))
+
+    async def _loads(self, request: Request, reply: Reply) -> None:
+        state = await self.client.state(timeout_s=HEALTH_TIMEOUT_S)
+        entry = v1_loads_entry(
+            state, mode=self._role, max_running_requests=self._max_running, num_live=self.client.num_live
+        )
+        reply.whole(200, msgspec.json.encode({"loads": [entry]}))
+
+    async def _generate(self, request: Request, reply: Reply) -> None:
+        body = decode_body(request.body, GenerateBody)
+        with self._begin(self._read(body), request) as generation:
+            if body.stream:
+                await _stream(generation, reply)
+                return
+            samples = [_sample(output) for output in await generation.collect()]
+        reply.whole(200, msgspec.json.encode({"samples": samples}))
+
+    async def _embeddings(self, request: Request, reply: Reply) -> None:
+        """As engine/frontend/embeddings_api.py."""
+        body = decode_body(request.body, EmbeddingBody)
+        requests = [
+            GenerateRequest(
+                rid=self._new_rid(), input_ids=ids, sampling=NOTHING_NEW, skip_cache_insert=True, pooling="mean"
+            )
+            for ids in body.input
+        ]
+        with self._begin(requests, request) as generation:
+            vectors = [_vector(output).tolist() for output in await generation.collect()]
+        reply.whole(200, msgspec.json.encode({"vectors": vectors}))
+
+    def _begin(self, requests: list[GenerateRequest], request: Request) -> Generation:
+        """Who would come too late for its deadline must not get past here."""
+        timeout_s = request_timeout_s(request.headers, default_s=None)
+        wait_s = self.client.forecast.wait_s(sum(len(r.input_ids) for r in requests), self.client.now_s())
+        generation = self.client.generate(requests, timeout_s=timeout_s)
+        if self.signals.asked.is_set():
+            raise Violation(f"{self._process.name}: takes a request while it drains")
+        if self.client._early_rejection and None not in (wait_s, timeout_s) and wait_s > timeout_s:  # type: ignore[operator]
+            raise Violation(f"{self._process.name}: taken, though it waits {wait_s:.2f} s and has {timeout_s:.2f} s")
+        if timeout_s is not None:
+            now_s = self._process.world.now_s
+            self._process.after(timeout_s + LATE_S, "judge a deadline", self._judge, generation, now_s, timeout_s)
+        return generation
+
+    def _judge(self, generation: Generation, since_s: float, timeout_s: float) -> None:
+        """Past its deadline nothing runs any more (unless its process was frozen)."""
+        left = [rid for rid in generation._wire_rids if rid in self.client._live]
+        if left and self._process.thawed_s < since_s:
+            raise Violation(f"{self._process.name}: {left[0]} lives {LATE_S:g} s past its deadline of {timeout_s:g} s")
+
+    def _read(self, body: GenerateBody) -> list[GenerateRequest]:
+        """Samples of one body."""
+        rooms, hosts, ports = map(_listed, (body.bootstrap_room, body.bootstrap_host, body.bootstrap_port))
+        if not (len(rooms) == len(hosts) == len(ports) == body.sampling_params.n):
+            raise bad_field("bootstrap_room", "as many rooms as samples")
+        num_new = min(body.sampling_params.max_new_tokens, MAX_NEW_TOKENS)
         return [
             GenerateRequest(
                 rid=self._new_rid(),
-                input_ids=prompt,
-                sampling=params,
-                bootstrap=Bootstrap(str(host), int(port), int(room)),
-                stream=bool(body.get("stream")),
+                input_ids=body.input_ids,
+                sampling=SamplingParams(max_new_tokens=num_new, temperature=0.0),
+                bootstrap=Bootstrap(host, port, room),
+                stream=body.stream,
+                priority=body.priority,
             )
             for room, host, port in zip(rooms, hosts, ports, strict=True)
         ]
 
     def _new_rid(self) -> str:
         self._num_requests += 1
-        return f"{self._name}-{self._num_requests}"
+        return f"{self._process.name}-{self._num_requests}"
 
-    def _on_gone(self, exchange: Exchange) -> None:
-        """As production: a client that leaves aborts what has not finished."""
-        for rid in exchange.rids:
-            if self._by_rid.pop(rid, None) is not None and rid not in exchange.finish:
-                self._send(AbortRequest(rid))
 
-    def on_outputs(self, outputs: list[TokenOutput]) -> None:
-        for output in outputs:
-            exchange = self._by_rid.get(output.rid)
-            if exchange is not None:
-                self._on_output(exchange, output)
+class _Figures:
+    """`Observer` that keeps one figure."""
 
-    def _on_output(self, exchange: Exchange, output: TokenOutput) -> None:
-        exchange.tokens[output.rid] += output.new_ids
-        if output.finish is not None:
-            exchange.finish[output.rid] = msgspec.structs.asdict(output.finish)
-            del self._by_rid[output.rid]
-        status = output.finish.status if output.finish is not None else 0
-        if exchange.stream:
-            self._stream(exchange, output, status)
-        elif len(exchange.finish) == len(exchange.rids):
-            self._answer(exchange)
+    def __init__(self, process: Process) -> None:
+        self._seen = process.world.seen
 
-    def _stream(self, exchange: Exchange, output: TokenOutput, status: int) -> None:
-        if not exchange.begun and status:
-            exchange.reply.whole(status, msgspec.json.encode({"error": output.finish.message}))  # type: ignore[union-attr]
-            return
-        if not exchange.begun:
-            exchange.begun = True
-            exchange.reply.head(200, "text/event-stream")
-        event = {"tokens": output.new_ids, "finish": exchange.finish.get(output.rid)}
-        exchange.reply.chunk(b"data: " + msgspec.json.encode(event) + b"\n\n")
-        if output.finish is not None:
-            exchange.reply.finish()
+    def on_reject(self) -> None:
+        self._seen["early rejections"] += 1
 
-    def _answer(self, exchange: Exchange) -> None:
-        finishes = [exchange.finish[rid] for rid in exchange.rids]
-        bad = next((f for f in finishes if f["status"]), None)
-        if bad is not None:
-            exchange.reply.whole(bad["status"], msgspec.json.encode({"error": bad["message"]}))
-            return
-        body = {"samples": [{"tokens": exchange.tokens[rid], "finish": exchange.finish[rid]} for rid in exchange.rids]}
-        exchange.reply.whole(200, msgspec.json.encode(body))
+    def on_start(self, num_prompt_tokens: int) -> None: ...
+    def on_tokens(self, *, num_tokens: int, gap_s: float, first: bool) -> None: ...
+    def on_end(self, output: TextOutput | None, *, elapsed_s: float) -> None: ...
+
+
+async def _answered(
+    route: Callable[[Request, Reply], Coroutine[Any, Any, None]], request: Request, reply: Reply
+) -> None:
+    """With an error's status, where there is one."""
+    try:
+        await route(request, reply)
+    except ApiError as error:
+        retry_after = "" if error.retry_after_s is None else str(error.retry_after_s)
+        reply.whole(error.status, msgspec.json.encode(error.body()), retry_after=retry_after)
+
+
+async def _stream(generation: Generation, reply: Reply) -> None:
+    """As engine/frontend/stream.py: what fails before the first output has a status."""
+    news = await generation.next()
+    reply.head(200, "text/event-stream")
+    try:
+        while True:
+            for _, output in news:
+                _send_event(reply, _sample(output))
+            if generation.done:
+                break
+            news = await generation.next()
+    except ApiError as error:
+        _send_event(reply, error.body())
+    reply.finish()
+
+
+def _send_event(reply: Reply, event: Any) -> None:
+    reply.chunk(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+
+def _sample(output: TextOutput) -> dict[str, Any]:
+    finish = output.tokens.finish
+    return {"tokens": output.tokens.new_ids, "finish": None if finish is None else msgspec.structs.asdict(finish)}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -19,6 +19,7 @@ class Request:
 class Head:
     status: int
     content_type: str
+    retry_after: str = ""
 
 
 _END = object()
@@ -36,8 +37,8 @@ class Reply:
     def connected(self) -> bool:
         return self._end.open
 
-    def head(self, status: int, content_type: str = "application/json") -> None:
-        self._end.send(Head(status, content_type), f"http {status}")
+    def head(self, status: int, content_type: str = "application/json", *, retry_after: str = "") -> None:
+        self._end.send(Head(status, content_type, retry_after), f"http {status}")
 
     def chunk(self, data: bytes) -> None:
         self._end.send(data, "http data")
@@ -47,8 +48,8 @@ class Reply:
         self._end.send(_END, "http end")
         self._end.close()
 
-    def whole(self, status: int, body: bytes) -> None:
-        self.head(status)
+    def whole(self, status: int, body: bytes, *, retry_after: str = "") -> None:
+        self.head(status, retry_after=retry_after)
         self.chunk(body)
         self.finish()
 

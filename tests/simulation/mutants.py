@@ -156,6 +156,90 @@ MUTANTS = (
         "if rec.retry_at_s is not None and rec.retry_at_s <= now_s < rec.deadline_s:",
         "if rec.retry_at_s is not None and rec.retry_at_s < 0:",
     ),
+    Mutant(
+        "do not tell decode that a transfer has failed",
+        "transfer_backends/prefill_rooms.py",
+        "            self._tell(rec, KVPoll.Failed)\n            self._tell_drained(rec)",
+        "            self._tell_drained(rec)",
+    ),
+    Mutant(
+        "do not tell prefill of an abort",
+        "transfer_backends/decode_rooms.py",
+        '            self._say_abort(session, rec.key, rec.reason or "")\n        elif session.phase',
+        "            pass\n        elif session.phase",
+    ),
+    Mutant(
+        "do not verify the checksum",
+        "disagg/decode_role.py",
+        "                verify(first, entry.request.pages, self._checksum)\n",
+        "",
+    ),
+    Mutant(
+        "end without leaving the bootstrap server",
+        "bootstrap_server/client.py",
+        "        if self.registered.is_set():\n            incarnation",
+        "        if self._shared is None:\n            incarnation",
+    ),
+    Mutant(
+        "take requests while draining",
+        "engine/frontend/draining.py",
+        '    client.close(draining("the server is draining: it takes no new requests"))\n',
+        "",
+    ),
+    Mutant(
+        "do not hand back what has not ended when a worker ends",
+        "engine/frontend/draining.py",
+        "    client.fail_all(",
+        "    str(",
+    ),
+    Mutant(
+        "do not hand back what has not ended when the router ends",
+        "router/draining.py",
+        "            request.hand_back()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "take a request that comes too late for its deadline",
+        "engine/frontend/client.py",
+        "if wait_s is not None and wait_s > timeout_s:",
+        "if wait_s is not None and wait_s > 1e9 * timeout_s:",
+    ),
+    Mutant(
+        "give a retry the whole deadline again",
+        "router/dispatch.py",
+        "exchange.call.later(self._parts.clock() - exchange.started_s)",
+        "exchange.call.later(0.0)",
+    ),
+    Mutant(
+        "find prefixes of the weights before",
+        "engine/loop/control.py",
+        "        self._scheduler.forget_prefixes()\n",
+        "",
+    ),
+    Mutant(
+        "take other weights while KV is in use",
+        "engine/loop/control.py",
+        "        if self._scheduler.holds_no_kv:\n            self._take",
+        "        if True:\n            self._take",
+    ),
+    Mutant(
+        "refuse for load without a word when to come again",
+        "engine/frontend/errors.py",
+        "retry_after_s = 1 if finish.status == 503 else None",
+        "retry_after_s = None",
+    ),
+    Mutant(
+        "count the writes of an older try",
+        "transfer_backends/prefill_rooms.py",
+        "        if post.retry != rec.retry:\n",
+        "        if post.retry > rec.retry:\n",
+    ),
+    Mutant(
+        "let a request outlive its deadline",
+        "engine/loop/loop.py",
+        "in self._deadlines.due(now_s):",
+        "in ():",
+    ),
 )
 
 

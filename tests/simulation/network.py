@@ -61,6 +61,7 @@ class Network:
     clog_s: dict[tuple[str, str], float] = field(default_factory=dict)
     listeners: dict[str, tuple[Process, Callable[[End], None]]] = field(default_factory=dict)
     pipes: list["Pipe"] = field(default_factory=list)
+    faulty_s: dict[frozenset[str], float] = field(default_factory=dict)  # pair of nodes -> when a fault was there last
 
     def __post_init__(self) -> None:
         self._draw = self.world.rng("network")
@@ -68,9 +69,9 @@ class Network:
     def listen(self, address: str, process: Process, accept: Callable[[End], None]) -> None:
         """`accept(end)` gets the server's end of each new connection and sets its callbacks."""
         self.listeners[address] = (process, accept)
-        process.on_death.append(lambda: self._unlisten(address, process))
+        process.on_death.append(lambda: self.unlisten(address, process))
 
-    def _unlisten(self, address: str, process: Process) -> None:
+    def unlisten(self, address: str, process: Process) -> None:
         if self.listeners.get(address, (None, None))[0] is process:
             del self.listeners[address]
 
@@ -87,6 +88,30 @@ class Network:
         Pipe(self, end, address)
         return end
 
+    def block(self, ways: set[tuple[str, str]]) -> None:
+        self.blocked |= ways
+        self._note_fault(ways)
+
+    def unblock(self, ways: set[tuple[str, str]]) -> None:
+        self._note_fault(ways & self.blocked)
+        self.blocked -= ways
+
+    def clog(self, way: tuple[str, str], extra_s: float) -> None:
+        self.clog_s[way] = extra_s
+        self._note_fault({way})
+
+    def unclog(self, way: tuple[str, str]) -> None:
+        if self.clog_s.pop(way, None) is not None:
+            self._note_fault({way})
+
+    def _note_fault(self, ways: set[tuple[str, str]]) -> None:
+        self.faulty_s.update((frozenset(way), self.world.now_s) for way in ways)
+
+    def faulty_since(self, a: str, b: str, since_s: float) -> bool:
+        """Whether anything was wrong between two nodes at some moment from `since_s` to now."""
+        now = any(way in self.blocked or way in self.clog_s for way in ((a, b), (b, a)))
+        return now or self.faulty_s.get(frozenset((a, b)), -1.0) >= since_s
+
     def reachable(self, source: str, target: str) -> bool:
         return (source, target) not in self.blocked and (target, source) not in self.blocked
 
@@ -94,11 +119,12 @@ class Network:
         """Every connection between two nodes breaks; how many."""
         hit = [pipe for pipe in self.pipes if {end.process.node for end in pipe.ends} == {a, b}]
         for pipe in hit:
-            pipe.reset()
+            pipe.cut()
         return len(hit)
 
     def heal(self) -> None:
         self.spiky = False
+        self._note_fault(self.blocked | set(self.clog_s))
         self.blocked.clear()
         self.clog_s.clear()
 
@@ -115,7 +141,7 @@ class Pipe:
         self.up = True
         client.pipe = self
         network.pipes.append(self)
-        client.process.on_death.append(self.reset)
+        client.process.on_death.append(lambda: self._on_death(client))
         self._started_s = self._world.now_s
         self._reach(client.process.node, address.partition(":")[0])
 
@@ -144,7 +170,7 @@ class Pipe:
         server = End(process, lambda value: None, lambda: None, self, client)
         client.other = server
         self.ends.append(server)
-        process.on_death.append(self.reset)  # the kernel closes the sockets of a dead process
+        process.on_death.append(lambda: self._on_death(server))  # the kernel closes the sockets of a dead process
         accept(server)
         waiting, self._waiting = self._waiting, []
         for value, label in waiting:
@@ -189,6 +215,19 @@ class Pipe:
         if self.up and not any(e.open for e in self.ends):
             self.up = False
             self._network.pipes.remove(self)
+
+    def _on_death(self, end: End) -> None:
+        if end.process.orderly and end.other is not None and end.other.open:
+            end.close()
+        else:
+            self.reset()
+
+    def cut(self) -> None:
+        """A fault of the network, not the end of a process."""
+        if len(self.ends) == 2:
+            first, second = self.ends
+            self._network._note_fault({(first.process.node, second.process.node)})
+        self.reset()
 
     def reset(self) -> None:
         """Everything under way is lost; each end hears of it in its own time."""

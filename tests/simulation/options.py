@@ -1,11 +1,11 @@
 """Everything that a seed decides about a run, in one printed value: shape of the cluster, times, rates, fault kinds."""
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from tests.simulation.transfer_engine import EngineBehaviour
 
-FAULTS = (
+EARLIER_FAULTS = (
     "partition",
     "one-way partition",
     "clog",
@@ -22,6 +22,8 @@ FAULTS = (
     "hostile peer",
     "pause generation",
 )
+LATER_FAULTS = ("drain prefill", "drain decode", "drain router", "update weights")
+FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,15 @@ class Options:
     clock_s: float  # a turn's shortest pause
     engine: EngineBehaviour
     transfer_retries: int = 1
+    max_queued: int = 100  # requests that may wait at a worker
+    max_concurrent: int = 10_000  # requests that the router serves at once
+    early_rejection: bool = False
+    deadlines: bool = False  # some clients say how long they wait
+    drain_timeout_s: float = 2.0
+    checksum: bool = False  # of pages: whoever reads damaged ones notices
+    priorities: bool = False
+    embeddings: bool = False
+    prealloc_timeout_s: float = 10.0
 
     def lines(self) -> list[str]:
         return [f"  {name:18} {value}" for name, value in asdict(self).items()]
@@ -64,7 +75,10 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
     num_nodes = nodes if nodes is not None else drawn_nodes
     fewest = max(1, num_nodes // 2 - 1)
     num_prefill = draw.randint(fewest, num_nodes - fewest)
-    drawn = tuple(kind for kind in FAULTS if draw.random() < draw.choice([0.2, 0.6, 1.0]))
+    drawn = tuple(kind for kind in EARLIER_FAULTS if draw.random() < draw.choice([0.2, 0.6, 1.0]))
+    later = random.Random(f"{seed}/later options")  # a stream of its own: what older seeds draw stays
+    drawn += tuple(kind for kind in LATER_FAULTS if later.random() < 0.4)
+    checksum, flip_rate = later.random() < 0.5, later.choice([0.0, 0.002, 0.02])
     chosen = drawn if faults is None else faults
     page_size = draw.choice([1, 2, 4])
     tight = draw.random() < 0.5
@@ -95,8 +109,17 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         retry_max=draw.choice([0, 1, 3]),
         delay_s=(low_s, low_s * draw.choice([1.5, 5.0, 20.0])),
         clock_s=draw.choice([0.0005, 0.002]),
-        engine=_engine(draw, faulty=bool(chosen)),
+        engine=replace(_engine(draw, faulty=bool(chosen)), flip_rate=flip_rate if chosen and checksum else 0.0),
         transfer_retries=draw.choice([0, 1, 1]),
+        max_queued=later.choice([4, 100, 100]),
+        max_concurrent=later.choice([6, 10_000, 10_000, 10_000]),
+        early_rejection=later.random() < 0.5,
+        deadlines=later.random() < 0.5,
+        drain_timeout_s=later.choice([0.1, 0.5, 3.0]),
+        checksum=checksum,
+        priorities=later.random() < 0.4,
+        embeddings=later.random() < 0.4,
+        prealloc_timeout_s=later.choice([0.5, 10.0, 10.0, 10.0]),
     )
 
 

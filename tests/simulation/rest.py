@@ -17,6 +17,9 @@ def leftovers(worker: Worker) -> list[str]:
         "rooms": len(worker.manager._rooms.machine),
         "exposed pages": sum(worker.exposed["kv"].values()) + sum(worker.exposed["aux"].values()),
         "open HTTP requests": worker.frontend.num_open,
+        "held requests": worker.loop._control.num_held,
+        "pending updates of weights": int(worker.loop._control._update is not None),
+        "end under way": int(worker.frontend.signals.asked.is_set()),
         "dead peers": len(_dead_peers(worker)),
     }
     return [f"{worker.process.name}: {count} {what}" for what, count in open_things.items() if count]
@@ -51,6 +54,9 @@ def counted(worker: Worker) -> dict[str, int]:
         "recomputes that failed": int(roles.get("recompute_failed", 0)),
         "transfers failed": int(manager.get("failed", 0)),
         "late messages": int(manager.get("late_messages", 0)),
+        "preemptions": worker.scheduler.counters.preemptions,
+        "damaged pages found": int(roles.get("kv_checksum_failed", 0)),
+        "checksums verified": int(roles.get("kv_checksum_verified", 0)),
         "stuck rooms": int(manager.get("stuck_rooms", 0)),
         "junk frames": int(manager.get("junk_frames", 0)),
         "protocol errors": int(manager.get("protocol_errors", 0)),

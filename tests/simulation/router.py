@@ -3,7 +3,6 @@ and requests that are simulated. They are coroutines; the loop that runs them ha
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -15,6 +14,8 @@ from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
 from yarl import URL
 
+from lifecycle.stop_signals import StopSignals
+from router.chooser import make_chooser
 from router.config import RouterConfig
 from router.credentials import Credentials
 from router.dashboard.recorder import Recorder
@@ -25,7 +26,6 @@ from router.health import HealthMonitor
 from router.legs import Legs
 from router.lifelines import Lifelines
 from router.metrics import RouterMetrics
-from router.policies import make_policy
 from router.rewrite import Api
 from router.rooms import RoomMinter
 from router.workers import Role, Thresholds, WorkerTable
@@ -47,7 +47,9 @@ class Router:
         self.process = process
         self.aio = VirtualLoop(process)
         draw = network.world.rng(f"router/{process.name}")
-        config = RouterConfig(
+        self.network = network
+        self.signals = StopSignals()
+        config = self.config = RouterConfig(
             pd_disaggregation=True,
             policy=options.policy,
             retry_max=options.retry_max,
@@ -56,18 +58,20 @@ class Router:
             load_poll_interval_s=1.0,
             connect_timeout_s=2.0,
             request_timeout_s=60.0,
+            max_concurrent_requests=options.max_concurrent,
         )
-        self.table = WorkerTable(Thresholds())
+        chooser = make_chooser(config, draw=draw.randrange)
+        self.table = WorkerTable(Thresholds(), on_gone=chooser.forget)
         self.rooms = RoomMinter(draw.getrandbits)
         session: Any = _Session(network, process, config)
-        upstream = SimulatedUpstream(
+        self._upstream = SimulatedUpstream(
             network=network, process=process, aio=self.aio, request_timeout_s=config.request_timeout_s
         )
         metrics = RouterMetrics(self.table)
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(config, api=gate.api)
         self.live = LiveRequests(max_live=config.max_concurrent_requests)
-        legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
+        legs = Legs(self._upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
         self.monitor = HealthMonitor(
             config=config, table=self.table, session=session, credentials=credentials, legs=legs
         )
@@ -76,14 +80,15 @@ class Router:
                 config=config,
                 table=self.table,
                 rooms=self.rooms,
-                policy=make_policy(config.policy, draw=draw.randrange),
+                chooser=chooser,
                 legs=legs,
                 metrics=metrics,
                 credentials=credentials,
                 secret=None,
                 live=self.live,
                 on_unreachable=self.monitor.on_unreachable,
-                recorder=Recorder(time.monotonic),
+                recorder=Recorder(self.aio.time),
+                clock=self.aio.time,
             )
         )
         self._guard = make_guard(gate=gate, limiter=None, metrics=metrics, new_id=lambda: process.name)
@@ -99,18 +104,21 @@ class Router:
             self.monitor.watch(worker)
 
     def _handle(self, request: Request, reply: Reply) -> None:
-        if request.path != Api.GENERATE:
+        if request.path not in tuple(Api):
             reply.whole(404, b"{}")  # what the web server does
             return
         self._num_requests += 1
-        incoming: Any = _IncomingRequest(self.aio, request, reply, f"{self.process.name}-{self._num_requests}")
+        name = f"{self.process.name}-{self._num_requests}"
+        self._upstream.note(name, request)
+        incoming: Any = _IncomingRequest(self.aio, request, reply, name)
         task = self.aio.run(lambda: self.aio.create_task(self._serve(incoming, reply)))
         reply.on_gone = lambda: self.aio.run(task.cancel)  # handler_cancellation=True
 
     async def _serve(self, request: Any, reply: Reply) -> None:
         response = await self._guard(request, self.dispatcher.handle)
         if isinstance(response, web.Response):
-            reply.whole(response.status, response.body if isinstance(response.body, bytes) else b"")
+            body = response.body if isinstance(response.body, bytes) else b""
+            reply.whole(response.status, body, retry_after=response.headers.get("Retry-After", ""))
 
     def check_if_changed(self) -> None:
         seen = (self.table.num_leases, self.rooms.num_live, len(self.aio.errors))
@@ -143,7 +151,7 @@ class _IncomingRequest(dict[Any, Any]):
     def __init__(self, loop: VirtualLoop, request: Request, reply: Reply, request_id: str) -> None:
         super().__init__()
         self.path = request.path
-        self.headers = CIMultiDict({"X-Request-Id": request_id})
+        self.headers = CIMultiDict({"X-Request-Id": request_id, **request.headers})
         self._body = request.body
         self._payload_writer = _Writer(reply)
 
@@ -243,6 +251,8 @@ class _Response:
     def _on_head(self, head: Head) -> None:
         self.status, self.content_type = head.status, head.content_type
         self.headers["Content-Type"] = head.content_type
+        if head.retry_after:
+            self.headers["Retry-After"] = head.retry_after
         self._wake()
 
     def _on_chunk(self, data: bytes) -> None:

@@ -11,6 +11,7 @@ from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
+from engine.core.policy import Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from tests.simulation.bootstrap import SimBootstrap
@@ -60,6 +61,7 @@ def kv_args_of(options: Options, *, num_pages: int) -> KVArgs:
         signature="simulated",
         page_size=size,
         dtype="hash",
+        kv_checksum="simulated" if options.checksum else "off",
     )
 
 
@@ -69,7 +71,7 @@ def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, dec
         limits=Limits(
             page_size=options.page_size,
             max_running_requests=options.max_running,
-            max_queued_requests=100,
+            max_queued_requests=options.max_queued,
             chunked_prefill_size=options.chunk,
             max_prefill_tokens=64,
         ),
@@ -79,6 +81,7 @@ def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, dec
         draw=draw.random,
         backup_pages=options.backup_pages if decodes and options.resume == "host" else 0,
         growth=MeasuredGrowth(),
+        priorities=Priorities(preempt_threshold=1, aging_s=1.0) if options.priorities else None,
         resume_elsewhere=decodes and options.resume == "prefill",
     )
 

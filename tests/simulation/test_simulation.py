@@ -1,8 +1,12 @@
 """The fixed seeds, the files of past failures, and the proof that a seed is a replay and that bugs would be seen."""
 
+import functools
 import os
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +14,15 @@ import pytest
 from tests.simulation import scenario
 from tests.simulation.__main__ import FIXED_SEEDS
 from tests.simulation.mutants import MUTANTS, is_caught
-from tests.simulation.options import FAULTS, options_of
+from tests.simulation.options import FAULTS, Options, options_of
 from tests.simulation.run import Outcome, run
 
 HASHED_SEEDS = (3, 7)
 PLANTED = (
     "skip the quarantine",
-    "acknowledge an abort while writes are in flight",
     "forget a metadata row",
+    "do not verify the checksum",
+    "do not tell decode that a transfer has failed",
 )  # the others: make sim-mutants
 
 
@@ -25,13 +30,103 @@ def _must_hold(outcome: Outcome) -> None:
     assert outcome.ok, f"{outcome.problem}\n{outcome.details}"
 
 
+# What the fixed seeds must inject, and bring about, all together: each at least so often.
+LEAST_INJECTED = {
+    "client disconnect": 10,
+    "clock jump": 20,
+    "clogged link": 20,
+    "connection reset": 20,
+    "damaged page": 5,
+    "drain decode": 10,
+    "drain prefill": 10,
+    "drain router": 10,
+    "duplicate request": 10,
+    "fence error": 5,
+    "freeze bootstrap": 2,
+    "freeze decode": 5,
+    "freeze prefill": 5,
+    "freeze router": 2,
+    "hostile bootstrap body": 5,
+    "hostile control frames": 5,
+    "hostile http body": 5,
+    "kill bootstrap, fast restart": 5,
+    "kill bootstrap, slow restart": 5,
+    "kill decode, fast restart": 10,
+    "kill decode, slow restart": 10,
+    "kill prefill, fast restart": 10,
+    "kill prefill, slow restart": 10,
+    "kill router, fast restart": 5,
+    "kill router, slow restart": 5,
+    "late completion": 10,
+    "memory pressure": 10,
+    "one-way partition": 20,
+    "partition": 20,
+    "pause generation": 20,
+    "slow transfer": 20,
+    "transfer connect error": 5,
+    "transfer error": 50,
+    "update weights": 10,
+    "write after the failure": 50,
+}
+LEAST_SEEN = {
+    "checksums verified": 100,
+    "copies restored, tokens": 10,
+    "damaged pages found": 2,
+    "early rejections": 2,
+    "late messages": 50,
+    "late writes": 20,
+    "notices in time": 50,
+    "resumed through prefill": 1,
+    "retractions": 10,
+    "weights taken": 5,
+    "workers with quarantined pages": 10,
+}
+
+
+@pytest.fixture(scope="module")
+def played() -> Callable[[int], Outcome]:
+    """A fixed seed's outcome; each is played once."""
+    return functools.cache(lambda seed: run(options_of(seed)))
+
+
 @pytest.mark.parametrize("seed", FIXED_SEEDS)
-def test_safe_under_faults_and_at_rest_after_them(seed: int) -> None:
-    _must_hold(run(options_of(seed)))
+def test_safe_under_faults_and_at_rest_after_them(seed: int, played: Callable[[int], Outcome]) -> None:
+    _must_hold(played(seed))
 
 
-def test_the_fixed_seeds_draw_every_kind_of_fault() -> None:
+def test_the_fixed_seeds_inject_every_kind_of_fault(played: Callable[[int], Outcome]) -> None:
     assert {kind for seed in FIXED_SEEDS for kind in options_of(seed).faults} == set(FAULTS)
+    injected, seen = Counter[str](), Counter[str]()
+    for seed in FIXED_SEEDS:
+        injected.update(played(seed).injected)
+        seen.update(played(seed).seen)
+    assert set(injected) == set(LEAST_INJECTED), "a kind of fault without a least count, or one that is never injected"
+    for found, least in ((injected, LEAST_INJECTED), (seen, LEAST_SEEN)):
+        assert {what: found[what] for what, count in least.items() if found[what] < count} == {}
+
+
+def test_a_damaged_page_fails_one_request_with_checksums_and_is_read_without_them() -> None:
+    options = _calm(options_of(11, nodes=4, faults=("client disconnect",)))
+    options = replace(options, checksum=True, engine=replace(options.engine, flip_rate=0.05))
+    noticed = run(options)
+    _must_hold(noticed)
+    assert noticed.injected["damaged page"] and noticed.seen["damaged pages found"] and noticed.outcomes["ok"]
+    assert "reads wrong KV" in run(replace(options, checksum=False)).problem
+
+
+def test_workers_that_drain_one_by_one_lose_nothing() -> None:
+    """Time enough, another worker of each kind, and a router that tries again: every request succeeds."""
+    options = _calm(options_of(11, nodes=6, faults=("drain prefill", "drain decode")))
+    outcome = run(replace(options, drain_timeout_s=20.0, retry_max=5, fault_every_s=1.5))
+    _must_hold(outcome)
+    assert set(outcome.outcomes) == {"ok"} and outcome.injected["drain prefill"] and outcome.injected["drain decode"]
+
+
+def _calm(options: Options) -> Options:
+    """Nothing goes wrong by itself, and nobody is refused for load."""
+    engine = options_of(options.seed, faults=()).engine
+    roomy = replace(options, engine=engine, max_queued=100, max_concurrent=10_000, prealloc_timeout_s=60.0)
+    return replace(roomy, deadlines=False)
 
 
 def test_without_faults_every_request_succeeds() -> None:

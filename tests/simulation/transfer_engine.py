@@ -37,6 +37,7 @@ class EngineBehaviour:
     fence_s: float
     settle_s: float
     gives_up_s: float  # an operation whose way is blocked fails after so long
+    flip_rate: float = 0.0  # copies of pages that arrive damaged
 
 
 class Memory(Protocol):
@@ -48,6 +49,7 @@ class Memory(Protocol):
     def write_allowed(self, kind: str, idx: int) -> bool: ...
     def read_allowed(self, kind: str, idx: int) -> bool: ...
     def copy_from(self, other: "Memory", kind: str, src: int, dst: int) -> None: ...
+    def damage(self, page: int, offset: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -265,6 +267,8 @@ class SimEngine:
         if self._process.alive and op.state is OpState.PENDING and not self._memory.read_allowed(copy.kind, copy.src):
             raise Violation(f"a write reads memory that prefill gave up: {what}")
         target.copy_from(self._memory, copy.kind, copy.src, copy.dst)
+        if copy.kind == "kv" and self._hit("damaged page", self._behaviour.flip_rate):
+            target.damage(copy.dst, self._draw.randrange(target.kv_args.page_size))
         self._world.seen["late writes" if op.state is OpState.FAILED else "writes"] += 1
         self._drop(copy)
         if op.state is OpState.PENDING and not op.left and not op.will_fail:

@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from router.deadline import LEAST_S, TIMEOUT_HEADER
 from router.upstream import HttpReply, UpstreamError
 from tests.simulation.aio import VirtualLoop
 from tests.simulation.http import Call, Head, Request, call
 from tests.simulation.network import Network
-from tests.simulation.world import Process
+from tests.simulation.world import Process, Violation
+
+DEADLINE_SLACK_S = 0.002  # headers are rounded to milliseconds
 
 
 class SimulatedUpstream:
@@ -18,14 +21,30 @@ class SimulatedUpstream:
         self._process = process
         self._aio = aio
         self._request_timeout_s = request_timeout_s
+        self._deadlines: dict[str, float] = {}  # of a request, by its name
+
+    def note(self, name: str, request: Request) -> None:
+        """A client's request has come: what it said of its time is remembered."""
+        if TIMEOUT_HEADER in request.headers:
+            self._deadlines[name] = self._process.clock() + float(request.headers[TIMEOUT_HEADER])
 
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> HttpReply:
+        self._check_deadline(headers)
         reply = HttpReply(self._aio, timeout_s=self._request_timeout_s)  # type: ignore[arg-type]
         exchange = _Exchange(reply, self._aio)
         reply.end_connection = exchange.call.cancel
         address = urlsplit(url).netloc
         call(self._network, self._process, address, Request("POST", path, body, dict(headers)), exchange.call)
         return reply
+
+    def _check_deadline(self, headers: Mapping[str, str]) -> None:
+        """No attempt is told that there is more time than is left."""
+        deadline_s = self._deadlines.get(headers["X-Request-Id"])
+        if deadline_s is None:
+            return
+        left_s = max(LEAST_S, deadline_s - self._process.clock())
+        if float(headers[TIMEOUT_HEADER]) > left_s + DEADLINE_SLACK_S:
+            raise Violation(f"an attempt may take {headers[TIMEOUT_HEADER]} s, {left_s:.3f} s are left")
 
 
 class _Exchange:
@@ -37,7 +56,8 @@ class _Exchange:
         self.call = Call(self._on_head, self._on_chunk, self._on_end, self._on_lost)
 
     def _on_head(self, head: Head) -> None:
-        self._reply.status, self._reply.headers = head.status, {"content-type": head.content_type}
+        again = {"retry-after": head.retry_after} if head.retry_after else {}
+        self._reply.status, self._reply.headers = head.status, {"content-type": head.content_type, **again}
         self._aio.run(self._reply.wake)
 
     def _on_chunk(self, data: bytes) -> None:

@@ -45,8 +45,9 @@ class WatchedReceiver:
         self._exposed["kv"].update(pages)
         self._exposed["aux"].update([row])
 
-    def poll(self) -> Any:
-        return self._receiver.poll()
+    def __getattr__(self, name: str) -> Any:
+        """The rest as it is."""
+        return getattr(self._receiver, name)
 
     def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
         self._give(dst_pages, aux_idx)
@@ -55,15 +56,6 @@ class WatchedReceiver:
     def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Any) -> None:
         self._give(dst_pages, aux_idx)
         self._receiver.ask(dst_pages, aux_idx, work)
-
-    def abort(self, reason: str) -> None:
-        self._receiver.abort(reason)
-
-    def failure(self) -> str | None:
-        return self._receiver.failure()
-
-    def drained(self) -> bool:
-        return self._receiver.drained()
 
     def close(self) -> None:
         self._receiver.close()

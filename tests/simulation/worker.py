@@ -13,12 +13,21 @@ import numpy as np
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.registry import Registry
 from disagg.decode_role import DecodeRole
-from disagg.metadata import MetadataBuffers
+from disagg.metadata import Checksum, MetadataBuffers
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.watchdog import Watchdog
-from engine.messages import ToDetokenizer, ToFrontend, TokenBatch, TokenOutput, ToScheduler
+from engine.messages import (
+    StateReply,
+    TextBatch,
+    TextOutput,
+    ToDetokenizer,
+    ToFrontend,
+    TokenBatch,
+    TokenOutput,
+    ToScheduler,
+)
 from tests.core.hash_model import VOCAB
 from tests.simulation.activity import Activity, Flag
 from tests.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
@@ -29,6 +38,7 @@ from tests.simulation.http import serve
 from tests.simulation.surroundings import ONE_HOST, SimPool, Surroundings, kv_args_of, make_scheduler
 from tests.simulation.transfer_engine import SimEngine, make_caps
 from tests.simulation.watched import WatchedReceivers
+from tests.simulation.weights import SimWeights
 from tests.simulation.world import Process, Violation
 from transfer_backends.contract import Caps, Route
 from transfer_backends.decode_manager import DecodeManager
@@ -61,6 +71,7 @@ class Worker:
         self.inbox: list[ToScheduler] = []
         self._arrivals: dict[str, float] = {}  # of the last message on each way
         self.wait_s = 0.0
+        self.on_stopped: Callable[[], None] = lambda: None  # the loop has ended
         self.scheduler = make_scheduler(options, num_pages=num_pages, draw=self.draw, decodes=not is_prefill)
         self.threads: dict[str, Activity] = {}
         self.manager = self._prefill_manager() if is_prefill else self._decode_manager()
@@ -172,6 +183,7 @@ class Worker:
             directory=registrar,
             page_bytes=self.kv_args.kv.item_bytes,
             bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
+            checksum=self._checksum(),
         )
 
     def _decode_role(self) -> DecodeRole:
@@ -181,8 +193,12 @@ class Worker:
             manager=WatchedReceivers(self.manager, self.exposed),
             metadata=self.metadata,
             moves_bytes=True,
-            prealloc_timeout_s=10.0,
+            prealloc_timeout_s=self.around.options.prealloc_timeout_s,
+            checksum=self._checksum(),
         )
+
+    def _checksum(self) -> Checksum | None:
+        return self.model.checksum if self.around.options.checksum else None
 
     def _loop(self, depth: int) -> EngineLoop:
         idle: Any = SimpleNamespace()
@@ -191,7 +207,7 @@ class Worker:
             executor=self.executor,
             role=self.role,
             ports=_Ports(self),
-            weights=idle,
+            weights=SimWeights(self.process, self.model, self.draw),
             profiler=idle,
             watchdog=Watchdog(timeout_s=0),
             settings=LoopSettings(depth=depth, eos_ids=frozenset({EOS}), prefill_only=self.role_name == "prefill"),
@@ -202,19 +218,11 @@ class Worker:
         info: dict[str, Any] = {"disaggregation_mode": self.role_name, "disaggregation_bootstrap_port": BOOTSTRAP_PORT}
         if self.around.shared_bootstrap is not None:
             info["disaggregation_bootstrap_server"] = self.around.shared_bootstrap
-        self.frontend = Frontend(name=self.process.name, send=self._to_scheduler, info=info)
-        self.frontend.load = self._load
+        self.frontend = Frontend(
+            process=self.process, role=self.role_name, options=self.around.options, send=self._to_scheduler, info=info
+        )
         address = f"{self.process.node}:{HTTP_PORT}"
         serve(self.around.network, self.process, address, self.frontend.handle)
-
-    def _load(self) -> dict[str, int]:
-        counts = self.scheduler.memory.allocator.counts()
-        return {
-            "num_running_reqs": self.scheduler.num_running,
-            "num_waiting_reqs": self.scheduler.num_waiting,
-            "num_used_tokens": counts["held"] * self.around.options.page_size,
-            "num_waiting_uncached_tokens": self.scheduler.waiting_tokens,
-        }
 
     # ---- threads
 
@@ -231,8 +239,12 @@ class Worker:
         self.inbox.append(message)
         self._wake_loop()
 
-    def _turn(self) -> float:
+    def _turn(self) -> float | None:
         worked = self.loop.turn()
+        if self.loop.stopped:
+            self.check()
+            self.on_stopped()
+            return None
         self._num_idle = 0 if worked else self._num_idle + 1
         if self._num_idle <= 2 or self._num_idle % 8 == 0:  # a turn that finds nothing changes nothing
             self.check()
@@ -279,7 +291,11 @@ class Worker:
                 raise Violation(f"{self.process.name}: {output.rid} skips or repeats tokens")
             self.around.world.note(f"{output.rid} says {output.new_ids} {output.finish and output.finish.kind}")
             self.said[output.rid] = before + len(output.new_ids) if output.finish is None else -1
-        self._pass_on("to frontend", "tokens", self.frontend.on_outputs, outputs)
+        self.tell_frontend(TextBatch([TextOutput(text="", tokens=output) for output in outputs]))
+
+    def tell_frontend(self, message: ToFrontend) -> None:
+        """The detokenizer is on the way, with nothing to do."""
+        self._pass_on("to frontend", type(message).__name__, self.frontend.on_message, message)
 
     @property
     def transfers(self) -> bool:
@@ -304,6 +320,9 @@ class Worker:
             return
         for offset in range(self.around.options.page_size):
             self.model.kv[dst, offset] = other.model.kv.get((src, offset), NOTHING)
+
+    def damage(self, page: int, offset: int) -> None:
+        self.model.damage(page, offset)
 
     # ---- checks
 
@@ -337,9 +356,11 @@ class _Ports:
     def to_detokenizer(self, message: ToDetokenizer) -> None:
         if isinstance(message, TokenBatch):
             self._worker.say(message.outputs)
+        elif isinstance(message, StateReply):
+            self._worker.tell_frontend(message)
 
     def to_frontend(self, message: ToFrontend) -> None:
-        """Control replies interest nobody here."""
+        self._worker.tell_frontend(message)
 
     def call_attention(self) -> None:
         self._worker._wake_loop()

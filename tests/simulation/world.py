@@ -111,6 +111,8 @@ class Process:
         self.life = life
         self.alive = True
         self.frozen = False
+        self.thawed_s = -1.0  # when it was thawed last
+        self.orderly = False  # it ended by itself: what it has sent still arrives
         self.skew_s = skew_s
         self.backlog: deque[Event] = deque()
         self.on_death: list[Callable[[], None]] = []
@@ -131,12 +133,18 @@ class Process:
         for act in self.on_death:
             act()
 
+    def exit(self) -> None:
+        """It ends by itself."""
+        self.orderly = True
+        self.kill()
+
     def freeze(self) -> None:
         self.frozen = True
 
     def thaw(self) -> None:
         """What waited happens now, in the order it came."""
         self.frozen = False
+        self.thawed_s = self.world.now_s
         waited, self.backlog = self.backlog, deque()
         for event in waited:
             if not event.cancelled:

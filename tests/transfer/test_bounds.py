@@ -1,11 +1,16 @@
-"""What requests and peers can make a decode worker remember has an end."""
+"""What requests and peers can make a worker remember has an end, in number and in time."""
 
+import numpy as np
 import pytest
 
 from tests.transfer.sim import ARGS, CAPS
-from transfer_backends.contract import Route, TransferConfig
+from transfer_backends.contract import Asked, Route, TransferConfig, Work
 from transfer_backends.decode_rooms import DecodeRooms
 from transfer_backends.kvpoll import KVPoll
+from transfer_backends.liveness import UNMARKED
+from transfer_backends.prefill_inbox import MAX_REASON_CHARS, Inbox, Offer
+from transfer_backends.prefill_peers import PeerTable
+from transfer_backends.wire import Refused, Register, WireRegion, layout_of
 
 
 def core(**config: int) -> DecodeRooms:
@@ -35,3 +40,80 @@ def test_the_latest_bootstrap_servers_are_remembered(monkeypatch: pytest.MonkeyP
         rooms.on_route(f"server-{room}:1", room, Route("h:1", "p", shared), 0.0)
     table = rooms._shared if shared else rooms._routes
     assert list(table) == [f"server-{room}:1" for room in (6, 7, 8)]
+
+
+# ---- prefill: what peers can make it remember
+
+
+def offer(num_pages: int = 1) -> Offer:
+    return Offer("d", np.arange(num_pages, dtype=np.int64), 0)
+
+
+def test_offers_and_their_page_ids_are_bounded_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer_backends.prefill_inbox.MAX_PAGES", 10)
+    inbox = Inbox(TransferConfig(max_orphans=3, bootstrap_timeout_s=5.0))
+    assert inbox.keep((1, 0), offer(8), 0.0) and not inbox.keep((2, 0), offer(3), 0.0)
+    assert (
+        inbox.keep((3, 0), offer(), 1.0) and inbox.keep((4, 0), offer(), 2.0) and not inbox.keep((5, 0), offer(0), 2.0)
+    )
+    assert [key for key, _ in inbox.expire(6.0)] == [(1, 0), (3, 0)] and len(inbox) == 1
+    assert inbox.keep((6, 0), offer(9), 6.0) and inbox.check() == []
+
+
+def test_ended_rooms_and_their_reasons_are_bounded_and_expire() -> None:
+    inbox = Inbox(TransferConfig(max_tombstones=100, bootstrap_timeout_s=5.0))
+    for room in range(1, 151):
+        inbox.bury((room, 0), "x" * 5000, by_peer=True, now_s=room / 100)
+    kept = [room for room in range(1, 151) if inbox.tombstone((room, 0)) is not None]
+    assert kept == list(range(51, 151))
+    stone = inbox.tombstone((51, 0))
+    assert stone is not None and len(stone.reason) == MAX_REASON_CHARS
+    inbox.bury((51, 0), "again", by_peer=False, now_s=2.0)
+    inbox.expire(6.5)
+    assert inbox.tombstone((150, 0)) is None and inbox.tombstone((51, 0)) is not None
+    inbox.expire(7.0)
+    assert not inbox._tombstones
+
+
+def test_what_decode_asks_is_bounded_in_tokens_and_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer_backends.prefill_inbox.MAX_TOKENS", 5)
+    inbox = Inbox(TransferConfig())
+    asked = [Asked(room, 1, Work(tokens=[7, 7, 7])) for room in (1, 2, 3)]
+    assert inbox.ask(asked[0], offer(), 0.0) and not inbox.ask(asked[1], offer(), 0.0)
+    assert inbox.take_asked() == asked[:1] and inbox.ask(asked[2], offer(), 0.0) and inbox.num_asked == 1
+
+
+def peers(**config: float) -> PeerTable:
+    layout = layout_of(ARGS, backend="sim")
+    settings = TransferConfig(**config)  # type: ignore[arg-type]
+    items = (ARGS.kv.item_bytes, ARGS.aux.item_bytes)
+    return PeerTable(incarnation="p", mark=UNMARKED, layout=layout, items=items, config=settings)
+
+
+def registration(name: str) -> Register:
+    kv, aux = WireRegion(1 << 20, 64, ARGS.kv.item_bytes, None), WireRegion(1 << 30, 16, ARGS.aux.item_bytes, None)
+    return Register(name, "p", layout_of(ARGS, backend="sim"), kv, aux, b"")
+
+
+def test_decode_peers_of_prefill_are_bounded_and_a_lost_one_makes_room() -> None:
+    table = peers(max_peers=2)
+    for name in ("a", "b", "c"):
+        table.register(name.encode(), registration(name), 0.0)
+    said = [message for _, message in table.effects.outbox]
+    assert len(table) == 2 and isinstance(said[-1], Refused) and "max_peers" in said[-1].reason
+    lost = table.lose(b"a")
+    assert lost is not None
+    table.retire(lost)
+    table.register(b"c", registration("c"), 1.0)
+    assert len(table) == 2 and table.get("c") is not None and table.check() == []
+
+
+def test_a_decode_peer_that_cannot_be_reached_is_forgotten() -> None:
+    table = peers(handshake_timeout_s=3.0)
+    table.register(b"a", registration("a"), 0.0)
+    table.on_connect_failed("a", "no route", 1.0)
+    assert len(table) == 1
+    table.on_connect_failed("a", "no route", 1.0)
+    table.tick(2.0)
+    table.on_connect_failed("a", "no route", 3.0)
+    assert len(table) == 0 and table.links() == []

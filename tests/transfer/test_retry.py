@@ -96,6 +96,7 @@ def test_whichever_write_fails_all_bytes_arrive(rigs: Any, bad: int, delay_s: fl
     assert bytes(target.aux[7]) == bytes(source.aux[2])
     counters = rig.prefill.counters
     assert (counters["retried"], counters["failed_posts"], counters.get("failed", 0)) == (1, 1, 0)
+    assert rig.decode.counters["retried"] == receiver.retries() == 1
     events = rig.engine.events
     after = events[events.index("fence") :]
     assert "bad" not in after and after.count("post") == NUM_POSTS and after.count("fence") == 1

@@ -24,7 +24,12 @@ import numpy as np
 from transfer_backends.contract import BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
 from transfer_backends.engines.environment import quiet, set_defaults
 
-SETTINGS = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}
+SETTINGS = {
+    "NIXL_LOG_LEVEL": "ERROR",
+    "UCX_LOG_LEVEL": "error",
+    # A machine that is gone without a word: the kernel tries for a quarter of an hour, and what it reads stays held.
+    "UCX_TCP_USER_TIMEOUT": "20s",
+}
 FENCE_BYTES = 8
 SCRATCH_BYTES = 4096
 

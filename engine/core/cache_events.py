@@ -1,0 +1,89 @@
+"""What changes in the prefix cache, kept until somebody takes it: the source of KV events. Pure.
+
+The radix cache tells it of nodes; it gives pages names that mean something outside (a chained hash of all tokens up to
+and with the page) and says in which order they came and went. A page has one name while it is cached, so a node may be
+split and nothing changes here.
+"""
+
+from dataclasses import dataclass
+
+from engine.core.page_keys import next_keys
+from engine.core.radix_cache import Node
+
+HASH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """`hashes`: of the pages with `tokens`, which follow the page called `parent` (None: the start of a prompt).
+
+    `adapter`: 0 for the model alone.
+    """
+
+    hashes: list[int]
+    parent: int | None
+    tokens: list[int]
+    adapter: int
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    hashes: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Nothing is cached any more."""
+
+
+CacheEvent = Stored | Removed | Cleared
+
+
+class CacheEvents:
+    """Collects; `take` at least once a turn of the loop, or it grows."""
+
+    def __init__(self, *, page_size: int) -> None:
+        self.page_size = page_size
+        self._keys: dict[int, bytes] = {}  # of cached pages
+        self._events: list[CacheEvent] = []
+
+    def on_stored(self, node: Node) -> None:
+        """A new leaf."""
+        parent = node.parent
+        assert parent is not None
+        above = self._keys[parent.pages[-1]] if parent.pages else None
+        adapter = _adapter(node)
+        keys = next_keys(above or f"adapter {adapter}".encode(), node.key, self.page_size)
+        self._keys.update(zip(node.pages, keys, strict=True))
+        self._events.append(
+            Stored([_short(key) for key in keys], None if above is None else _short(above), list(node.key), adapter)
+        )
+
+    def on_removed(self, node: Node) -> None:
+        if node.pages:
+            self._events.append(Removed([_short(self._keys.pop(page)) for page in node.pages]))
+
+    def on_cleared(self) -> None:
+        self._keys.clear()
+        self._events.append(Cleared())
+
+    def take(self) -> list[CacheEvent]:
+        """What happened since the last call, in order."""
+        taken, self._events = self._events, []
+        return taken
+
+    @property
+    def num_named(self) -> int:
+        """Pages that outsiders believe to be cached, once they have all events."""
+        return len(self._keys)
+
+
+def _short(key: bytes) -> int:
+    return int.from_bytes(key[:HASH_BYTES])
+
+
+def _adapter(node: Node) -> int:
+    """Whose branch `node` is in: the root's child says, by a key that no token can be."""
+    while node.parent is not None and node.parent.parent is not None:
+        node = node.parent
+    return -node.key[0] if node.key and node.key[0] < 0 else 0

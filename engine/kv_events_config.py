@@ -1,0 +1,58 @@
+"""The value of `--kv-events-config`, with vLLM's and SGLang's field names. Pure."""
+
+import msgspec
+
+from engine.config import ConfigError
+
+FLAG = "--kv-events-config"
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a worker publishes what happens in its prefix cache.
+
+    endpoint: tcp://HOST:PORT to bind; HOST * is every address, PORT * or 0 a free one (told by /server_info).
+    replay_endpoint: where subscribers ask for batches they missed; None: nowhere. buffer_steps: batches kept for that.
+    max_queue_size: batches that may wait to be sent; more are dropped, and subscribers see the gap.
+    hwm: messages that ZMQ holds for one slow subscriber.
+    """
+
+    publisher: str = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+    enable_kv_cache_events: bool = True
+
+    def hosts(self) -> list[str]:
+        """The addresses it binds."""
+        return [split_endpoint(e)[0] for e in (self.endpoint, self.replay_endpoint) if e is not None]
+
+
+def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
+    """None: no events. ConfigError for a value that cannot be honoured."""
+    if text is None:
+        return None
+    try:
+        config = msgspec.json.decode(text, type=KVEventsConfig)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f'{FLAG}: give JSON such as {{"endpoint": "tcp://127.0.0.1:5557"}}: {error}') from None
+    if config.publisher == "null" or not config.enable_kv_cache_events:
+        return None
+    if config.publisher != "zmq":
+        raise ConfigError(f"{FLAG}: publisher must be zmq or null, got {config.publisher!r}")
+    for name in ("buffer_steps", "hwm", "max_queue_size"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{FLAG}: {name} must be at least 1, got {getattr(config, name)}")
+    config.hosts()
+    return config
+
+
+def split_endpoint(endpoint: str) -> tuple[str, str]:
+    """(host, port) of tcp://HOST:PORT; the port is a number or *. ConfigError for anything else."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    is_port = port == "*" or (port.isdecimal() and int(port) < 65536)
+    if not endpoint.startswith("tcp://") or not host or not is_port:
+        raise ConfigError(f"{FLAG}: {endpoint!r} is no address to bind; give tcp://HOST:PORT")
+    return host.strip("[]"), port

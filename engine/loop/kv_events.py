@@ -1,0 +1,188 @@
+"""Publishes the prefix cache's events over ZMQ: a thread with two sockets behind a bounded queue.
+
+The loop's thread only puts what happened in a turn into the queue; where that is full the batch is dropped, and its
+number with it, so that subscribers see the gap. Sockets, frames and names are vLLM's (transfer_backends/kv_events.py).
+With the cluster's secret both sockets ask for it (CURVE, as the control plane does): events hold the users' tokens.
+"""
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from typing import Any, Protocol
+
+import zmq
+
+from engine.config import ConfigError
+from engine.core.cache_events import CacheEvent, CacheEvents, Removed, Stored
+from engine.kv_events_config import FLAG, KVEventsConfig
+from transfer_backends.curve import Doorkeeper, guard_listener
+from transfer_backends.kv_events import (
+    END_SEQ,
+    MEDIUM,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+    encode_batch,
+    seq_bytes,
+)
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 20  # how long a replay request, or the end, may wait while nothing is published
+MAX_REQUEST_BYTES = 1024
+LINGER_MS = 200
+
+
+class Publisher(Protocol):
+    def publish(self, events: list[KVEvent]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EventPump:
+    """Between the cache's events and their publisher, once a turn. Without one a turn is nothing."""
+
+    def __init__(self, events: CacheEvents | None = None, publisher: Publisher | None = None) -> None:
+        self._events = events
+        self._publisher = publisher
+
+    def turn(self) -> None:
+        if self._events is None or self._publisher is None:
+            return
+        happened = self._events.take()
+        if happened:
+            self._publisher.publish([to_wire(event, self._events.page_size) for event in happened])
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def to_wire(event: CacheEvent, page_size: int) -> KVEvent:
+    match event:
+        case Stored(hashes=hashes, parent=parent, tokens=tokens, adapter=adapter):
+            return BlockStored(list(hashes), parent, tokens, page_size, adapter or None, MEDIUM)
+        case Removed(hashes=hashes):
+            return BlockRemoved(list(hashes), MEDIUM)
+    return AllBlocksCleared()
+
+
+class ZmqPublisher:
+    """Binds at once (ConfigError where it cannot), sends from a thread of its own."""
+
+    def __init__(self, config: KVEventsConfig, *, secret: bytes | None = None) -> None:
+        self._config = config
+        self._queue: queue.Queue[tuple[int, KVEventBatch] | None] = queue.Queue(config.max_queue_size)
+        self._next = 0
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
+        self._doorkeeper = None if secret is None else Doorkeeper(self._context, secret)
+        self._pub = self._replay = None
+        try:
+            self._pub = self._bound(zmq.PUB, config.endpoint, secret)
+            if config.replay_endpoint is not None:
+                self._replay = self._bound(zmq.ROUTER, config.replay_endpoint, secret)
+        except ConfigError:
+            self._close_sockets()
+            raise
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def describe(self) -> str:
+        """JSON for /server_info: the configuration with the ports that were taken, and whether the secret is asked for."""
+        assert self._pub is not None
+        told = {
+            "publisher": self._config.publisher,
+            "endpoint": _endpoint(self._pub),
+            "replay_endpoint": None if self._replay is None else _endpoint(self._replay),
+            "topic": self._config.topic,
+            "curve": self._doorkeeper is not None,
+        }
+        return json.dumps(told)
+
+    def publish(self, events: list[KVEvent]) -> None:
+        """Never blocks."""
+        seq, self._next = self._next, self._next + 1
+        try:
+            self._queue.put_nowait((seq, KVEventBatch(time.time(), events)))
+        except queue.Full:
+            log.warning("%s: %d batches wait to be sent; one is dropped", FLAG, self._config.max_queue_size)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self._send_next()
+                self._serve_others()
+            while not self._queue.empty():
+                self._send_next()
+        finally:
+            self._close_sockets()
+
+    def _send_next(self) -> None:
+        try:
+            item = self._queue.get(timeout=POLL_MS / 1000)
+        except queue.Empty:
+            return
+        assert item is not None and self._pub is not None
+        payload = encode_batch(item[1])
+        self._sent.append((item[0], payload))
+        self._pub.send_multipart([self._config.topic.encode(), seq_bytes(item[0]), payload])
+
+    def _serve_others(self) -> None:
+        if self._doorkeeper is not None:
+            self._doorkeeper.answer()
+        while self._replay is not None and self._replay.poll(0):
+            self._answer(self._replay, self._replay.recv_multipart())
+
+    def _answer(self, replay: Any, frames: list[bytes]) -> None:
+        """What a subscriber missed. One that does not read what it asked for misses it again: nothing here waits."""
+        if len(frames) != 3 or len(frames[2]) != 8:
+            log.warning("%s: a replay request of another form; ignored", FLAG)
+            return
+        start = int.from_bytes(frames[2], "big")
+        for seq, payload in list(self._sent):
+            if seq >= start:
+                replay.send_multipart([frames[0], b"", seq_bytes(seq), payload])
+        replay.send_multipart([frames[0], b"", END_SEQ, b""])
+
+    # ---- sockets
+
+    def _bound(self, kind: int, endpoint: str, secret: bytes | None) -> Any:
+        sock: Any = self._context.socket(kind)
+        sock.setsockopt(zmq.LINGER, LINGER_MS)
+        sock.setsockopt(zmq.SNDHWM, self._config.hwm)
+        sock.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        sock.setsockopt(zmq.IPV6, "[" in endpoint)
+        if secret is not None:
+            guard_listener(sock, secret)
+        try:
+            sock.bind(endpoint)
+        except zmq.ZMQError as error:
+            sock.close(0)
+            raise ConfigError(f"{FLAG}: cannot listen at {endpoint}: {error}") from error
+        return sock
+
+    def _close_sockets(self) -> None:
+        for sock in (self._pub, self._replay):
+            if sock is not None:
+                sock.close()
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+        self._context.term()
+
+
+def _endpoint(sock: Any) -> str:
+    last: bytes = sock.getsockopt(zmq.LAST_ENDPOINT)
+    return last.rstrip(b"\0").decode()

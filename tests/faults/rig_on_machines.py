@@ -1,0 +1,76 @@
+"""The rig with prefill and decode on machines of their own (network namespaces): a cut is their cable pulled.
+
+The engines' own data paths are cut as well: between machines there is no shared memory, so both move KV by TCP (NIXL is told
+so, as processes in two namespaces of one kernel still look like one host to UCX). Off loopback the cluster has a secret.
+"""
+
+import random
+import secrets
+
+import httpx2 as httpx
+
+from tests.e2e.workload import recall_body
+from tests.faults.cells import Layout, Victim
+from tests.faults.machines import Machines
+from tests.faults.network import LOOPBACK, Link
+from tests.faults.rig import WORKERS, Rig
+
+PROMPT_PAIRS = 110
+LEAST_TOKEN_BYTES = 500  # the shipped model's KV is twice that, a request's own body a hundredth
+
+
+class RigOnMachines(Rig):
+    layout = Layout.MACHINES
+    _env = {"UCX_TLS": "tcp"}
+
+    def __init__(self, backend: str) -> None:
+        self._machines = Machines(WORKERS)
+        try:
+            super().__init__(backend)
+        except BaseException:
+            self._machines.close()
+            raise
+        self._secret = self.household.folder / "cluster.secret"
+        self._secret.write_text(secrets.token_hex(32))
+        self._secret.chmod(0o600)
+
+    def start_all(self) -> None:
+        super().start_all()
+        self._assert_kv_goes_by_cable()
+
+    def _assert_kv_goes_by_cable(self) -> None:
+        """Else a pulled cable would cut less than this layout says."""
+        body, _ = recall_body(random.Random(1), PROMPT_PAIRS)
+        before = self._machines.bytes_to("decode")
+        answer = httpx.post(f"{self.router}/generate", json=body, timeout=30.0)
+        assert answer.status_code == 200, answer.text
+        moved = self._machines.bytes_to("decode") - before
+        assert moved > LEAST_TOKEN_BYTES * len(body["input_ids"]), f"only {moved} bytes went to decode's machine"
+
+    def _lookup_link(self) -> Link:
+        """At prefill's address, where the router tells decode to ask: as if the bootstrap server were inside prefill."""
+        sock = self._machines.listen("prefill", self._port["lookup"])
+        return self._network.link_from(sock, target=(self._machines.host, self._port["bootstrap"]))
+
+    def _host(self, name: str) -> str:
+        return LOOPBACK if name == "router" else self._machines.address.get(name, self._machines.host)
+
+    def _before(self, name: str) -> list[str]:
+        return self._machines.command_on(name) if name in WORKERS else []
+
+    def _off_loopback(self, name: str) -> list[str]:
+        http = ["--allow-insecure"] if name in WORKERS else []
+        return ["--cluster-secret-file", str(self._secret), *http]
+
+    def cut(self, victim: Victim) -> None:
+        self._machines.pull(str(victim))
+
+    def heal(self, victim: Victim) -> None:
+        self._machines.plug(str(victim))
+
+    def close(self) -> list[str]:
+        for worker in WORKERS:
+            self._machines.plug(worker)
+        left = super().close()
+        self._machines.close()
+        return left

@@ -1,0 +1,67 @@
+"""`make manifests`: every overlay as the real kustomize builds it, kept beside the tests.
+
+No registry that we install from has a kustomize, so the tests read these files; a digest of the sources in each one's first
+line says whether they are still true. Sample keys stand in for the Secret's, and are not kept.
+"""
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+SOURCES = REPO / "deploy" / "kubernetes"
+DASHBOARD = REPO / "deploy" / "monitoring"
+RENDERED = Path(__file__).parent / "rendered"
+KEYS = ("cluster.secret", "api.keys", "admin.keys")
+
+
+def overlays() -> list[str]:
+    return sorted(path.parent.name for path in (SOURCES / "overlays").glob("*/kustomization.yaml"))
+
+
+def digest_of_sources() -> str:
+    """Of all that kustomize reads; the dashboard's contents are another test's business."""
+    files = [*SOURCES.rglob("*.yaml"), *DASHBOARD.glob("*.yaml")]
+    text = "\0".join(f"{path.relative_to(REPO)}\0{path.read_text()}" for path in sorted(files))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def first_line() -> str:
+    return f"# Built by `make manifests` from deploy/kubernetes, digest {digest_of_sources()}. Do not edit.\n"
+
+
+def main() -> int:
+    command = shlex.split(os.environ.get("KUSTOMIZE", "kubectl kustomize"))
+    RENDERED.mkdir(exist_ok=True)
+    for old in RENDERED.glob("*.yaml"):
+        old.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        root = _copy(Path(folder))
+        for name in overlays():
+            done = subprocess.run(
+                [*command, str(root / "overlays" / name)], stdout=subprocess.PIPE, text=True, check=True
+            )
+            (RENDERED / f"{name}.yaml").write_text(first_line() + done.stdout)
+            print(f"{name}: {done.stdout.count(chr(10))} lines")
+    return 0
+
+
+def _copy(folder: Path) -> Path:
+    """The tree as a user has it after make_secrets.sh, with sample keys and an empty dashboard."""
+    shutil.copytree(SOURCES, folder / "kubernetes", ignore=shutil.ignore_patterns("secrets"))
+    shutil.copytree(DASHBOARD, folder / "monitoring")
+    (folder / "monitoring" / "grafana-dashboard.json").write_text("{}\n")
+    secrets = folder / "kubernetes" / "base" / "secrets"
+    secrets.mkdir()
+    for name in KEYS:
+        (secrets / name).write_text("a sample, no secret\n")
+    return folder / "kubernetes"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

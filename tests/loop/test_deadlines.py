@@ -1,0 +1,215 @@
+"""Requests whose time is over end where they are, and their memory is back: the real loop with the hash model, no clock."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.core.plan import Plan, StepResult
+from engine.loop.deadlines import SOON_S, SPARE, Deadlines, too_late
+from engine.loop.loop import IDLE_WAIT_S, EngineLoop, LoopSettings
+from engine.loop.role import UnifiedRole
+from engine.loop.watchdog import Watchdog
+from engine.messages import (
+    ContinueGeneration,
+    Drain,
+    FinishReason,
+    GenerateBatch,
+    GenerateRequest,
+    PauseGeneration,
+    TokenBatch,
+    TokenOutput,
+)
+from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import EngineInATest
+from tests.core.hash_model import HashModel, expected_tokens
+from tests.loop.test_control import FakeProfiler, FakeWeights
+
+
+class Launched:
+    def __init__(self, plan: Plan, result: StepResult) -> None:
+        self.plan, self.result = plan, result
+
+
+class AtOnce:
+    """An executor whose steps are computed when they are launched."""
+
+    def __init__(self, model: HashModel) -> None:
+        self._model = model
+
+    def launch(self, plan: Plan) -> Launched:
+        return Launched(plan, self._model.run(plan))
+
+    launch_forward = launch
+
+    def launch_draw(self, launched: Launched) -> None:
+        """Drawn already."""
+
+    def collect(self, launched: Launched) -> StepResult:
+        return launched.result
+
+
+class NotedRole(UnifiedRole):
+    closed: str | None = None
+    ended: tuple[str, ...] = ()
+
+    def close_to_peers(self, why: str | None) -> None:
+        self.closed = why
+
+    def end_peers_work(self, why: str) -> None:
+        self.ended += (why,)
+
+
+class Rig:
+    """One request may run at a time. `tell` and `turn` are all there is; time is `now_s`."""
+
+    def __init__(self, depth: int = 1) -> None:
+        self.engine = EngineInATest(max_running=1)
+        self.inbox: list[Any] = []
+        self.rests: list[float] = []
+        self.now_s = 100.0
+        self.role = NotedRole(self.engine.scheduler)
+        self.loop = EngineLoop(
+            scheduler=self.engine.scheduler,
+            executor=AtOnce(self.engine.model),
+            role=self.role,
+            ports=self,
+            weights=FakeWeights(),
+            profiler=FakeProfiler(),
+            watchdog=Watchdog(timeout_s=300.0),
+            settings=LoopSettings(depth=depth, eos_ids=frozenset(), prefill_only=False),
+            clock=lambda: self.now_s,
+        )
+
+    # ports
+    def receive(self) -> list[Any]:
+        told, self.inbox = self.inbox, []
+        return told
+
+    def wait(self, timeout_s: float) -> None:
+        self.rests.append(timeout_s)
+
+    def to_detokenizer(self, message: Any) -> None:
+        if isinstance(message, TokenBatch):
+            self.engine.say(message.outputs)
+
+    def to_frontend(self, message: Any) -> None:
+        """Replies of the control."""
+
+    def call_attention(self) -> None:
+        """Nobody sleeps here."""
+
+    def tell(self, *messages: Any) -> None:
+        self.inbox += messages
+        self.loop.turn()
+
+    def turns(self, n: int) -> None:
+        for _ in range(n):
+            self.loop.turn()
+
+    def rest(self) -> float:
+        self.loop._rest()
+        return self.rests[-1]
+
+    def assert_ended(self, rid: str, timeout_s: float) -> None:
+        assert self.engine.finish[rid] == too_late(timeout_s) and self.engine.finish[rid].status == 504
+
+    def assert_all_back(self) -> None:
+        self.engine.scheduler.check()
+        assert self.engine.scheduler.memory.allocator.counts()["held"] == 0 and not self.engine.scheduler.live_rids()
+        assert len(self.loop._deadlines) == 0
+
+
+def ask(rid: str, timeout_s: float | None, new: int = 40) -> GenerateRequest:
+    return GenerateRequest(rid, [1, 2, 3], SamplingParams(max_new_tokens=new), timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_running_and_waiting_requests_end_at_their_deadline(depth: int) -> None:
+    rig = Rig(depth)
+    rig.tell(GenerateBatch([ask("runs", 5.0), ask("waits", 3.0), ask("patient", None)]))
+    rig.turns(4)
+    assert 0 < len(rig.engine.tokens["runs"]) < 40
+    rig.now_s += 3.0
+    rig.loop.turn()
+    rig.assert_ended("waits", 3.0)
+    assert "runs" not in rig.engine.finish and rig.engine.tokens["waits"] == []
+    rig.now_s += 2.0
+    rig.loop.turn()
+    rig.assert_ended("runs", 5.0)
+    got = rig.engine.tokens["runs"]
+    assert got == expected_tokens([1, 2, 3], 40)[: len(got)]
+    rig.turns(60)
+    assert rig.engine.tokens["patient"] == expected_tokens([1, 2, 3], 40)
+    rig.assert_all_back()
+
+
+def test_time_goes_on_while_a_request_is_held_back() -> None:
+    rig = Rig()
+    rig.tell(PauseGeneration("p", "in_place"))
+    rig.tell(ask("held", 2.0), ask("later", 9.0, new=2))
+    rig.now_s += 2.0
+    assert rig.rest() == SOON_S
+    rig.loop.turn()
+    rig.assert_ended("held", 2.0)
+    rig.tell(ContinueGeneration("c"))
+    rig.turns(5)
+    assert rig.engine.finish["later"].kind == "length"
+    rig.assert_all_back()
+
+
+def test_a_rest_ends_with_the_next_deadline() -> None:
+    rig = Rig()
+    assert rig.rest() == IDLE_WAIT_S
+    rig.tell(PauseGeneration("p", "in_place"))
+    rig.tell(ask("a", 0.3), ask("b", 0.7))
+    assert rig.rest() == pytest.approx(0.3)
+    rig.now_s += 0.4
+    rig.loop.turn()
+    assert rig.rest() == pytest.approx(0.3)
+    rig.now_s += 0.4
+    rig.loop.turn()
+    assert rig.rest() == IDLE_WAIT_S and set(rig.engine.finish) == {"a", "b"}
+
+
+def test_ended_requests_leave_no_deadline_behind() -> None:
+    deadlines = Deadlines()
+    for number in range(10 * SPARE):
+        rid = f"r{number % 7}"  # names come back
+        deadlines.note(ask(rid, 1e9 - number), 0.0)
+        deadlines.told(
+            [TokenOutput(rid=rid, new_ids=[1]), TokenOutput(rid=rid, new_ids=[], finish=FinishReason(kind="stop"))]
+        )
+        assert len(deadlines._order) <= SPARE + 2
+    assert len(deadlines) == 0 and list(deadlines.due(1e9)) == [] and deadlines.shorten(1.0, 0.0) == 1.0
+    deadlines.note(ask("again", 5.0), 0.0)
+    deadlines.note(ask("again", 8.0), 1.0)  # the first has ended unheard
+    assert list(deadlines.due(5.0)) == [] and [rid for rid, _ in deadlines.due(9.0)] == ["again"]
+
+
+@pytest.mark.parametrize(
+    ("tell", "why"),
+    [
+        (lambda rig: rig.tell(PauseGeneration("p", "abort")), "generation is paused"),
+        (lambda rig: rig.tell(PauseGeneration("p", "in_place")), "generation is paused"),
+        (lambda rig: rig.tell(Drain()), "the worker is draining"),
+    ],
+)
+def test_who_is_paused_or_drains_takes_no_work_of_peers(tell: Callable[[Rig], None], why: str) -> None:
+    rig = Rig()
+    rig.loop.turn()
+    assert rig.role.closed is None
+    tell(rig)
+    assert rig.role.closed == why
+    rig.tell(ContinueGeneration("c"))
+    rig.loop.turn()
+    assert rig.role.closed == (why if "draining" in why else None)
+
+
+def test_a_pause_that_aborts_ends_what_peers_asked_for() -> None:
+    rig = Rig()
+    rig.tell(PauseGeneration("p", "in_place"))
+    assert rig.role.ended == ()
+    rig.tell(ContinueGeneration("c"))
+    rig.tell(PauseGeneration("q", "abort"))
+    assert len(rig.role.ended) == 1

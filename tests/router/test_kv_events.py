@@ -1,0 +1,444 @@
+"""KV events from an engine's cache to the router's prefix index: the schema, what the router makes of it, real sockets."""
+
+import asyncio
+import queue
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import ConfigError
+from engine.core.cache_events import CacheEvents
+from engine.core.page_allocator import PageAllocator
+from engine.core.radix_cache import RadixCache
+from engine.kv_events_config import KVEventsConfig, parse_kv_events_config
+from engine.loop.kv_events import EventPump, ZmqPublisher, to_wire
+from router.chooser import make_chooser
+from router.config import RouterConfig
+from router.kv_feed import KVEventFeed
+from router.kv_view import WorkerCacheView
+from router.prefix_index import PrefixIndex
+from router.prefix_keys import BLOCK_TOKENS, chain, token_bytes, token_seed
+from router.reports import EventSource, parse_event_source
+from router.workers import Role, Worker, WorkerTable
+from tests.router.dummies import cluster, until
+from transfer_backends.kv_events import (
+    AllBlocksCleared,
+    BadEvent,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+    decode_events,
+    encode_batch,
+    read_message,
+    seq_bytes,
+)
+
+STORED = BlockStored([1, 2], None, [7] * 32, 16, None, "GPU")
+PROMPT = list(range(4 * BLOCK_TOKENS))
+
+
+def keys_of(tokens: list[int]) -> list[bytes]:
+    return chain(token_seed(), token_bytes(tokens))
+
+
+def stored(tokens: list[int], *, at: int = 0, size: int = BLOCK_TOKENS) -> BlockStored:
+    """A prompt's blocks from token `at` on, named by where they end and what the prompt begins with."""
+    names = [hash((tokens[0], end)) for end in range(size, len(tokens) + 1, size)]
+    first = at // size
+    return BlockStored(names[first:], names[first - 1] if first else None, tokens[at:], size, None)
+
+
+# ---- schema
+
+
+def test_what_we_send_is_what_vllm_and_sglang_send() -> None:
+    batch = KVEventBatch(1.5, [STORED, BlockRemoved([3], "GPU"), AllBlocksCleared()])
+    assert msgspec.msgpack.decode(encode_batch(batch)) == [
+        1.5,
+        [["BlockStored", [1, 2], None, [7] * 32, 16, None, "GPU"], ["BlockRemoved", [3], "GPU"], ["AllBlocksCleared"]],
+        None,
+    ]
+    assert read_message([b"topic", seq_bytes(9), encode_batch(batch)]) == (9, batch.events)
+
+
+def test_other_dialects_are_read() -> None:
+    stored = {"block_hashes": [b"x"], "parent_block_hash": None, "token_ids": [1], "block_size": 1, "lora_id": None}
+    newer = {"ts": 1.0, "events": [{"type": "BlockStored", **stored, "lora_name": None}, {"type": "SomethingNew"}]}
+    assert decode_events(msgspec.msgpack.encode(newer)) == [BlockStored([b"x"], None, [1], 1, None)]
+    longer = [1.0, [["BlockRemoved", [5], "CPU", "more", 1], ["Unheard", 1]], 3, "more"]
+    assert decode_events(msgspec.msgpack.encode(longer)) == [BlockRemoved([5], "CPU")]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode(5),
+        msgspec.msgpack.encode([1.0]),
+        msgspec.msgpack.encode([1.0, [["BlockStored", 1]]]),
+        msgspec.msgpack.encode([1.0, [["BlockRemoved", [1.5]]]]),
+        msgspec.msgpack.encode([1.0, [[]]]),
+        msgspec.msgpack.encode([1.0, [[["x"]]]]),
+        msgspec.msgpack.encode({"ts": 1}),
+        b"\x91" * 5000,
+    ],
+)
+def test_junk_is_no_batch(payload: bytes) -> None:
+    with pytest.raises(BadEvent):
+        decode_events(payload)
+    with pytest.raises(BadEvent):
+        read_message([b"", payload, payload])
+    with pytest.raises(BadEvent):
+        read_message([payload])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "give JSON"),
+        ('{"port": 1}', "port"),
+        ('{"endpoint": "udp://a:1"}', "tcp://HOST:PORT"),
+        ('{"endpoint": "tcp://a:b"}', "tcp://HOST:PORT"),
+        ('{"replay_endpoint": "tcp://:1"}', "tcp://HOST:PORT"),
+        ('{"publisher": "kafka"}', "kafka"),
+        ('{"buffer_steps": 0}', "buffer_steps"),
+    ],
+)
+def test_a_config_that_cannot_be_honoured_is_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--kv-events-config: .*{message}"):
+        parse_kv_events_config(text)
+
+
+def test_configs_that_switch_it_off() -> None:
+    assert parse_kv_events_config(None) is None
+    assert parse_kv_events_config('{"publisher": "null"}') is None
+    assert parse_kv_events_config('{"enable_kv_cache_events": false}') is None
+    assert parse_kv_events_config("{}") == KVEventsConfig()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"endpoint": "tcp://*:5557"}, EventSource("tcp://w:5557", None, "", False)),
+        ('{"endpoint":"tcp://1.2.3.4:1","topic":"t"}', EventSource("tcp://w:1", None, "t", False)),
+        (
+            {"endpoint": "tcp://[::]:1", "replay_endpoint": "tcp://*:2", "curve": True},
+            EventSource("tcp://w:1", "tcp://w:2", "", True),
+        ),
+        ({"endpoint": "ipc:///etc/passwd"}, None),
+        ({"endpoint": "tcp://*:99999"}, None),
+        ({"endpoint": "tcp://*:*"}, None),
+        ({"endpoint": "tcp://*:1", "publisher": "null"}, None),
+        ({"endpoint": "tcp://*:1", "topic": 5}, None),
+        ("{", None),
+        (None, None),
+        ([], None),
+    ],
+)
+def test_where_a_worker_publishes_its_host_is_its_own(config: object, expected: EventSource | None) -> None:
+    assert parse_event_source({"kv_events_config": config}, url_host="w") == expected
+
+
+# ---- what the router makes of them
+
+
+def view(max_blocks: int = 100) -> tuple[WorkerCacheView, PrefixIndex]:
+    index = PrefixIndex(max_blocks=max_blocks)
+    return WorkerCacheView(index, 0), index
+
+
+@pytest.mark.parametrize("size", [1, 16, 48, 64, 128, 200, 512])
+def test_pages_of_any_size_make_the_keys_that_requests_have(size: int) -> None:
+    whole = len(PROMPT) // size * size
+    told, index = view()
+    half = whole // size // 2 * size
+    assert told.on_message(0, [stored(PROMPT[:half], size=size)] if half else []) is None
+    assert index.match(keys_of(PROMPT)) == ({0: half // BLOCK_TOKENS} if half >= BLOCK_TOKENS else {})
+    told.on_message(1, [stored(PROMPT[:whole], at=half, size=size)])
+    assert index.match(keys_of(PROMPT)) == {0: whole // BLOCK_TOKENS}
+    assert told.num_tokens == whole
+    told.on_message(2, [BlockRemoved([hash((0, whole))])])
+    assert index.match(keys_of(PROMPT)).get(0, 0) == (whole - size) // BLOCK_TOKENS
+    index.check()
+
+
+def test_adapters_unknown_parents_and_nonsense_are_nobodys_prefix() -> None:
+    told, index = view()
+    good = stored(PROMPT)
+    told.on_message(0, [msgspec.structs.replace(good, lora_id=1), BlockRemoved([99])])
+    told.on_message(1, [msgspec.structs.replace(good, parent_block_hash=5, block_hashes=[9, 8, 7, 6])])
+    told.on_message(2, [msgspec.structs.replace(good, token_ids=[1]), msgspec.structs.replace(good, block_size=0)])
+    told.on_message(3, [BlockStored([77], None, [-1] * BLOCK_TOKENS, BLOCK_TOKENS, None)])
+    assert index.match(keys_of(PROMPT)) == {} and len(index) == 0
+    assert told.num_tokens == 9 * BLOCK_TOKENS
+
+
+def test_text_is_guessed_no_further_than_the_worker_has_room() -> None:
+    told, index = view()
+    told.on_message(0, [stored(PROMPT)])
+    index.touch(0, [b"old"])
+    index.touch(0, [b"new"])
+    told.on_message(1, [stored([9] * 2 * BLOCK_TOKENS)])
+    assert index.match([b"old"]) == {0: 1}
+    told.on_message(
+        2, [BlockRemoved([hash((9, 2 * BLOCK_TOKENS))])]
+    )  # 5 blocks: 4 + 1 of ids are told, no room for text
+    assert index.match([b"old"]) == {} == index.match([b"new"])
+    told.on_message(3, [AllBlocksCleared()])
+    assert index.num_blocks(0) == 0 == told.num_tokens
+
+
+def test_gaps_replays_and_restarts() -> None:
+    told, index = view()
+    first, second = stored(PROMPT[: 2 * BLOCK_TOKENS]), stored(PROMPT, at=2 * BLOCK_TOKENS)
+    assert told.on_message(0, [first]) is None
+    assert told.on_message(2, [AllBlocksCleared()]) == 1  # 1 is missing
+    told.on_replay(1, [second])
+    assert index.match(keys_of(PROMPT)) == {0: 4} and told.whole
+    assert told.on_message(2, []) is None and told.on_message(3, []) is None
+    told.on_replay(2, [AllBlocksCleared()])  # known already
+    assert index.match(keys_of(PROMPT)) == {0: 4}
+    assert told.on_message(7, [second]) == 4
+    told.skip_to(7)  # nobody has 4 to 6: all is doubtful
+    assert index.match(keys_of(PROMPT)) == {} and not told.whole and told.num_gaps == 1
+    assert told.on_message(7, [second]) is None and index.match(keys_of(PROMPT)) == {}
+    assert told.on_message(0, [first]) is None  # a new life
+    assert index.match(keys_of(PROMPT)) == {0: 2} and told.whole
+
+
+def test_a_replay_that_does_not_reach_back_far_enough() -> None:
+    told, index = view()
+    told.on_replay(5, [stored(PROMPT)])
+    assert index.match(keys_of(PROMPT)) == {0: 4} and not told.whole
+    assert told.on_message(5, [AllBlocksCleared()]) is None  # the same again, live
+    assert told.on_message(6, []) is None
+    assert index.match(keys_of(PROMPT)) == {0: 4}
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1, 16, 32]))
+def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_size: int) -> None:
+    """Inserts, splits, evictions, adapters and flushes of a real radix cache, through the wire's bytes."""
+    rng = random.Random(seed)
+    allocator = PageAllocator(num_pages=60 * 16 // page_size, page_size=page_size)
+    events = CacheEvents(page_size=page_size)
+    cache = RadixCache(allocator, listener=events)
+    told, index = view(10_000)
+    prompts: list[list[int]] = []
+    for seq in range(12):
+        base = rng.choice(prompts)[: rng.randrange(700)] if prompts and rng.random() < 0.6 else []
+        tokens = [*base, *(rng.randrange(3) for _ in range(rng.randrange(600)))]
+        tokens = tokens[: min(len(tokens), 60 * 16) // page_size * page_size]
+        prompts.append(tokens)
+        adapter = rng.choice([0, 0, 0, 1])
+        num_pages = len(tokens) // page_size
+        if (short := num_pages - allocator.num_free) > 0:
+            cache.evict(short)
+        pages = allocator.allocate(num_pages)
+        inserted = cache.insert(tokens, pages, adapter=adapter)
+        allocator.free(pages[: inserted.existing])
+        if rng.random() < 0.1:
+            cache.forget(1)
+        if rng.random() < 0.1:
+            cache.flush()
+        if rng.random() < 0.7:
+            cache.evict(rng.randrange(1 + num_pages))
+        batch = KVEventBatch(0.0, [to_wire(event, page_size) for event in events.take()])
+        assert told.on_message(seq, decode_events(encode_batch(batch))) is None
+        cache.check()
+        assert events.num_named == cache.num_pages and told.num_tokens == cache.num_pages * page_size
+        for prompt in prompts:
+            cached = len(cache.match(prompt).pages) * page_size
+            assert index.match(keys_of(prompt)).get(0, 0) == cached // BLOCK_TOKENS
+    index.check()
+
+
+# ---- sockets
+
+
+def publisher(*, replay: bool = True, secret: bytes | None = None, **settings: Any) -> ZmqPublisher:
+    replay_endpoint = "tcp://127.0.0.1:*" if replay else None
+    config = KVEventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint=replay_endpoint, **settings)
+    return ZmqPublisher(config, secret=secret)
+
+
+@asynccontextmanager
+async def feed(*, secret: bytes | None = None) -> AsyncIterator[tuple[KVEventFeed, PrefixIndex, Worker]]:
+    config = RouterConfig(pd_disaggregation=True, policy="cache_aware")
+    chooser = make_chooser(config, draw=random.Random(0).randrange)
+    index = chooser.cache_of(Role.PREFILL)
+    assert index is not None
+    events = KVEventFeed(chooser, secret=secret)
+    try:
+        yield events, index, WorkerTable().add("http://127.0.0.1:1", role=Role.PREFILL)
+    finally:
+        await events.close()
+
+
+def info_of(source: ZmqPublisher) -> dict[str, object]:
+    return {"kv_events_config": source.describe()}
+
+
+async def publish_until(source: ZmqPublisher, reached: Callable[[], object]) -> int:
+    """Subscribing takes a moment that nobody announces: publish empty batches until something arrives."""
+    count = 0
+
+    def tick() -> object:
+        nonlocal count
+        count += 1
+        source.publish([])
+        return reached()
+
+    await until(tick)
+    return count
+
+
+@pytest.mark.parametrize("secret", [None, b"only this cluster knows it"])
+def test_a_late_subscriber_learns_all_and_a_second_life_is_noticed(secret: bytes | None) -> None:
+    async def story() -> None:
+        source = publisher(secret=secret)
+        try:
+            source.publish([stored(PROMPT)])
+            async with feed(secret=secret) as (events, index, worker):
+                events.on_info(worker, info_of(source))
+                await until(lambda: index.match(keys_of(PROMPT)) == {0: 4})
+                told = events.view_of(worker)
+                await publish_until(source, lambda: told is not None and told._last_live > 0)
+                source.publish([BlockRemoved([hash((0, 4 * BLOCK_TOKENS))])])
+                await until(lambda: index.match(keys_of(PROMPT)) == {0: 3})
+                events.on_gone(worker)
+                assert index.match(keys_of(PROMPT)) == {} and events.view_of(worker) is None
+                source.close()
+                source = publisher(secret=secret)
+                source.publish([stored(PROMPT[: 2 * BLOCK_TOKENS])])
+                events.on_info(worker, info_of(source))
+                await until(lambda: index.match(keys_of(PROMPT)) == {0: 2})
+        finally:
+            source.close()
+
+    asyncio.run(story())
+
+
+def test_without_replay_a_gap_drops_what_was_known() -> None:
+    async def story() -> None:
+        source = publisher(replay=False)
+        try:
+            async with feed() as (events, index, worker):
+                events.on_info(worker, info_of(source))
+                told = events.view_of(worker)
+                assert told is not None
+                await publish_until(source, lambda: told._last_live >= 0)
+                source.publish([stored(PROMPT)])
+                await until(lambda: index.match(keys_of(PROMPT)) == {0: 4})
+                gaps = told.num_gaps
+                source._next += 3  # batches that the queue had no room for
+                source.publish([])
+                await until(lambda: told.num_gaps == gaps + 1)
+                assert index.match(keys_of(PROMPT)) == {} and not told.whole
+        finally:
+            source.close()
+
+    asyncio.run(story())
+
+
+def test_strangers_learn_nothing_and_junk_on_the_replay_socket_changes_nothing() -> None:
+    async def story() -> None:
+        source = publisher(secret=b"only this cluster knows it")
+        try:
+            source.publish([stored(PROMPT)])
+            async with feed(secret=b"another secret altogether") as (stranger, nothing, at):
+                stranger.on_info(at, info_of(source))
+                async with feed(secret=b"only this cluster knows it") as (events, index, worker):
+                    events.on_info(worker, info_of(source))
+                    await until(lambda: index.match(keys_of(PROMPT)) == {0: 4})
+                assert len(nothing) == 0 and stranger.view_of(at) is not None
+            async with feed() as (outsider, _, at):
+                outsider.on_info(at, info_of(source))
+                assert outsider.view_of(at) is None
+        finally:
+            source.close()
+
+    asyncio.run(story())
+
+
+def test_a_full_queue_drops_batches_and_their_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    source = publisher(max_queue_size=1)
+    source._queue.put_nowait = _full  # type: ignore[method-assign]
+    source.publish([])
+    source.close()
+    assert source._next == 1 and "dropped" in caplog.text
+
+
+def _full(item: object) -> None:
+    raise queue.Full
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    source = publisher()
+    try:
+        taken = msgspec.json.decode(source.describe())["endpoint"]
+        with pytest.raises(ConfigError, match="--kv-events-config: cannot listen at "):
+            ZmqPublisher(KVEventsConfig(endpoint=taken))
+    finally:
+        source.close()
+
+
+def test_a_pump_without_a_publisher_is_nothing_and_one_with_it_empties_the_cache_events() -> None:
+    EventPump().turn()
+
+    class Heard:
+        def __init__(self) -> None:
+            self.batches: list[list[KVEvent]] = []
+
+        def publish(self, events: list[KVEvent]) -> None:
+            self.batches.append(events)
+
+        def close(self) -> None: ...
+
+    events, heard = CacheEvents(page_size=4), Heard()
+    allocator = PageAllocator(num_pages=4, page_size=4)
+    cache = RadixCache(allocator, listener=events)
+    pump = EventPump(events, heard)
+    pump.turn()
+    cache.insert([1, 2, 3, 4], allocator.allocate(1))
+    cache.flush()
+    pump.turn()
+    pump.turn()
+    assert [[type(event) for event in batch] for batch in heard.batches] == [[BlockStored, AllBlocksCleared]]
+
+
+def test_the_router_follows_what_a_worker_advertises_and_routes_by_it() -> None:
+    async def story() -> None:
+        source = publisher()
+        try:
+            source.publish([stored(PROMPT)])
+            async with cluster(prefill=3, prefill_policy="cache_aware") as c:
+                c.prefills[2].info.update(info_of(source))
+                await c.prefills[2].stop()
+                await until(lambda: len(c.router.table.alive(Role.PREFILL)) == 2)
+                await c.prefills[2].start()  # comes up anew, and its info is read
+
+                async def metrics() -> str:
+                    async with c.client.get(c.url + "/metrics") as response:
+                        return await response.text()
+
+                line = f'tandem_router_worker_kv_event_tokens{{role="prefill",url="{c.prefills[2].url}"}} 512.0'
+                async with asyncio.timeout(10):
+                    while line not in await metrics():
+                        await asyncio.sleep(0.01)
+                for _ in range(3):
+                    assert (await c.post("/generate", {"input_ids": [*PROMPT, 1]}))[0] == 200
+                await c.settled()
+                assert [len(worker.seen) for worker in c.prefills] == [0, 0, 3]
+        finally:
+            source.close()
+
+    asyncio.run(story())

@@ -1,0 +1,244 @@
+"""Prefixes: their names, from bodies as clients write them, and the table of who has them."""
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from router.prefix_index import SWEEP, PrefixIndex
+from router.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, MAX_KEYS, chain, prompt_keys, token_bytes, token_seed
+from router.rewrite import Api, parse_body
+
+
+def keys(api: Api, **fields: Any) -> list[bytes]:
+    return prompt_keys(parse_body(api, json.dumps(fields).encode()))
+
+
+def chat(*texts: str, **fields: Any) -> list[bytes]:
+    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(texts)]
+    return keys(Api.CHAT, messages=messages, **fields)
+
+
+def test_the_next_turn_of_a_conversation_begins_with_the_keys_of_the_last() -> None:
+    one, two = chat("q" * 2000), chat("q" * 2000, "a" * 1000, "more")
+    assert len(one) == 3 and len(two) == 6
+    assert two[:3] == one
+    assert chat("r" + "q" * 2000)[:1] != one[:1]
+
+
+@pytest.mark.parametrize("other", [{"tools": [{"type": "function"}]}, {"model": "m2"}, {"lora_path": "l"}])
+def test_what_stands_before_the_prompt_makes_another_prefix(other: dict[str, Any]) -> None:
+    assert not set(chat("q" * 3000, model="m")) & set(chat("q" * 3000, **{"model": "m", **other}))
+
+
+def test_text_and_its_batch_and_ids_and_their_batch_have_the_same_prefix() -> None:
+    text, ids = "t" * 3000, list(range(1000))
+    assert keys(Api.GENERATE, text=text)[:5] == keys(Api.GENERATE, text=[text, "b"])[:5]
+    assert keys(Api.COMPLETIONS, prompt=text) == keys(Api.COMPLETIONS, prompt=[text])[:5]
+    expected = chain(token_seed(), token_bytes(ids))
+    assert len(expected) == 1000 // BLOCK_TOKENS
+    assert expected == keys(Api.GENERATE, input_ids=ids) == keys(Api.GENERATE, input_ids=[ids, [1]])
+    assert expected == keys(Api.COMPLETIONS, prompt=ids) == keys(Api.EMBEDDINGS, input=ids)
+    assert not set(expected) & set(keys(Api.GENERATE, input_ids=ids, lora_path="l"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"text": ""},
+        {"input_ids": []},
+        {"input_ids": [[]]},
+        {"input_ids": [-1] * 500},
+        {"input_ids": [2**40] * 500},
+        {"input_ids": [1.5] * 500},
+        {"input_ids": ["x"] * 10},
+        {"text": 7},
+        {"text": {"a": 1}},
+        {"text": None, "input_ids": None},
+    ],
+)
+def test_what_is_no_prompt_has_no_keys(fields: dict[str, Any]) -> None:
+    assert keys(Api.GENERATE, **fields) == []
+
+
+def test_a_short_prompt_has_no_keys_and_an_endless_one_a_bounded_number() -> None:
+    assert keys(Api.GENERATE, text="t" * (BLOCK_BYTES - 3)) == []
+    assert len(chain(b"", b"x" * (BLOCK_BYTES * MAX_KEYS + 5 * BLOCK_BYTES))) == MAX_KEYS
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(max_size=6000), st.integers(0, 6000), st.binary(min_size=1, max_size=8))
+def test_keys_agree_exactly_as_far_as_the_bytes_do(data: bytes, at: int, other: bytes) -> None:
+    at = min(at, len(data))
+    changed = data[:at] + other + data[at + len(other) :]
+    same = next(
+        (i for i, (a, b) in enumerate(zip(data, changed, strict=False)) if a != b), min(len(data), len(changed))
+    )
+    mine, theirs = chain(b"s", data), chain(b"s", changed)
+    shared = sum(a == b for a, b in zip(mine, theirs, strict=False))
+    assert shared == min(same // BLOCK_BYTES, len(mine), len(theirs))
+
+
+# ---- the table
+
+
+def path(name: str, length: int) -> list[bytes]:
+    return [f"{name[: i + 1]}/{i}".encode() for i in range(length)]
+
+
+def test_each_worker_is_known_by_its_own_longest_prefix() -> None:
+    index = PrefixIndex(max_blocks=10)
+    index.touch(7, path("aaaa", 2))
+    index.touch(9, path("aaaa", 4))
+    index.touch(11, path("bbbb", 4))
+    assert index.match(path("aaaaaa", 6)) == {7: 2, 9: 4}
+    assert index.match(path("aaaa", 3)) == {7: 2, 9: 3}
+    assert index.match(path("zz", 2)) == {} == index.match([])
+    index.check()
+
+
+def test_what_comes_after_a_hole_does_not_count() -> None:
+    index = PrefixIndex(max_blocks=10)
+    keys = path("aaaa", 4)
+    index.touch(1, keys)
+    for key in (keys[0], keys[2], keys[3]):
+        index.store(0, key)
+    assert index.match(keys) == {0: 1, 1: 4}
+
+
+def test_the_least_recently_used_goes_first_and_the_front_of_a_prefix_last() -> None:
+    index = PrefixIndex(max_blocks=4)
+    index.touch(0, path("aaa", 3))
+    index.touch(0, path("b", 1))
+    index.touch(0, path("c", 1))
+    assert index.match(path("aaa", 3)) == {0: 2}
+    index.touch(0, path("aa", 2))
+    index.touch(0, path("d", 1))
+    assert index.match(path("aa", 2)) == {0: 2} and index.match(path("b", 1)) == {}
+    assert index.num_blocks(0) == 4 == len(index)
+    index.check()
+
+
+def test_what_a_worker_told_stays_until_it_says_otherwise() -> None:
+    index = PrefixIndex(max_blocks=3)
+    told = path("aa", 2)
+    for key in told:
+        index.store(0, key)
+    index.touch(0, [*told, b"guess"])
+    for name in "bcdef":
+        index.touch(0, path(name, 1))
+    assert index.match(told) == {0: 2} and index.num_blocks(0) == 5
+    index.remove(0, told[1])
+    assert index.match(told) == {0: 1}
+    index.remove(0, b"never seen")
+    index.check()
+
+
+def test_guesses_beyond_what_the_worker_holds_are_dropped_oldest_first() -> None:
+    index = PrefixIndex(max_blocks=10)
+    index.store(0, b"told")
+    index.touch(0, path("aaa", 3))
+    index.touch(0, path("bb", 2))
+    index.shrink(0, 4)
+    assert index.match(path("bb", 2)) == {0: 2} and index.match(path("aaa", 3)) == {0: 1}
+    index.shrink(0, 0)
+    assert index.num_blocks(0) == 1
+    index.check()
+
+
+def test_a_worker_that_left_is_unknown_at_once_and_its_entries_go_in_slices() -> None:
+    index = PrefixIndex(max_blocks=10_000)
+    many = [f"{i}".encode() for i in range(3 * SWEEP)]
+    index.touch(0, many)
+    index.touch(1, many[:1])
+    index.forget(0)
+    assert index.match(many) == {1: 1}
+    index.touch(2, many[:2])  # takes another bit: those of the one that left are still there
+    assert index.match(many) == {1: 1, 2: 2}
+    sizes = []
+    while len(index) > 2:
+        sizes.append(len(index))
+        index.touch(1, many[:1])
+        index.check()
+    assert len(sizes) >= 2 and max(a - b for a, b in itertools.pairwise(sizes)) <= SWEEP
+    index.touch(3, many[:1])
+    index.check()
+    assert index.match(many[:1]) == {1: 1, 2: 1, 3: 1}
+
+
+class Model(RuleBasedStateMachine):
+    """Against sets: whatever is done, the table says of a worker what was told of it, less what had to go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(max_blocks=6)
+        self.may_have: dict[int, set[bytes]] = {}
+        self.told: dict[int, set[bytes]] = {}
+
+    @rule(worker=st.integers(0, 3), name=st.text("ab", min_size=1, max_size=5))
+    def touch(self, worker: int, name: str) -> None:
+        self.index.touch(worker, path(name, len(name)))
+        self.may_have.setdefault(worker, set()).update(path(name, len(name)))
+        assert self.index.match(path(name, len(name)))[worker] == len(name)
+
+    @rule(worker=st.integers(0, 3), name=st.text("ab", min_size=1, max_size=3))
+    def store(self, worker: int, name: str) -> None:
+        key = path(name, len(name))[-1]
+        if len(self.told.setdefault(worker, set())) < 6:
+            self.told[worker].add(key)
+        self.index.store(worker, key)
+
+    @rule(worker=st.integers(0, 3), name=st.text("ab", min_size=1, max_size=3))
+    def remove(self, worker: int, name: str) -> None:
+        key = path(name, len(name))[-1]
+        for known in (self.told, self.may_have):
+            known.setdefault(worker, set()).discard(key)
+        self.index.remove(worker, key)
+
+    @rule(worker=st.integers(0, 3), blocks=st.integers(0, 6))
+    def shrink(self, worker: int, blocks: int) -> None:
+        self.index.shrink(worker, blocks)
+        assert self.index.num_blocks(worker) <= max(blocks, len(self.told.get(worker, ())))
+
+    @rule(worker=st.integers(0, 3))
+    def forget(self, worker: int) -> None:
+        self.index.forget(worker)
+        self.may_have.pop(worker, None)
+        self.told.pop(worker, None)
+
+    @rule(name=st.text("ab", min_size=1, max_size=5))
+    def match(self, name: str) -> None:
+        found = self.index.match(path(name, len(name)))
+        for worker in range(4):
+            told = self.told.get(worker, set())
+            known = [key in told or key in self.may_have.get(worker, ()) for key in path(name, len(name))]
+            surely = [key in told for key in path(name, len(name))]
+            assert _run(surely) <= found.get(worker, 0) <= _run(known)
+
+    @invariant()
+    def holds(self) -> None:
+        self.index.check()
+
+
+def _run(flags: list[bool]) -> int:
+    return next((i for i, flag in enumerate(flags) if not flag), len(flags))
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+
+
+def test_tables_stay_bounded_under_endless_traffic() -> None:
+    index, rng = PrefixIndex(max_blocks=50), random.Random(1)
+    for _ in range(3000):
+        index.touch(rng.randrange(5), chain(b"", rng.randbytes(4 * BLOCK_BYTES)))
+        if rng.random() < 0.01:
+            index.forget(rng.randrange(5))
+    index.check()
+    assert len(index) <= 5 * 50 + SWEEP

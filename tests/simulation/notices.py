@@ -1,0 +1,144 @@
+"""What ends on one side of a transfer must be known on the other at once, and not by a timeout alone.
+
+When a live room fails on one side, or the process of one side dies, the other side's room must be over, and its role must
+have let the request go, within `bound_s`: the longest that the way between two healthy nodes takes here. Excused is only
+what had no such way: a partition, a clogged link or a broken connection between the two nodes at that time, or a
+process that was frozen.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.prefill_role import Stage
+from tests.simulation.network import RESET_S
+from tests.simulation.options import Options
+from tests.simulation.worker import CONTROL_TURN_S, Worker
+from tests.simulation.world import Violation, World
+from transfer_backends.decode_sessions import Phase
+from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
+from transfer_backends.prefill_manager import PrefillManager
+
+LOOP_S = 0.05  # a loop's longest rest while it waits for somebody outside
+SPIKE = 10.0  # network.py: a delay is so many times as long now and then
+LATE_S = 1.5  # what a clogged link held back may still be under way so long after
+
+
+def bound_s(options: Options) -> float:
+    """One message (the longest delay), one poll of each control thread, a turn of each loop; a death: the reset, too."""
+    return SPIKE * options.delay_s[1] + 2 * (CONTROL_TURN_S + LOOP_S) + RESET_S
+
+
+@dataclass(frozen=True, eq=False)
+class Expectation:
+    """`teller` failed or died at `since_s`; `hearer` must know by now."""
+
+    teller: Worker
+    hearer: Worker
+    key: RoomKey
+    since_s: float
+    why: str
+
+
+class Notices:
+    """Told after every event of a worker; counts what it has judged in `world.seen`."""
+
+    def __init__(self, world: World, options: Options) -> None:
+        self._world = world
+        self._workers: dict[str, Worker] = {}  # living ones, by incarnation
+        self._moves: dict[str, int] = {}
+        self._failed: dict[str, set[RoomKey]] = {}
+        self._bound_s = bound_s(options)
+        self.judged: Counter[str] = Counter()
+
+    def add(self, worker: Worker) -> None:
+        self._workers[worker.process.name] = worker
+        self._moves[worker.process.name] = -1
+        self._failed[worker.process.name] = set()
+        worker.process.on_death.append(lambda: self._on_death(worker))
+
+    def look(self, worker: Worker) -> None:
+        """After an event of `worker`: which rooms have failed in it?"""
+        name, machine = worker.process.name, worker.manager._rooms.machine
+        if name not in self._workers or machine.num_moves == self._moves[name]:
+            return
+        self._moves[name] = machine.num_moves
+        failed = {key for key in machine if machine.state(key) is KVPoll.Failed}
+        news, self._failed[name] = failed - self._failed[name], failed
+        for key in sorted(news):
+            other = self._other_side(worker, key)
+            if other is not None:
+                self._expect(worker, other, key, str(worker.manager._rooms.failure(key)))
+
+    def _on_death(self, worker: Worker) -> None:
+        del self._workers[worker.process.name]
+        for other in list(self._workers.values()):
+            for key in list(other.manager._rooms.machine):
+                if _partner(other, key) == worker.process.name and _is_open(other, key):
+                    self._expect(worker, other, key, "it has died")
+
+    def _other_side(self, worker: Worker, key: RoomKey) -> Worker | None:
+        """Who must be told: both sides know each other, and the room lives over there."""
+        other = self._workers.get(_partner(worker, key) or "")
+        if other is None or key not in other.manager._rooms.machine or not _is_open(other, key):
+            return None
+        return other if _partner(other, key) in (None, worker.process.name) else None
+
+    def _expect(self, teller: Worker, hearer: Worker, key: RoomKey, why: str) -> None:
+        wanted = Expectation(teller, hearer, key, self._world.now_s, why)
+        self._world.after(self._bound_s, "judge a notice", self._judge, wanted)
+
+    def _judge(self, wanted: Expectation) -> None:
+        if self._is_excused(wanted):
+            self.judged["excused notices"] += 1
+            return
+        self.judged["notices in time"] += 1
+        if _knows(wanted.hearer, wanted.key, wanted.teller.process.name):
+            return
+        raise Violation(
+            f"{wanted.hearer.process.name} does not know after {self._bound_s:.2f} s that room {wanted.key} has ended at"
+            f" {wanted.teller.process.name}: {wanted.why}"
+        )
+
+    def _is_excused(self, wanted: Expectation) -> bool:
+        teller, hearer, since_s = wanted.teller.process, wanted.hearer.process, wanted.since_s
+        if not hearer.alive or any(p.frozen or p.thawed_s >= since_s for p in (teller, hearer)):
+            return True
+        return wanted.teller.around.network.faulty_since(teller.node, hearer.node, since_s - LATE_S)
+
+
+def _partner(worker: Worker, key: RoomKey) -> str | None:
+    """The process at the other end of a room, when it can be told now; None: unknown."""
+    rooms: Any = worker.manager._rooms
+    rec = rooms._rooms[key]
+    if isinstance(worker.manager, PrefillManager):
+        return None if rec.offer is None else str(rec.offer.incarnation)
+    session = rec.session
+    return session.incarnation if session is not None and session.phase is Phase.LIVE else None
+
+
+def _is_open(worker: Worker, key: RoomKey) -> bool:
+    return worker.manager._rooms.machine.state(key) not in FINAL
+
+
+def _knows(hearer: Worker, key: RoomKey, teller: str) -> bool:
+    """The room is over, or has nothing to do with `teller` any more, and its role has let go of it."""
+    rooms = hearer.manager._rooms
+    if key not in rooms.machine:
+        return True
+    if _is_open(hearer, key):
+        return _partner(hearer, key) not in (None, teller) or _seeks_another(hearer, key)
+    return not _role_holds(hearer, key)
+
+
+def _seeks_another(hearer: Worker, key: RoomKey) -> bool:
+    """Decode, before it gave pages away: it looks for the next life of its prefill worker."""
+    rec: Any = hearer.manager._rooms._rooms[key]
+    return not isinstance(hearer.manager, PrefillManager) and rec.session is None
+
+
+def _role_holds(hearer: Worker, key: RoomKey) -> bool:
+    entries: list[Any] = list(hearer.role._entries.values())
+    if isinstance(hearer.manager, PrefillManager):
+        return any(e.sender._key == key and e.stage is not Stage.ENDING for e in entries)
+    return any(e.receiver._receiver._key == key and e.receiver.poll() is KVPoll.Failed for e in entries)

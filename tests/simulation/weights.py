@@ -1,0 +1,45 @@
+"""Other weights of a simulated worker. Their KV is the same, so that answers can be judged; what was cached before is gone.
+
+Whoever reads KV of the time before finds nothing there, which the executor takes for a wrong page.
+"""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from engine.config import ConfigError
+from tests.simulation.executor import CheckedModel
+from tests.simulation.world import Process
+
+READ_S = (0.001, 0.5)
+BROKEN = "broken"  # a checkpoint that cannot be read
+
+
+class SimWeights:
+    """engine/loop/control.py's `Weights`."""
+
+    def __init__(self, process: Process, model: CheckedModel, draw: random.Random) -> None:
+        self.model_path = "simulated"
+        self.version = "default"
+        self._process = process
+        self._model = model
+        self._draw = draw
+
+    def read(self, model_path: str, *, when_done: Callable[[], None]) -> "Future[Any]":
+        result: Future[Any] = Future()
+
+        def done() -> None:
+            if model_path == BROKEN:
+                result.set_exception(ConfigError("no checkpoint"))
+            else:
+                result.set_result(model_path)
+            when_done()
+
+        self._process.after(self._draw.uniform(*READ_S), "weights read", done)
+        return result
+
+    def take(self, model: Any, *, model_path: str, version: str | None) -> None:
+        self.model_path, self.version = model_path, version or self.version
+        self._model.forget()
+        self._process.world.seen["weights taken"] += 1

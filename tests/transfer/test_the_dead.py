@@ -1,0 +1,234 @@
+"""Who has died is not waited for: neither dialled again, nor told anything, nor in anybody's way. Real sockets and pure cores."""
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tests.transfer.pool import Pool
+from tests.transfer.rig import until
+from tests.transfer.sim import ARGS, CAPS, CONFIG
+from transfer_backends.contract import Route, TransferConfig
+from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.decode_rooms import MAX_FAREWELLS, DecodeRooms
+from transfer_backends.decode_sessions import DEAD_S, MAX_DEAD, Connect, Prove
+from transfer_backends.engines.fake import FakeEngine
+from transfer_backends.kvpoll import KVPoll
+from transfer_backends.liveness import UNMARKED, Liveness
+from transfer_backends.lookup_line import MAX_LOOKUPS_A_SERVER, LookUpLine
+from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.wire import Abort, Registered, TransferInfo
+
+PATIENT = TransferConfig(handshake_timeout_s=60.0, heartbeat_interval_s=0.1)  # whoever waits for it fails the test
+
+
+def decode_core() -> DecodeRooms:
+    return DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+
+
+def a_decode(look_up: Callable[[str, int], Route]) -> DecodeManager:
+    manager = DecodeManager(Pool(num_pages=16, page_bytes=64, seed=0).args, FakeEngine(), PATIENT, lookup=look_up)
+    manager.start()
+    return manager
+
+
+def a_prefill() -> PrefillManager:
+    manager = PrefillManager(Pool(num_pages=16, page_bytes=64, seed=1).args, FakeEngine(), PATIENT)
+    manager.start()
+    return manager
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def test_a_room_whose_owner_is_gone_fails_long_before_the_handshake_times_out() -> None:
+    """The bootstrap server still lists a worker that was killed: its control port refuses, and that is proof."""
+    route = Route(f"127.0.0.1:{closed_port()}", "dead", shared=True)
+    decode = a_decode(lambda server, room: route)
+    try:
+        first, second = (decode.receiver(room, bootstrap="b") for room in (1, 2))
+        second.abort("user")
+        second.close()
+        assert decode.counters["rooms"] == 1
+        until(lambda: first.poll() is KVPoll.Failed)
+        assert "has ended" in first.failure()
+        first.close()
+        until(lambda: decode.counters["farewells"] == 0)
+        assert decode.counters["rooms"] == decode.counters["peers"] == 0 and decode.check() == []
+    finally:
+        decode.close()
+
+
+def test_dead_and_mute_peers_slow_nobody_else() -> None:
+    """Look-ups that hang, a peer that accepts and never speaks, one that is gone: a good one is served meanwhile."""
+    hang, prefill = threading.Event(), a_prefill()
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        routes = {
+            "mute": Route(f"127.0.0.1:{mute.getsockname()[1]}", "mute"),
+            "gone": Route(f"127.0.0.1:{closed_port()}", "gone"),
+            "good": Route(prefill.control_address, prefill.incarnation),
+        }
+
+        def look_up(server: str, room: int) -> Route:
+            if server == "hangs":
+                hang.wait(30.0)
+            return routes.get(server, routes["gone"])
+
+        decode = a_decode(look_up)
+        try:
+            waiting = [decode.receiver(room, bootstrap=("mute", "gone", "hangs")[room % 3]) for room in range(1, 31)]
+            for room in range(100, 110):
+                sender: Any = prefill.sender(room)
+                receiver = decode.receiver(room, bootstrap="good")
+                until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
+                receiver.provide([1], 0)
+                until(lambda s=sender: s.poll() is KVPoll.WaitingForInput)
+                sender.send([1], dst_start=0, last=True, aux_idx=0)
+                until(lambda r=receiver: r.poll() is KVPoll.Success)
+                receiver.close()
+                sender.close()
+            assert {receiver.poll() for receiver in waiting} == {KVPoll.Bootstrapping}
+            for receiver in waiting:
+                receiver.abort("enough")
+                receiver.close()
+            assert decode.counters["rooms"] == 0 and decode.check() == []
+        finally:
+            hang.set()
+            decode.close()
+            prefill.close()
+
+
+def test_a_bootstrap_server_that_hangs_slows_nobody_else() -> None:
+    """It is known to serve several prefill workers, so each room asks it; all threads would hang there."""
+    hang, asked, prefill = threading.Event(), list[int](), a_prefill()
+    good = Route(prefill.control_address, prefill.incarnation)
+
+    def look_up(server: str, room: int) -> Route:
+        if server != "hangs":
+            return good
+        asked.append(room)
+        if room > 1:
+            hang.wait(30.0)
+        return replace(good, shared=True)
+
+    decode = a_decode(look_up)
+    try:
+        first = decode.receiver(1, bootstrap="hangs")
+        until(lambda: first.poll() is KVPoll.WaitingForInput)
+        waiting = [decode.receiver(room, bootstrap="hangs") for room in range(2, 102)]
+        until(lambda: len(asked) == 1 + MAX_LOOKUPS_A_SERVER)
+        other = decode.receiver(200, bootstrap="good")
+        until(lambda: other.poll() is KVPoll.WaitingForInput)
+        assert len(asked) == 1 + MAX_LOOKUPS_A_SERVER
+        waiting.pop().abort("user")
+        hang.set()
+        until(lambda: all(receiver.poll() is KVPoll.WaitingForInput for receiver in waiting))
+        for receiver in (first, other, *waiting):
+            receiver.abort("enough")
+            receiver.close()
+        assert decode.check() == []
+    finally:
+        hang.set()
+        decode.close()
+        prefill.close()
+
+
+def test_a_line_of_look_ups_keeps_order_and_forgets_who_leaves() -> None:
+    line = LookUpLine()
+    began = [line.begin("s", (room, 0)) for room in range(1, 9)]
+    assert began == [True] * MAX_LOOKUPS_A_SERVER + [False] * 4 and line.begin("t", (99, 0))
+    line.leave("s", (6, 0))
+    line.end("s")
+    assert line.take("s") == (5, 0) and line.begin("s", (5, 0)) and not line.begin("s", (10, 0))
+    assert [line.take("s") for _ in range(4)] == [(7, 0), (8, 0), (10, 0), None]
+    for _ in range(MAX_LOOKUPS_A_SERVER):
+        line.end("s")
+    line.end("t")
+    assert not line._under_way and not line._waiting and line.check(()) == []
+
+
+def test_a_restart_is_noticed_on_the_first_message() -> None:
+    """Of a worker that is at the address of an earlier one: its answer to the registration says who it is."""
+    prefill, fresh = a_prefill(), a_prefill()
+    route = Route(fresh.control_address, prefill.incarnation, shared=True)  # the address is another life's by now
+    prefill.close()
+    decode = a_decode(lambda server, room: route)
+    try:
+        receiver = decode.receiver(1, bootstrap="b")
+        until(lambda: receiver.poll() is KVPoll.Failed)
+        assert "has ended" in receiver.failure()
+        assert fresh.counters["refused"] == 1 and fresh.counters["peers"] == 0
+        receiver.close()
+    finally:
+        decode.close()
+        fresh.close()
+
+
+def test_the_dead_are_not_dialled_again() -> None:
+    core = decode_core()
+    core.open(1, 0, "b", 0.0)
+    core.on_route("b", 1, Route("p:1", "p", shared=True), 0.0)
+    core.on_link_closed(1, 0.0)
+    assert Prove("p", UNMARKED, "p:1") in core.effects.queue
+    core.effects.queue.clear()
+    core.on_proof("p", Liveness.UNKNOWN, 0.0)
+    core.tick(0.1)
+    core.on_route("b", 1, Route("p:1", "p", shared=True), 0.1)
+    assert any(isinstance(item, Connect) for item in core.effects.queue)  # nothing is proven
+    core.on_link_closed(2, 0.2)
+    core.on_proof("p", Liveness.DEAD, 0.2)
+    core.effects.queue.clear()
+    core.on_route("b", 1, Route("p:1", "p", shared=True), 0.3)
+    assert core.machine.state((1, 0)) is KVPoll.Failed and not core.effects.queue
+    core.close((1, 0))
+    core.open(2, 0, "b", 0.3)
+    core.on_route("b", 2, Route("p:1", "p", shared=True), 0.2 + DEAD_S)  # a false alarm: it is listed all that time
+    assert any(isinstance(item, Connect) for item in core.effects.queue)
+    for number in range(2 * MAX_DEAD):
+        core.on_proof(f"x{number}", Liveness.DEAD, 100.0)
+    assert len(core.sessions._dead) == MAX_DEAD and not core.sessions.is_dead("p", 100.0)
+    core.on_proof("late", Liveness.DEAD, 100.0 + DEAD_S)
+    assert list(core.sessions._dead) == ["late"]
+
+
+def test_who_answers_is_not_dead_whatever_a_late_proof_says() -> None:
+    core, route = decode_core(), Route("p:1", "p", shared=True)
+    core.open(1, 0, "b", 0.0)
+    core.on_route("b", 1, route, 0.0)
+    core.on_link_closed(1, 0.0)  # asks for a proof
+    core.on_route("b", 1, route, 0.1)
+    core.on_proof("p", Liveness.DEAD, 0.2)  # while it connects anew
+    core.on_message(2, Registered("p", "d", UNMARKED), 0.3)
+    core.on_proof("p", Liveness.DEAD, 0.4)
+    core.open(2, 0, "b", 0.5)
+    core.on_route("b", 2, route, 0.5)
+    assert [core.machine.state((room, 0)) for room in (1, 2)] == [KVPoll.WaitingForInput] * 2
+
+
+def test_a_farewell_finds_its_worker_and_holds_nothing() -> None:
+    core = decode_core()
+    key = core.open(1, 0, "b", 0.0)
+    core.abort(key, "user", 0.0)
+    core.close(key)
+    assert (core.num_rooms, core.num_farewells) == (0, 1) and core.check() == []
+    core.effects.queue.clear()
+    core.on_route("b", 1, Route("p:1", "p", shared=True), 0.1)
+    core.on_message(1, Registered("p", "d", UNMARKED), 0.2)
+    said = [item[1] for item in core.effects.queue if isinstance(item, tuple)]
+    assert [type(message) for message in said[1:]] == [Abort] and core.num_farewells == 0
+    assert not any(isinstance(message, TransferInfo) for message in said)
+
+
+def test_farewells_are_bounded_and_expire() -> None:
+    core = decode_core()
+    for room in range(1, MAX_FAREWELLS + 11):
+        key = core.open(room, 0, "b", 0.0)
+        core.abort(key, "user", 0.0)
+        core.close(key)
+    assert core.num_farewells == MAX_FAREWELLS and core.num_rooms == 0 and core.check() == []
+    core.on_lookup_failed("b", 1, "nobody is registered", permanent=False, now_s=CONFIG.handshake_timeout_s)
+    core.tick(CONFIG.handshake_timeout_s)
+    assert core.num_farewells == len(core.machine) == 0

@@ -1,0 +1,151 @@
+"""Which try of a room's writing counts: nothing of an earlier one completes it or ends the exposure of its pages. Pure cores."""
+
+from typing import Any
+
+import pytest
+
+from tests.transfer.sim import ARGS, CAPS, CONFIG
+from transfer_backends.contract import Route
+from transfer_backends.decode_rooms import DecodeRooms
+from transfer_backends.kvpoll import KVPoll, PeerProtocolError
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.prefill_peers import ConnectPeer, FencePeer
+from transfer_backends.prefill_rooms import PrefillRooms
+from transfer_backends.prefill_sending import Post
+from transfer_backends.wire import Abort, Drained, Registered, Status
+
+KEY = (7, 0)
+PAGES = [5, 6, 20, 3]
+MARK = ProcessMark("host", 1, 1)
+
+
+def decode_core() -> DecodeRooms:
+    """With a session, and room 7's pages given to prefill "p"."""
+    core = DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+    core.open(*KEY, "b", 0.0)
+    core.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+    core.on_message(1, Registered("p", "d", MARK), 0.0)
+    core.provide(KEY, PAGES, 1, 0.0)
+    core.effects.queue.clear()
+    return core
+
+
+def told(core: DecodeRooms, state: KVPoll, num_pages: int, retry: int) -> None:
+    core.on_message(1, Status("p", "d", *KEY, int(state), num_pages, "", retry), 1.0)
+
+
+def test_decode_drops_what_is_said_of_an_earlier_try() -> None:
+    core = decode_core()
+    told(core, KVPoll.Transferring, 3, 0)
+    told(core, KVPoll.Transferring, 0, 1)
+    assert (core.retries(KEY), core.effects.counters["retried"]) == (1, 1)
+    for state in (KVPoll.Success, KVPoll.Failed):
+        told(core, state, len(PAGES), 0)
+        assert core.machine.state(KEY) is KVPoll.Transferring and core.num_exposed == 1
+    assert core.effects.counters["late_messages"] == 2
+    told(core, KVPoll.Success, len(PAGES), 1)
+    assert core.machine.state(KEY) is KVPoll.Success and core.drained(KEY)
+    core.close(KEY)
+
+
+def test_an_acknowledgement_of_an_earlier_try_frees_nothing() -> None:
+    core = decode_core()
+    told(core, KVPoll.Transferring, 0, 1)
+    core.abort(KEY, "user", 1.0)
+    (abort,) = [item[1] for item in core.effects.queue if isinstance(item, tuple)]
+    assert isinstance(abort, Abort) and abort.retry == 1
+    core.on_message(1, Drained("p", "d", *KEY, 0), 1.0)
+    told(core, KVPoll.Success, len(PAGES), 0)
+    assert not core.drained(KEY) and core.num_exposed == 1
+    core.on_message(1, Drained("p", "d", *KEY, 1), 1.0)
+    assert core.drained(KEY)
+    core.close(KEY)
+    assert core.check() == []
+
+
+def test_a_try_before_there_are_pages_is_a_lie() -> None:
+    core = DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+    core.open(*KEY, "b", 0.0)
+    core.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+    core.on_message(1, Registered("p", "d", MARK), 0.0)
+    with pytest.raises(PeerProtocolError, match="before it had pages"):
+        told(core, KVPoll.Transferring, 0, 1)
+    assert core.retries(KEY) == 0
+
+
+class Prefill:
+    """A prefill core with decode's pages of room 7, joined to a real decode core by hand."""
+
+    def __init__(self) -> None:
+        self.decode = DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+        self.core = PrefillRooms(incarnation="p", mark=MARK, kv_args=ARGS, caps=CAPS, config=CONFIG)
+        self.decode.open(*KEY, "b", 0.0)
+        self.decode.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+        self.exchange()
+        assert isinstance(self.core.effects.commands.popleft(), ConnectPeer)
+        self.core.peers.on_connected("d")
+        self.exchange()
+        self.core.open(*KEY, 0.0)
+        self.decode.provide(KEY, PAGES, 1, 0.0)
+        self.exchange()
+        self.core.send(KEY, [1, 8, 2, 9], dst_start=0, last=True, aux_idx=1, now_s=0.0)
+
+    def exchange(self) -> None:
+        for item in list(self.decode.effects.queue):
+            if isinstance(item, tuple):
+                self.core.on_message("link", item[1], 0.0)
+        self.decode.effects.queue.clear()
+        for _, message in list(self.core.effects.outbox):
+            self.decode.on_message(1, message, 0.0)
+        self.core.effects.outbox.clear()
+
+    def posts(self) -> list[Post]:
+        found: list[Post] = []
+        while (post := self.core.next_post(0.0)) is not None:
+            found.append(post)
+        return found
+
+    def final(self, post: Post, *, ok: bool) -> None:
+        self.core.on_op_final(post, ok=ok, error="injected", now_s=0.0)
+        self.exchange()
+
+    @property
+    def states(self) -> tuple[Any, Any]:
+        return self.core.machine.state(KEY), self.decode.machine.state(KEY)
+
+
+def test_a_late_completion_counts_for_nothing() -> None:
+    """The first of three writes fails; the others of that try end well, before and after decode heard of the next."""
+    pair = Prefill()
+    first = pair.posts()
+    assert len(first) == 3 and {post.retry for post in first} == {0}
+    pair.final(first[0], ok=False)
+    assert pair.decode.retries(KEY) == 1 and pair.posts() == []
+    pair.final(first[1], ok=True)
+    pair.final(first[2], ok=True)
+    assert pair.core.effects.counters["late_completions"] == 2
+    assert pair.states == (KVPoll.Transferring, KVPoll.Transferring) and pair.decode.num_exposed == 1
+    assert pair.posts() == []  # not before the fence
+    assert isinstance(pair.core.effects.commands.popleft(), FencePeer)
+    pair.core.on_fenced("d", ok=True, now_s=0.0)
+    second = pair.posts()
+    assert len(second) == 3 and {post.retry for post in second} == {1}
+    for post in second:
+        assert pair.states == (KVPoll.Transferring, KVPoll.Transferring)
+        pair.final(post, ok=True)
+    assert pair.states == (KVPoll.Success, KVPoll.Success) and pair.decode.num_exposed == 0
+
+
+def test_an_abort_after_prefill_forgot_the_room_is_acknowledged_with_its_try() -> None:
+    pair = Prefill()
+    posts = pair.posts()
+    pair.final(posts[0], ok=False)
+    pair.final(posts[1], ok=True)
+    pair.core.abort(KEY, "user")
+    pair.core.on_op_final(posts[2], ok=True, error="", now_s=0.0)
+    pair.core.on_fenced("d", ok=True, now_s=0.0)
+    pair.core.close(KEY, 0.0)
+    pair.core.effects.outbox.clear()  # decode hears nothing of it
+    pair.decode.abort(KEY, "user", 0.0)
+    pair.exchange()
+    assert pair.decode.drained(KEY)

@@ -1,0 +1,105 @@
+"""KV events: what an engine tells the world of its prefix cache, in the words that vLLM and SGLang use.
+
+    PUB    [topic, sequence number (8 bytes, big-endian, from 0), KVEventBatch in msgpack]
+    ROUTER [client, "", number] asks for the batches from that number on, as far as they are kept;
+           answered by [client, "", number, batch] each, and last [client, "", -1, ""]
+
+A gap in the numbers is lost knowledge. Structs and frames are those of vllm/distributed/kv_events.py and
+sglang/srt/disaggregation/kv_events.py; what others send is read leniently (hashes as ints or bytes, more fields than we
+know, events as arrays or as maps, which newer vLLM writes), what we send is what the oldest of them reads.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+BlockHash = int | bytes
+
+MEDIUM = "GPU"  # the name of the tier next to the model, whatever the device
+END_SEQ = (-1).to_bytes(8, "big", signed=True)
+MAX_MESSAGE_BYTES = 16 << 20
+
+
+class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """`block_hashes`: of `block_size` tokens each, which follow `parent_block_hash` (None: the start of a prompt).
+
+    `lora_id`: the adapter whose KV it is; None: the model alone.
+    """
+
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    block_hashes: list[BlockHash]
+    medium: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    pass
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
+    """`ts`: Unix time in seconds."""
+
+    ts: float
+    events: list[KVEvent]
+    data_parallel_rank: int | None = None
+
+
+class BadEvent(ValueError):
+    """A message that is no batch of KV events."""
+
+
+_TYPES: dict[str, type[KVEvent]] = {cls.__name__: cls for cls in (BlockStored, BlockRemoved, AllBlocksCleared)}
+_decoder = msgspec.msgpack.Decoder()
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_batch(batch: KVEventBatch) -> bytes:
+    return _encoder.encode(batch)
+
+
+def decode_events(payload: bytes) -> list[KVEvent]:
+    """The events of a batch that we know; others are left out. `BadEvent` for what is no batch."""
+    try:
+        batch = _decoder.decode(payload)
+        events = batch["events"] if isinstance(batch, dict) else batch[1]
+        return [event for raw in events if (event := _event(raw)) is not None]
+    except (msgspec.MsgspecError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+        raise BadEvent(f"no batch of KV events: {error}") from None
+
+
+def _event(raw: Any) -> KVEvent | None:
+    if isinstance(raw, dict):
+        known = _TYPES.get(raw.get("type", ""))
+        fields = [] if known is None else [raw.get(name) for name in known.__struct_fields__]
+    else:
+        known, fields = _TYPES.get(raw[0]), list(raw[1:])
+    return None if known is None else msgspec.convert([known.__name__, *fields], known)
+
+
+def seq_bytes(seq: int) -> bytes:
+    return seq.to_bytes(8, "big")
+
+
+def read_seq(frame: bytes) -> int:
+    """`BadEvent` for a frame that is no sequence number."""
+    if len(frame) != 8:
+        raise BadEvent(f"a sequence number has 8 bytes, not {len(frame)}")
+    return int.from_bytes(frame, "big")
+
+
+def read_message(frames: Sequence[bytes]) -> tuple[int, list[KVEvent]]:
+    """(number, events) of [topic, number, batch]. `BadEvent`."""
+    if len(frames) != 3:
+        raise BadEvent(f"a message has 3 frames, not {len(frames)}")
+    return read_seq(frames[1]), decode_events(frames[2])

@@ -1,0 +1,57 @@
+"""Look-ups under way at each bootstrap server, and the rooms that wait in line for one. Pure.
+
+A server that hangs holds a thread for as long as its look-ups' own timeout: no more than `MAX_LOOKUPS_A_SERVER` at once, so
+that threads are left for the others. It must not know what a room is doing.
+"""
+
+from collections import Counter
+from collections.abc import Container
+
+from transfer_backends.kvpoll import RoomKey
+
+MAX_LOOKUPS_A_SERVER = 4
+
+
+class LookUpLine:
+    """Tables are by server; there is an entry only while a look-up is under way there."""
+
+    def __init__(self) -> None:
+        self._under_way: Counter[str] = Counter()
+        self._waiting: dict[str, dict[RoomKey, None]] = {}
+
+    def begin(self, server: str, key: RoomKey) -> bool:
+        """True: ask now. False: the room waits in line."""
+        if self._under_way[server] >= MAX_LOOKUPS_A_SERVER:
+            self._waiting.setdefault(server, {})[key] = None
+            return False
+        self._under_way[server] += 1
+        return True
+
+    def end(self, server: str) -> None:
+        """One was answered."""
+        self._under_way[server] -= 1
+        if self._under_way[server] <= 0:
+            del self._under_way[server]
+
+    def take(self, server: str) -> RoomKey | None:
+        """The next in line, out of it."""
+        line = self._waiting.get(server)
+        if not line:
+            self._waiting.pop(server, None)
+            return None
+        key = next(iter(line))
+        del line[key]
+        return key
+
+    def leave(self, server: str, key: RoomKey) -> None:
+        """It needs none any more (or was not in line)."""
+        line = self._waiting.get(server, {})
+        line.pop(key, None)
+        if not line:
+            self._waiting.pop(server, None)
+
+    def check(self, rooms: Container[RoomKey]) -> list[str]:
+        lost = [key for line in self._waiting.values() for key in line if key not in rooms]
+        idle = [server for server in self._waiting if server not in self._under_way]
+        problems = [f"room {key} waits for a look-up and is gone" for key in lost]
+        return problems + [f"rooms wait for a look-up at {server}, where none is under way" for server in idle]
