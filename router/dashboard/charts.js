@@ -84,6 +84,7 @@ class Tile {
     const curves = this.spec.curves(series);
     const top = Math.max(1e-9, ...curves.flat().filter((v) => v !== null)) * 1.08;
     const last = curves.at(-1);
+    this.node.classList.toggle("calm", last.every((v) => !v));
     figure(this.figure, this.spec.figure(window));
     put(this.note, this.at === null ? this.spec.note(window, workers) : this.hint(last));
     this.front.setAttribute("d", path(last, top));

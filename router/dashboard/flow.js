@@ -6,7 +6,7 @@
 import { amount, bytes, el, figure, nameOf, put, said, svg } from "/dashboard/show.js";
 
 const BEHIND_S = 1.5, TRAVEL_S = 0.45, STAY_S = 0.25;
-const MAX_DOTS = 72, MAX_CARDS = 8;
+const MAX_DOTS = 72, MAX_CARDS = 8, RAIL = 22;
 
 const STAGES = {
   prefill: [["bootstrap", "bootstrap"], ["waiting", "waiting"], ["running", "running"], ["inflight", "inflight"]],
@@ -39,12 +39,15 @@ class Card {
     put(this.counts, this.said(worker));
   }
 
+  /** Where requests stand there, by the worker's own word; else what the router has sent and not got back. */
+
   said(worker) {
     if (worker.health === "down" || worker.health === "starting") return worker.error || "not checked yet";
     if (!worker.report) return `${worker.inflight_requests} in flight, tells no load`;
     const { stages } = worker.report;
     const shown = [...STAGES[worker.role], LATE].filter(([stage]) => stages[stage] > 0);
-    return shown.map(([stage, word]) => `${stages[stage]} ${word}`).join(" · ") || "at rest";
+    const sent = worker.inflight_requests ? `${worker.inflight_requests} in flight` : "at rest";
+    return shown.map(([stage, word]) => `${stages[stage]} ${word}`).join(" · ") || sent;
   }
 }
 
@@ -103,7 +106,9 @@ class Flow {
     this.section = section;
     const find = (id) => section.querySelector(`#${id}`);
     this.links = find("links");
-    this.layer = find("dots");
+    this.roads = this.links.appendChild(svg("g"));
+    this.below = this.links.appendChild(svg("g")); // dots that travel, behind the cards
+    this.above = find("dots"); // dots that stand in them
     this.lanes = { prefill: new Lane(find("prefill")), decode: new Lane(find("decode")) };
     this.nodes = Object.fromEntries(["arrivals", "answers", "crossing", "arrivals-figure", "arrivals-note", "answers-figure",
       "answers-note", "crossing-figure"].map((id) => [id, find(id)]));
@@ -123,7 +128,7 @@ class Flow {
     if (unified) this.lanes.decode.update(of("unified"), "unified");
     else for (const role of ["prefill", "decode"]) this.lanes[role].update(of(role), role);
     put(this.lanes.decode.node.querySelector("h2"), unified ? "Workers" : "Decode");
-    figure(this.nodes["arrivals-figure"], [amount(window.requests_per_s)[0], "/s"]);
+    figure(this.nodes["arrivals-figure"], [said(amount(window.requests_per_s)), "per second"]);
     put(this.nodes["arrivals-note"], `${router.running} running`);
     figure(this.nodes["answers-figure"], [said(amount(window.output_tokens_per_s)), "tokens/s"]);
     put(this.nodes["answers-note"], window.failed ? `${window.failed} failed` : "none failed");
@@ -140,7 +145,7 @@ class Flow {
     for (const record of requests) {
       const known = this.dots.get(record.key);
       if (known) known.marks = marksOf(record);
-      else if (this.dots.size < MAX_DOTS && !this.isOver(marksOf(record))) this.dots.set(record.key, new Dot(record, this.layer));
+      else if (this.dots.size < MAX_DOTS && !this.isOver(marksOf(record))) this.dots.set(record.key, new Dot(record));
     }
   }
 
@@ -159,8 +164,8 @@ class Flow {
     const place = (node) => {
       const r = node.getBoundingClientRect();
       const x = r.left - box.left, y = r.top - box.top;
-      return upright
-        ? { in: [x + r.width / 2, y], out: [x + r.width / 2, y + r.height], dock: null }
+      return upright // all links run down one rail at the right, behind the cards
+        ? { in: [x + r.width - RAIL, y], out: [x + r.width - RAIL, y + r.height], dock: null }
         : { in: [x, y + r.height / 2], out: [x + r.width, y + r.height / 2], dock: null };
     };
     this.upright = upright;
@@ -182,10 +187,10 @@ class Flow {
       ...firsts.flatMap((p) => seconds.map((d) => [p.url, d.url, p.node.dataset.health === "up" ? d : p])),
       ...ends(seconds, "answers", false),
     ];
-    while (this.links.children.length > pairs.length) this.links.lastChild.remove();
-    while (this.links.children.length < pairs.length) this.links.append(svg("path"));
+    while (this.roads.children.length > pairs.length) this.roads.lastChild.remove();
+    while (this.roads.children.length < pairs.length) this.roads.append(svg("path"));
     pairs.forEach(([from, to, card], i) => {
-      const line = this.links.children[i];
+      const line = this.roads.children[i];
       const [a, b, c, d] = curve(this.places.get(from).out, this.places.get(to).in, this.upright);
       const drawn = `M${a.map(round)}C${b.map(round)} ${c.map(round)} ${d.map(round)}`;
       if (line.getAttribute("d") !== drawn) line.setAttribute("d", drawn);
@@ -214,16 +219,15 @@ function marksOf(record) {
   const left = [attempt?.prefill_ended_s, record.first_byte_s, ended].filter((v) => v !== null && v !== undefined);
   const came = record.started_s + TRAVEL_S + STAY_S;
   const crossed = pd ? (left.length ? Math.max(Math.min(...left), came) : null) : record.started_s;
-  const out = ended === null ? null : Math.max(ended, (crossed ?? came) + (pd ? TRAVEL_S : TRAVEL_S) + STAY_S);
+  const out = ended === null ? null : Math.max(ended, (crossed ?? came) + TRAVEL_S + STAY_S);
   const bad = record.status >= 400 || record.failure !== "";
   return { started: record.started_s, prefill: pd, decode: attempt?.answering ?? null, crossed, ended, out, bad };
 }
 
 class Dot {
-  constructor(record, layer) {
+  constructor(record) {
     this.marks = marksOf(record);
     this.node = svg("circle", { r: 4 });
-    layer.append(this.node);
     this.at = null;
   }
 
@@ -234,6 +238,8 @@ class Dot {
     const target = this.target(flow, now, docked);
     this.node.setAttribute("class", !target ? "dot hidden" : m.bad && m.ended !== null && now > m.out - STAY_S ? "dot bad" : `dot ${target.tone}`);
     if (!target) return true;
+    const layer = target.travels ? flow.below : flow.above;
+    if (this.node.parentNode !== layer) layer.append(this.node);
     const [x, y] = target.point;
     // What stands glides to its place in the row; what travels keeps to its link.
     this.at = this.at === null || target.travels ? [x, y] : [this.at[0] + (x - this.at[0]) * 0.2, this.at[1] + (y - this.at[1]) * 0.2];

@@ -8,13 +8,16 @@ import { put } from "/dashboard/show.js";
 const EVERY_MS = 1000, TIMEOUT_MS = 5000, KEY = "tandem-key", THEME = "tandem-theme";
 const $ = (id) => document.getElementById(id);
 
-const parts = [makeFlow($("flow")), makeTiles($("tiles")), makeRequests($("rows"), (path) => ask(path))];
+const parts = [makeFlow($("flow")), makeTiles($("tiles")), makeRequests($("rows"), (path, body) => ask(path, body))];
 let lastGood = 0, timer = 0, asking = false;
 
-async function ask(path) {
+/** GET, or POST where there is a body. */
+async function ask(path, body) {
   const key = sessionStorage.getItem(KEY);
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
-  return fetch(path, { headers, cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(TIMEOUT_MS) });
+  const post = body ? { method: "POST", body: JSON.stringify(body) } : {};
+  if (body) headers["Content-Type"] = "application/json";
+  return fetch(path, { ...post, headers, cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(TIMEOUT_MS) });
 }
 
 async function look() {

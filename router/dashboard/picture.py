@@ -99,10 +99,10 @@ def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
 
 
 def _series(seconds: Sequence[Second], now_s: float) -> dict[str, list[float | None]]:
-    """Curves of whole seconds, the last one just over; None: no value."""
+    """Curves of whole seconds (None: no value), up to one of which every worker has told."""
     by_at = {second.at: second for second in seconds}
-    none = Second(0)
-    shown = [by_at.get(at, none) for at in range(int(now_s) - SHOWN_SECONDS, int(now_s))]
+    none, end = Second(0), int(now_s) - 1
+    shown = [by_at.get(at, none) for at in range(end - SHOWN_SECONDS, end)]
     return {
         "requests": [float(s.ended) for s in shown],
         "failed": [float(s.failed) for s in shown],

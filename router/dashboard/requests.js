@@ -35,8 +35,26 @@ export function spansOf(record) {
   return spans;
 }
 
+/** The workers' own stages, from POST /traces (what `tandem trace` writes), on the clock of `record`; none if nobody kept them.
+
+Times there are of the Unix epoch; a worker on another machine may have another clock, so its part is moved to where it was
+sent to should it begin outside of that. */
+function workerSpans(record, told, wall) {
+  const sent = new Map(record.attempts.flatMap((a) => [[a.prefill, a], [a.answering, a]]));
+  return told.filter((part) => part.process !== "router" && sent.has(part.url)).flatMap((part) => {
+    const { started_s } = sent.get(part.url);
+    const begins = part.start_s - wall;
+    const shift = begins < started_s || begins > (record.ended_s ?? Infinity) ? started_s - begins : 0;
+    return (part.spans ?? []).map((span) => ({
+      lane: nameOf(part.url), name: span.name, from: span.start_s - wall + shift, to: span.end_s - wall + shift,
+      tone: part.process === "prefill" ? "prefill" : "decode",
+    }));
+  });
+}
+
 class Row {
   constructor(record, ask) {
+    this.workers = [];
     this.ask = ask;
     this.cells = Object.fromEntries(["when", "id", "kind", "status", "ttft", "total"].map((name) => [name, el("span", name)]));
     this.mini = svg("svg", { class: "mini", viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" });
@@ -55,6 +73,7 @@ class Row {
     this.record = record;
     const version = `${record.ended_s}${record.num_events}${record.attempts.length}${record.status}`;
     this.now = state.now_s;
+    this.wall = state.wall_s - state.now_s;
     if (version === this.drawn && record.ended_s !== null) return;
     this.drawn = version;
     const end = record.ended_s ?? state.now_s;
@@ -85,10 +104,16 @@ class Row {
       const answer = await this.ask(`/dashboard/requests/${encodeURIComponent(this.record.key)}`);
       if (answer.ok) this.record = (await answer.json()).record;
       else this.record.ended_s ??= this.now; // forgotten: it is asked for no more
+      this.workers = await this.askWorkers();
       this.show(this.record);
     } catch (error) {
       // The next state will say that the router is gone.
     }
+  }
+
+  async askWorkers() {
+    const answer = await this.ask("/traces", { ids: [this.record.request_id] });
+    return answer.ok ? workerSpans(this.record, (await answer.json()).records ?? [], this.wall) : [];
   }
 
   show(record) {
@@ -103,7 +128,7 @@ class Row {
       ...(record.failure && !record.attempts.some((a) => a.failure === record.failure) ? [["failed", record.failure]] : []),
     ];
     this.detail.replaceChildren(
-      timeLine(spansOf(record), record.started_s, Math.max(end, record.started_s + 1e-6)),
+      timeLine([...spansOf(record), ...this.workers], record.started_s, Math.max(end, record.started_s + 1e-6)),
       el("dl", "facts", ...facts.flatMap(([name, value]) => [el("dt", "", name), el("dd", "", value)])),
     );
   }

@@ -10,8 +10,9 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,33 +114,26 @@ class Page:
             self.complaints.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
 
-class Browser:
-    """`address`: HOST:PORT of its DevTools."""
-
-    def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
-        self._address = address
-        self._session = session
-
-    @asynccontextmanager
-    async def page(self) -> AsyncIterator[Page]:
-        """A tab with storage of its own."""
-        async with self._session.put(f"http://{self._address}/json/new?about:blank") as response:
-            tab = await response.json()
-        socket = await self._session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=1 << 28)
-        page = Page(socket)
+@asynccontextmanager
+async def tab(address: str) -> AsyncIterator[Page]:
+    """A new tab of the browser whose DevTools are at `address`."""
+    async with aiohttp.ClientSession() as session:
+        async with session.put(f"http://{address}/json/new?about:blank") as response:
+            made = await response.json()
+        page = Page(await session.ws_connect(made["webSocketDebuggerUrl"], max_msg_size=1 << 28))
         try:
             for domain in ("Page", "Runtime", "Network", "Log"):
                 await page.call(f"{domain}.enable")
             yield page
         finally:
             await page.close()
-            async with self._session.get(f"http://{self._address}/json/close/{tab['id']}"):
+            async with session.get(f"http://{address}/json/close/{made['id']}"):
                 pass
 
 
-@asynccontextmanager
-async def browser(folder: Path) -> AsyncIterator[Browser]:
-    """A Chromium of its own, with an empty profile in `folder`; no process of it is left."""
+@contextmanager
+def chromium(folder: Path) -> Iterator[str]:
+    """Where the DevTools of a browser listen that has an empty profile in `folder`; no process of it is left."""
     assert Path(CHROMIUM).exists(), f"{CHROMIUM} is missing; run deploy/system_packages.sh"
     profile = folder / "profile"
     with (folder / "chromium.log").open("wb") as log:
@@ -151,19 +145,18 @@ async def browser(folder: Path) -> AsyncIterator[Browser]:
             start_new_session=True,
         )
     try:
-        port = await _devtools_port(profile / "DevToolsActivePort", process)
-        async with aiohttp.ClientSession() as session:
-            yield Browser(f"127.0.0.1:{port}", session)
+        yield f"127.0.0.1:{_devtools_port(profile / 'DevToolsActivePort', process)}"
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-async def _devtools_port(file: Path, process: "subprocess.Popen[bytes]") -> int:
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            assert process.poll() is None, f"chromium ended with status {process.returncode}"
-            lines = file.read_text().split() if file.exists() else []
-            if len(lines) == 2:
-                return int(lines[0])
-            await asyncio.sleep(0.02)
+def _devtools_port(file: Path, process: "subprocess.Popen[bytes]") -> int:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        assert process.poll() is None, f"chromium ended with status {process.returncode}"
+        assert time.monotonic() < deadline_s, f"no {file}"
+        lines = file.read_text().split() if file.exists() else []
+        if len(lines) == 2:
+            return int(lines[0])
+        time.sleep(0.02)
