@@ -62,7 +62,9 @@ class RunningRouter:
         live: LiveRequests,
         lifelines: Lifelines,
         monitor: HealthMonitor,
+        recorder: Recorder,
     ) -> None:
+        self.recorder = recorder
         self.url = url
         self.lifelines = lifelines
         self.monitor = monitor
@@ -220,6 +222,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
                 live=live,
                 lifelines=legs.lifelines,
                 monitor=monitor,
+                recorder=recorder,
             )
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests

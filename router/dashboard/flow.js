@@ -229,6 +229,7 @@ class Dot {
     this.marks = marksOf(record);
     this.node = svg("circle", { r: 4 });
     this.at = null;
+    this.travels = true;
   }
 
   /** False when it has left the picture. */
@@ -241,6 +242,9 @@ class Dot {
     const layer = target.travels ? flow.below : flow.above;
     if (this.node.parentNode !== layer) layer.append(this.node);
     const [x, y] = target.point;
+    if (target.left !== undefined && this.travels) // it comes in at the side where it arrived, on the row's height
+      this.at = [Math.min(Math.max(this.at?.[0] ?? x, target.left), target.right), y];
+    this.travels = target.travels;
     // What stands glides to its place in the row; what travels keeps to its link.
     this.at = this.at === null || target.travels ? [x, y] : [this.at[0] + (x - this.at[0]) * 0.2, this.at[1] + (y - this.at[1]) * 0.2];
     this.node.setAttribute("cx", round(this.at[0]));
@@ -274,7 +278,7 @@ function dockOf(flow, url, docked, tone) {
   const index = docked.get(url) ?? 0;
   docked.set(url, index + 1);
   const fits = Math.max(1, Math.floor(width / step));
-  return { point: [left + 5 + (index % fits) * step, top + height / 2], travels: false, tone };
+  return { point: [left + 5 + (index % fits) * step, top + height / 2], left, right: left + width, travels: false, tone };
 }
 
 function curve([ax, ay], [bx, by], upright) {

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-CHROMIUM = "/usr/bin/chromium"  # deploy/system_packages.sh installs it
+CHROMIUM = "/usr/bin/chromium"  # `make test` installs it
 DEADLINE_S = 60.0
 _ARGS = (
     "--headless",
@@ -134,7 +134,7 @@ async def tab(address: str) -> AsyncIterator[Page]:
 @contextmanager
 def chromium(folder: Path) -> Iterator[str]:
     """Where the DevTools of a browser listen that has an empty profile in `folder`; no process of it is left."""
-    assert Path(CHROMIUM).exists(), f"{CHROMIUM} is missing; run deploy/system_packages.sh"
+    assert Path(CHROMIUM).exists(), f"{CHROMIUM} is missing; run: bash deploy/system_packages.sh tests"
     profile = folder / "profile"
     with (folder / "chromium.log").open("wb") as log:
         process = subprocess.Popen(

@@ -141,7 +141,10 @@ def test_rooms_are_unique_even_when_numbers_are_few(seed: int, counts: list[int]
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ({"num_running_reqs": 2, "num_used_tokens": 9}, LoadReport(running_reqs=2, used_tokens=9, stages={"running": 2})),
+        (
+            {"num_running_reqs": 2, "num_used_tokens": 9},
+            LoadReport(running_reqs=2, used_tokens=9, stages={"running": 2}),
+        ),
         ([{"num_reqs": 1, "num_tokens": 5}, {"num_tokens": 6}], LoadReport(running_reqs=1, used_tokens=11)),
         (
             {"loads": [{"num_waiting_reqs": 3, "num_waiting_uncached_tokens": 70, "max_total_num_tokens": 8}]},
