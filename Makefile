@@ -8,13 +8,13 @@ TESTS ?= tests
 CELLS ?=
 JOBS ?= 2
 BACKENDS ?= nixl mooncake
-EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,k8s,dev
+EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,k8s,otel,dev
 TORCH ?= torch==2.13.0
 # What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
 # Parts that decide without I/O (and the command line): held to mypy --strict.
 TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokenizer grammar hicache lora) disagg \
-	$(wildcard transfer_backends/*.py) bootstrap_server router deploy security lifecycle
+	$(wildcard transfer_backends/*.py) bootstrap_server router deploy security lifecycle telemetry
 
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS

@@ -17,22 +17,24 @@ from router.attempts import Attempts
 from router.chooser import Chooser, cost_tokens
 from router.config import RouterConfig
 from router.credentials import Credentials
-from router.dashboard.recorder import GONE, Recorder, Watched
+from router.dashboard.recorder import Recorder, Watched
 from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
 from router.guard import REQUEST_ID
+from router.journey import CLIENT_GONE, Journey, Journeys
 from router.legs import Call, Leg, LegError, Legs
 from router.merge import Merger, SseMerger
 from router.metrics import RouterMetrics
 from router.policies import Ask, Choice
 from router.race import Race
 from router.relay import StreamBroken, end_with_event, relay_stream
-from router.rewrite import Api, ParsedBody, parse_body, write_bodies
+from router.rewrite import Api, BadBody, ParsedBody, parse_body, write_bodies
 from router.rooms import RoomMinter
 from router.sse import error_event
 from router.workers import Lease, Role, Worker, WorkerTable, missing_roles
 from security.voucher import VOUCHER_HEADER, vouch
+from telemetry.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class Parts:
     on_unreachable: Callable[[LegError], None]
     recorder: Recorder
     clock: Callable[[], float] = time.monotonic
+    journeys: Journeys = field(default_factory=lambda: Journeys(Tracer(ring_size=0)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,6 +80,7 @@ class _Exchange:
     live: LiveRequest
     started_s: float
     watched: Watched
+    journey: Journey
     attempts: Attempts = field(default_factory=Attempts)
 
 
@@ -114,31 +118,43 @@ class Dispatcher:
         return None
 
     async def _handle(self, request: web.BaseRequest, live: LiveRequest) -> web.StreamResponse:
-        started_s = self._parts.clock()
+        started_s, request_id = self._parts.clock(), request[REQUEST_ID]
+        traceparent = request.headers.get("traceparent", "")
+        journey = self._parts.journeys.begin(request_id, request.path, traceparent, now_s=started_s)
+        status, exchange = CLIENT_GONE, None
+        try:
+            exchange = await self._exchange(request, live, journey, started_s)
+            response = await self._serve(exchange)
+            status = response.status
+            return response
+        except BadBody:
+            status = 400
+            raise
+        finally:
+            journey.end(status)
+            if exchange is not None:
+                exchange.watched.end(503 if live.handed_back and status == CLIENT_GONE else status)
+
+    async def _exchange(
+        self, request: web.BaseRequest, live: LiveRequest, journey: Journey, started_s: float
+    ) -> _Exchange:
         body = await request.read()
         request_id = request[REQUEST_ID]
         parsed = parse_body(Api(request.path), body)
-        watched = self._parts.recorder.begin(
-            request_id, request.path, prompt_tokens=parsed.prompt_tokens, started_s=started_s
-        )
-        exchange = _Exchange(
+        journey.asked(parsed.num_samples, bytes(parsed.fields.get("model", b"")))
+        begin = self._parts.recorder.begin
+        return _Exchange(
             request=request,
             request_id=request_id,
             parsed=parsed,
             ask=self._parts.chooser.ask(parsed, request.headers),
             body=body,
-            call=Call(request.path, self._headers(request, request_id)),
+            call=Call(request.path, self._headers(request, request_id, journey.traceparent)),
             live=live,
             started_s=started_s,
-            watched=watched,
+            journey=journey,
+            watched=begin(request_id, request.path, prompt_tokens=parsed.prompt_tokens, started_s=started_s),
         )
-        status = GONE
-        try:
-            response = await self._serve(exchange)
-            status = response.status
-            return response
-        finally:
-            watched.end(503 if live.handed_back and status == GONE else status)
 
     def close(self) -> None:
         """End what prefill legs still run after their clients were served."""
@@ -180,8 +196,10 @@ class Dispatcher:
 
     async def _attempt_single(self, exchange: _Exchange, call: Call, choice: Choice) -> web.StreamResponse:
         lease = self._charge(choice, exchange.ask)
+        leg = self._parts.legs.send(choice.worker, call, exchange.body, stream=True)
+        exchange.journey.sent(leg)
         exchange.watched.attempt(answering=choice.worker.url)
-        race = Race(self._parts.legs.send(choice.worker, call, exchange.body, stream=True))
+        race = Race(leg)
         try:
             await race.answer(wait_for_prefill=False)
             return await self._answer(exchange, race, merger=None)
@@ -201,6 +219,7 @@ class Dispatcher:
         prefill_lease, decode_lease = self._charge(compute, exchange.ask), self._charge(answer_by, exchange.ask)
         first = parts.legs.send(prefill, call, prefill_body, stream=False)
         second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
+        exchange.journey.sent(first, second, rooms=rooms)
         race = Race(second, prefill=first)
         watched, attempt = exchange.watched, exchange.watched.attempt(answering=decode.url, prefill=prefill.url)
         race.when_prefill_ends(lambda: watched.prefill_ended(attempt))
@@ -330,16 +349,19 @@ class Dispatcher:
         )
 
     def _first_byte(self, exchange: _Exchange) -> None:
+        exchange.journey.first_byte()
         self._parts.metrics.on_first_byte(exchange.call.path, self._parts.clock() - exchange.started_s)
         exchange.watched.first_byte()
 
-    def _headers(self, request: web.BaseRequest, request_id: str) -> dict[str, str]:
-        """What workers get of the client's headers."""
+    def _headers(self, request: web.BaseRequest, request_id: str, traceparent: str) -> dict[str, str]:
+        """What workers get of the client's headers; `traceparent` instead of its own, where it is not ""."""
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         for name in _PASSED_HEADERS:
             value = request.headers.get(name)
             if value is not None:
                 headers[name] = value
+        if traceparent:
+            headers["traceparent"] = traceparent
         return headers | self._parts.credentials.for_client(request.headers.get("Authorization", ""))
 
 

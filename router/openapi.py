@@ -43,6 +43,12 @@ _OWN: dict[str, dict[str, Any]] = {
         "delete": {"type": "object", "properties": _URL, "required": ["url"]},
     },
     "/flush_cache": {"get": None, "post": None},
+    "/traces": {
+        "post": {
+            "type": "object",
+            "properties": {"ids": {"type": ["array", "null"], "items": _TEXT}, "last": {"type": ["integer", "null"]}},
+        }
+    },
 }
 # Passed to every worker as they come: their bodies are described by the worker.
 _PASSED = (
@@ -55,6 +61,8 @@ _PASSED = (
     "/start_profile",
     "/stop_profile",
 )
+# Of a stream the schema describes each event, as tools read OpenAPI before 3.2.
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -83,7 +91,7 @@ def make_document(worker: Any) -> dict[str, Any]:
 def _operation(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
     kinds = {
         "application/json": {"schema": {}},
-        **({"text/event-stream": {"schema": _TEXT}} if path in _STREAMING else {}),
+        **({"text/event-stream": {"schema": _EVENT}} if path in _STREAMING else {}),
     }
     if path == "/metrics":
         kinds = {"text/plain": {"schema": _TEXT}}

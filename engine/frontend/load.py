@@ -17,7 +17,7 @@ PD_QUEUES = {
 TOTALS = {
     "prompt_tokens": "prompt_tokens",
     "generation_tokens": "generation_tokens",
-    "kv_transfer_bytes": "bytes",
+    "kv_transfer_bytes": "kv_sent_bytes",
     "transfer_failed": "transfer_failed",
     "bootstrap_failed": "bootstrap_failed",
 }

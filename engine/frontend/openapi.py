@@ -19,6 +19,7 @@ from engine.frontend.embeddings_api import EmbeddingBody
 from engine.frontend.native_api import GenerateBody
 from engine.frontend.openai_bodies import ChatBody, CompletionBody
 from security.keys import Access
+from telemetry.records import TracesQuery
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
@@ -26,6 +27,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/embeddings": EmbeddingBody,
     "/generate": GenerateBody,
     "/abort_request": AbortBody,
+    "/traces": TracesQuery,
     "/pause_generation": PauseBody,
     "/update_weights_from_disk": UpdateWeightsBody,
     "/load_lora_adapter": LoadBody,
@@ -54,6 +56,9 @@ SCHEMAS = "#/components/schemas/{name}"
 DOCUMENT: web.AppKey[bytes] = web.AppKey("openapi", bytes)
 
 _PATTERN = re.compile(r"{(\w+):[^}]*}")
+
+# Of a stream the schema describes each event, as tools read OpenAPI before 3.2.
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
 class ErrorDetail(msgspec.Struct):
@@ -124,7 +129,7 @@ def _good(path: str) -> dict[str, Any]:
         return {"description": "done"}
     if path in PLAIN_TEXT:
         return {"description": "done", "content": {"text/plain": {"schema": {"type": "string"}}}}
-    streams = {"text/event-stream": {"schema": {"type": "string"}}} if path in STREAMING else {}
+    streams = {"text/event-stream": {"schema": EVENT}} if path in STREAMING else {}
     return {"description": "done", "content": {**_json({}), **streams}}
 
 

@@ -192,7 +192,9 @@ class EngineLoop:
 
     def _on_step(self, effects: StepEffects) -> list[TokenOutput]:
         self._control.on_collected()
-        return self._role.on_step(effects, self._clock())
+        now_s = self._clock()
+        self._times.progressed(effects.progressed, now_s)
+        return self._role.on_step(effects, now_s)
 
     def _rest(self) -> None:
         waiting = self._role.waits_for_outside() or bool(self._grammars.rids()) or self._disk.busy
@@ -270,6 +272,7 @@ class EngineLoop:
             return_hidden_states=message.return_hidden_states,
             pooling=message.pooling,
             adapter=adapter,
+            request_id=message.request_id,
             stop_patterns=compile_all(sampling.stop_regex),
         )
         self._gate.open(message)
