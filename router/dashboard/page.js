@@ -8,7 +8,7 @@ import { put } from "/dashboard/show.js";
 const EVERY_MS = 1000, TIMEOUT_MS = 5000, KEY = "tandem-key", THEME = "tandem-theme";
 const $ = (id) => document.getElementById(id);
 
-const parts = [makeFlow($("flow")), makeTiles($("tiles")), makeRequests($("rows"), (path, body) => ask(path, body))];
+const parts = [makeFlow($("flow")), makeTiles($("tiles")), makeRequests($("rows"), $("held"), (path, body) => ask(path, body))];
 let lastGood = 0, timer = 0, asking = false;
 
 /** GET, or POST where there is a body. */

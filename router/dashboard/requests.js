@@ -4,6 +4,8 @@ import { el, nameOf, put, said, svg, time } from "/dashboard/show.js";
 
 const KINDS = { "/v1/chat/completions": "chat", "/v1/completions": "completion", "/generate": "generate", "/v1/embeddings": "embedding" };
 
+const MAX_ASKED = 5;
+
 const isBad = (record) => record.status >= 400 || record.failure !== "";
 
 function statusOf(record) {
@@ -47,7 +49,7 @@ function workerSpans(record, told, wall) {
     const shift = begins < started_s || begins > (record.ended_s ?? Infinity) ? started_s - begins : 0;
     return (part.spans ?? []).map((span) => ({
       lane: nameOf(part.url), name: span.name, from: span.start_s - wall + shift, to: span.end_s - wall + shift,
-      tone: part.process === "prefill" ? "prefill" : "decode",
+      tone: part.process === "prefill" ? "prefill" : "decode", inner: true,
     }));
   });
 }
@@ -55,6 +57,7 @@ function workerSpans(record, told, wall) {
 class Row {
   constructor(record, ask) {
     this.workers = [];
+    this.asked = 0;
     this.ask = ask;
     this.cells = Object.fromEntries(["when", "id", "kind", "status", "ttft", "total"].map((name) => [name, el("span", name)]));
     this.mini = svg("svg", { class: "mini", viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" });
@@ -75,6 +78,7 @@ class Row {
     this.now = state.now_s;
     this.wall = state.wall_s - state.now_s;
     if (version === this.drawn && record.ended_s !== null) return;
+    const ended = this.drawn !== "" && record.ended_s !== null;
     this.drawn = version;
     const end = record.ended_s ?? state.now_s;
     const date = new Date((state.wall_s - state.now_s + record.started_s) * 1000);
@@ -87,7 +91,9 @@ class Row {
     this.node.classList.toggle("bad", isBad(record) && record.status !== 499);
     this.node.classList.toggle("live", record.status === 0);
     drawBars(this.mini, spansOf(record), record.started_s, end, { width: 100, height: 8, row: 0 });
-    if (!this.detail.hidden) this.show(record);
+    if (this.detail.hidden) return;
+    this.show(record);
+    if (ended) this.refresh(); // now the workers have told their part
   }
 
   async toggle() {
@@ -111,7 +117,13 @@ class Row {
     }
   }
 
+  /** The list has moved on while it ran, or its workers, busy perhaps, have not told their part: then it is asked again, a few times. */
+  isIncomplete(shown) {
+    return this.record.ended_s === null ? !shown.has(this.record.key) : !this.workers.length && this.asked < MAX_ASKED;
+  }
+
   async askWorkers() {
+    this.asked += 1;
     const answer = await this.ask("/traces", { ids: [this.record.request_id] });
     return answer.ok ? workerSpans(this.record, (await answer.json()).records ?? [], this.wall) : [];
   }
@@ -142,32 +154,48 @@ function drawBars(drawing, spans, start, end, { width, height }) {
   })));
 }
 
-/** One line a span: its name and length, and the bar on a common scale. */
+/** Spans of one name at one place share a line: a long prompt has many chunks. */
+function linesOf(spans) {
+  const lines = new Map();
+  for (const span of spans) {
+    const key = `${span.lane} ${span.name}`;
+    lines.set(key, [...(lines.get(key) ?? []), span]);
+  }
+  return [...lines.values()];
+}
+
+/** One line a stage: its name and length, and bars on a common scale. */
 function timeLine(spans, start, end) {
   const whole = end - start;
-  const lines = spans.map((span) => {
-    const bar = el("span", `span ${span.tone}`);
-    bar.style.left = `${((span.from - start) / whole) * 100}%`;
-    bar.style.width = `${Math.max(0.4, (((span.to ?? end) - span.from) / whole) * 100)}%`;
-    return el("div", "line", el("span", "what", span.name), el("span", "where", span.lane),
-      el("span", "bars", bar), el("span", "long", said(time((span.to ?? end) - span.from))));
+  const lines = linesOf(spans).map((line) => {
+    const bars = line.map((span) => {
+      const bar = el("span", `span ${span.tone}`);
+      const left = Math.min(1, Math.max(0, (span.from - start) / whole));
+      bar.style.left = `${left * 100}%`;
+      bar.style.width = `${Math.min(1 - left, Math.max(0.004, ((span.to ?? end) - span.from) / whole)) * 100}%`;
+      return bar;
+    });
+    const long = line.reduce((sum, span) => sum + (span.to ?? end) - span.from, 0);
+    const name = line.length > 1 ? `${line[0].name} × ${line.length}` : line[0].name;
+    return el("div", line[0].inner ? "line inner" : "line", el("span", "what", name), el("span", "where", line[0].lane),
+      el("span", "bars", ...bars), el("span", "long", said(time(long))));
   });
   const marks = [0, 0.25, 0.5, 0.75, 1].map((share) => el("span", "", said(time(share * whole))));
   return el("div", "timeline", ...lines, el("div", "line axis", el("span", "what"), el("span", "where"), el("span", "marks", ...marks), el("span", "long")));
 }
 
-/** `ask(path)` fetches; the answer is told every new state. Rows that are open stay until they are closed. */
-export function makeRequests(box, ask) {
+/** `ask(path, body)` fetches; the answer is told every new state. While a row is open the list stands still, and `held` says so. */
+export function makeRequests(box, held, ask) {
   const rows = new Map();
   const empty = el("p", "note", "No request has come yet.");
   return (state) => {
     const shown = new Map(state.requests.map((record) => [record.key, record]));
-    for (const [key, row] of rows) {
-      if (shown.has(key)) continue;
-      if (row.detail.hidden) { row.node.remove(); rows.delete(key); }
-      else if (row.record.ended_s === null) row.refresh();
-    }
+    const open = [...rows.values()].filter((row) => !row.detail.hidden);
+    held.hidden = !open.length;
+    for (const row of open) if (row.isIncomplete(shown)) row.refresh();
+    for (const [key, row] of rows) if (!open.length && !shown.has(key)) { row.node.remove(); rows.delete(key); }
     for (const [key, record] of shown) {
+      if (open.length && !rows.has(key)) continue;
       if (!rows.has(key)) rows.set(key, new Row(record, ask));
       rows.get(key).update(record, state);
     }

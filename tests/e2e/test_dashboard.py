@@ -53,7 +53,12 @@ def test_a_real_cluster_is_on_the_page(nixl: Cluster, devtools: str) -> None:
             row = "[...document.querySelectorAll('.request')].find((n) => n.innerText.includes('dash-0'))"
             await page.until(f"{row} !== undefined")
             await page.js(f"{row}.querySelector('button').click()")
-            await page.until(f"{row}.querySelectorAll('.timeline .line').length >= 4")
+            lines = f"[...{row}.querySelectorAll('.timeline .inner')].map((n) => n.innerText.replace(/\\s+/g, ' '))"
+            await page.until(f"{lines}.length >= 8")
+            told = await page.js(lines)
+            for role, stages in (("prefill", ("bootstrap", "queue", "prefill", "transfer")), ("decode", ("decode",))):
+                where = nixl.of(role)[0].url.removeprefix("http://")
+                assert all(any(line.startswith(f"{stage} {where} ") for line in told) for stage in stages), told
             assert page.complaints == []
             assert all(url.startswith(nixl.router + "/") for url in page.asked)
 

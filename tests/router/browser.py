@@ -75,7 +75,9 @@ class Page:
         return value
 
     async def open(self, url: str) -> None:
+        """Go there; the document and its scripts are loaded."""
         await self.call("Page.navigate", url=url)
+        await self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
 
     async def resize(self, width: int, height: int, *, phone: bool = False, scale: float = 1) -> None:
         await self.call(

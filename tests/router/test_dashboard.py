@@ -208,8 +208,15 @@ def test_a_click_opens_the_time_line(devtools: str) -> None:
         text = await page.js(f"{row}.querySelector('.detail').innerText")
         assert "first token (try 2)" in text and "HTTP 500" in text and tried["request_id"] in text
         assert await page.js(f"{row}.querySelectorAll('.timeline .span.bad').length") == 2
+        await page.until("!document.getElementById('held').hidden")
+        before = await page.js("document.querySelectorAll('.request').length")
+        await c.post(PATH, STREAM)
+        asked = len(page.asked)
+        await until(lambda: len(page.asked) > asked + 2)  # it has seen the new one, and pushes nothing aside for it
+        assert await page.js("document.querySelectorAll('.request').length") == before
         await page.js(f"{row}.querySelector('button').click()")
         assert await page.js(f"{row}.querySelector('.detail').hidden")
+        await rows(page, f"=== {before + 1}")
 
     show(devtools, scenario)
 
