@@ -43,12 +43,14 @@ Times there are of the Unix epoch; a worker on another machine may have another 
 sent to should it begin outside of that. */
 function workerSpans(record, told, wall) {
   const sent = new Map(record.attempts.flatMap((a) => [[a.prefill, a], [a.answering, a]]));
-  return told.filter((part) => part.process !== "router" && sent.has(part.url)).flatMap((part) => {
+  const parts = told.filter((part) => part.process !== "router" && sent.has(part.url));
+  parts.sort((a, b) => (b.process === "prefill") - (a.process === "prefill") || a.start_s - b.start_s);
+  return parts.flatMap((part) => {
     const { started_s } = sent.get(part.url);
     const begins = part.start_s - wall;
     const shift = begins < started_s || begins > (record.ended_s ?? Infinity) ? started_s - begins : 0;
     return (part.spans ?? []).map((span) => ({
-      lane: nameOf(part.url), name: span.name, from: span.start_s - wall + shift, to: span.end_s - wall + shift,
+      lane: nameOf(part.url), name: span.name.replaceAll("_", " "), from: span.start_s - wall + shift, to: span.end_s - wall + shift,
       tone: part.process === "prefill" ? "prefill" : "decode", inner: true,
     }));
   });
