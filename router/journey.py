@@ -19,7 +19,8 @@ from telemetry.tracer import Place, Tracer, unix_offset_s
 log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
-MAX_MODEL_BYTES = 256
+MAX_MODEL_BYTES = 256  # kept of what a client may send
+MAX_ROOMS = 16  # likewise
 
 
 class Journeys:
@@ -39,20 +40,8 @@ class Journey:
     """`traceparent`: what workers are sent, "": as the client sent it."""
 
     __slots__ = (
-        *(
-            "_ended_s",
-            "_first_byte_s",
-            "_legs",
-            "_model",
-            "_num_samples",
-            "_offset_s",
-            "_owner",
-            "_path",
-            "_place",
-            "_request_id",
-            "_rooms",
-        ),
-        *("_sent", "_started_s", "_status"),
+        *("_ended_s", "_first_byte_s", "_legs", "_model", "_num_samples", "_offset_s", "_owner", "_path", "_place"),
+        *("_request_id", "_rooms", "_sent", "_started_s", "_status"),
     )
 
     def __init__(self, owner: Journeys, request_id: str, path: str, place: Place | None, started_s: float) -> None:
@@ -83,7 +72,7 @@ class Journey:
     def sent(self, *legs: Leg, rooms: Sequence[int] = ()) -> None:
         """One attempt: to these workers."""
         now_s = time.monotonic()
-        self._rooms = rooms
+        self._rooms = rooms[:MAX_ROOMS]
         self._sent += [(leg, now_s) for leg in legs]
 
     def first_byte(self) -> None:
@@ -129,7 +118,7 @@ class Journey:
         if self._num_samples:
             said["gen_ai.request.choice.count"] = self._num_samples
         if self._rooms:
-            said["tandem.bootstrap_room"] = ",".join(map(str, self._rooms[:16]))
+            said["tandem.bootstrap_room"] = ",".join(map(str, self._rooms))
         if self._first_byte_s is not None:
             said["gen_ai.response.time_to_first_chunk"] = self._first_byte_s - self._started_s
         return said
