@@ -59,6 +59,7 @@ run: $(STAMP)
 	@exec $(BIN)/tandem up $(ARGS)
 
 test: $(STAMP)
+	@bash deploy/system_packages.sh tests
 	$(BIN)/python -m pytest -q $(TESTS)
 
 # A failure prints the line that replays it, and leaves no report.

@@ -4,6 +4,8 @@
 #   libibverbs1 libnuma1 libcurl4   Mooncake's shared libraries
 #   gcc libc6-dev                   the C attention kernel, compiled at first start
 #   python3-venv                    `python3 -m venv` on Debian's own Python
+# With the argument "tests" also what only those need:
+#   chromium                        shows the dashboard to them
 set -euo pipefail
 
 missing=()
@@ -19,6 +21,7 @@ need_library libcurl.so.4 libcurl4
 command -v gcc >/dev/null || command -v cc >/dev/null || missing+=(gcc)
 [ -e /usr/include/stdlib.h ] || missing+=(libc6-dev)
 python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
+[ "${1:-}" != tests ] || [ -x /usr/bin/chromium ] || missing+=(chromium)
 
 [ ${#missing[@]} -eq 0 ] && exit 0
 

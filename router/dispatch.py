@@ -17,6 +17,7 @@ from router.attempts import Attempts
 from router.chooser import Chooser, cost_tokens
 from router.config import RouterConfig
 from router.credentials import Credentials
+from router.dashboard.recorder import Recorder, Watched
 from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
@@ -61,6 +62,7 @@ class Parts:
     secret: bytes | None
     live: LiveRequests
     on_unreachable: Callable[[LegError], None]
+    recorder: Recorder
     clock: Callable[[], float] = time.monotonic
     journeys: Journeys = field(default_factory=lambda: Journeys(Tracer(ring_size=0)))
 
@@ -77,6 +79,7 @@ class _Exchange:
     call: Call
     live: LiveRequest
     started_s: float
+    watched: Watched
     journey: Journey
     attempts: Attempts = field(default_factory=Attempts)
 
@@ -118,9 +121,10 @@ class Dispatcher:
         started_s, request_id = self._parts.clock(), request[REQUEST_ID]
         traceparent = request.headers.get("traceparent", "")
         journey = self._parts.journeys.begin(request_id, request.path, traceparent, now_s=started_s)
-        status = CLIENT_GONE
+        status, exchange = CLIENT_GONE, None
         try:
-            response = await self._serve(await self._exchange(request, live, journey, started_s))
+            exchange = await self._exchange(request, live, journey, started_s)
+            response = await self._serve(exchange)
             status = response.status
             return response
         except BadBody:
@@ -128,6 +132,8 @@ class Dispatcher:
             raise
         finally:
             journey.end(status)
+            if exchange is not None:
+                exchange.watched.end(503 if live.handed_back and status == CLIENT_GONE else status)
 
     async def _exchange(
         self, request: web.BaseRequest, live: LiveRequest, journey: Journey, started_s: float
@@ -136,6 +142,7 @@ class Dispatcher:
         request_id = request[REQUEST_ID]
         parsed = parse_body(Api(request.path), body)
         journey.asked(parsed.num_samples, bytes(parsed.fields.get("model", b"")))
+        begin = self._parts.recorder.begin
         return _Exchange(
             request=request,
             request_id=request_id,
@@ -146,6 +153,7 @@ class Dispatcher:
             live=live,
             started_s=started_s,
             journey=journey,
+            watched=begin(request_id, request.path, prompt_tokens=parsed.prompt_tokens, started_s=started_s),
         )
 
     def close(self) -> None:
@@ -173,6 +181,7 @@ class Dispatcher:
                 return await self._attempt(exchange, call, chosen)
             except LegError as failure:
                 exchange.attempts.note(failure, [choice.worker for choice in chosen])
+                exchange.watched.attempt_failed(str(failure))
                 self._note(failure)
                 if not failure.retryable or attempt == config.retry_max:
                     return _failure_response(failure)
@@ -189,6 +198,7 @@ class Dispatcher:
         lease = self._charge(choice, exchange.ask)
         leg = self._parts.legs.send(choice.worker, call, exchange.body, stream=True)
         exchange.journey.sent(leg)
+        exchange.watched.attempt(answering=choice.worker.url)
         race = Race(leg)
         try:
             await race.answer(wait_for_prefill=False)
@@ -211,6 +221,8 @@ class Dispatcher:
         second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
         exchange.journey.sent(first, second, rooms=rooms)
         race = Race(second, prefill=first)
+        watched, attempt = exchange.watched, exchange.watched.attempt(answering=decode.url, prefill=prefill.url)
+        race.when_prefill_ends(lambda: watched.prefill_ended(attempt))
         try:
             await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
             parts.table.release(prefill_lease)  # its tokens are computed: decode would not have begun
@@ -223,10 +235,11 @@ class Dispatcher:
             parts.table.release(decode_lease)
             race.close()
             self._tails.add(first)
-            race.when_prefill_ends(lambda: self._end_tail(first, rooms))
+            race.when_prefill_ends(lambda: self._end_tail(first, rooms, lambda: watched.prefill_ended(attempt)))
 
-    def _end_tail(self, prefill: Leg, rooms: Sequence[int]) -> None:
+    def _end_tail(self, prefill: Leg, rooms: Sequence[int], note: Callable[[], None]) -> None:
         """Nothing of the request runs any more, here or there."""
+        note()
         self._tails.discard(prefill)
         self._parts.rooms.release(rooms)
 
@@ -250,29 +263,34 @@ class Dispatcher:
                 headers=headers,
                 merger=SseMerger(merger) if merger else None,
                 on_first_byte=lambda: self._first_byte(exchange),
+                on_event=exchange.watched.event,
             )
         except StreamBroken as broken:
             if exchange.live.handed_back:
-                return await self._end_handed_back(broken.out, race)
-            return await self._end_broken(broken.out, broken.cause, race)
+                return await self._end_handed_back(exchange, broken.out, race)
+            return await self._end_broken(exchange, broken.out, broken.cause, race)
         if exchange.live.handed_back:
-            return await self._end_handed_back(out, race)
+            return await self._end_handed_back(exchange, out, race)
         if race.refused is not None:
-            return await self._end_broken(out, race.refused, race)
+            return await self._end_broken(exchange, out, race.refused, race)
         await out.write_eof()
         return out
 
-    async def _end_handed_back(self, out: web.StreamResponse, race: Race) -> web.StreamResponse:
+    async def _end_handed_back(self, exchange: _Exchange, out: web.StreamResponse, race: Race) -> web.StreamResponse:
         race.close()
+        exchange.watched.broke(HANDED_BACK)
         return await end_with_event(out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
 
-    async def _end_broken(self, out: web.StreamResponse, failure: LegError, race: Race) -> web.StreamResponse:
+    async def _end_broken(
+        self, exchange: _Exchange, out: web.StreamResponse, failure: LegError, race: Race
+    ) -> web.StreamResponse:
         """Say in the stream what happened; both legs end."""
         if race.refused is not None:
             failure = race.refused
         else:
             self._note(failure)
         race.close()
+        exchange.watched.broke(str(failure))
         return await end_with_event(out, _failure_event(failure))
 
     def _vouched(self, call: Call, prefill: Worker, rooms: Sequence[int]) -> Call:
@@ -310,6 +328,7 @@ class Dispatcher:
         """Count a failure; a worker that could not be reached is looked at."""
         reason = f"http_{failure.status}" if failure.reason == "status" else failure.reason
         self._parts.metrics.errors.labels(reason, failure.worker.role.value).inc()
+        self._parts.recorder.on_failure(reason, failure.worker.role.value)
         if failure.reason in ("refused", "lost") or failure.draining:
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
@@ -324,6 +343,7 @@ class Dispatcher:
         """503 that names what is missing."""
         missing = missing_roles(self._parts.table, roles)
         self._parts.metrics.errors.labels("no_worker", ",".join(missing)).inc()
+        self._parts.recorder.on_failure("no_worker", ",".join(missing))
         return error_response(
             503, no_worker_message(self._parts.table, missing), code="no_worker", headers={"Retry-After": RETRY_AFTER_S}
         )
@@ -331,6 +351,7 @@ class Dispatcher:
     def _first_byte(self, exchange: _Exchange) -> None:
         exchange.journey.first_byte()
         self._parts.metrics.on_first_byte(exchange.call.path, self._parts.clock() - exchange.started_s)
+        exchange.watched.first_byte()
 
     def _headers(self, request: web.BaseRequest, request_id: str, traceparent: str) -> dict[str, str]:
         """What workers get of the client's headers; `traceparent` instead of its own, where it is not ""."""

@@ -58,7 +58,12 @@ class LiveRequests:
 
     @property
     def full(self) -> bool:
-        return len(self._requests) + self._view.others_live() >= self._max_live
+        return self.num_everywhere >= self._max_live
+
+    @property
+    def num_everywhere(self) -> int:
+        """Those of all processes of this router."""
+        return len(self._requests) + self._view.others_live()
 
     @contextmanager
     def request(self) -> Iterator[LiveRequest]:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from router.dashboard.page import FILE_PATHS
 from router.errors import error_response
 from router.metrics import RouterMetrics
 from router.rate_limit import RateLimiter, client_of
@@ -21,7 +22,7 @@ MAX_REQUEST_ID_CHARS = 256
 REQUEST_ID = web.RequestKey("request_id", str)
 
 CALLER = web.RequestKey("caller", Caller)
-_OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json"))
+_OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json")) | FILE_PATHS
 # What changes workers for everybody, or the pool. A route named nowhere here needs an API key.
 _ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
 _ADMIN_PATHS = frozenset(
@@ -44,7 +45,9 @@ def need_of(method: str, path: str) -> Access:
     """What a caller must be."""
     if path in _OPEN_PATHS:
         return Access.NONE
-    return Access.ADMIN if path in _ADMIN_PATHS or (method, path) in _ADMIN_ROUTES else Access.USER
+    if path in _ADMIN_PATHS or (method, path) in _ADMIN_ROUTES or path.startswith("/dashboard/"):
+        return Access.ADMIN  # the dashboard: it names the requests of all clients
+    return Access.USER
 
 
 def _nobody(request: web.BaseRequest) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 
 from router.config import RouterConfig
 from router.credentials import Credentials
+from router.dashboard.recorder import Recorder
 from router.legs import LegError, Legs
 from router.reports import parse_bootstrap, parse_incarnation, parse_load, parse_mode, says_draining
 from router.workers import Check, Health, Role, Worker, WorkerTable
@@ -37,12 +38,14 @@ class HealthMonitor:
         session: aiohttp.ClientSession,
         credentials: Credentials,
         legs: Legs | None = None,
+        recorder: Recorder | None = None,
         on_info: Callable[[Worker, object], None] = lambda worker, info: None,
     ) -> None:
-        """`legs`: told after each check of a worker, so that those that wait for it in vain end.
+        """`legs`: told after each check of a worker, so that those that wait for it in vain end. `recorder`: of its load.
 
         `on_info` is told what a worker says of itself, when it comes up and now and then.
         """
+        self._recorder = recorder
         self._legs = legs
         self._credentials = credentials
         self._on_info = on_info
@@ -125,7 +128,13 @@ class HealthMonitor:
         self._tell(worker, result, error)
         if worker.health is Health.UP and self._config.load_poll_interval_s > 0 and now_s >= watch.load_due_s:
             watch.load_due_s = now_s + self._config.load_poll_interval_s
-            self._table.on_report(worker, parse_load((await self._first_json(worker, _LOAD_PATHS))[0]))
+            await self._read_load(worker)
+
+    async def _read_load(self, worker: Worker) -> None:
+        report = parse_load((await self._first_json(worker, _LOAD_PATHS))[0])
+        if self._recorder is not None:
+            self._recorder.on_report(worker.role, worker.report, report)
+        self._table.on_report(worker, report)
 
     def _tell(self, worker: Worker, result: Check, error: str) -> None:
         if self._table.on_check(worker, result, now_s=_now_s(), error=error):

@@ -37,6 +37,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "/get_server_info": {"get": None},
     "/server_info": {"get": None},
     "/get_loads": {"get": None},
+    "/dashboard/state": {"get": None},
     "/workers": {
         "get": None,
         "post": {"type": "object", "properties": _WORKER, "required": ["url"]},

@@ -31,10 +31,11 @@ async def relay_stream(
     headers: Mapping[str, str],
     merger: SseMerger | None,
     on_first_byte: Callable[[], None],
+    on_event: Callable[[], None],
 ) -> web.StreamResponse:
     """Send the leg's answer to the client until it ends; the caller ends the response (`write_eof`).
 
-    `StreamBroken` if the worker broke off; the client's own connection errors pass.
+    `on_event` is called for each further piece that came. `StreamBroken` if the worker broke off; the client's own connection errors pass.
     """
     out = _CoalescedResponse(status=leg.reply.status, headers=headers)
     await out.prepare(request)
@@ -51,6 +52,8 @@ async def relay_stream(
             chunk = await read()
         except UpstreamError as err:
             raise StreamBroken(out, broken_stream(leg.worker, err)) from None
+        if chunk:
+            on_event()
     rest = merger.rest() if merger else splitter.rest()
     if rest:
         await out.write(rest)

@@ -6,10 +6,20 @@ from typing import Any
 import msgspec
 
 from router.draining import DRAINING
-from router.workers import LoadReport
+from router.workers import STAGES, LoadReport
 
 MAX_INCARNATION_CHARS = 128
 _USED = ("num_used_tokens", "num_tokens")
+# Where SGLang's /v1/loads names a stage: inside `disaggregation`, or beside it.
+_STAGE_NAMES = {
+    "bootstrap": "prefill_bootstrap_queue_reqs",
+    "inflight": "prefill_inflight_queue_reqs",
+    "prealloc": "decode_prealloc_queue_reqs",
+    "transfer": "decode_transfer_queue_reqs",
+    "retracted": "decode_retracted_queue_reqs",
+    "waiting": "num_waiting_reqs",
+    "running": "num_running_reqs",
+}
 
 
 def parse_load(answer: object) -> LoadReport | None:
@@ -28,7 +38,30 @@ def parse_load(answer: object) -> LoadReport | None:
         used_tokens=_total(rows, *_USED),
         waiting_tokens=_total(rows, "num_waiting_uncached_tokens"),
         capacity_tokens=_total(rows, "max_total_num_tokens"),
+        stages=_stages(rows),
+        prompt_tokens_total=_total(_parts(rows, "totals"), "prompt_tokens"),
+        output_tokens_total=_total(_parts(rows, "totals"), "generation_tokens"),
+        kv_bytes_total=_total(_parts(rows, "totals"), "kv_transfer_bytes"),
+        transfer_gb_s=_mean(_parts(rows, "disaggregation"), "kv_transfer_speed_gb_s"),
+        transfer_ms=_mean(_parts(rows, "disaggregation"), "kv_transfer_latency_ms"),
     )
+
+
+def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Stages that any rank tells of."""
+    found = [*rows, *_parts(rows, "disaggregation")]
+    names = [(stage, _STAGE_NAMES[stage]) for stage in STAGES]
+    return {stage: _total(found, name) for stage, name in names if any(name in part for part in found)}
+
+
+def _parts(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [part for row in rows if isinstance(part := row.get(name), dict)]
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> float:
+    """Of those that have moved anything."""
+    values = [float(v) for row in rows if isinstance(v := row.get(name), int | float) and 0 < v < 2**53]
+    return sum(values) / len(values) if values else 0.0
 
 
 def _total(rows: list[dict[str, Any]], *names: str) -> int:

@@ -18,6 +18,8 @@ from router.chooser import make_chooser
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
 from router.credentials import Credentials
+from router.dashboard.page import Dashboard
+from router.dashboard.recorder import Recorder
 from router.discovery import open_discovery
 from router.dispatch import Dispatcher, Parts
 from router.draining import LiveRequests
@@ -64,7 +66,9 @@ class RunningRouter:
         live: LiveRequests,
         lifelines: Lifelines,
         monitor: HealthMonitor,
+        recorder: Recorder,
     ) -> None:
+        self.recorder = recorder
         self.url = url
         self.lifelines = lifelines
         self.monitor = monitor
@@ -138,6 +142,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     table.on_gone = feed.on_gone
     rooms = RoomMinter(entropy.bits)
     metrics = RouterMetrics(table, feed)
+    recorder = Recorder(time.monotonic, place=0 if place is None else place.row)
     live = LiveRequests(max_live=config.max_concurrent_requests, view=view)
     client = {
         "connect_timeout_s": config.connect_timeout_s,
@@ -148,7 +153,13 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     async with open_session(**client) as session:
         legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
         monitor = HealthMonitor(
-            config=config, table=table, session=session, credentials=credentials, legs=legs, on_info=feed.on_info
+            config=config,
+            table=table,
+            session=session,
+            credentials=credentials,
+            legs=legs,
+            on_info=feed.on_info,
+            recorder=recorder,
         )
         discovery = await open_discovery(config, table=table, monitor=monitor)
         dispatcher = Dispatcher(
@@ -163,6 +174,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
                 secret=secret,
                 live=live,
                 on_unreachable=monitor.on_unreachable,
+                recorder=recorder,
                 journeys=Journeys(tracer, log_requests=config.log_requests),
             )
         )
@@ -180,11 +192,13 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             tracer=tracer,
             discovery=discovery,
         )
+        dashboard = Dashboard(config=config, table=table, recorder=recorder, live=live, siblings=siblings)
         routes = Routes(
             [
                 *(web.post(api.value, dispatcher.handle) for api in Api),
                 web.put(Api.GENERATE.value, dispatcher.handle),
                 *control.routes(),
+                *dashboard.routes(),
             ]
         )
         share = config.workers if place is not None else 1
@@ -211,6 +225,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
                 live=live,
                 lifelines=legs.lifelines,
                 monitor=monitor,
+                recorder=recorder,
             )
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests

@@ -57,9 +57,13 @@ class Siblings:
         if self._sessions and not self.is_one(request):
             await self._ask_all(request.method, request.path, msgspec.json.encode(asked))
 
+    async def answers(self, path: str) -> list[bytes]:
+        """What each that answers says to GET `path`."""
+        return await self._ask_all("GET", path, b"")
+
     async def expositions(self) -> list[str]:
         """/metrics of each that answers."""
-        return [body.decode() for body in await self._ask_all("GET", "/metrics", b"")]
+        return [body.decode() for body in await self.answers("/metrics")]
 
     async def traces(self, query: TracesQuery) -> list[bytes]:
         """/traces of each that answers."""

@@ -5,7 +5,7 @@ no socket and reads no clock. One lease is one leg of one request; it charges to
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 from router.load_view import ALONE, LoadView
 
 MAX_WORKERS = 4096
+# Through which a request goes, in this order; "retracted" lost its memory and waits for more.
+STAGES = ("bootstrap", "waiting", "inflight", "prealloc", "transfer", "running", "retracted")
 MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
 
 
@@ -77,13 +79,22 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a worker says of itself, in requests and tokens, summed over its ranks."""
+    """What a worker says of itself, in requests and tokens, summed over its ranks. `*_total`: since it began.
+
+    `stages`: requests by where they stand (`STAGES`), as far as it tells. `transfer_*`: of the last KV transfers it sent.
+    """
 
     running_reqs: int = 0
     waiting_reqs: int = 0
     used_tokens: int = 0
     waiting_tokens: int = 0
     capacity_tokens: int = 0
+    stages: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    kv_bytes_total: int = 0
+    transfer_gb_s: float = 0.0
+    transfer_ms: float = 0.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -13,6 +13,15 @@ PD_QUEUES = {
     "decode_retracted_queue_reqs": "retracted",
 }
 
+# Since the engine began, from which whoever polls makes rates.
+TOTALS = {
+    "prompt_tokens": "prompt_tokens",
+    "generation_tokens": "generation_tokens",
+    "kv_transfer_bytes": "kv_sent_bytes",
+    "transfer_failed": "transfer_failed",
+    "bootstrap_failed": "bootstrap_failed",
+}
+
 
 def load_summary(s: StateReply) -> dict[str, Any]:
     """Flat load of /server_info. `num_queued_reqs` is over all queues, `num_waiting_reqs` the waiting queue alone."""
@@ -68,5 +77,6 @@ def v1_loads_entry(s: StateReply, *, mode: str, max_running_requests: int, num_l
             "kv_transfer_speed_gb_s": s.gauges.get("kv_transfer_speed_gb_s", 0.0),
             "kv_transfer_latency_ms": s.gauges.get("kv_transfer_latency_ms", 0.0),
         },
+        "totals": {name: int(s.counters.get(counter, 0)) for name, counter in TOTALS.items()},
         "queues": s.queues,
     }

@@ -141,13 +141,40 @@ def test_rooms_are_unique_even_when_numbers_are_few(seed: int, counts: list[int]
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ({"num_running_reqs": 2, "num_used_tokens": 9}, LoadReport(running_reqs=2, used_tokens=9)),
+        (
+            {"num_running_reqs": 2, "num_used_tokens": 9},
+            LoadReport(running_reqs=2, used_tokens=9, stages={"running": 2}),
+        ),
         ([{"num_reqs": 1, "num_tokens": 5}, {"num_tokens": 6}], LoadReport(running_reqs=1, used_tokens=11)),
         (
             {"loads": [{"num_waiting_reqs": 3, "num_waiting_uncached_tokens": 70, "max_total_num_tokens": 8}]},
-            LoadReport(waiting_reqs=3, waiting_tokens=70, capacity_tokens=8),
+            LoadReport(waiting_reqs=3, waiting_tokens=70, capacity_tokens=8, stages={"waiting": 3}),
         ),
-        ({"num_used_tokens": -4, "num_waiting_reqs": "x"}, LoadReport()),
+        ({"num_used_tokens": -4, "num_waiting_reqs": "x"}, LoadReport(stages={"waiting": 0})),
+        (
+            {
+                "loads": [
+                    {
+                        "num_running_reqs": 1,
+                        "disaggregation": {"prefill_inflight_queue_reqs": 2, "kv_transfer_speed_gb_s": 1.5},
+                        "totals": {"prompt_tokens": 7, "generation_tokens": 8, "kv_transfer_bytes": 9},
+                    },
+                    {
+                        "num_running_reqs": 3,
+                        "disaggregation": {"prefill_inflight_queue_reqs": 4, "kv_transfer_latency_ms": "soon"},
+                        "totals": "many",
+                    },
+                ]
+            },
+            LoadReport(
+                running_reqs=4,
+                stages={"inflight": 6, "running": 4},
+                prompt_tokens_total=7,
+                output_tokens_total=8,
+                kv_bytes_total=9,
+                transfer_gb_s=1.5,
+            ),
+        ),
         ({"hello": 1}, None),
         (None, None),
         ([1, 2], None),

@@ -18,6 +18,7 @@ from lifecycle.stop_signals import StopSignals
 from router.chooser import make_chooser
 from router.config import RouterConfig
 from router.credentials import Credentials
+from router.dashboard.recorder import Recorder
 from router.dispatch import Dispatcher, Parts
 from router.draining import LiveRequests
 from router.guard import make_guard
@@ -86,6 +87,7 @@ class Router:
                 secret=None,
                 live=self.live,
                 on_unreachable=self.monitor.on_unreachable,
+                recorder=Recorder(self.aio.time),
                 clock=self.aio.time,
             )
         )

@@ -1,0 +1,104 @@
+// Asks the router for its state every second while somebody looks, and hands it to what draws. Owns the key and the theme.
+
+import { makeFlow } from "/dashboard/flow.js";
+import { makeTiles } from "/dashboard/charts.js";
+import { makeRequests } from "/dashboard/requests.js";
+import { put } from "/dashboard/show.js";
+
+const EVERY_MS = 1000, TIMEOUT_MS = 5000, KEY = "tandem-key", THEME = "tandem-theme";
+const $ = (id) => document.getElementById(id);
+
+const parts = [makeFlow($("flow")), makeTiles($("tiles")), makeRequests($("rows"), $("held"), (path, body) => ask(path, body))];
+let lastGood = 0, timer = 0, asking = false;
+
+/** GET, or POST where there is a body. */
+async function ask(path, body) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = key ? { Authorization: `Bearer ${key}` } : {};
+  const post = body ? { method: "POST", body: JSON.stringify(body) } : {};
+  if (body) headers["Content-Type"] = "application/json";
+  return fetch(path, { ...post, headers, cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(TIMEOUT_MS) });
+}
+
+async function look() {
+  clearTimeout(timer);
+  if (document.hidden || asking || $("key").open) return;
+  asking = true;
+  let wait = EVERY_MS;
+  try {
+    wait = await lookOnce();
+  } catch (error) {
+    // A router that is gone or just starting again: the last picture stays, marked as old.
+    setStale(`no answer from the router${lastGood ? ` for ${Math.round((Date.now() - lastGood) / 1000)} s` : ""}`);
+  } finally {
+    asking = false;
+    timer = setTimeout(look, wait);
+  }
+}
+
+async function lookOnce() {
+  const answer = await ask("/dashboard/state");
+  if (answer.status === 401 || answer.status === 403) { askKey((await answer.json()).error?.message ?? ""); return EVERY_MS; }
+  if (!answer.ok) {
+    setStale(`the router answers ${answer.status}`);
+    return 1000 * Math.min(60, Number(answer.headers.get("Retry-After")) || 2);
+  }
+  const state = await answer.json();
+  lastGood = Date.now();
+  document.body.classList.remove("stale");
+  document.querySelector("main").hidden = false;
+  summarise(state);
+  for (const update of parts) update(state);
+  return EVERY_MS;
+}
+
+function summarise({ router, workers }) {
+  const down = workers.filter((w) => w.health === "down").length;
+  const words = [
+    `${router.running} running`,
+    `${workers.length} worker${workers.length === 1 ? "" : "s"}${down ? `, ${down} down` : ""}`,
+    router.policy,
+    ...(router.processes > 1 ? [`${router.processes} router processes`] : []),
+    ...(router.draining ? ["draining"] : []),
+  ];
+  put($("summary"), words.join(" · "));
+  $("summary").classList.toggle("bad", down > 0 || router.draining);
+  document.title = `${router.running} running · Tandem`;
+}
+
+function setStale(why) {
+  document.body.classList.add("stale");
+  put($("summary"), why);
+}
+
+function askKey(why) {
+  const had = sessionStorage.getItem(KEY) !== null;
+  sessionStorage.removeItem(KEY);
+  put($("key-why"), had ? why : "Give an API key; where the router has admin keys, one of those.");
+  put($("summary"), "waiting for a key");
+  if (!$("key").open) $("key").showModal();
+}
+
+function sendKey() {
+  const key = $("key-input").value.trim();
+  if (!/^[\x21-\x7e]+$/.test(key)) return put($("key-why"), "A key is printable, without spaces.");
+  sessionStorage.setItem(KEY, key);
+  $("key-input").value = "";
+  $("key").close();
+}
+
+const THEMES = ["auto", "light", "dark"];
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  put($("theme"), theme);
+  localStorage.setItem(THEME, theme);
+}
+
+$("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf($("theme").textContent) + 1) % THEMES.length]));
+$("key-send").addEventListener("click", sendKey);
+$("key-input").addEventListener("keydown", (event) => { if (event.key === "Enter") sendKey(); });
+$("key").addEventListener("close", look);
+document.addEventListener("visibilitychange", look);
+setTheme(THEMES.includes(localStorage.getItem(THEME)) ? localStorage.getItem(THEME) : "auto");
+look();

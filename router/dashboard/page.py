@@ -1,0 +1,116 @@
+"""Routes of the dashboard: the files of the page, which anybody may read, and what they show, which needs a key.
+
+Polled: without a page that looks, nothing is computed. Owns nothing.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from router.config import RouterConfig
+from router.dashboard.picture import decode_snapshot, draw, merge
+from router.dashboard.recorder import Recorder
+from router.dashboard.records import Snapshot
+from router.draining import LiveRequests
+from router.errors import error_response
+from router.siblings import Siblings
+from router.workers import WorkerTable
+
+STATE, SNAPSHOT, REQUEST = "/dashboard/state", "/dashboard/snapshot", "/dashboard/requests/"
+
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_FILES = {"/dashboard": "index.html"} | {
+    f"/dashboard/{name}": name
+    for name in ("page.css", "page.js", "show.js", "flow.js", "charts.js", "requests.js", "icon.svg")
+}
+FILE_PATHS = frozenset(_FILES)
+
+# Nothing from elsewhere, nothing inline, no frames: a worker's error text or a request id can never become code.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_FILE_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class Dashboard:
+    """Handlers. The files are read once, when the router starts."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        table: WorkerTable,
+        recorder: Recorder,
+        live: LiveRequests,
+        siblings: Siblings,
+    ) -> None:
+        self._config = config
+        self._table = table
+        self._recorder = recorder
+        self._live = live
+        self._siblings = siblings
+        folder = Path(__file__).parent
+        self._files = {path: (folder / name).read_bytes() for path, name in _FILES.items()}
+
+    def routes(self) -> list[web.RouteDef]:
+        """All routes of this module."""
+        return [
+            *(web.get(path, self.file) for path in _FILES),
+            web.get(STATE, self.state),
+            web.get(SNAPSHOT, self.snapshot),
+            web.get(REQUEST + "{key}", self.request),
+        ]
+
+    async def file(self, request: web.BaseRequest) -> web.Response:
+        """A file of the page."""
+        kind = _TYPES[Path(_FILES[request.path]).suffix]
+        return web.Response(body=self._files[request.path], content_type=kind, charset="utf-8", headers=_FILE_HEADERS)
+
+    async def state(self, request: web.BaseRequest) -> web.Response:
+        """Everything the page shows but the details of one request; of all processes of this router."""
+        now_s = self._recorder.now_s()
+        memory = await self._memory()
+        picture = draw(memory, self._table.workers(), now_s=now_s)
+        return _json({"now_s": now_s, "wall_s": time.time(), "router": self._router(), **picture})
+
+    async def snapshot(self, request: web.BaseRequest) -> web.Response:
+        """What this process remembers, for its siblings."""
+        return _json(self._recorder.snapshot())
+
+    async def request(self, request: web.BaseRequest) -> web.Response:
+        """One request by its `key`, as long as it is remembered."""
+        key = request.path.removeprefix(REQUEST)
+        for record in (await self._memory()).records:
+            if record.key == key:
+                return _json({"now_s": self._recorder.now_s(), "record": record})
+        return error_response(404, f"no request {key} is remembered any more", code="not_found")
+
+    async def _memory(self) -> Snapshot:
+        others = [decode_snapshot(body) for body in await self._siblings.answers(SNAPSHOT)]
+        return merge([self._recorder.snapshot(), *(snapshot for snapshot in others if snapshot is not None)])
+
+    def _router(self) -> dict[str, Any]:
+        return {
+            "pd": self._config.pd_disaggregation,
+            "policy": self._config.policy,
+            "processes": self._config.workers,
+            "running": self._live.num_everywhere,
+            "draining": self._live.draining,
+            "reports": self._config.load_poll_interval_s > 0,
+        }
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(value), content_type="application/json", headers={"Cache-Control": "no-store"}
+    )

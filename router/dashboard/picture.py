@@ -1,0 +1,129 @@
+"""Makes the one JSON document that the page draws, from what the processes remember and what is known of the workers. Pure."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from router.dashboard.quantiles import add, quantile
+from router.dashboard.records import Record, Second, Snapshot
+from router.workers import Worker
+
+SHOWN_REQUESTS = 48
+SHOWN_SECONDS = 120  # of the curves
+WINDOW_S = 60  # that the figures speak of
+SMOOTH_S = 3  # workers report every second, more or less
+MAX_FAILURE_CHARS = 300
+_SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """One memory of many: what each process served is added up, what all were told by workers stands once."""
+    seconds: dict[int, Second] = {}
+    records: list[Record] = []
+    for snapshot in snapshots:
+        records += snapshot.records
+        for second in snapshot.seconds:
+            _merge_second(seconds.setdefault(second.at, Second(second.at)), second)
+    return Snapshot([seconds[at] for at in sorted(seconds)], sorted(records, key=lambda r: (r.started_s, r.key)))
+
+
+def _merge_second(into: Second, second: Second) -> None:
+    for name in ("arrived", "ended", "failed", "retried"):
+        setattr(into, name, getattr(into, name) + getattr(second, name))
+    for name in ("prompt_tokens", "output_tokens", "kv_bytes"):
+        setattr(into, name, max(getattr(into, name), getattr(second, name)))
+    add(into.ttft, second.ttft)
+    add(into.gaps, second.gaps)
+    for what, count in second.failures.items():
+        into.failures[what] = into.failures.get(what, 0) + count
+
+
+def draw(memory: Snapshot, workers: Sequence[Worker], *, now_s: float) -> dict[str, Any]:
+    """What the page shows: `workers`, `window` (the last minute), `series` (by the second), `requests` (newest first)."""
+    return {
+        "workers": [show_worker(worker) for worker in workers],
+        "window": _window(memory.seconds, now_s),
+        "series": _series(memory.seconds, now_s),
+        "requests": pick_records(memory.records),
+    }
+
+
+def show_worker(worker: Worker) -> dict[str, Any]:
+    """`report` None: it does not say. In-flight figures are of all processes of the router."""
+    return {
+        "url": worker.url,
+        "role": worker.role.value,
+        "health": worker.health.value,
+        "error": "" if worker.last_error is None else worker.last_error[:MAX_FAILURE_CHARS],
+        "inflight_requests": worker.inflight_requests + worker.view.others_requests(worker.slot),
+        "inflight_tokens": worker.inflight_tokens + worker.view.others_tokens(worker.slot),
+        "report": worker.report,
+    }
+
+
+def pick_records(records: Sequence[Record]) -> list[Record]:
+    """The newest ones; those that run come before those that have ended."""
+    running = [record for record in records if record.ended_s is None][-SHOWN_REQUESTS:]
+    ended = [record for record in records if record.ended_s is not None]
+    ended.sort(key=lambda r: (r.ended_s or 0.0, r.key))
+    left = SHOWN_REQUESTS - len(running)
+    return running[::-1] + (ended[-left:][::-1] if left else [])
+
+
+def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
+    """Rates are per second, latencies in seconds (None: there were none)."""
+    inside = [s for s in seconds if int(now_s) - WINDOW_S <= s.at < int(now_s)]
+    covered_s = min(WINDOW_S, max(1, int(now_s) - (seconds[0].at if seconds else 0)))
+    ttft: dict[int, int] = {}
+    gaps: dict[int, int] = {}
+    failures: dict[str, int] = {}
+    for second in inside:
+        add(ttft, second.ttft)
+        add(gaps, second.gaps)
+        for what, count in second.failures.items():
+            failures[what] = failures.get(what, 0) + count
+    return {
+        "seconds": covered_s,
+        "requests_per_s": sum(s.ended for s in inside) / covered_s,
+        "output_tokens_per_s": sum(s.output_tokens for s in inside) / covered_s,
+        "prompt_tokens_per_s": sum(s.prompt_tokens for s in inside) / covered_s,
+        "kv_bytes_per_s": sum(s.kv_bytes for s in inside) / covered_s,
+        "ended": sum(s.ended for s in inside),
+        "failed": sum(s.failed for s in inside),
+        "retried": sum(s.retried for s in inside),
+        "failures": failures,
+        "ttft": {name: quantile(ttft, share) for name, share in _SHARES.items()},
+        "gap": {name: quantile(gaps, share) for name, share in _SHARES.items()},
+    }
+
+
+def _series(seconds: Sequence[Second], now_s: float) -> dict[str, list[float | None]]:
+    """Curves of whole seconds (None: no value), up to one of which every worker has told."""
+    by_at = {second.at: second for second in seconds}
+    none, end = Second(0), int(now_s) - 1
+    shown = [by_at.get(at, none) for at in range(end - SHOWN_SECONDS, end)]
+    return {
+        "requests": [float(s.ended) for s in shown],
+        "failed": [float(s.failed) for s in shown],
+        "output_tokens": _smooth(shown, lambda s: s.output_tokens),
+        "prompt_tokens": _smooth(shown, lambda s: s.prompt_tokens),
+        "kv_bytes": _smooth(shown, lambda s: s.kv_bytes),
+        "ttft_p50": [quantile(s.ttft, 0.5) for s in shown],
+        "ttft_p99": [quantile(s.ttft, 0.99) for s in shown],
+        "gap_p50": [quantile(s.gaps, 0.5) for s in shown],
+        "gap_p99": [quantile(s.gaps, 0.99) for s in shown],
+    }
+
+
+def _smooth(shown: Sequence[Second], value: Callable[[Second], int]) -> list[float | None]:
+    values = [value(second) for second in shown]
+    return [sum(values[max(0, i - SMOOTH_S + 1) : i + 1]) / SMOOTH_S for i in range(len(values))]
+
+
+def decode_snapshot(body: bytes) -> Snapshot | None:
+    """What a sibling sent; None for anything else."""
+    try:
+        return msgspec.json.decode(body, type=Snapshot)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

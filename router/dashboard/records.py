@@ -1,0 +1,58 @@
+"""What the dashboard remembers, in the form in which processes of one router tell it one another. Pure data.
+
+Times are seconds of the machine's monotonic clock, which all processes share.
+"""
+
+import msgspec
+
+
+class Second(msgspec.Struct):
+    """What happened in one second. Latencies are counts by bucket (quantiles.py); `failures` are counts by "role reason"."""
+
+    at: int
+    arrived: int = 0
+    ended: int = 0
+    failed: int = 0
+    retried: int = 0
+    ttft: dict[int, int] = msgspec.field(default_factory=dict)
+    gaps: dict[int, int] = msgspec.field(default_factory=dict)
+    failures: dict[str, int] = msgspec.field(default_factory=dict)
+    # What workers counted since their report before: every process hears the same, so these are not added up.
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    kv_bytes: int = 0
+
+
+class Attempt(msgspec.Struct):
+    """One try of a request. `answering`: the decode (or unified) worker, or the prefill worker where it answers alone."""
+
+    started_s: float
+    answering: str
+    prefill: str | None = None
+    prefill_ended_s: float | None = None
+    failure: str = ""
+    failed_s: float | None = None
+
+
+class Record(msgspec.Struct):
+    """One request as the router saw it. `status` 0: it runs; 499: its client went away. `failure`: why it did not go well."""
+
+    key: str  # unique among all processes
+    request_id: str
+    path: str
+    started_s: float
+    prompt_tokens: int  # as the router estimates them
+    attempts: list[Attempt]
+    first_byte_s: float | None = None
+    last_byte_s: float | None = None
+    num_events: int = 0  # pieces in which a streamed answer went out
+    ended_s: float | None = None
+    status: int = 0
+    failure: str = ""
+
+
+class Snapshot(msgspec.Struct):
+    """What one process remembers."""
+
+    seconds: list[Second]
+    records: list[Record]

@@ -1,0 +1,347 @@
+"""The dashboard over HTTP and in a real Chromium, in front of dummy workers."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from aiohttp import web
+
+from router.dashboard.page import FILE_PATHS
+from tests.router.browser import Page, chromium, tab
+from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, hang, until
+from tests.router.test_fleet import fleet
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+STREAM = {**CHAT, "stream": True}
+PATH = "/v1/chat/completions"
+
+
+def load(**told: Any) -> dict[str, Any]:
+    """A worker's report; one that /get_load of the dummies gives."""
+    core = {"num_running_reqs": 1, "num_used_tokens": 250, "max_total_num_tokens": 1000}
+    return {"loads": [{**core, **told}]}
+
+
+async def state_of(c: Cluster, **headers: str) -> dict[str, Any]:
+    async with c.client.get(c.url + "/dashboard/state", headers=headers) as response:
+        assert response.status == 200
+        return await response.json()  # type: ignore[no-any-return]
+
+
+def test_the_page_is_open_and_what_it_shows_is_not() -> None:
+    async def scenario() -> None:
+        async with cluster(api_key="user", admin_api_key="admin") as c:
+            for path in FILE_PATHS:
+                async with c.client.get(c.url + path) as response:
+                    assert response.status == 200 and len(await response.read()) > 100
+                    assert response.headers["X-Content-Type-Options"] == "nosniff"
+                    policy = response.headers["Content-Security-Policy"]
+                    assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+            for path in ("/dashboard/state", "/dashboard/snapshot", "/dashboard/requests/0-1"):
+                for key, status in ((None, 401), ("user", 403), ("wrong", 401), ("admin", 200)):
+                    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+                    async with c.client.get(c.url + path, headers=headers) as response:
+                        unknown = status == 200 and path.endswith("0-1")
+                        assert response.status == (404 if unknown else status), (path, key)
+
+    uvloop.run(scenario())
+
+
+def test_a_request_is_shown_with_its_workers_and_times() -> None:
+    async def scenario() -> None:
+        async with cluster(decode=2) as c:
+            c.prefills[0].load = load(disaggregation={"prefill_inflight_queue_reqs": 2})
+            bad, good = c.decodes
+            bad.behave = always(500, {"error": {"message": "no memory"}})
+            status, _, _ = await c.post(PATH, STREAM, headers={"X-Request-Id": "mine"})
+            assert status == 200
+            await c.settled()
+            await until(lambda: c.router.table.workers()[0].report)
+            state = await state_of(c)
+            (record,) = state["requests"]
+            failed, served = record["attempts"]
+            assert failed["answering"] == bad.url and "500" in failed["failure"] and failed["failed_s"]
+            assert served["answering"] == good.url and served["prefill"] == c.prefills[0].url
+            assert record["request_id"] == "mine" and record["status"] == 200 and record["num_events"] >= 1
+            marks = [
+                record["started_s"],
+                failed["started_s"],
+                failed["failed_s"],
+                served["started_s"],
+                record["first_byte_s"],
+                record["last_byte_s"],
+                record["ended_s"],
+                state["now_s"],
+            ]
+            assert marks == sorted(marks)
+            prefill, *_ = state["workers"]
+            assert prefill["report"]["stages"] == {"inflight": 2, "running": 1} and prefill["health"] == "up"
+            async with c.client.get(f"{c.url}/dashboard/requests/{record['key']}") as response:
+                assert (await response.json())["record"] == record
+
+    uvloop.run(scenario())
+
+
+def test_one_that_runs_is_shown_and_one_whose_stream_broke_is_a_failure() -> None:
+    async def scenario() -> None:
+        async with cluster() as c:
+            cut = asyncio.Event()
+
+            async def break_off(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+                out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await out.prepare(request)
+                await out.write(b'data: {"i": 0}\n\n')
+                await cut.wait()
+                assert request.transport is not None
+                request.transport.abort()
+                return out
+
+            c.decodes[0].behave = break_off
+            ask = asyncio.create_task(c.post(PATH, STREAM))
+            async with asyncio.timeout(10):
+                while not (shown := (await state_of(c))["requests"]) or shown[0]["first_byte_s"] is None:
+                    await asyncio.sleep(0.005)
+            assert shown[0]["status"] == 0 and shown[0]["ended_s"] is None
+            assert (await state_of(c))["router"]["running"] == 1
+            cut.set()
+            await ask
+            await c.settled()
+            (record,) = (await state_of(c))["requests"]
+            assert record["status"] == 200 and "broke off" in record["failure"]
+            seconds = c.router.recorder.snapshot().seconds
+            assert sum(s.failed for s in seconds) == 1
+            assert [s.failures for s in seconds if s.failures] == [{"decode lost": 1}]
+
+    uvloop.run(scenario())
+
+
+def test_any_process_of_a_router_shows_the_requests_of_all(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fleet(tmp_path, workers=2) as f:
+            for _ in range(24):
+                assert (await f.call("POST", PATH, CHAT))[0] == 200
+            for _ in range(4):  # whichever process it is that answers
+                status, state = await f.call("GET", "/dashboard/state")
+                assert status == 200 and state["router"]["processes"] == 2
+                keys = {record["key"] for record in state["requests"]}
+                assert len(keys) == 24 and {key[0] for key in keys} == {"0", "1"}
+                assert sum(worker["inflight_requests"] for worker in state["workers"]) == 0
+            status, one = await f.call("GET", f"/dashboard/requests/{sorted(keys)[0]}")
+            assert status == 200 and one["record"]["status"] == 200
+
+    uvloop.run(scenario())
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as address:
+        yield address
+
+
+def show(devtools: str, scenario: Any, **flags: Any) -> None:
+    """Run `scenario(cluster, page)` with the page open; nothing may come from elsewhere."""
+
+    async def run() -> None:
+        async with cluster(prefill=2, decode=2, **flags) as c, tab(devtools) as page:
+            await page.open(c.url + "/dashboard")
+            await scenario(c, page)
+            assert page.asked and all(url.startswith(c.url + "/") for url in page.asked), page.asked
+
+    uvloop.run(run())
+
+
+def rows(page: Page, condition: str) -> Any:
+    return page.until(f"document.querySelectorAll('.request').length {condition}")
+
+
+def card(worker: DummyWorker) -> str:
+    return f"document.querySelector('.card[data-url=\"{worker.url}\"]')"
+
+
+def test_it_follows_traffic_and_survives_a_dead_worker(devtools: str) -> None:
+    async def scenario(c: Cluster, page: Page) -> None:
+        c.prefills[0].load = load(disaggregation={"prefill_inflight_queue_reqs": 2})
+        await page.until("document.querySelectorAll('#prefill .card').length === 2")
+        await page.until("document.querySelectorAll('#decode .card').length === 2")
+        await page.until("document.getElementById('rows').innerText.includes('No request')")
+        await page.until(f"{card(c.prefills[0])}.innerText.includes('KV 25%')")
+        await page.until(f"{card(c.prefills[0])}.innerText.includes('1 running · 2 inflight')")
+        await page.until("document.querySelector('#prefill [data-stage=inflight] b').textContent === '2'")
+        links = await page.js("document.querySelectorAll('#links path').length")
+        assert links == 2 + 4 + 2  # to each prefill worker, from each to each decode worker, and out
+        for _ in range(3):
+            assert (await c.post(PATH, STREAM))[0] == 200
+        await rows(page, "=== 3")
+        await page.until("document.querySelectorAll('#flow .dot').length > 0")
+        dead, alive = c.decodes
+        await dead.stop()
+        await page.until(f"{card(dead)}.dataset.health === 'down'")
+        await page.until("document.getElementById('summary').innerText.includes('1 down')")
+        for _ in range(3):
+            assert (await c.post(PATH, STREAM))[0] == 200
+        await rows(page, "=== 6")
+        assert await page.js(f"{card(alive)}.dataset.health") == "up"
+        await dead.start()
+        await page.until(f"{card(dead)}.dataset.health === 'up'")
+        assert page.complaints == []
+
+    show(devtools, scenario)
+
+
+def test_a_click_opens_the_time_line(devtools: str) -> None:
+    async def scenario(c: Cluster, page: Page) -> None:
+        c.decodes[0].behave = always(500, {"error": {"message": "no memory"}})
+        while not c.decodes[0].seen:
+            assert (await c.post(PATH, STREAM))[0] == 200
+        tried = next(r for r in (await state_of(c))["requests"] if len(r["attempts"]) == 2)
+        row = f"document.querySelector('.request[data-key=\"{tried['key']}\"]')"
+        await page.until(f"{row} !== null")
+        await page.js(f"{row}.querySelector('button').click()")
+        await page.until(f"{row}.querySelectorAll('.timeline .line').length >= 5")
+        text = await page.js(f"{row}.querySelector('.detail').innerText")
+        assert "first token (try 2)" in text and "HTTP 500" in text and tried["request_id"] in text
+        assert await page.js(f"{row}.querySelectorAll('.timeline .span.bad').length") == 2
+        await page.until("!document.getElementById('held').hidden")
+        before = await page.js("document.querySelectorAll('.request').length")
+        await c.post(PATH, STREAM)
+        asked = len(page.asked)
+        await until(lambda: len(page.asked) > asked + 2)  # it has seen the new one, and pushes nothing aside for it
+        assert await page.js("document.querySelectorAll('.request').length") == before
+        await page.js(f"{row}.querySelector('button').click()")
+        assert await page.js(f"{row}.querySelector('.detail').hidden")
+        await rows(page, f"=== {before + 1}")
+
+    show(devtools, scenario)
+
+
+def test_what_others_write_is_text(devtools: str) -> None:
+    async def scenario(c: Cluster, page: Page) -> None:
+        markup = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+        c.decodes[0].behave = c.decodes[1].behave = always(400, {"error": {"message": markup}})
+        await c.post(PATH, CHAT, headers={"X-Request-Id": markup})
+        await rows(page, "=== 1")
+        await page.js("document.querySelector('.row').click()")
+        await page.until("document.querySelector('.detail').innerText.includes('onerror')")
+        assert await page.js("document.querySelectorAll('main img, main script').length") == 0
+
+    show(devtools, scenario)
+
+
+def test_it_is_light_and_dark(devtools: str) -> None:
+    async def scenario(c: Cluster, page: Page) -> None:
+        await page.until("document.querySelectorAll('.card').length === 4")
+
+        async def lightness() -> int:
+            grounds = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3)"
+            return int(await page.js(f"{grounds}.reduce((sum, v) => sum + Number(v), 0)"))
+
+        async def contrast() -> float:
+            """Of text on the ground, as WCAG has it."""
+            return float(await page.js(CONTRAST))
+
+        await page.prefer(prefers_color_scheme="light")
+        assert await lightness() > 700 and await contrast() > 4.5
+        await page.prefer(prefers_color_scheme="dark")
+        assert await lightness() < 100 and await contrast() > 4.5
+        await page.js("document.getElementById('theme').click()")  # from "auto" to "light"
+        assert await lightness() > 700
+        await page.js("document.getElementById('theme').click()")
+        await page.prefer(prefers_color_scheme="light")
+        assert await lightness() < 100
+        await page.js("document.getElementById('theme').click()")
+        assert page.complaints == []
+
+    show(devtools, scenario)
+
+
+CONTRAST = """(() => {
+  const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
+    .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const notes = [document.body, document.querySelector('.note'), document.querySelector('h2')];
+  const ground = light(getComputedStyle(document.body).backgroundColor);
+  return Math.min(...notes.map((node) => light(getComputedStyle(node).color))
+    .map((ink) => (Math.max(ink, ground) + 0.05) / (Math.min(ink, ground) + 0.05)));
+})()"""
+
+
+@pytest.mark.parametrize("width", [320, 390, 800])
+def test_no_width_scrolls_sideways(devtools: str, width: int) -> None:
+    async def scenario(c: Cluster, page: Page) -> None:
+        await page.resize(width, 800, phone=width < 700)
+        c.decodes[0].behave = c.decodes[1].behave = hang
+        ask = asyncio.create_task(c.post(PATH, CHAT, headers={"X-Request-Id": "very-long-" * 12}))
+        await rows(page, "=== 1")
+        await page.js("document.querySelector('.row').click()")
+        await page.until("document.querySelectorAll('.timeline .line').length >= 3")
+        wide = (
+            "[...document.querySelectorAll('*')].filter((n) => n.getBoundingClientRect().right > innerWidth + 1 "
+            "&& !n.closest('svg')).map((n) => n.className || n.tagName)"
+        )
+        assert await page.js(wide) == []  # nor is anything cut off
+        assert await page.js("document.documentElement.scrollWidth <= innerWidth")
+        ask.cancel()
+        await asyncio.gather(ask, return_exceptions=True)
+
+    show(devtools, scenario)
+
+
+def test_it_asks_for_a_key_and_keeps_it_in_the_tab(devtools: str) -> None:
+    async def scenario(c: Cluster, page: Page) -> None:
+        async def give(key: str) -> None:
+            await page.until("document.getElementById('key').open")
+            await page.js(f"document.getElementById('key-input').value = {json.dumps(key)}")
+            await page.js("document.getElementById('key-send').click()")
+
+        await give("wrong")
+        await page.until("document.getElementById('key-why').innerText.includes('missing or wrong')")
+        assert await page.js("document.querySelector('main').hidden")
+        await give("user")
+        await page.until("document.querySelectorAll('.card').length === 4")
+        await page.open(c.url + "/dashboard")  # loaded anew: it is not asked again
+        await page.until("document.querySelectorAll('.card').length === 4")
+        assert not await page.js("document.getElementById('key').open")
+        assert await page.js("Object.keys(localStorage).join()") == "tandem-theme"
+        assert all("401" in complaint for complaint in page.complaints)  # Chromium's own word for each refusal
+
+    show(devtools, scenario, api_key="user")
+
+
+def test_a_router_that_goes_away_is_said_and_its_return_too(devtools: str) -> None:
+    async def scenario() -> None:
+        async with tab(devtools) as page:
+            async with cluster() as c:
+                port = int(c.url.rpartition(":")[2])
+                await page.open(c.url + "/dashboard")
+                await page.until("document.querySelectorAll('.card').length === 2")
+            await page.until("document.body.classList.contains('stale')")
+            assert "no answer" in await page.js("document.getElementById('summary').innerText")
+            assert await page.js("document.querySelectorAll('.card').length") == 2  # the last picture stays
+            async with cluster(port=port, decode=2):
+                await page.until("document.querySelectorAll('.card').length === 3")
+                assert not await page.js("document.body.classList.contains('stale')")
+
+    uvloop.run(scenario())
+
+
+def test_a_plain_router_shows_one_lane(devtools: str) -> None:
+    async def scenario() -> None:
+        async with cluster(unified=2) as c, tab(devtools) as page:
+            c.decodes[0].load = load()
+            await page.open(c.url + "/dashboard")
+            await page.until("document.querySelectorAll('#decode .card').length === 2")
+            assert await page.js("document.querySelector('#decode h2').textContent") == "Workers"
+            assert await page.js("document.getElementById('prefill').offsetParent") is None
+            c.decodes[0].behave = c.decodes[1].behave = answer_ok
+            assert (await c.post(PATH, STREAM))[0] == 200
+            await rows(page, "=== 1")
+            assert page.complaints == []
+
+    uvloop.run(scenario())

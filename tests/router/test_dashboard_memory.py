@@ -1,0 +1,174 @@
+"""What the dashboard remembers and makes of it: quantiles, the recorder, the picture. No sockets."""
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.dashboard.picture import SHOWN_REQUESTS, SHOWN_SECONDS, decode_snapshot, draw, merge, pick_records
+from router.dashboard.quantiles import MIN_S, add, bucket_of, middle_of, quantile
+from router.dashboard.recorder import KEPT_REQUESTS, KEPT_SECONDS, MAX_RUNNING, Recorder, Watched
+from router.workers import LoadReport, Role, WorkerTable
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.25
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def begun(recorder: Recorder, name: str = "id") -> Watched:
+    return recorder.begin(name, "/generate", prompt_tokens=5, started_s=recorder.now_s())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(MIN_S * 2, 1000.0), min_size=1, max_size=50), st.sampled_from((0.01, 0.5, 0.9, 0.99, 1.0)))
+def test_a_quantile_is_off_by_six_percent_at_most(values: list[float], share: float) -> None:
+    counts: dict[int, int] = {}
+    for value in values:
+        add(counts, {bucket_of(value): 1})
+    exact = sorted(values)[max(1, -int(-share * len(values) // 1)) - 1]
+    found = quantile(counts, share)
+    assert found is not None and abs(found / exact - 1) < 0.065
+
+
+def test_latencies_beyond_all_bounds_stay_in_bounds() -> None:
+    assert bucket_of(0.0) == bucket_of(-1.0) == 0 and bucket_of(1e9) == bucket_of(1e12)
+    assert middle_of(bucket_of(1e9)) > 1000
+    assert quantile({}, 0.5) is None
+
+
+def test_a_request_is_remembered_with_what_happened_when() -> None:
+    clock = Clock()
+    recorder = Recorder(clock)
+    watched = begun(recorder, "mine")
+    watched.attempt(answering="http://d0", prefill="http://p0")
+    clock.now += 0.5
+    watched.attempt_failed("decode worker http://d0: HTTP 500")
+    attempt = watched.attempt(answering="http://d1", prefill="http://p0")
+    clock.now += 0.25
+    watched.prefill_ended(attempt)
+    clock.now += 0.25
+    watched.first_byte()
+    for _ in range(3):
+        clock.now += 0.125
+        watched.event()
+    watched.prefill_ended(attempt)  # told twice: the first time counts
+    watched.end(200)
+    (record,) = recorder.snapshot().records
+    assert record.request_id == "mine" and record.status == 200 and record.failure == ""
+    first, second = record.attempts
+    assert (first.answering, first.failure, first.failed_s) == (
+        "http://d0",
+        "decode worker http://d0: HTTP 500",
+        1000.75,
+    )
+    assert (second.prefill, second.started_s, second.prefill_ended_s) == ("http://p0", 1000.75, 1001.0)
+    assert (record.first_byte_s, record.last_byte_s, record.ended_s) == (1001.25, 1001.625, 1001.625)
+    assert record.num_events == 4
+    before, after = recorder.snapshot().seconds
+    assert (before.at, before.arrived, before.retried) == (1000, 1, 1)
+    assert (after.at, after.ended, after.failed) == (1001, 1, 0)
+    assert after.ttft == {bucket_of(1.0): 1} and after.gaps == {bucket_of(0.125): 3}
+
+
+def test_what_counts_as_a_failure() -> None:
+    recorder = Recorder(Clock())
+    said = []
+    for status, broken in ((200, ""), (400, ""), (429, ""), (499, ""), (499, "cut"), (502, ""), (200, "broke off")):
+        watched = begun(recorder)
+        if broken:
+            watched.broke(broken)
+        watched.end(status)
+        said.append(watched.record.failure)
+    assert said == ["", "HTTP 400", "HTTP 429", "the client went away", "cut", "HTTP 502", "broke off"]
+    (second,) = recorder.snapshot().seconds
+    assert (second.ended, second.failed) == (7, 2)  # not the client's own mistakes, nor those who left
+
+
+def test_memory_is_bounded() -> None:
+    clock = Clock()
+    recorder = Recorder(clock)
+    running = [begun(recorder, "x" * 1000) for _ in range(MAX_RUNNING + 5)]
+    assert len(recorder.snapshot().records) == MAX_RUNNING
+    for watched in running:
+        clock.now += 1.0
+        watched.broke("y" * 1000)
+        watched.end(200)
+    snapshot = recorder.snapshot()
+    assert len(snapshot.records) == KEPT_REQUESTS and len(snapshot.seconds) == KEPT_SECONDS
+    assert max(len(r.request_id) + len(r.failure) for r in snapshot.records) < 500
+
+
+def test_what_workers_count_becomes_rates_and_a_new_process_is_no_negative_one() -> None:
+    recorder = Recorder(Clock())
+    old = LoadReport(prompt_tokens_total=100, output_tokens_total=50, kv_bytes_total=1000)
+    new = LoadReport(prompt_tokens_total=130, output_tokens_total=70, kv_bytes_total=4000)
+    recorder.on_report(Role.PREFILL, None, old)  # nothing to compare with
+    recorder.on_report(Role.PREFILL, old, None)
+    recorder.on_report(Role.PREFILL, old, new)
+    recorder.on_report(Role.DECODE, old, new)
+    recorder.on_report(Role.PREFILL, new, LoadReport())
+    (second,) = recorder.snapshot().seconds
+    assert (second.prompt_tokens, second.output_tokens, second.kv_bytes) == (30, 20, 3000)
+
+
+def test_processes_are_added_up_but_for_what_all_of_them_hear() -> None:
+    clock = Clock()
+    pair = [Recorder(clock, place=place) for place in (0, 1)]
+    for recorder in pair:
+        watched = begun(recorder)
+        watched.first_byte()
+        watched.end(200)
+        recorder.on_failure("lost", "decode")
+        recorder.on_report(Role.UNIFIED, LoadReport(), LoadReport(output_tokens_total=7))
+    encoded = [msgspec.json.encode(recorder.snapshot()) for recorder in pair]
+    whole = merge([snapshot for body in encoded if (snapshot := decode_snapshot(body))])
+    assert [r.key for r in whole.records] == ["0-1", "1-1"]
+    (second,) = whole.seconds
+    assert (second.arrived, second.ended, second.output_tokens) == (2, 2, 7)
+    assert second.failures == {"decode lost": 2} and sum(second.ttft.values()) == 2
+    assert decode_snapshot(b"{") is None and decode_snapshot(b'{"seconds": 1}') is None
+
+
+def test_the_picture_speaks_of_the_last_minute_and_draws_two() -> None:
+    clock = Clock()
+    recorder = Recorder(clock)
+    for _ in range(200):  # one a second, 0.5 s to the first token
+        watched = begun(recorder)
+        clock.now += 0.5
+        watched.first_byte()
+        watched.end(200)
+        clock.now += 0.5
+    table = WorkerTable()
+    table.on_report(table.add("http://w:1", role=Role.UNIFIED), LoadReport(stages={"running": 3}))
+    picture = msgspec.json.decode(
+        msgspec.json.encode(draw(merge([recorder.snapshot()]), table.workers(), now_s=clock.now))
+    )
+    window, series = picture["window"], picture["series"]
+    assert window["seconds"] == 60 and window["requests_per_s"] == 1.0 and window["ended"] == 60
+    assert abs(window["ttft"]["p50"] / 0.5 - 1) < 0.065 and window["gap"]["p50"] is None
+    assert {len(curve) for curve in series.values()} == {SHOWN_SECONDS}
+    assert sum(series["requests"]) == KEPT_SECONDS - 1 and series["ttft_p50"][-1] is not None
+    assert picture["workers"][0]["report"]["stages"] == {"running": 3}
+    assert len(picture["requests"]) == SHOWN_REQUESTS
+
+
+def test_a_router_that_just_began_divides_by_the_time_it_has_run() -> None:
+    clock = Clock()
+    recorder = Recorder(clock)
+    for _ in range(6):
+        begun(recorder).end(200)
+    clock.now += 3.0
+    window = draw(recorder.snapshot(), [], now_s=clock.now)["window"]
+    assert (window["seconds"], window["requests_per_s"]) == (3, 2.0)
+
+
+def test_running_requests_are_shown_before_ended_ones() -> None:
+    recorder = Recorder(Clock())
+    running = begun(recorder, "runs")
+    for i in range(KEPT_REQUESTS):
+        begun(recorder, f"{i}").end(200)
+    shown = pick_records(recorder.snapshot().records)
+    assert shown[0] is running.record and len(shown) == SHOWN_REQUESTS
