@@ -11,6 +11,8 @@ from router.selectors import Selector
 
 POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
 _MAY_BE_ZERO = (
+    "cb_timeout_duration_secs",
+    "cb_window_duration_secs",
     "retry_max",
     "retry_backoff_s",
     "retry_wait_s",
@@ -71,6 +73,13 @@ class RouterConfig:
     retry_wait_s: float = flag(
         2.0, "seconds a request whose workers failed waits for one to be alive again, where no other is; 0: none"
     )
+    cb_failure_threshold: int = flag(
+        10, "faults of a worker in a row that open its circuit: it is left out for a while"
+    )
+    cb_success_threshold: int = flag(3, "answers begun that close the circuit again; as many may try it at a time")
+    cb_timeout_duration_secs: float = flag(60.0, "seconds an open circuit stays open before requests try the worker")
+    cb_window_duration_secs: float = flag(120.0, "seconds that a fault counts towards opening the circuit")
+    disable_circuit_breaker: bool = flag(False, "faults of requests never leave a worker out; health checks alone do")
     connect_timeout_s: float = flag(5.0, "seconds a connection to a worker may take")
     dead_worker_timeout_s: float = flag(
         30.0,
@@ -172,6 +181,8 @@ def _check_numbers(config: RouterConfig) -> None:
         "health_success_threshold",
         "max_concurrent_requests",
         "max_body_bytes",
+        "cb_failure_threshold",
+        "cb_success_threshold",
     ):
         value = getattr(config, name)
         _require(value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}")

@@ -7,13 +7,14 @@ taken: rooms, leases, tasks and connections.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 from aiohttp import web
 
 from router.attempts import Attempts
+from router.breaker import Event
 from router.chooser import Chooser, cost_tokens
 from router.config import RouterConfig
 from router.credentials import Credentials
@@ -24,10 +25,11 @@ from router.guard import REQUEST_ID
 from router.legs import Call, Leg, LegError, Legs
 from router.merge import Merger, SseMerger
 from router.metrics import RouterMetrics
+from router.models import UnknownModel, serves
 from router.policies import Ask, Choice
 from router.race import Race
 from router.relay import StreamBroken, end_with_event, relay_stream
-from router.rewrite import Api, ParsedBody, parse_body, write_bodies
+from router.rewrite import Api, ParsedBody, named_model, parse_body, write_bodies
 from router.rooms import RoomMinter
 from router.sse import error_event
 from router.workers import Lease, Role, Worker, WorkerTable, missing_roles
@@ -74,6 +76,8 @@ class _Exchange:
     call: Call
     live: LiveRequest
     started_s: float
+    roles: tuple[Role, ...]
+    model: str  # that its workers must serve; "": any will do
     attempts: Attempts = field(default_factory=Attempts)
 
 
@@ -115,6 +119,11 @@ class Dispatcher:
         body = await request.read()
         request_id = request[REQUEST_ID]
         parsed = parse_body(Api(request.path), body)
+        roles = self._embedding_roles if parsed.api is Api.EMBEDDINGS else self.roles
+        try:
+            model = self._model_of(parsed, roles)
+        except UnknownModel as err:
+            return unknown_model(err)
         exchange = _Exchange(
             request=request,
             request_id=request_id,
@@ -124,6 +133,8 @@ class Dispatcher:
             call=Call(request.path, self._headers(request, request_id)),
             live=live,
             started_s=started_s,
+            roles=roles,
+            model=model,
         )
         return await self._serve(exchange)
 
@@ -143,10 +154,9 @@ class Dispatcher:
                 headers={"Retry-After": RETRY_AFTER_S},
             )
         for attempt in range(config.retry_max + 1):
-            roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
-            chosen = await self._choose_soon(roles, exchange)
+            chosen = await self._choose_soon(exchange)
             if chosen is None:
-                return self._none_left(roles, exchange.attempts)
+                return self._none_left(exchange)
             call = exchange.call if attempt == 0 else exchange.call.later(self._parts.clock() - exchange.started_s)
             try:
                 return await self._attempt(exchange, call, chosen)
@@ -169,8 +179,10 @@ class Dispatcher:
         race = Race(self._parts.legs.send(choice.worker, call, exchange.body, stream=True))
         try:
             await race.answer(wait_for_prefill=False)
+            self._tell_begun(choice.worker)
             return await self._answer(exchange, race, merger=None)
         finally:
+            self._tell_end(race.answering)
             self._parts.table.release(lease)
             race.close()
 
@@ -189,12 +201,14 @@ class Dispatcher:
         race = Race(second, prefill=first)
         try:
             await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
+            self._tell_begun(prefill, decode)
             parts.table.release(prefill_lease)  # its tokens are computed: decode would not have begun
             merger = Merger(parsed.api, first.reply.take()) if parsed.wants_input_logprobs else None
             response = await self._answer(exchange, race, merger=merger)
             race.finish()
             return response
         finally:
+            self._tell_end(second)
             parts.table.release(prefill_lease)
             parts.table.release(decode_lease)
             race.close()
@@ -204,6 +218,7 @@ class Dispatcher:
     def _end_tail(self, prefill: Leg, rooms: Sequence[int]) -> None:
         """Nothing of the request runs any more, here or there."""
         self._tails.discard(prefill)
+        self._tell_end(prefill)
         self._parts.rooms.release(rooms)
 
     async def _answer(self, exchange: _Exchange, race: Race, *, merger: Merger | None) -> web.StreamResponse:
@@ -259,7 +274,17 @@ class Dispatcher:
         voucher = vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)
         return Call(call.path, {**call.headers, VOUCHER_HEADER: voucher})
 
-    async def _choose_soon(self, roles: Sequence[Role], exchange: _Exchange) -> tuple[Choice, ...] | None:
+    def _model_of(self, parsed: ParsedBody, roles: Sequence[Role]) -> str:
+        """Which name its workers must serve; "": any will do. `UnknownModel`."""
+        catalogue = self._parts.table.models
+        if not catalogue.names:
+            return ""
+        ready: Iterable[str] = ()
+        if catalogue.several:
+            ready = (base for base in catalogue.bases if not missing_roles(self._parts.table, roles, base))
+        return catalogue.meant(named_model(parsed), ready)
+
+    async def _choose_soon(self, exchange: _Exchange) -> tuple[Choice, ...] | None:
         """As `_choose`; a request that has failed already waits a little for workers of which none is alive.
 
         What broke its connections may have made their health checks fail as well, and be over.
@@ -267,17 +292,25 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + (self._parts.config.retry_wait_s if exchange.attempts.last else 0.0)
         while True:
-            chosen = self._choose(roles, exchange)
-            if chosen is not None or not missing_roles(self._parts.table, roles) or loop.time() >= deadline_s:
+            chosen = self._choose(exchange)
+            if chosen is not None or not self._missing(exchange) or loop.time() >= deadline_s:
                 return chosen
             await asyncio.sleep(WAIT_POLL_S)
 
-    def _choose(self, roles: Sequence[Role], exchange: _Exchange) -> tuple[Choice, ...] | None:
+    def _choose(self, exchange: _Exchange) -> tuple[Choice, ...] | None:
         """One worker of each role as its policy says, among those best tried next; None when a role has none."""
-        pools = [exchange.attempts.candidates(self._parts.table.alive(role)) for role in roles]
+        pools = [exchange.attempts.candidates(self._pool(role, exchange.model)) for role in exchange.roles]
         if not all(pools):
             return None  # before a policy remembers what then is sent to nobody
         return tuple(self._parts.chooser.choose(workers, exchange.ask) for workers in pools)
+
+    def _pool(self, role: Role, model: str) -> Sequence[Worker]:
+        """Who may be sent to. Circuits narrow the choice, they never empty it: where all are open, all are tried."""
+        pool, now_s = self._parts.table.pool(role, model), self._parts.clock()
+        return [worker for worker in pool if worker.circuit.takes(now_s)] or pool
+
+    def _missing(self, exchange: _Exchange) -> list[Role]:
+        return missing_roles(self._parts.table, exchange.roles, exchange.model)
 
     def _charge(self, choice: Choice, ask: Ask) -> Lease:
         return self._parts.table.charge(choice.worker, cost_tokens(choice, ask))
@@ -286,23 +319,30 @@ class Dispatcher:
         """Count a failure; a worker that could not be reached is looked at."""
         reason = f"http_{failure.status}" if failure.reason == "status" else failure.reason
         self._parts.metrics.errors.labels(reason, failure.worker.role.value).inc()
+        if failure.is_fault:
+            failure.worker.circuit.tell(Event.FAULT, self._parts.clock())
         if failure.reason in ("refused", "lost") or failure.draining:
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
 
-    def _none_left(self, roles: Sequence[Role], attempts: Attempts) -> web.Response:
-        """Nobody is alive, or who is could only fail again."""
-        if attempts.last is not None and not missing_roles(self._parts.table, roles):
-            return _failure_response(attempts.last)
-        return self._no_worker(roles)
+    def _tell_begun(self, *workers: Worker) -> None:
+        """The answer of these has begun."""
+        for worker in workers:
+            worker.circuit.tell(Event.BEGUN, self._parts.clock())
 
-    def _no_worker(self, roles: Sequence[Role]) -> web.Response:
-        """503 that names what is missing."""
-        missing = missing_roles(self._parts.table, roles)
+    def _tell_end(self, leg: Leg) -> None:
+        """Nothing more comes. What broke was told when it did."""
+        if leg.well:
+            leg.worker.circuit.tell(Event.WELL, self._parts.clock())
+
+    def _none_left(self, exchange: _Exchange) -> web.Response:
+        """Nobody is alive, or who is could only fail again."""
+        missing = self._missing(exchange)
+        if exchange.attempts.last is not None and not missing:
+            return _failure_response(exchange.attempts.last)
         self._parts.metrics.errors.labels("no_worker", ",".join(missing)).inc()
-        return error_response(
-            503, no_worker_message(self._parts.table, missing), code="no_worker", headers={"Retry-After": RETRY_AFTER_S}
-        )
+        message = no_worker_message(self._parts.table, missing, exchange.model)
+        return error_response(503, message, code="no_worker", headers={"Retry-After": RETRY_AFTER_S})
 
     def _first_byte(self, exchange: _Exchange) -> None:
         self._parts.metrics.on_first_byte(exchange.call.path, self._parts.clock() - exchange.started_s)
@@ -326,12 +366,17 @@ def _handed_back() -> web.Response:
     return draining_response(HANDED_BACK)
 
 
-def no_worker_message(table: WorkerTable, missing: list[Role]) -> str:
+def no_worker_message(table: WorkerTable, missing: list[Role], model: str = "") -> str:
     """Which role is missing, and what is known of its workers."""
-    role = missing[0]
-    known = table.workers(role)
+    known = [w for w in table.workers(missing[0]) if not model or serves(w.models, model)]
     why = "; ".join(f"{w.url}: {w.last_error or w.health.value}" for w in known[:4]) or "none was given"
-    return f"no {' and no '.join(missing)} worker is alive ({why})"
+    what = f"worker for model {model!r}" if model and table.models.several else "worker"
+    return f"no {' and no '.join(missing)} {what} is alive ({why})"
+
+
+def unknown_model(err: UnknownModel) -> web.Response:
+    """404 that names the models there are."""
+    return error_response(404, str(err), param="model", code="model_not_found")
 
 
 def backoff_s(attempt: int, *, base_s: float) -> float:

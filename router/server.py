@@ -14,6 +14,7 @@ import uvloop
 from aiohttp import web
 
 from lifecycle.stop_signals import StopSignals
+from router.breaker import BreakerSettings
 from router.chooser import make_chooser
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
@@ -243,7 +244,14 @@ def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
 
 def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
     thresholds = Thresholds(failure=config.health_failure_threshold, success=config.health_success_threshold)
-    table = WorkerTable(thresholds, view)
+    breaker = BreakerSettings(
+        failure=config.cb_failure_threshold,
+        success=config.cb_success_threshold,
+        timeout_s=config.cb_timeout_duration_secs,
+        window_s=config.cb_window_duration_secs,
+        enabled=not config.disable_circuit_breaker,
+    )
+    table = WorkerTable(thresholds, view, breaker=breaker)
     now_s = time.monotonic()
     try:
         for url, port in config.prefill:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
 
+from router.breaker import BreakerSettings, Circuit
 from router.load_view import ALONE, LoadView
+from router.models import Catalogue, serves
 
 MAX_WORKERS = 4096
 MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
@@ -116,6 +118,8 @@ class Worker:
     leaving: bool = False  # it gets nothing new, whatever its health
     last_resort: bool = False  # it does, while nobody else of its role is up
     discovered: bool = False  # each process of this router finds it by itself
+    models: tuple[str, ...] = ()  # names that it serves, its own first; none: it does not say
+    circuit: Circuit = field(default_factory=Circuit)
 
     @property
     def url_host(self) -> str:
@@ -129,10 +133,11 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lease:
-    """`tokens` of work charged to `worker` until released."""
+    """`tokens` of work charged to `worker` until released. `trial`: it tries a worker whose circuit is half open."""
 
     worker: Worker
     tokens: int
+    trial: bool = False
 
 
 @dataclass(slots=True)
@@ -145,6 +150,8 @@ class WorkerTable:
     thresholds: Thresholds = field(default_factory=Thresholds)
     view: LoadView = ALONE
     on_gone: Callable[[Worker], None] = lambda worker: None
+    breaker: BreakerSettings = field(default_factory=BreakerSettings)
+    models: Catalogue = field(default_factory=Catalogue)
     _workers: list[Worker] = field(default_factory=list)
     _leases: dict[int, Lease] = field(default_factory=dict)
     _next_id: int = 0
@@ -176,6 +183,7 @@ class WorkerTable:
             slot=self.view.take(url),
             good_s=now_s,
             discovered=discovered,
+            circuit=Circuit(self.breaker),
         )
         self._next_id += 1
         self._workers.append(worker)
@@ -189,6 +197,7 @@ class WorkerTable:
                 self._workers.remove(worker)
                 worker.view.give_back(worker.slot)
                 worker.view, worker.slot = ALONE, 0
+                self._list_models()
                 self.on_gone(worker)
                 return worker
         raise WorkerTableError(f"url: {url} is not in the table")
@@ -213,6 +222,11 @@ class WorkerTable:
         up = [w for w in self._workers if w.role is role and w.health is Health.UP]
         return [w for w in up if not w.leaving] or [w for w in up if w.last_resort]
 
+    def pool(self, role: Role, model: str) -> list[Worker]:
+        """Those of `alive` that serve `model`; "": any."""
+        alive = self.alive(role)
+        return [w for w in alive if serves(w.models, model)] if model else alive
+
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Tell the result of a check, or of a request that could not connect. True if the worker's state changed."""
         same = worker.last_check is not None and _kind(worker.last_check) is _kind(result)
@@ -227,6 +241,7 @@ class WorkerTable:
         worker.health, worker.changed_s = target, now_s
         if target is Health.DOWN:
             worker.report, worker.foreign_tokens = None, 0
+            worker.circuit.reset()
             self.on_gone(worker)
         return True
 
@@ -239,6 +254,7 @@ class WorkerTable:
             worker.former_lives = (*worker.former_lives, worker.incarnation)[-MAX_FORMER_LIVES:]
             if incarnation not in worker.former_lives:
                 worker.former_life_s = worker.incarnation_s
+                worker.circuit.reset()
                 self.on_gone(worker)
         if incarnation:
             worker.incarnation, worker.incarnation_s = incarnation, asked_s
@@ -253,9 +269,18 @@ class WorkerTable:
         """Tell where a prefill worker's bootstrap server listens."""
         worker.bootstrap_host, worker.bootstrap_port = host, port
 
+    def on_models(self, worker: Worker, names: tuple[str, ...]) -> None:
+        """Tell what a worker serves; it stays noted while the worker is down."""
+        if names != worker.models:
+            worker.models = names
+            self._list_models()
+
+    def _list_models(self) -> None:
+        self.models = Catalogue.of(w.models for w in self._workers)
+
     def charge(self, worker: Worker, tokens: int) -> Lease:
         assert tokens >= 0, tokens
-        lease = Lease(worker, tokens)
+        lease = Lease(worker, tokens, worker.circuit.send())
         self._leases[id(lease)] = lease
         worker.inflight_requests += 1
         worker.inflight_tokens += tokens
@@ -268,6 +293,7 @@ class WorkerTable:
         if self._leases.pop(id(lease), None) is not None:
             lease.worker.inflight_requests -= 1
             lease.worker.inflight_tokens -= lease.tokens
+            lease.worker.circuit.end(trial=lease.trial)
             _publish(lease.worker)
 
     @property
@@ -294,9 +320,9 @@ def _kind(check: Check) -> Check:
     return Check.FAILED if check is Check.REFUSED else check
 
 
-def missing_roles(table: WorkerTable, roles: Iterable[Role]) -> list[Role]:
-    """The roles of which no worker is alive."""
-    return [role for role in roles if not table.alive(role)]
+def missing_roles(table: WorkerTable, roles: Iterable[Role], model: str = "") -> list[Role]:
+    """The roles of which no worker (that serves `model`) is alive."""
+    return [role for role in roles if not table.pool(role, model)]
 
 
 def _reported_tokens(role: Role, report: LoadReport) -> int:
