@@ -11,6 +11,11 @@ from router.selectors import Selector
 
 POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
 _MAY_BE_ZERO = (
+    "max_concurrent_requests_per_client",
+    "queue_size",
+    "queue_timeout_secs",
+    "slo_ttft_ms",
+    "slo_itl_ms",
     "cb_timeout_duration_secs",
     "cb_window_duration_secs",
     "retry_max",
@@ -86,7 +91,24 @@ class RouterConfig:
         "a request ends (or moves) when its worker sent nothing and was well in no health check for so long; 0: it waits on",
     )
     request_timeout_s: float = flag(1800.0, "seconds one request may take in all")
-    max_concurrent_requests: int = flag(16384, "requests that are served at a time; one more is answered 429")
+    max_concurrent_requests: int = flag(
+        16384, "requests that are served at a time; one more waits (--queue-size) or is answered 429"
+    )
+    max_concurrent_requests_per_client: int = flag(
+        0, "requests of one API key (without keys: one address) that are served at a time; 0: no limit"
+    )
+    queue_size: int = flag(
+        0,
+        "requests that wait in each router process while a limit is reached; higher `priority` goes first; 0: none does",
+    )
+    queue_timeout_secs: float = flag(60.0, "seconds a request waits so before it is answered 429")
+    slo_ttft_ms: float = flag(
+        0.0, "refuse (429) a request whose first token would come later than this, as foretold; X-SLO-TTFT-ms; 0: never"
+    )
+    slo_itl_ms: float = flag(
+        0.0,
+        "refuse (429) a request whose tokens would come further apart than this, as foretold; X-SLO-ITL-ms; 0: never",
+    )
     drain_timeout: float = flag(
         30.0, "seconds that running requests get after SIGTERM; then they are handed back (503); a second signal: none"
     )

@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
+from router.admission import PRIORITY_HEADER, Admission
 from router.attempts import Attempts
 from router.breaker import Event
 from router.chooser import Chooser, cost_tokens
 from router.config import RouterConfig
 from router.credentials import Credentials
 from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
+from router.door import Refused
 from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
+from router.forecast import ITL_HEADER, TTFT_HEADER, Pace, Slo, Trip, requests_at
 from router.guard import REQUEST_ID
 from router.legs import Call, Leg, LegError, Legs
 from router.merge import Merger, SseMerger
@@ -43,7 +46,15 @@ RETRY_AFTER_S = "1"  # told to clients when no worker is there
 
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
 
-_PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER)
+_PASSED_HEADERS = (
+    "traceparent",
+    "tracestate",
+    TIMEOUT_HEADER,
+    ENVOY_HEADER,
+    PRIORITY_HEADER,
+    TTFT_HEADER,
+    ITL_HEADER,
+)
 _ANSWER_HEADERS = {"content-type": "Content-Type", "retry-after": "Retry-After"}
 
 
@@ -60,6 +71,7 @@ class Parts:
     credentials: Credentials
     secret: bytes | None
     live: LiveRequests
+    admission: Admission
     on_unreachable: Callable[[LegError], None]
     clock: Callable[[], float] = time.monotonic
 
@@ -78,6 +90,7 @@ class _Exchange:
     started_s: float
     roles: tuple[Role, ...]
     model: str  # that its workers must serve; "": any will do
+    slo: Slo
     attempts: Attempts = field(default_factory=Attempts)
 
 
@@ -93,26 +106,20 @@ class Dispatcher:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The handler. `BadBody` for a body that cannot be routed."""
-        refusal = self._refusal()
-        if refusal is not None:
-            return refusal
-        with self._parts.live.request() as live:
-            try:
-                return await self._handle(request, live)
-            except asyncio.CancelledError:
-                if not live.took_cancel():
-                    raise
-                return _handed_back()
-
-    def _refusal(self) -> web.Response | None:
-        """What a new request is told when none is taken."""
-        live = self._parts.live
-        if live.draining:
+        if self._parts.live.draining:
             return draining_response("the router is draining: it takes no new requests")
-        if live.full:
-            message = f"the router serves {len(live)} requests (--max-concurrent-requests); try again later"
-            return error_response(429, message, code="queue_full", headers={"Retry-After": RETRY_AFTER_S})
-        return None
+        try:
+            self._parts.admission.refuse_early(request)
+            with self._parts.live.request() as live:
+                try:
+                    return await self._handle(request, live)
+                except asyncio.CancelledError:
+                    if not live.took_cancel():
+                        raise
+                    return _handed_back()
+        except Refused as refused:
+            self._parts.metrics.refused.labels(refused.why).inc()
+            return refused.response
 
     async def _handle(self, request: web.BaseRequest, live: LiveRequest) -> web.StreamResponse:
         started_s = self._parts.clock()
@@ -135,8 +142,10 @@ class Dispatcher:
             started_s=started_s,
             roles=roles,
             model=model,
+            slo=self._parts.admission.slo_of(request),
         )
-        return await self._serve(exchange)
+        async with self._parts.admission.admitted(request, parsed):
+            return await self._serve(exchange)
 
     def close(self) -> None:
         """End what prefill legs still run after their clients were served."""
@@ -175,13 +184,15 @@ class Dispatcher:
         return await self._attempt_single(exchange, call, chosen[0])
 
     async def _attempt_single(self, exchange: _Exchange, call: Call, choice: Choice) -> web.StreamResponse:
+        trip = self._depart(choice, exchange.ask)
         lease = self._charge(choice, exchange.ask)
         race = Race(self._parts.legs.send(choice.worker, call, exchange.body, stream=True))
         try:
             await race.answer(wait_for_prefill=False)
-            self._tell_begun(choice.worker)
-            return await self._answer(exchange, race, merger=None)
+            self._tell_begun(race, trip, choice.worker)
+            return await self._answer(exchange, race, trip, merger=None)
         finally:
+            self._parts.admission.forecast.computed(trip)
             self._tell_end(race.answering)
             self._parts.table.release(lease)
             race.close()
@@ -195,20 +206,25 @@ class Dispatcher:
         prefill_body, decode_body = write_bodies(
             parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms
         )
+        trip, answer_trip = self._depart(compute, exchange.ask), self._depart(answer_by, exchange.ask)
         prefill_lease, decode_lease = self._charge(compute, exchange.ask), self._charge(answer_by, exchange.ask)
         first = parts.legs.send(prefill, call, prefill_body, stream=False)
         second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
         race = Race(second, prefill=first)
+        race.when_prefill_ends(
+            lambda: parts.table.release(prefill_lease)
+        )  # of an answer that is not streamed, long before
         try:
             await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
-            self._tell_begun(prefill, decode)
+            self._tell_begun(race, trip, prefill, decode)
             parts.table.release(prefill_lease)  # its tokens are computed: decode would not have begun
             merger = Merger(parsed.api, first.reply.take()) if parsed.wants_input_logprobs else None
-            response = await self._answer(exchange, race, merger=merger)
+            response = await self._answer(exchange, race, answer_trip, merger=merger)
             race.finish()
             return response
         finally:
             self._tell_end(second)
+            parts.admission.forecast.computed(trip)
             parts.table.release(prefill_lease)
             parts.table.release(decode_lease)
             race.close()
@@ -221,8 +237,10 @@ class Dispatcher:
         self._tell_end(prefill)
         self._parts.rooms.release(rooms)
 
-    async def _answer(self, exchange: _Exchange, race: Race, *, merger: Merger | None) -> web.StreamResponse:
-        """Give the client the answer that has begun, whole or as a stream."""
+    async def _answer(
+        self, exchange: _Exchange, race: Race, trip: Trip, *, merger: Merger | None
+    ) -> web.StreamResponse:
+        """Give the client the answer that has begun, whole or as a stream. `trip`: at the worker that answers."""
         leg = race.answering
         headers = _answer_headers(leg.reply.headers)
         if not leg.streaming:
@@ -234,6 +252,7 @@ class Dispatcher:
         headers["Cache-Control"] = "no-cache"
         race.watch_prefill(self._note)
         exchange.live.cut = leg.close
+        pace, requests = Pace(), requests_at(leg.worker)
         try:
             out = await relay_stream(
                 exchange.request,
@@ -241,6 +260,7 @@ class Dispatcher:
                 headers=headers,
                 merger=SseMerger(merger) if merger else None,
                 on_first_byte=lambda: self._first_byte(exchange),
+                on_chunk=lambda chunk: pace.on_chunk(chunk, self._parts.clock()),
             )
         except StreamBroken as broken:
             if exchange.live.handed_back:
@@ -250,6 +270,8 @@ class Dispatcher:
             return await self._end_handed_back(out, race)
         if race.refused is not None:
             return await self._end_broken(out, race.refused, race)
+        requests_mean = (requests + requests_at(leg.worker)) / 2
+        self._parts.admission.forecast.on_pace(trip, pace, requests=requests_mean, now_s=self._parts.clock())
         await out.write_eof()
         return out
 
@@ -302,6 +324,9 @@ class Dispatcher:
         pools = [exchange.attempts.candidates(self._pool(role, exchange.model)) for role in exchange.roles]
         if not all(pools):
             return None  # before a policy remembers what then is sent to nobody
+        if exchange.attempts.last is None:  # who was let in is not turned away later
+            now_s = self._parts.clock()
+            pools = [self._parts.admission.in_time(p, exchange.ask, exchange.slo, now_s=now_s) for p in pools]
         return tuple(self._parts.chooser.choose(workers, exchange.ask) for workers in pools)
 
     def _pool(self, role: Role, model: str) -> Sequence[Worker]:
@@ -311,6 +336,10 @@ class Dispatcher:
 
     def _missing(self, exchange: _Exchange) -> list[Role]:
         return missing_roles(self._parts.table, exchange.roles, exchange.model)
+
+    def _depart(self, choice: Choice, ask: Ask) -> Trip:
+        tokens = 0 if choice.worker.role is Role.DECODE else ask.prompt_tokens - choice.cached_tokens
+        return self._parts.admission.forecast.depart(choice.worker, tokens, now_s=self._parts.clock())
 
     def _charge(self, choice: Choice, ask: Ask) -> Lease:
         return self._parts.table.charge(choice.worker, cost_tokens(choice, ask))
@@ -325,10 +354,13 @@ class Dispatcher:
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
 
-    def _tell_begun(self, *workers: Worker) -> None:
-        """The answer of these has begun."""
+    def _tell_begun(self, race: Race, trip: Trip, *workers: Worker) -> None:
+        """The answer of `workers` has begun; `trip`: at the one that computed the prompt."""
+        now_s = self._parts.clock()
         for worker in workers:
-            worker.circuit.tell(Event.BEGUN, self._parts.clock())
+            worker.circuit.tell(Event.BEGUN, now_s)
+        if race.answering.streaming:  # a whole answer says nothing about its first token
+            self._parts.admission.forecast.begun(trip, now_s=now_s)
 
     def _tell_end(self, leg: Leg) -> None:
         """Nothing more comes. What broke was told when it did."""

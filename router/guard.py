@@ -132,6 +132,11 @@ def require_admin(request: web.BaseRequest, gate: Gate) -> web.Response | None:
     return None if refusal is None else _refusal(*refusal)
 
 
+def client_name(request: web.BaseRequest) -> str:
+    """Who asks, for what is counted by client: its API key's name, else its address."""
+    return request[CALLER].name or client_of(request.remote)
+
+
 def _refused(
     request: web.BaseRequest, gate: Gate, limiter: RateLimiter | None, metrics: RouterMetrics
 ) -> web.Response | None:
@@ -143,7 +148,7 @@ def _refused(
         return _refusal(*refusal)
     if limiter is None or need is Access.NONE:
         return None
-    wait_s = limiter.wait_s(caller.name or client_of(request.remote), now_s)
+    wait_s = limiter.wait_s(client_name(request), now_s)
     if wait_s == 0.0:
         return None
     metrics.refused.labels("rate").inc()

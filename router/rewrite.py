@@ -120,6 +120,12 @@ def named_model(parsed: ParsedBody) -> str:
     return _text(_raw(parsed.fields, "model"))
 
 
+def named_priority(parsed: ParsedBody) -> int | None:
+    """The request's `priority`; None where it gives none (what is no integer is for the workers to refuse)."""
+    value = _small(_raw(parsed.fields, "priority"))
+    return value if isinstance(value, int) else None
+
+
 def _text(raw: bytes) -> str:
     if raw[:1] != b'"':
         return ""

@@ -14,6 +14,7 @@ import uvloop
 from aiohttp import web
 
 from lifecycle.stop_signals import StopSignals
+from router.admission import Admission
 from router.breaker import BreakerSettings
 from router.chooser import make_chooser
 from router.config import RouterConfig, RouterConfigError, check_config
@@ -40,7 +41,7 @@ from router.session import open_session
 from router.shared_load import SharedLoad
 from router.siblings import Siblings
 from router.upstream import HttpUpstream
-from router.workers import Role, Thresholds, WorkerTable
+from router.workers import Role, Thresholds, Worker, WorkerTable
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
 from security.secret import read_secret_file
@@ -135,10 +136,16 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     chooser = make_chooser(config, draw=secrets.randbelow)
     table = _table(config, view)
     feed = KVEventFeed(chooser, secret=secret, enabled=not config.disable_kv_events)
-    table.on_gone = feed.on_gone
+
+    def on_gone(worker: Worker) -> None:
+        feed.on_gone(worker)
+        admission.forecast.forget(worker)
+
+    table.on_gone = on_gone
     rooms = RoomMinter(entropy.bits)
     metrics = RouterMetrics(table, feed)
-    live = LiveRequests(max_live=config.max_concurrent_requests, view=view)
+    live = LiveRequests()
+    admission = Admission(config, view=view, chooser=chooser)
     client = {
         "connect_timeout_s": config.connect_timeout_s,
         "request_timeout_s": config.request_timeout_s,
@@ -162,6 +169,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
                 credentials=credentials,
                 secret=secret,
                 live=live,
+                admission=admission,
                 on_unreachable=monitor.on_unreachable,
             )
         )
