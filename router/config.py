@@ -114,6 +114,8 @@ class RouterConfig:
     )
     shutdown_timeout_s: float = flag(3.0, "seconds that last answers get to leave when the router ends")
     max_body_bytes: int = flag(64 << 20, "longest request body")
+    header_timeout_s: float = flag(10.0, "seconds a client's connection may take to send the head of a request")
+    body_timeout_s: float = flag(60.0, "seconds a request's body may take to come")
     api_key: str | None = flag(None, "clients must send this as 'Authorization: Bearer KEY'")
     api_key_file: str | None = flag(None, "file of such keys, one a line; read anew when it changes, and on SIGHUP")
     admin_api_key: str | None = flag(
@@ -194,7 +196,14 @@ def _worker_urls(config: RouterConfig) -> list[tuple[str, str]]:
 
 def _check_numbers(config: RouterConfig) -> None:
     _require(0 <= config.port < 65536, "--port", f"must be 0 to 65535, got {config.port}")
-    for name in ("health_check_interval_s", "health_check_timeout_s", "connect_timeout_s", "request_timeout_s"):
+    for name in (
+        "health_check_interval_s",
+        "health_check_timeout_s",
+        "connect_timeout_s",
+        "request_timeout_s",
+        "header_timeout_s",
+        "body_timeout_s",
+    ):
         value = getattr(config, name)
         _require(value > 0, f"--{name.replace('_', '-')}", f"must be greater than 0, got {value}")
     for name in (

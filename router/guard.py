@@ -120,10 +120,14 @@ def _http_error(request: web.BaseRequest, err: web.HTTPException) -> web.StreamR
     message = {
         404: f"{request.path} is not served here",
         405: f"{request.path} does not take {request.method}",
+        408: "the request body did not come in time (--body-timeout-s)",
         413: "the request body is longer than --max-body-bytes",
     }.get(err.status, err.text or err.reason)
     headers = {"Allow": err.headers["Allow"]} if "Allow" in err.headers else None
-    return error_response(err.status, message, headers=headers)
+    response = error_response(err.status, message, headers=headers)
+    if err.status in (408, 413):  # the rest of the body is not wanted
+        response.force_close()
+    return response
 
 
 def require_admin(request: web.BaseRequest, gate: Gate) -> web.Response | None:

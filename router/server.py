@@ -62,8 +62,10 @@ class RunningRouter:
         live: LiveRequests,
         lifelines: Lifelines,
         monitor: HealthMonitor,
+        admission: Admission,
     ) -> None:
         self.url = url
+        self.admission = admission
         self.lifelines = lifelines
         self.monitor = monitor
         self.gate = gate
@@ -217,6 +219,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
                 live=live,
                 lifelines=legs.lifelines,
                 monitor=monitor,
+                admission=admission,
             )
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests

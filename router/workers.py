@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from router.breaker import BreakerSettings, Circuit
@@ -167,7 +168,7 @@ class WorkerTable:
     ) -> Worker:
         """Add a worker; it gets no request before its first good check. `WorkerTableError` if the URL is known."""
         url = url.rstrip("/")
-        if any(w.url == url for w in self._workers):
+        if any(same_url(w.url) == same_url(url) for w in self._workers):
             raise WorkerTableError(f"url: {url} is already in the table")
         if len(self._workers) >= MAX_WORKERS:
             raise WorkerTableError(f"url: {MAX_WORKERS} workers are in the table, no more fit")
@@ -191,26 +192,27 @@ class WorkerTable:
 
     def remove(self, url: str) -> Worker:
         """Take a worker out. Its running requests go on; their leases are still released. `WorkerTableError` if unknown."""
-        url = url.rstrip("/")
-        for worker in self._workers:
-            if worker.url == url:
-                self._workers.remove(worker)
-                worker.view.give_back(worker.slot)
-                worker.view, worker.slot = ALONE, 0
-                self._list_models()
-                self.on_gone(worker)
-                return worker
-        raise WorkerTableError(f"url: {url} is not in the table")
+        worker = self._find(url)
+        self._workers.remove(worker)
+        worker.view.give_back(worker.slot)
+        worker.view, worker.slot = ALONE, 0
+        self._list_models()
+        self.on_gone(worker)
+        return worker
 
     def retire(self, url: str, *, last_resort: bool = False) -> Worker:
         """It gets no new request; it stays in the table until `remove`. `WorkerTableError` if unknown.
 
         `last_resort`: as long as it is up it serves, should nobody else of its role be: better than no answer.
         """
-        url = url.rstrip("/")
+        worker = self._find(url)
+        worker.leaving, worker.last_resort = True, last_resort
+        return worker
+
+    def _find(self, url: str) -> Worker:
+        name = same_url(url)
         for worker in self._workers:
-            if worker.url == url:
-                worker.leaving, worker.last_resort = True, last_resort
+            if same_url(worker.url) == name:
                 return worker
         raise WorkerTableError(f"url: {url} is not in the table")
 
@@ -309,6 +311,17 @@ class WorkerTable:
             held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
             assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))
             assert worker.inflight_tokens == sum(held), (worker.url, worker.inflight_tokens, sum(held))
+
+
+@lru_cache(maxsize=2 * MAX_WORKERS)
+def same_url(url: str) -> str:
+    """One way to write an address: lower case, no default port, no slash. So no worker is there twice."""
+    parts = urlsplit(url)
+    if not parts.hostname:
+        return url
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return f"{parts.scheme}://{host}:{port}"
 
 
 def _publish(worker: Worker) -> None:
