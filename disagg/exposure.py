@@ -39,7 +39,7 @@ def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
                 allow_insecure=server.allow_insecure,
             )
         )
-    for text in warnings:
+    for text in (*warnings, _told_of_engine(disagg)):
         if text is not None:
             log.warning(text)
 
@@ -64,6 +64,16 @@ def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host:
     found = [("--disaggregation-control-host" if named else "--host", control_host)]
     embedded = disagg.disaggregation_mode == "prefill" and disagg.disaggregation_bootstrap_server is None
     return [*found, ("--host", server.host)] if embedded else found
+
+
+def _told_of_engine(disagg: DisaggConfig) -> str | None:
+    """What no flag of ours can change: Mooncake binds 0.0.0.0 and ::, and knows no setting for it."""
+    if disagg.disaggregation_mode == "null" or disagg.disaggregation_transfer_backend != "mooncake":
+        return None
+    return (
+        "the transfer engine mooncake listens on every address of this machine, whatever --host says, and asks nobody who "
+        "he is: keep its ports behind a firewall, or use --disaggregation-transfer-backend nixl"
+    )
 
 
 def meeting_places(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> MeetingPlaces:

@@ -24,7 +24,7 @@ from engine.core.plan import ItemResult
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
-from transfer_backends.contract import Asked, KVSender
+from transfer_backends.contract import ABORTED_BY_DECODE, Asked, KVSender
 from transfer_backends.kvpoll import KVPoll, RoomInUse
 
 log = logging.getLogger(__name__)
@@ -267,7 +267,9 @@ class PrefillRole:
         self._counters["bootstrap_failed" if entry.stage is Stage.BOOTSTRAP else "transfer_failed"] += 1
         reason = entry.sender.failure() or "the transfer failed"
         log.warning("prefill %s (room %d) failed: %s", entry.request.rid, entry.room, reason)
-        return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=500))
+        # Decode answers with the real reason, which may be load or lateness: ours must not make a fault of it.
+        status = 503 if reason.startswith(ABORTED_BY_DECODE) else 500
+        return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=status))
 
     def _end(self, entry: Entry, reason: FinishReason) -> list[TokenOutput]:
         """Answer with `reason` now; memory goes when nobody reads it any more."""

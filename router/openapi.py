@@ -55,6 +55,8 @@ _PASSED = (
     "/start_profile",
     "/stop_profile",
 )
+# Of a stream the schema describes each event, as tools read OpenAPI before 3.2.
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -83,7 +85,7 @@ def make_document(worker: Any) -> dict[str, Any]:
 def _operation(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
     kinds = {
         "application/json": {"schema": {}},
-        **({"text/event-stream": {"schema": _TEXT}} if path in _STREAMING else {}),
+        **({"text/event-stream": {"schema": _EVENT}} if path in _STREAMING else {}),
     }
     if path == "/metrics":
         kinds = {"text/plain": {"schema": _TEXT}}

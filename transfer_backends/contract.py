@@ -187,6 +187,9 @@ class Asked:
     work: Work
 
 
+ABORTED_BY_DECODE = "aborted by decode"  # a sender's failure that begins so is no fault of prefill: decode says why
+
+
 class KVSender(Protocol):
     """Prefill's handle of one transfer. Every call returns at once; `poll` only reads."""
 

@@ -20,6 +20,7 @@ from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.heartbeat import Pulse
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.liveness import UNMARKED, Liveness, ProcessMark
+from transfer_backends.running_time import RunningTime
 from transfer_backends.wire import Message, Ping, Register
 
 NUM_GONE = 32
@@ -49,7 +50,7 @@ class Session:
     aborts: list[RoomKey] = field(default_factory=list)
     proof_at_s: float | None = None
     proof_s: float = FIRST_PROOF_S
-    settled_at_s: float | None = None
+    settled_at_s: float | None = None  # in running time
     deadline_s: float = 0.0  # of the registration
 
     @property
@@ -111,6 +112,7 @@ class SessionTable:
         self.effects = Effects()
         self._register = register
         self._settle_s = settle_s
+        self._ran = RunningTime()
         self._config = config
         self._sessions: dict[str, Session] = {}
         self._by_link: dict[LinkId, Session] = {}
@@ -214,7 +216,7 @@ class SessionTable:
         if session is None or session.phase is not Phase.LOST or session.settled_at_s is not None:
             return
         if proof is Liveness.DEAD:
-            session.settled_at_s = now_s + self._settle_s
+            session.settled_at_s = self._ran.at(now_s) + self._settle_s
         elif proof is Liveness.ALIVE:
             self._connect(session, now_s)
         else:
@@ -223,6 +225,7 @@ class SessionTable:
 
     def tick(self, now_s: float) -> tuple[list[Session], list[Session], list[Session]]:
         """Sessions (whose peer does not answer, whose registration is overdue, that became DEAD and are dropped)."""
+        self._ran.tick(now_s)
         silent, overdue, dead = [], [], []
         for session in list(self._sessions.values()):
             if session.phase is Phase.LIVE and session.pulse.due(now_s):
@@ -238,7 +241,7 @@ class SessionTable:
 
     def _is_dead(self, session: Session, now_s: float) -> bool:
         if session.settled_at_s is not None:
-            return now_s >= session.settled_at_s
+            return self._ran.at(now_s) >= session.settled_at_s
         if session.proof_at_s is not None and now_s >= session.proof_at_s:
             assert session.mark is not None
             session.proof_at_s = None

@@ -17,6 +17,7 @@ from enum import Enum
 from transfer_backends.contract import Region, TransferConfig
 from transfer_backends.heartbeat import Pulse
 from transfer_backends.liveness import ProcessMark
+from transfer_backends.running_time import RunningTime
 from transfer_backends.wire import (
     Layout,
     Message,
@@ -59,7 +60,7 @@ class Peer:
     generation: int = 0
     retry_at_s: float | None = None
     retry_s: float = FIRST_RETRY_S
-    settle_at_s: float | None = None
+    settle_at_s: float | None = None  # in running time
     lost: bool = False
 
 
@@ -108,6 +109,7 @@ class PeerTable:
         self._config = config
         self._peers: dict[str, Peer] = {}
         self._by_link: dict[Link, Peer] = {}
+        self._ran = RunningTime()
 
     def get(self, incarnation: str) -> Peer | None:
         return self._peers.get(incarnation)
@@ -244,7 +246,7 @@ class PeerTable:
                 peer.phase = Phase.LIVE
             return True
         self.effects.counters["fence_failures"] += 1
-        peer.settle_at_s = now_s + settle_s
+        peer.settle_at_s = self._ran.at(now_s) + settle_s
         if peer.phase is Phase.FENCING:
             peer.phase = Phase.CONNECTING
             peer.retry_at_s = now_s + peer.retry_s
@@ -275,9 +277,10 @@ class PeerTable:
 
     def tick(self, now_s: float) -> tuple[list[Peer], list[Peer]]:
         """(peers that just became silent, peers whose earlier operations have settled)."""
+        self._ran.tick(now_s)
         silent, settled = [], []
         for peer in list(self._peers.values()):
-            if peer.settle_at_s is not None and now_s >= peer.settle_at_s:
+            if peer.settle_at_s is not None and self._ran.at(now_s) >= peer.settle_at_s:
                 peer.settle_at_s = None
                 settled.append(peer)
             if peer.retry_at_s is not None and now_s >= peer.retry_at_s and not peer.lost:

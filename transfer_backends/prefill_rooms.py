@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_backends.contract import Asked, Caps, KVArgs, TransferConfig, Work
+from transfer_backends.contract import ABORTED_BY_DECODE, Asked, Caps, KVArgs, TransferConfig, Work
 from transfer_backends.kvpoll import (
     FINAL,
     IllegalTransition,
@@ -392,14 +392,14 @@ class PrefillRooms:
             if self._inbox.owner(key) in (None, peer.incarnation):
                 self._inbox.take(key)
                 if self._inbox.tombstone(key) is None:
-                    self._inbox.bury(key, f"aborted by decode: {message.reason}", by_peer=True, now_s=now_s)
+                    self._inbox.bury(key, f"{ABORTED_BY_DECODE}: {message.reason}", by_peer=True, now_s=now_s)
             self._say_drained(peer, key, message.retry)
             return
         if rec.offer is not None and rec.offer.incarnation != peer.incarnation:
             self._say_drained(peer, key, message.retry)  # nothing of this room goes to that peer
             raise PeerProtocolError(f"room {key}: aborted by a decode worker it does not belong to")
         if self.machine.state(key) not in FINAL:
-            self._fail(rec, f"aborted by decode: {message.reason}", tell=False)
+            self._fail(rec, f"{ABORTED_BY_DECODE}: {message.reason}", tell=False)
         if rec.quiet:
             rec.undrained = False
             self._say_drained(peer, key, rec.retry)

@@ -12,6 +12,7 @@ ENV PATH=/opt/tandem/bin:$PATH
 COPY pyproject.toml deploy/docker/constraints.txt ./
 RUN pip install --constraint constraints.txt "torch==2.13.0" ".[engine,nixl,mooncake]"
 COPY security ./security
+COPY lifecycle ./lifecycle
 COPY bootstrap_server ./bootstrap_server
 COPY transfer_backends ./transfer_backends
 COPY engine ./engine

@@ -55,6 +55,9 @@ DOCUMENT: web.AppKey[bytes] = web.AppKey("openapi", bytes)
 
 _PATTERN = re.compile(r"{(\w+):[^}]*}")
 
+# Of a stream the schema describes each event, as tools read OpenAPI before 3.2.
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+
 
 class ErrorDetail(msgspec.Struct):
     message: str
@@ -124,7 +127,7 @@ def _good(path: str) -> dict[str, Any]:
         return {"description": "done"}
     if path in PLAIN_TEXT:
         return {"description": "done", "content": {"text/plain": {"schema": {"type": "string"}}}}
-    streams = {"text/event-stream": {"schema": {"type": "string"}}} if path in STREAMING else {}
+    streams = {"text/event-stream": {"schema": EVENT}} if path in STREAMING else {}
     return {"description": "done", "content": {**_json({}), **streams}}
 
 

@@ -99,6 +99,7 @@ def start_worker(
     drain_s: float = 0.2,
     server: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
+    allowed: list[str] | None = None,
 ) -> Iterator[Worker]:
     checkpoint = write_checkpoint(folder / "tiny")
     ipc = IpcPaths.create()
@@ -107,6 +108,7 @@ def start_worker(
         "ipc_dir": ipc.dir,
         "mode": mode,
         "drain_s": drain_s,
+        "allowed": allowed,
         "server": {"port": 0, **(server or {})},
         "engine": {"model_path": str(checkpoint), **(engine or {})},
     }

@@ -9,7 +9,9 @@ import uvloop
 
 from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.frontend.ipc import IpcPaths
+from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.server import FrontendAddress, WorkerDied, run_frontend
+from security.addresses import AllowedAddresses
 
 
 def main(args: dict[str, Any]) -> int:
@@ -27,6 +29,7 @@ def main(args: dict[str, Any]) -> int:
                 ipc=IpcPaths(args["ipc_dir"]),
                 mode=args["mode"],
                 extra_info={"version": "test"},
+                meeting=meeting(args["allowed"]),
                 on_listening=listening,
                 on_ready=lambda address: (folder / "ready").touch(),
                 children_alive=lambda: "the scheduler process died" if (folder / "dead").exists() else None,
@@ -38,6 +41,13 @@ def main(args: dict[str, Any]) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 1
     return 0
+
+
+def meeting(allowed: list[str] | None) -> MeetingPlaces | None:
+    """`allowed`: bootstrap servers that requests may name; None: this worker dials none."""
+    if allowed is None:
+        return None
+    return MeetingPlaces(AllowedAddresses(allowed, loopback=False, flag="--disaggregation-bootstrap-allowed"))
 
 
 if __name__ == "__main__":

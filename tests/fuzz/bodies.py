@@ -1,125 +1,152 @@
-"""Fuzzed calls at a real bootstrap server: an input is one HTTP request. Every one gets a status and a body of ours."""
+"""Fuzzed calls at real bootstrap servers: an input is one HTTP request. Every one gets a status and a body of ours.
 
+With a secret the calls are signed by somebody who knows it, or are not, or by a signature that was spoilt or used before.
+"""
+
+import asyncio
 import contextlib
 import http.client
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from hypothesis import strategies as st
-
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
+from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
+from tests.fuzz.source import Source, mangled
 
 CONFIG = BootstrapConfig(port=0, max_workers=8, max_rooms=64)
 STATUSES = frozenset((200, 400, 401, 404, 405, 413, 503))
+SECRET = b"sixteen bytes or more"
+MAX_CALLS = 40
 
-_TEXT = st.one_of(
-    st.sampled_from(["a", "b", "", "x" * 256, "x" * 257, "é", "\x00", "prefill", "127.0.0.1"]), st.text(max_size=6)
-)
-_NUMBER = st.one_of(st.integers(-2, 70_000), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 10**40, 1.5]))
-_VALUE = st.recursive(
-    st.one_of(st.none(), st.booleans(), _NUMBER, _TEXT),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(_TEXT, inner, max_size=3)),
-    max_leaves=8,
-)
-_GOOD = {
-    "incarnation": st.sampled_from(["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"]),
-    "control_host": st.just("127.0.0.1"),
-    "control_port": st.integers(1, 65535),
-    "protocol_version": st.just(1),
-    "page_size": st.just(16),
-    "signature": st.just("m"),
-    "dtype": st.just("f32"),
-}
-_REGISTRATION = st.fixed_dictionaries(_GOOD)
-_ROOMS = st.fixed_dictionaries(
-    {"incarnation": _GOOD["incarnation"], "rooms": st.lists(st.integers(1, 200), max_size=9)}
+_TEXTS = ("a", "b", "", "x" * 256, "x" * 257, "é", "\x00", "prefill", "decode", "127.0.0.1", "\ud800", "http://a:1")
+_NUMBERS = (0, 1, -1, -2, 65535, 65536, 70_000, 2**31, 2**63 - 1, 2**63, 2**64, 10**40, 1.5)
+_RAW = (b"[" * 5000, b'{"a":' * 2000, b"", b"{", b"NaN", b'"\\ud800"', b"\xff\xfe", b" " * (1 << 20), b" " * (2 << 20))
+_PLACES = (
+    *(("PUT", "/route"), ("GET", "/route"), ("POST", "/rooms")) * 3,
+    *(("DELETE", "/route"), ("GET", "/health"), ("POST", "/route"), ("GET", "/nowhere"), ("PATCH", "/rooms")),
+    *(("HEAD", "/route"), ("GET", "/../route"), ("PUT", "/route/"), ("OPTIONS", "/route")),
 )
 
 
-@st.composite
-def _spoilt(draw: st.DrawFn) -> Any:
-    """A sound body with a field changed, missing or too many."""
-    body = dict(draw(st.one_of(_REGISTRATION, _ROOMS)))
-    for _ in range(draw(st.integers(1, 2))):
-        name = draw(st.one_of(st.sampled_from(sorted(body) or ["x"]), _TEXT))
-        if draw(st.booleans()):
-            body.pop(name, None)
-        else:
-            body[name] = draw(_VALUE)
-    return body
+def _value(source: Source, depth: int = 2) -> Any:
+    kind = source.below(8) if depth else 0
+    if kind == 7:
+        return {source.pick(_TEXTS): _value(source, depth - 1) for _ in range(source.below(4))}
+    if kind == 6:
+        return [_value(source, depth - 1) for _ in range(source.below(5))]
+    return source.pick((None, True, source.pick(_NUMBERS), source.pick(_TEXTS)))
 
 
-_BODY = st.one_of(
-    _REGISTRATION.map(json.dumps),
-    _ROOMS.map(json.dumps),
-    _spoilt().map(json.dumps),
-    _VALUE.map(json.dumps),
-    st.sampled_from(["[" * 5000, '{"a":' * 2000, "", "{", "NaN", '"\\ud800"']),
-).map(lambda text: text.encode("utf-8", "replace"))
-_BODIES = st.one_of(_BODY, _BODY, _BODY, st.binary(max_size=40))
-_QUERY = st.one_of(
-    st.integers(-5, 300).map(lambda room: f"?room={room}"),
-    _GOOD["incarnation"].map(lambda name: f"?incarnation={name}"),
-    st.tuples(_TEXT, _TEXT).map(lambda pair: "?" + quote(pair[0]) + "=" + quote(pair[1])),
-    st.tuples(st.just("room"), _TEXT).map(lambda pair: "?room=" + quote(pair[1])),
-    st.just(""),
-)
-_PLACES = st.sampled_from(
-    [
-        ("PUT", "/route"),
-        ("PUT", "/route"),
-        ("GET", "/route"),
-        ("GET", "/route"),
-        ("DELETE", "/route"),
-        ("POST", "/rooms"),
-        ("POST", "/rooms"),
-        ("GET", "/health"),
-        ("POST", "/route"),
-        ("GET", "/nowhere"),
-        ("PATCH", "/rooms"),
-    ]
-)
-CALLS = st.lists(st.tuples(_PLACES, _QUERY, _BODIES), min_size=5, max_size=30)
+def _registration(source: Source) -> dict[str, Any]:
+    sound = {
+        "incarnation": _incarnation(source),
+        "control_host": "127.0.0.1",
+        "control_port": 1 + source.below(12),
+        "protocol_version": 4,
+        "page_size": 16,
+        "signature": "m",
+        "dtype": "f32",
+    }
+    return sound if not source.once_in(3) else {**sound, "url": source.pick(_TEXTS)}
+
+
+def _incarnation(source: Source) -> str:
+    return "abcdefghij"[source.below(10)]
+
+
+def _rooms(source: Source) -> dict[str, Any]:
+    return {"incarnation": _incarnation(source), "rooms": [1 + source.below(200) for _ in range(source.below(10))]}
+
+
+def _body(source: Source) -> bytes:
+    kind = source.below(16)
+    if kind == 15:
+        return source.pick(_RAW)
+    if kind == 14:
+        return json.dumps(_value(source)).encode()
+    value = _registration(source) if source.below(2) else _rooms(source)
+    if kind >= 10:
+        name = source.pick([*value, source.pick(_TEXTS)])
+        value.pop(name, None) if source.below(2) else value.__setitem__(name, _value(source))
+    body = json.dumps(value).encode()
+    return mangled(source, body) if kind in (8, 9) else body
+
+
+def _query(source: Source) -> str:
+    kind = source.below(8)
+    if kind < 4:
+        return f"?room={source.below(300) - 5}" + ("&any=1&but=" + ",".join("ab"[: source.below(3)])) * source.below(2)
+    if kind < 6:
+        return f"?incarnation={_incarnation(source)}"
+    if kind == 6:
+        return f"?{quote(source.pick(_TEXTS), errors='replace')}={quote(source.pick(_TEXTS), errors='replace')}"
+    return f"?room={source.pick(_NUMBERS)}&any={source.pick(_TEXTS[:3])}&but={',' * source.below(100)}"
 
 
 class Caller:
     """Calls one server over a connection that is kept."""
 
-    def __init__(self, server: BootstrapServer) -> None:
+    def __init__(self, server: BootstrapServer, secret: bytes | None) -> None:
         self.num_calls = 0
-        self.statuses: dict[int, int] = {}
+        self.statuses: Counter[int] = Counter()
         self._server = server
+        self._signer = None if secret is None else Signer(secret)
+        self._used = ""
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
 
-    def run(self, calls: list[tuple[tuple[str, str], str, bytes]]) -> None:
-        for (method, path), query, body in calls:
-            self._call(method, path + query, body)
-        assert self._server.registry.check() == []
-        assert self._server.registry.num_workers <= CONFIG.max_workers
-        assert self._server.registry.num_rooms <= CONFIG.max_rooms
+    def run(self, data: bytes) -> None:
+        source = Source(data)
+        for _ in range(MAX_CALLS):
+            if source.is_empty:
+                break
+            method, path = source.pick(_PLACES)
+            self._call(method, path + _query(source), _body(source), source)
+        registry = self._server.registry
+        assert registry.check() == []
+        assert registry.num_workers <= CONFIG.max_workers and registry.num_rooms <= CONFIG.max_rooms
 
-    def _call(self, method: str, path: str, body: bytes) -> None:
+    def _call(self, method: str, path: str, body: bytes, source: Source) -> None:
         self.num_calls += 1
-        self._connection.request(method, path, body or None)
+        self._connection.request(method, path, body or None, self._headers(Call(method, path, body), source))
         response = self._connection.getresponse()
-        answer = json.loads(response.read())
-        self.statuses[response.status] = self.statuses.get(response.status, 0) + 1
-        assert response.status in STATUSES, (response.status, answer)
-        assert response.status == 200 or set(answer) == {"error"}, answer
+        text = response.read()
+        self.statuses[response.status] += 1
+        if self._signer is not None:
+            self._signer.challenge = response.headers.get(CHALLENGE_HEADER, self._signer.challenge)
+        assert response.status in STATUSES, (method, path, body[:200], response.status, text[:500])
+        answer = json.loads(text) if method != "HEAD" else {"error": ""}
+        assert response.status == 200 or set(answer) == {"error"}, (method, path, body[:200], answer)
+
+    def _headers(self, call: Call, source: Source) -> dict[str, str]:
+        if self._signer is None:
+            return {}
+        kind = source.below(12)
+        if kind == 11:
+            return {}
+        if kind == 10:
+            return {AUTH_HEADER: self._used}
+        self._used = self._signer.sign(call)[0]
+        return {AUTH_HEADER: quote(mangled(source, self._used.encode()), safe=":") if kind == 9 else self._used}
+
+    @property
+    def num_tasks(self) -> int:
+        """Of the server's loop."""
+        return len(asyncio.all_tasks(self._server._loop))
 
     def close(self) -> None:
         self._connection.close()
 
 
 @contextlib.contextmanager
-def called_server() -> Iterator[Caller]:
-    server = BootstrapServer(CONFIG, shared=True)
+def called_server(secret: bytes | None) -> Iterator[Caller]:
+    server = BootstrapServer(CONFIG, shared=True, secret=secret)
     server.start()
     try:
-        with contextlib.closing(Caller(server)) as caller:
+        with contextlib.closing(Caller(server, secret)) as caller:
             yield caller
     finally:
         server.close()

@@ -1,193 +1,124 @@
 """`make fuzz`: fuzzed frames, bootstrap calls and HTTP until enough inputs have been seen; figures to a report.
 
     python -m tests.fuzz.run --inputs 100000 --schemathesis .venv-fuzz/bin/schemathesis --report docs/reports/fuzz.md
+    python -m tests.fuzz.run --parts frames,sockets --inputs 5000        some parts
+    python -m tests.fuzz.run ... --resume                                what a run that was cut off has left
 
-Exits 1, and shows the smallest input that does it, for the first crash, hang, leak or answer that is not as described.
+Exits 1 for the first crash, hang, leak or answer that is not as described, and shows the smallest input that does it.
 """
 
 import argparse
-import asyncio
-import os
-import random
-import re
-import subprocess
+import contextlib
+import faulthandler
+import logging
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2 as httpx
-import psutil
-from hypothesis import HealthCheck, given, seed, settings
-from tqdm import tqdm
+from tests.fuzz.openapi import DOORS, Doors, doors, fuzz_control, fuzz_door
+from tests.fuzz.parts import Asked, fuzz_bodies, fuzz_frames, fuzz_sockets
+from tests.fuzz.progress import Progress
+from tests.fuzz.report import CUT, DONE, FAILED, Report
 
-from tests.e2e.client import assert_all_back, generate_all
-from tests.e2e.cluster import Cluster, cluster
-from tests.e2e.workload import recall_body
-from tests.fuzz.bodies import CALLS, called_server
-from tests.fuzz.frames import STORIES, Steps, Story
-
-ROUND = settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-FRAME_SHARE = 0.8
-MAX_GROWTH_MIB = 48  # of this process from the first tenth on; hypothesis keeps something of its own
-CHECKS = (
-    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,unsupported_method"
-)
-# A profile is written where an admin says: not where a fuzzer says. The others stop generation, and come last.
-LAST = "pause|continue_generation|update_weights"
-NEVER = "profile|workers"
-_GENERATED = re.compile(r"(\d+) generated, (.+)")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One row of the report."""
-
-    what: str
-    inputs: int
-    seconds: float
-    result: str
+# Part -> its share of the inputs.
+SHARES = {"frames": 0.6, "sockets": 0.15, "bootstrap": 0.25}
+INSIDE = {"frames": fuzz_frames, "sockets": fuzz_sockets, "bootstrap": fuzz_bodies}
+CONTROL = "control"
+PARTS = (*SHARES, *DOORS, CONTROL)
 
 
 def main() -> int:
+    _prepare()
     args = _arguments()
-    frames = int(args.inputs * FRAME_SHARE)
-    lines = [fuzz_frames(frames, args.seed), fuzz_bodies(args.inputs - frames, args.seed)]
-    if args.schemathesis is not None:
-        lines += fuzz_http(args.schemathesis, args.examples)
-    text = report(lines, args.seed)
-    print(text)
-    if args.report is not None:
-        args.report.parent.mkdir(parents=True, exist_ok=True)
-        args.report.write_text(text)
+    report = Report(args.report, PARTS)
+    if not args.resume and args.parts == PARTS:
+        report.forget()
+    wanted = [part for part in args.parts if not (args.resume and report.is_done(part, _asked(args, part)))]
+    for part in wanted:
+        if part in INSIDE:
+            _keep(part, args, report, lambda progress, part=part: INSIDE[part](_share(args, part), progress))  # type: ignore[misc]
+    outside = [part for part in wanted if part not in INSIDE]
+    if outside and args.schemathesis is not None:
+        _fuzz_doors(outside, args, report)
+    print(report.text())
     return 0
 
 
-def fuzz_frames(inputs: int, first_seed: int) -> Line:
-    taken = 0
-
-    def one_round(number: int, bar: "tqdm[None]") -> None:
-        @seed(number)
-        @ROUND
-        @given(STORIES)
-        def run(steps: Steps) -> None:
-            nonlocal taken
-            story = Story()
-            story.run(steps)
-            taken += story.num_taken
-            bar.update(story.num_frames)
-
-        run()
-
-    line = _until(inputs, first_seed, "frames", one_round)
-    return Line("control-plane frames, both ends", line.inputs, line.seconds, f"{taken} were messages; {line.result}")
+def _fuzz_doors(parts: list[str], args: argparse.Namespace, report: Report) -> None:
+    with doors() as at:
+        for part in parts:
+            _keep(part, args, report, lambda progress, part=part: _fuzz_door(part, at, args, progress))  # type: ignore[misc]
 
 
-def fuzz_bodies(inputs: int, first_seed: int) -> Line:
-    with called_server() as caller:
-
-        def one_round(number: int, bar: "tqdm[None]") -> None:
-            @seed(number)
-            @ROUND
-            @given(CALLS)
-            def run(calls: list[tuple[tuple[str, str], str, bytes]]) -> None:
-                caller.run(calls)
-                bar.update(len(calls))
-
-            run()
-
-        line = _until(inputs, first_seed, "bootstrap calls", one_round)
-        statuses = ", ".join(f"{count} x {status}" for status, count in sorted(caller.statuses.items()))
-        return Line("bootstrap server, HTTP", line.inputs, line.seconds, f"{statuses}; {line.result}")
-
-
-def _until(inputs: int, number: int, what: str, one_round: Callable[[int, "tqdm[None]"], None]) -> Line:
-    """Rounds until so many inputs were seen; memory must not grow once the first tenth has warmed everything up."""
-    process, started_s, warm = psutil.Process(), time.monotonic(), 0.0
-    with tqdm(total=inputs, desc=what, unit="", disable=None) as bar:
-        while bar.n < inputs:
-            one_round(number, bar)
-            number += 1
-            if not warm and bar.n >= inputs / 10:
-                warm = process.memory_info().rss / 2**20
-    growth = process.memory_info().rss / 2**20 - warm
-    assert growth < MAX_GROWTH_MIB, f"{what}: memory has grown by {growth:.0f} MiB"
-    return Line(what, bar.n, time.monotonic() - started_s, f"memory {growth:+.1f} MiB")
-
-
-def fuzz_http(schemathesis: Path, examples: int) -> list[Line]:
-    """Router, prefill and decode worker of a real cluster; afterwards it answers rightly and all memory is back."""
-    with tempfile.TemporaryDirectory() as folder:
-        args = (
-            "--max-total-tokens",
-            "16384",
-            "--context-length",
-            "256",
-            "--log-level",
-            "warning",
-            "--run-dir",
-            f"{folder}/logs",
+def _fuzz_door(part: str, at: Doors, args: argparse.Namespace, progress: Progress) -> str:
+    if part == CONTROL:
+        return fuzz_control(
+            at, schemathesis=args.schemathesis, examples=args.examples, seed=args.seed, progress=progress
         )
-        with cluster(Path(folder), *args) as c:
-            doors = [("router", c.router), *((w.role, w.url) for w in c.workers)]
-            lines = [
-                _door(schemathesis, name, url, examples, "--exclude-path-regex", f"{LAST}|{NEVER}")
-                for name, url in doors
-            ]
-            lines += [
-                _door(schemathesis, f"{name}, control", url, examples, "--include-path-regex", LAST)
-                for name, url in doors
-            ]
-            assert httpx.post(f"{c.router}/continue_generation").status_code == 200
-            _serves_well(c)
-            logs = "".join(path.read_text() for path in (Path(folder) / "logs").iterdir())
-            assert "internal error" not in logs and "a bug in the router" not in logs, logs[-3000:]
-            return lines
-
-
-def _door(schemathesis: Path, name: str, url: str, examples: int, *selection: str) -> Line:
-    command = [str(schemathesis), "run", f"{url}/openapi.json", "--phases", "coverage,fuzzing", "-n", str(examples)]
-    command += ["-c", CHECKS, "--request-timeout", "30", *selection]
-    started_s = time.monotonic()
-    print(f"schemathesis: {name}", flush=True)
-    run = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": ""}
+    return fuzz_door(
+        at, part, schemathesis=args.schemathesis, examples=args.examples, seed=args.seed, progress=progress
     )
-    found = _GENERATED.search(run.stdout)
-    if run.returncode or found is None:
-        sys.exit(f"{' '.join(command)}\n{run.stdout[-8000:]}")
-    return Line(f"{name}, HTTP (schemathesis)", int(found[1]), time.monotonic() - started_s, found[2])
 
 
-def _serves_well(c: Cluster) -> None:
-    rng = random.Random(1)
-    drawn = [recall_body(rng, rng.randint(5, 60), max_new_tokens=3) for _ in range(8)]
-    answers = asyncio.run(generate_all(c.router, [body for body, _ in drawn]))
-    assert [answer["output_ids"] for answer in answers] == [wanted for _, wanted in drawn]
-    asyncio.run(assert_all_back(c))
+def _keep(part: str, args: argparse.Namespace, report: Report, work: Callable[[Progress], str]) -> None:
+    """Run a part; whatever becomes of it is in the report."""
+
+    def keep(status: str, result: str) -> None:
+        report.keep(
+            part,
+            status=status,
+            inputs=progress.done,
+            seconds=progress.elapsed_s,
+            result=result,
+            asked=_asked(args, part),
+        )
+
+    total = _share(args, part).inputs if part in INSIDE else 0
+    progress = Progress(part, total, lambda done: keep(CUT, "was under way"))
+    keep(CUT, "was under way")
+    with contextlib.closing(progress):
+        try:
+            keep(DONE, work(progress))
+        except BaseException as error:
+            failed = isinstance(error, Exception)
+            keep(
+                FAILED if failed else CUT, f"{type(error).__name__}: see the run's output" if failed else "interrupted"
+            )
+            raise
 
 
-def report(lines: list[Line], first_seed: int) -> str:
-    rows = [f"| {line.what} | {line.inputs:,} | {line.seconds:.0f} | {line.result} |" for line in lines]
-    total = sum(line.inputs for line in lines)
-    head = [
-        "# Fuzzing",
-        "",
-        f"Written by `make fuzz` (first seed {first_seed}). {total:,} inputs; none crashed, hung or leaked. What an input is,",
-        "and what is demanded after it: `tests/fuzz/frames.py`, `tests/fuzz/bodies.py`, `tests/fuzz/run.py`.",
-        "",
-        "| what | inputs | seconds | result |",
-        "|---|---|---|---|",
-    ]
-    return "\n".join([*head, *rows, ""])
+def _prepare() -> None:
+    """Junk is told of in the logs of the managers; here only their bugs are news."""
+    faulthandler.enable()
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: bool(record.exc_info) or record.levelno >= logging.ERROR)
+    logging.basicConfig(handlers=[handler])
+
+
+def _share(args: argparse.Namespace, part: str) -> Asked:
+    return Asked(int(args.inputs * SHARES[part]), args.seed)
+
+
+def _asked(args: argparse.Namespace, part: str) -> dict[str, int]:
+    size = {"inputs": _share(args, part).inputs} if part in INSIDE else {"examples": args.examples}
+    return {**size, "seed": args.seed}
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in PARTS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: there are {', '.join(PARTS)}")
+    return tuple(name for name in PARTS if name in names)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="fuzz the control plane, the bootstrap server and every HTTP door")
+    parser.add_argument("--parts", type=_parts, default=PARTS, help=f"of {','.join(PARTS)}; without it all, anew")
+    parser.add_argument("--resume", action="store_true", help="leave out what this commit has done already")
     parser.add_argument("--inputs", type=int, default=100_000, help="frames and bootstrap calls together")
-    parser.add_argument("--examples", type=int, default=60, help="most examples schemathesis draws for an operation")
+    parser.add_argument(
+        "--examples", type=int, default=60, help="most examples that schemathesis draws for an operation"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--schemathesis", type=Path, help="its command; without it HTTP is left out")
     parser.add_argument("--report", type=Path)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
 from deploy import cli
 from disagg.config import DisaggConfig
@@ -16,21 +17,16 @@ from engine.frontend.access import ADMIN_PATHS
 from engine.frontend.app import _GETS, _POSTS
 from engine.frontend.errors import ApiError
 from engine.messages import Bootstrap
+from router.config import RouterConfig
 from router.guard import need_of
-from security.addresses import SecurityConfigError
+from security.addresses import SecurityConfigError, is_loopback
 from security.keys import Access
 from security.voucher import VOUCHER_HEADER, is_vouched
 from tests.frontend.conftest import start_worker, wait_for
 from tests.router.dummies import cluster
+from transfer_backends.contract import TransferConfig
 
-ADMIN_POSTS = (
-    "/flush_cache",
-    "/pause_generation",
-    "/continue_generation",
-    "/update_weights_from_disk",
-    "/start_profile",
-    "/stop_profile",
-)
+ADMIN_POSTS = tuple(sorted(ADMIN_PATHS & _POSTS.keys()))
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -213,6 +209,16 @@ def test_the_router_s_table_of_routes() -> None:
 # ---- what does not start
 
 
+def test_everything_binds_loopback_unless_told_otherwise() -> None:
+    assert all(is_loopback(c.host) for c in (ServerConfig(), RouterConfig(), BootstrapConfig()))
+    assert is_loopback(TransferConfig().control_host) and DisaggConfig().disaggregation_control_host is None  # --host's
+
+
+def test_every_admin_route_of_a_worker_is_one_of_the_router_s() -> None:
+    """But for /check, which the router does not pass on."""
+    assert {path for path in ADMIN_PATHS if need_of("POST", path) is Access.ADMIN} == ADMIN_PATHS - {"/check"}
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -266,6 +272,13 @@ def test_workers_off_loopback(
     loud = ServerConfig(host=host, api_key=key, allow_insecure=True)
     check_exposure(loud, disagg, control_host=control or host)
     assert "INSECURE" in caplog.text
+
+
+def test_a_transfer_engine_that_listens_everywhere_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    for mode, backend, told in (("null", "mooncake", 0), ("prefill", "nixl", 0), ("prefill", "mooncake", 1)):
+        disagg = DisaggConfig(disaggregation_mode=mode, disaggregation_transfer_backend=backend)
+        check_exposure(ServerConfig(), disagg, control_host="127.0.0.1")
+        assert caplog.text.count("mooncake listens on every address") == told
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,8 @@ class Clients:
             stream=False,
             must_succeed=must_succeed,
         )
+        if must_succeed and self._options.prealloc_timeout_s < 1 and asked.num_samples * (length + new) > capacity:
+            asked.num_samples = 1  # together they would have to wait for memory for longer than they may
         asked.stream = asked.num_samples == 1 and draw.random() < 0.6
         self._draw_kind(asked)
         self.live[asked.number] = asked

@@ -74,8 +74,8 @@ MUTANTS = (
     Mutant(
         "do not wait for a dead writer's last bytes",
         "transfer_backends/decode_sessions.py",
-        "session.settled_at_s = now_s + self._settle_s",
-        "session.settled_at_s = now_s",
+        "session.settled_at_s = self._ran.at(now_s) + self._settle_s",
+        "session.settled_at_s = self._ran.at(now_s)",
     ),
     Mutant(
         "accept a registration for an earlier life",

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from security.addresses import is_loopback
 from transfer_backends.contract import BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
 from transfer_backends.engines.environment import quiet, set_defaults
 
@@ -30,6 +31,7 @@ SETTINGS = {
     # A machine that is gone without a word: the kernel tries for a quarter of an hour, and what it reads stays held.
     "UCX_TCP_USER_TIMEOUT": "20s",
 }
+LOCAL = {"UCX_NET_DEVICES": "lo"}
 FENCE_BYTES = 8
 SCRATCH_BYTES = 4096
 
@@ -83,7 +85,8 @@ def leave_without_destructors() -> None:
 
 
 class NixlEngine:
-    def __init__(self) -> None:
+    def __init__(self, *, host: str) -> None:
+        """`host`: the address peers reach this machine at. UCX listens on every network device, unless that is loopback."""
         self.caps = Caps(
             name="nixl",
             max_inflight=4096,
@@ -94,6 +97,8 @@ class NixlEngine:
             target_must_poll=True,
             settle_s=2.0,
         )
+        if is_loopback(host):
+            set_defaults(LOCAL)
         api = import_nixl()
         config = api.nixl_agent_config(
             enable_prog_thread=False, backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT

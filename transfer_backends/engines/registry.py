@@ -31,7 +31,8 @@ def _fake(options: EngineOptions) -> Engine:
 
 
 def _nixl(options: EngineOptions) -> Engine:
-    return importlib.import_module("transfer_backends.engines.nixl").NixlEngine()  # type: ignore[no-any-return]
+    module = importlib.import_module("transfer_backends.engines.nixl")
+    return module.NixlEngine(host=options.host)  # type: ignore[no-any-return]
 
 
 def _mooncake(options: EngineOptions) -> Engine:

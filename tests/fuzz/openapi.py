@@ -1,0 +1,166 @@
+"""Schemathesis at the doors of a real cluster: router, prefill and decode worker, as their `/openapi.json` describes them.
+
+After each part right answers cross the cluster, all memory and rooms are back, and no process holds more than before.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2 as httpx
+import psutil
+
+from tests.e2e.client import assert_all_back, generate_all
+from tests.e2e.cluster import Cluster, cluster
+from tests.e2e.workload import recall_body
+from tests.fuzz.footprint import Footprint, assert_no_leak, footprint, told
+from tests.fuzz.progress import Progress
+
+DOORS = ("router", "prefill", "decode")
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,unsupported_method"
+)
+# A profile is written where an admin says: not where a fuzzer says. The others stop generation, and come last.
+LAST = "pause|continue_generation|update_weights"
+NEVER = "profile|workers"
+FLAGS = ("--max-total-tokens", "16384", "--context-length", "256", "--log-level", "warning")
+GROWTH_MIB = 64.0  # of one process from the first part on: caches with a bound fill up
+# A scheduler's bf16 kernels: oneDNN keeps one for each number of tokens it has met, the last 1024 of them.
+SCHEDULER_GROWTH_MIB = 512.0
+SLACK = 40  # connections that are kept for a while
+NUM_SERVED, WARM_ROUNDS = 16, 12
+_GENERATED = re.compile(r"(\d+) generated, (.+)")
+_CASE = b'"status_code"'
+
+
+class Refuted(AssertionError):
+    """A door did not do as it says, or the cluster was not the same afterwards."""
+
+
+@dataclass(frozen=True)
+class Doors:
+    """A cluster to be fuzzed. `warm`: what each of its processes held once it had served."""
+
+    cluster: Cluster
+    folder: Path
+    processes: dict[str, psutil.Process]
+    warm: dict[str, Footprint]
+
+    def url(self, door: str) -> str:
+        return self.cluster.router if door == "router" else self.cluster.of(door)[0].url
+
+
+@contextlib.contextmanager
+def doors() -> Iterator[Doors]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with cluster(folder, *FLAGS, "--run-dir", f"{folder}/logs") as c:
+            for number in range(WARM_ROUNDS):  # other prompts each time, until every page has been used once
+                _serve_well(c, seed=number)
+            processes = dict(_processes(c))
+            yield Doors(c, folder, processes, {name: footprint(p) for name, p in processes.items()})
+
+
+def _processes(c: Cluster) -> Iterator[tuple[str, psutil.Process]]:
+    roles = {worker.pid: worker.role for worker in c.workers}
+    for process in psutil.Process(c.launcher.pid).children(recursive=True):
+        words = " ".join(process.cmdline())
+        if process.pid in roles:
+            yield f"{roles[process.pid]} frontend", process
+        elif process.ppid() in roles:
+            yield f"{roles[process.ppid()]} {'scheduler' if 'scheduler' in words else 'detokenizer'}", process
+        elif " router " in words:
+            yield "router", process
+
+
+def fuzz_door(at: Doors, door: str, *, schemathesis: Path, examples: int, seed: int, progress: Progress) -> str:
+    """One door, except for what stops generation."""
+    selection = ("--exclude-path-regex", f"{LAST}|{NEVER}")
+    said = _run(_command(schemathesis, at.url(door), examples, seed, selection), at.folder / door, progress)
+    return f"{said}; {_same_as_before(at)}"
+
+
+def fuzz_control(at: Doors, *, schemathesis: Path, examples: int, seed: int, progress: Progress) -> str:
+    """What stops and continues generation, at all doors."""
+    said = []
+    for door in DOORS:
+        command = _command(schemathesis, at.url(door), examples, seed, ("--include-path-regex", LAST))
+        said.append(f"{door} {_run(command, at.folder / f'{door}-control', progress)}")
+    _continue(at.cluster)
+    return f"{', '.join(said)}; {_same_as_before(at)}"
+
+
+def _command(schemathesis: Path, url: str, examples: int, seed: int, selection: Sequence[str]) -> list[str]:
+    command = [str(schemathesis), "run", f"{url}/openapi.json", "--phases", "coverage,fuzzing", "-n", str(examples)]
+    return [*command, "--seed", str(seed), "-c", CHECKS, "--request-timeout", "30", *selection]
+
+
+def _run(command: Sequence[str], kept: Path, progress: Progress) -> str:
+    """Its progress is read from the log of cases that it writes."""
+    log, output, before = kept.with_suffix(".ndjson"), kept.with_suffix(".out"), progress.done
+    with output.open("wb") as out:
+        run = subprocess.Popen(
+            [*command, "--report", "ndjson", "--report-ndjson-path", str(log)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": ""},
+            cwd=kept.parent,
+        )
+        try:
+            while run.poll() is None:
+                _follow(log, progress, before)
+                time.sleep(0.5)
+        finally:
+            run.kill()
+            run.wait()
+    found = _GENERATED.search(output.read_text())
+    if run.returncode or found is None:
+        raise Refuted(f"{' '.join(command)}\n{output.read_text()[-8000:]}")
+    progress.add(before + int(found[1]) - progress.done)
+    return found[2]
+
+
+def _follow(log: Path, progress: Progress, before: int) -> None:
+    seen = log.read_bytes().count(_CASE) if log.exists() else 0
+    if before + seen > progress.done:
+        progress.moves()
+    progress.add(max(0, before + seen - progress.done))
+
+
+def _same_as_before(at: Doors) -> str:
+    _serve_well(at.cluster)
+    logs = "".join(path.read_text() for path in (at.folder / "logs").iterdir())
+    if "internal error" in logs or "a bug in the router" in logs:
+        raise Refuted(logs[-3000:])
+    after = {
+        name: assert_no_leak(process, at.warm[name], growth_mib=_growth_mib(name), slack=SLACK, name=name)
+        for name, process in at.processes.items()
+    }
+    return told(at.warm, after)
+
+
+def _growth_mib(name: str) -> float:
+    return SCHEDULER_GROWTH_MIB if name.endswith("scheduler") else GROWTH_MIB
+
+
+def _continue(c: Cluster) -> None:
+    if httpx.post(f"{c.router}/continue_generation").status_code != 200:
+        raise Refuted("generation does not continue")
+
+
+def _serve_well(c: Cluster, seed: int = 0) -> None:
+    rng = random.Random(seed)
+    drawn = [recall_body(rng, rng.randint(5, 120), max_new_tokens=3) for _ in range(NUM_SERVED)]
+    answers = asyncio.run(generate_all(c.router, [body for body, _ in drawn]))
+    if [answer["output_ids"] for answer in answers] != [wanted for _, wanted in drawn]:
+        raise Refuted("the cluster does not answer rightly any more")
+    asyncio.run(assert_all_back(c))

@@ -1,0 +1,91 @@
+"""The report of `make fuzz`: kept part by part in a JSON file, and the page that is made of it.
+
+A part that was cut off, has failed, or has not run, is in the page as such.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deploy.bench.environment import describe
+
+DONE, FAILED, CUT = "done", "FAILED", "cut off"
+HEAD = """# Fuzzing
+
+Written by `make fuzz`; do not edit it. What an input is, and what must hold in it and after it: `tests/fuzz/story.py` (frames at
+both pure cores), `sockets.py` (frames at both managers over TCP), `bodies.py` (calls at the bootstrap server), `openapi.py`
+(router and workers of a real cluster). What was found: [security](../security.md#fuzzing).
+"""
+
+
+class Report:
+    """Results by part. `path`: of the page; the JSON file lies beside it. None: nothing is kept."""
+
+    def __init__(self, path: Path | None, names: tuple[str, ...]) -> None:
+        self._path = path
+        self._names = names
+        self._parts: dict[str, dict[str, Any]] = {}
+        self._about = describe()
+        if path is not None and path.with_suffix(".json").exists():
+            kept = json.loads(path.with_suffix(".json").read_text())
+            self._parts = {name: part for name, part in kept["parts"].items() if name in names}
+
+    def is_done(self, name: str, asked: Mapping[str, Any]) -> bool:
+        part = self._parts.get(name, {})
+        return part.get("status") == DONE and part["commit"] == self._about["commit"] and part["asked"] == asked
+
+    def forget(self) -> None:
+        self._parts.clear()
+
+    def keep(
+        self, name: str, *, status: str, inputs: int, seconds: float, result: str, asked: Mapping[str, Any]
+    ) -> None:
+        about = {"commit": self._about["commit"], "ended": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
+        self._parts[name] = {
+            **about,
+            "status": status,
+            "inputs": inputs,
+            "seconds": round(seconds, 1),
+            "result": result,
+            "asked": dict(asked),
+        }
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            kept = {"about": self._about, "parts": self._parts}
+            self._path.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+            self._path.write_text(self.text())
+
+    def text(self) -> str:
+        rows = [self._row(name) for name in self._names]
+        table = [
+            "| part | inputs | seconds | inputs a second | ended | what came of it |",
+            "|---|---:|---:|---:|---|---|",
+            *rows,
+        ]
+        return "\n".join([HEAD, self._verdict(), "", *table, "", self._where(), ""])
+
+    def _row(self, name: str) -> str:
+        part = self._parts.get(name)
+        if part is None:
+            return f"| {name} | | | | not run | |"
+        rate = part["inputs"] / max(part["seconds"], 0.1)
+        ended = part["status"] if part["status"] != DONE else part["ended"]
+        return f"| {name} | {part['inputs']:,} | {part['seconds']:.0f} | {rate:,.0f} | {ended} | {part['result']} |"
+
+    def _verdict(self) -> str:
+        inputs = sum(part["inputs"] for part in self._parts.values())
+        bad = [name for name in self._names if self._parts.get(name, {}).get("status") != DONE]
+        if not bad:
+            return f"**{inputs:,} inputs; none crashed, hung or leaked, and each was answered as described.**"
+        return f"**Not complete: {', '.join(bad)}.** {inputs:,} inputs so far."
+
+    def _where(self) -> str:
+        about = self._about
+        commits = sorted({part["commit"] or "?" for part in self._parts.values()})
+        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        return (
+            f"Run `{about['command']}` at commit {', '.join(commits)}; {about['cpu']}, {about['cores']} cores, "
+            f"{about['memory_gib']} GiB, Python {about['python']}, {versions}."
+        )

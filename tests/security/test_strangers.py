@@ -1,0 +1,296 @@
+"""What somebody outside tries at real sockets: ways around the keys, addresses for servers to dial, bytes that would be code."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+import zmq
+
+from bootstrap_server.app import BootstrapServer
+from bootstrap_server.config import BootstrapConfig
+from engine.frontend.access import ADMIN_PATHS
+from engine.frontend.chat_template import ChatTemplate, TemplateRefused
+from security import keys, signing, voucher
+from security.keys import Access, KeyRing
+from security.signing import Call, Signer, Verdict, Verifier
+from security.voucher import is_vouched, vouch
+from tests.frontend.conftest import Worker, start_worker, wait_for
+from tests.fuzz.sockets import target
+from tests.router.dummies import cluster, until
+
+SECRET = b"sixteen bytes or more"
+# How a path may be written so that a guard and a router of requests could disagree about it.
+DISGUISES = (
+    "{path}/",
+    "/{path}",
+    "/.{path}",
+    "/health/..{path}",
+    "{path}?x=/health",
+    "{path}#/health",
+    "{path};/health",
+    "{path}%00",
+    "{path}%20",
+    "/%{first:x}{rest}",
+    "http://127.0.0.1{path}",
+)
+
+
+def disguised(path: str) -> list[str]:
+    upper = path.upper()
+    return [d.format(path=path, first=ord(path[1]), rest=path[2:]) for d in ("{path}", *DISGUISES)] + [upper]
+
+
+def exchange(url: str, method: str, target: str, *, body: bytes = b"{}", header: str = "") -> int:
+    """The status of a request whose target is sent as it is; 0 when the connection is closed instead."""
+    host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
+    head = f"{method} {target} HTTP/1.1\r\nHost: {host}\r\n{header}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        sock.sendall(head.encode("latin-1") + body)
+        answer = b""
+        while chunk := sock.recv(65536):
+            answer += chunk
+    return int(answer.split()[1]) if answer else 0
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    server = {"api_key": "user-key", "admin_api_key": "r00t-key"}
+    with start_worker(tmp_path_factory.mktemp("guarded"), mode="decode", server=server, allowed=["10.0.0.0/8"]) as w:
+        yield w
+
+
+def test_no_spelling_of_a_worker_s_admin_route_needs_no_admin_key(guarded: Worker) -> None:
+    for path in sorted(ADMIN_PATHS):
+        for spelling in disguised(path):
+            for method in ("GET", "POST", "PUT", "HEAD", "OPTIONS"):
+                for header in ("", "Authorization: Bearer user-key\r\n"):
+                    status = exchange(guarded.url, method, spelling, header=header)
+                    assert status >= 400 or status == 0, (method, spelling, header, status)
+    assert exchange(guarded.url, "POST", "/flush_cache", header="Authorization: Bearer r00t-key\r\n") == 200
+
+
+def test_nor_of_a_router_s() -> None:
+    paths = (*sorted(ADMIN_PATHS - {"/check"}), "/workers")
+
+    async def scenario() -> None:
+        async with cluster(api_key="user-key", admin_api_key="r00t-key") as c:
+            before = len(c.decodes[0].seen)
+            for path in paths:
+                for spelling in disguised(path):
+                    for header in ("", "Authorization: Bearer user-key\r\n"):
+                        status = await asyncio.to_thread(exchange, c.url, "POST", spelling, header=header)
+                        assert status >= 400 or status == 0, (spelling, header, status)
+            assert len(c.decodes[0].seen) == before
+
+    uvloop.run(scenario())
+
+
+def test_a_router_s_keys_rotate(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("old\nshared\n")
+
+    async def scenario() -> None:
+        async with cluster(api_key_file=str(file)) as c:
+
+            async def status(key: str) -> int:
+                return (await c.post("/generate", {"text": "a"}, headers={"Authorization": f"Bearer {key}"}))[0]
+
+            assert [await status(key) for key in ("old", "shared", "new")] == [200, 200, 401]
+            (tmp_path / "next").write_text("new\nshared\n")
+            (tmp_path / "next").replace(file)
+            async with asyncio.timeout(10):
+                while await status("new") != 200:
+                    await asyncio.sleep(0.02)
+            assert [await status(key) for key in ("old", "shared", "new")] == [401, 200, 200]
+
+    uvloop.run(scenario())
+
+
+def test_a_body_that_unpacks_to_more_than_is_allowed_is_a_413_at_the_router() -> None:
+    bomb = gzip.compress(b" " * (32 << 20))
+
+    async def scenario() -> None:
+        async with cluster(max_body_bytes=1 << 20) as c:
+            assert len(bomb) < 1 << 20
+            assert (await c.post("/generate", bomb, headers={"Content-Encoding": "gzip"}))[0] == 413
+            assert (await c.post("/generate", {"text": "a"}))[0] == 200
+
+    uvloop.run(scenario())
+
+
+# ---- whom servers dial
+
+
+class Trap:
+    """Listens; `num_calls` is how often somebody connected."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._socket.getsockname()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            link, _ = self._socket.accept()
+            with link:
+                if link.recv(1, socket.MSG_PEEK) == b"!":
+                    return
+            self.num_calls += 1
+
+    def close(self) -> int:
+        """Calls so far: those that came before this one have been counted."""
+        with socket.create_connection(self.address) as last:
+            last.sendall(b"!")
+        self._thread.join()
+        self._socket.close()
+        return self.num_calls
+
+
+@contextlib.contextmanager
+def trap() -> Iterator[Trap]:
+    made = Trap()
+    try:
+        yield made
+    finally:
+        assert made.close() == 0, "a server connected to where a request said"
+
+
+def luring(host: str, port: int) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, str]]:
+    """(path, body) of requests, and headers, that name an address wherever one could."""
+    url = f"http://{host}:{port}/x"
+    named = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": 7, "bootstrap_pair_key": url}
+    named |= {"prefill_url": url, "decode_url": url, "webhook": url, "callback_url": url, "worker": url, "rid": url}
+    image = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "a"}]
+    bodies = [
+        ("/generate", {"text": "a", **named}),
+        ("/generate", {"text": ["a", "b"], **named, "bootstrap_host": [host, host]}),
+        ("/generate", {"text": "a", "image_data": url, "lora_path": url, **named}),
+        ("/v1/completions", {"model": url, "prompt": "a", **named}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": image}], **named}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "model": url, **named}),
+    ]
+    away = f"{host}:{port}"
+    names = (
+        "X-Prefiller-Host-Port",
+        "X-Forwarded-Host",
+        "X-Original-URL",
+        "X-SMG-Target-Worker",
+        "Forwarded",
+        "Referer",
+    )
+    return bodies, {**dict.fromkeys(names, away), "Host": away}
+
+
+def test_a_worker_dials_nobody_whom_a_request_names(guarded: Worker) -> None:
+    with trap() as caught:
+        bodies, headers = luring(*caught.address)
+        for path, body in bodies:
+            answer = guarded.post(path, body, headers={**headers, "Authorization": "Bearer user-key"})
+            assert answer.status_code in (400, 404), (path, answer.text)
+        line = f"http://{caught.address[0]}:{caught.address[1]}/generate"
+        assert exchange(guarded.url, "POST", line, header="Authorization: Bearer user-key\r\n") == 400
+        assert exchange(guarded.url, "CONNECT", f"{caught.address[0]}:{caught.address[1]}") >= 400
+        assert guarded.scheduler.num_running == 0
+
+
+def test_a_router_dials_nobody_whom_a_request_names() -> None:
+    async def scenario(caught: Trap) -> None:
+        async with cluster() as c:
+            bodies, headers = luring(*caught.address)
+            for path, body in bodies:
+                await c.post(path, body, headers=headers)
+            status = await asyncio.to_thread(exchange, c.url, "CONNECT", f"{caught.address[0]}:{caught.address[1]}")
+            assert status >= 400
+            for leg in (*c.prefills[0].seen, *c.decodes[0].seen):
+                assert leg.headers["host"] != headers["Host"], "the client's Host went on to a worker"
+                if "bootstrap_port" in leg.body:
+                    assert str(caught.address[1]) not in json.dumps(leg.body["bootstrap_port"])
+            await until(lambda: c.router.table.num_leases == 0)
+
+    with trap() as caught:
+        uvloop.run(scenario(caught))
+
+
+# ---- bytes that would be code
+
+
+class Harm:
+    """Whoever unpickles this makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_door_unpickles(guarded: Worker, tmp_path: Path) -> None:
+    """The payload is real: unpickled here, it does its harm."""
+    harm = tmp_path / "harm"
+    payloads = [pickle.dumps(Harm(harm), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
+    pickle.loads(payloads[0])  # noqa: S301 - our own bytes
+    harm.rmdir()
+    server = BootstrapServer(BootstrapConfig(port=0), shared=True)
+    server.start()
+    with target(None) as pair, zmq.Context() as context, context.socket(zmq.DEALER) as link:
+        link.setsockopt(zmq.LINGER, 0)
+        link.connect(f"tcp://{pair.prefill.control_address}")
+        for payload in payloads:
+            link.send(payload)
+            for kind in ("application/json", "application/octet-stream", "application/x-pickle"):
+                header = f"Authorization: Bearer r00t-key\r\nContent-Type: {kind}\r\n"
+                for path in ("/generate", "/load_lora_adapter", "/update_weights_from_disk"):
+                    assert exchange(guarded.url, "POST", path, body=payload, header=header) == 400
+                assert exchange(f"http://127.0.0.1:{server.port}", "PUT", "/route", body=payload) == 400
+        wait_for(lambda: pair.prefill.counters.get("junk_frames", 0) >= len(payloads))
+    server.close()
+    assert not harm.exists()
+
+
+WAYS_OUT = (
+    "''.__class__.__mro__[1].__subclasses__()",
+    "messages.__class__.__mro__",
+    "cycler.__init__.__globals__.os.listdir('/')",
+    "raise_exception.__globals__",
+    "self._TemplateReference__context.environment",
+)
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_a_template_sees_no_classes(way: str) -> None:
+    """A checkpoint's template runs in a sandbox: no way from a value to its class, nor to anything that opens files."""
+    template = ChatTemplate("{{ " + way + " }}")
+    with contextlib.suppress(TemplateRefused):
+        assert template.render([{"role": "user", "content": "a"}]) == ""
+
+
+# ---- secrets are compared in constant time
+
+
+def test_every_comparison_of_a_secret_goes_through_compare_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that says no, nothing is let in: there is no other way in, and no shorter one."""
+    ring, server, signer, call = KeyRing(key="k"), Verifier(SECRET), Signer(SECRET), Call("PUT", "/route", b"")
+    signer.challenge = server.challenge(0.0)
+    header = signer.sign(call)[0]
+    proof = server.sign_answer("n", status=200, body=b"")
+    pass_on = vouch(SECRET, host="h", port=1, rooms=[1])
+    assert ring.holder("Bearer k") and is_vouched(pass_on, SECRET, host="h", port=1, rooms=[1])
+    assert signer.is_answer(proof, "n", status=200, body=b"")
+    for module in (keys, signing, voucher):
+        monkeypatch.setattr(module.hmac, "compare_digest", lambda a, b: False)
+    assert ring.holder("Bearer k") is None and not is_vouched(pass_on, SECRET, host="h", port=1, rooms=[1])
+    assert server.verify(header, call, 0.0)[0] is not Verdict.GOOD
+    assert not signer.is_answer(proof, "n", status=200, body=b"")
+    assert keys.Gate(ring, KeyRing()).caller("Bearer k", 0.0).access is Access.NONE
