@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
 
@@ -12,7 +11,7 @@ from router.door import Door, Refused
 from router.errors import error_response
 from router.forecast import Forecast, Slo, TooLate, read_slo
 from router.guard import client_name
-from router.line import Limits
+from router.line import Limits, Ticket
 from router.load_view import ALONE, LoadView
 from router.policies import Ask
 from router.rewrite import BadBody, ParsedBody, named_priority
@@ -42,9 +41,13 @@ class Admission:
         """Before its body is read. `Refused`."""
         self.door.refuse_early(self._client(request))
 
-    def admitted(self, request: web.BaseRequest, parsed: ParsedBody) -> AbstractAsyncContextManager[None]:
-        """Inside it the request runs; `Refused` where it may not. `BadBody` for a priority that is none."""
-        return self.door.admitted(self._client(request), priority=_priority(request, parsed))
+    async def enter(self, request: web.BaseRequest, parsed: ParsedBody) -> Ticket:
+        """Waits until the request may run; it must `leave`. `Refused`; `BadBody` for a priority that is none."""
+        return await self.door.enter(self._client(request), priority=_priority(request, parsed))
+
+    def leave(self, ticket: Ticket) -> None:
+        """The request is over."""
+        self.door.leave(ticket)
 
     def slo_of(self, request: web.BaseRequest) -> Slo:
         """What it asks for. `BadBody`."""

@@ -144,8 +144,11 @@ class Dispatcher:
             model=model,
             slo=self._parts.admission.slo_of(request),
         )
-        async with self._parts.admission.admitted(request, parsed):
+        ticket = await self._parts.admission.enter(request, parsed)
+        try:
             return await self._serve(exchange)
+        finally:
+            self._parts.admission.leave(ticket)
 
     def close(self) -> None:
         """End what prefill legs still run after their clients were served."""

@@ -77,6 +77,10 @@ class Line:
         """(its ticket, others that had to make room)."""
         self._num_arrived += 1
         ticket = Ticket((-priority, self._num_arrived), client, now_s)
+        if not self._waiting and not self.full and not self.client_full(client):  # as below, but soon
+            self._count(client, 1)
+            ticket.stand = Stand.RUNS
+            return ticket, []
         insort(self._waiting, ticket)
         changed = self._admit()
         if len(self._waiting) > self.limits.queue:
@@ -108,7 +112,9 @@ class Line:
 
     def _admit(self) -> list[Ticket]:
         """Let run who may, the first first. A client that has enough is passed over."""
-        admitted = []
+        admitted: list[Ticket] = []
+        if not self._waiting:
+            return admitted
         for ticket in tuple(self._waiting):
             if self.full:
                 break
