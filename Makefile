@@ -8,13 +8,13 @@ TESTS ?= tests
 CELLS ?=
 JOBS ?= 2
 BACKENDS ?= nixl mooncake
-EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,k8s,dev
+EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,k8s,otel,dev
 TORCH ?= torch==2.13.0
 # What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
 # Parts that decide without I/O (and the command line): held to mypy --strict.
 TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokenizer grammar hicache lora) disagg \
-	$(wildcard transfer_backends/*.py) bootstrap_server router deploy security lifecycle
+	$(wildcard transfer_backends/*.py) bootstrap_server router deploy security lifecycle telemetry
 
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS
@@ -25,7 +25,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix churn-soak lint format clean
+.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix churn-soak plan-error lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -38,6 +38,7 @@ help:
 	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
 	@echo "make churn-soak [MINUTES=10] [BACKENDS='nixl mooncake']  for each: 20,000 requests while workers and a router die and"
 	@echo "                       come; docs/reliability.md"
+	@echo "make plan-error        the same requests on real workers and in tandem plan: docs/reports/plan_error.json"
 	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
 	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
 	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
@@ -76,6 +77,9 @@ fault-matrix: $(STAMP)
 
 churn-soak: $(STAMP)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --backends $(BACKENDS)
+
+plan-error: $(STAMP)
+	$(BIN)/python -m benchmarks.plan_error --report docs/reports/plan_error.json $(ARGS)
 
 sim: $(STAMP)
 	$(SIM)

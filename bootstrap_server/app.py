@@ -1,7 +1,7 @@
 """The HTTP side of the registry: an aiohttp app, and a server that runs in a thread of its own or blocks.
 
 Every body is decoded strictly and limited in size; every error is one JSON message. With a secret every call but
-/health is signed (security/signing.py), and so is every answer.
+/health and /metrics is signed (security/signing.py), and so is every answer.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.metrics import BootstrapMetrics
 from bootstrap_server.protocol import (
     MAX_BODY_BYTES,
     MAX_BUT,
@@ -29,6 +30,8 @@ from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Verdict, Verif
 
 START_S = 10.0
 LOG_EVERY_S = 5.0
+OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers: counts, no addresses
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -41,22 +44,37 @@ def make_app(
     secret: bytes | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> web.Application:
-    """`secret`: callers must prove that they know it, or get a 401 (except on /health)."""
+    """`secret`: callers must prove that they know it, or get a 401 (except on `OPEN_PATHS`)."""
     guard = Guard(None if secret is None else Verifier(secret), clock)
-    middlewares = [_errors_as_json, guard.middleware, _errors_as_json]  # the inner one: errors are signed like answers
+    metrics = BootstrapMetrics(registry, lambda: guard.num_refused)
+    middlewares = [
+        _counting(metrics),
+        _errors_as_json,
+        guard.middleware,
+        _errors_as_json,
+    ]  # the inner one: errors are signed like answers
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
-    routes = Routes(registry, config, clock, guard)
+    routes = Routes(registry, config, clock, guard, metrics)
     app.router.add_put("/route", routes.register)
     app.router.add_get("/route", routes.look_up)
     app.router.add_delete("/route", routes.leave)
     app.router.add_post("/rooms", routes.register_rooms)
     app.router.add_get("/health", routes.health)
+    app.router.add_get("/metrics", routes.metrics)
     return app
 
 
 class Routes:
-    def __init__(self, registry: Registry, config: BootstrapConfig, clock: Callable[[], float], guard: "Guard") -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        config: BootstrapConfig,
+        clock: Callable[[], float],
+        guard: "Guard",
+        metrics: BootstrapMetrics,
+    ) -> None:
         self._guard = guard
+        self._metrics = metrics
         self._registry = registry
         self._config = config
         self._clock = clock
@@ -95,6 +113,10 @@ class Routes:
         self._now()
         counts = {"workers": self._registry.num_workers, "rooms": self._registry.num_rooms}
         return _json({**counts, "refused": self._guard.num_refused})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        self._now()
+        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
 class BootstrapServer:
@@ -180,7 +202,7 @@ class Guard:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         verifier = self._verifier
-        if verifier is None or request.path == "/health":
+        if verifier is None or request.path in OPEN_PATHS:
             return await handler(request)
         now_s = self._clock()
         call = Call(request.method, request.raw_path, await request.read())
@@ -206,6 +228,18 @@ def _unsigned(challenge: str) -> web.Response:
     response = _fail(401, f"{AUTH_HEADER}: missing or wrong; start every worker with the same --cluster-secret-file")
     response.headers[CHALLENGE_HEADER] = challenge
     return response
+
+
+def _counting(metrics: BootstrapMetrics) -> Callable[..., Awaitable[web.StreamResponse]]:
+    @web.middleware
+    async def counting(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await handler(request)
+        resource = request.match_info.route.resource
+        if resource is not None and request.path not in OPEN_PATHS:
+            metrics.on_answered(f"{request.method} {resource.canonical}", response.status)
+        return response
+
+    return counting
 
 
 @web.middleware

@@ -22,11 +22,15 @@ COMMANDS: Mapping[str, Command] = {
     "serve": Command("deploy.commands.serve", "run one worker (--disaggregation-mode null|prefill|decode)"),
     "router": Command("deploy.commands.router", "run the router in front of workers"),
     "bootstrap": Command("deploy.commands.bootstrap", "run a bootstrap server on its own"),
+    "trace": Command("deploy.commands.trace", "write where the time of requests went, for Perfetto"),
     "bench": Command("deploy.commands.bench", "put load on any OpenAI-compatible server and report latencies"),
+    "plan": Command("deploy.commands.plan", "find the cluster with the best goodput per GPU, by simulation"),
 }
 
 # Errors of the operator's making, by class name: the packages that define them are not imported here.
-OPERATING_ERRORS = frozenset({"ConfigError", "RouterConfigError", "SecurityConfigError", "BackendUnavailable"})
+OPERATING_ERRORS = frozenset(
+    {"ConfigError", "RouterConfigError", "SecurityConfigError", "TraceConfigError", "BackendUnavailable"}
+)
 OPERATING_ERRNOS = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES, errno.ENOENT, errno.ENOSPC})
 
 

@@ -61,3 +61,8 @@ class DisaggConfig:
     )
     fake_transfer_delay_ms: float = flag(0.0, "fake backend: time a transfer takes")
     fake_transfer_failure_rate: float = flag(0.0, "fake backend: share of transfers that fail")
+
+
+def role_name(config: DisaggConfig) -> str:
+    """ "prefill" | "decode" | "unified", as people, logs and metrics call it."""
+    return config.disaggregation_mode.replace("null", "unified")

@@ -19,6 +19,7 @@ from typing import Protocol
 from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt, verify
 from disagg.quarantine import Quarantine
 from disagg.resumption import Resumption
+from disagg.subject import about_request
 from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
@@ -111,6 +112,7 @@ class DecodeRole:
             asked = request.logprobs
             request.logprobs = LogprobOptions(start_len=-1, top_num=asked.top_num, token_ids=asked.token_ids)
         assert self._scheduler.adopt(request) is None
+        request.times.bootstraps = request.times.remote = True
         self._entries[request.rid] = Entry(request, receiver, bootstrap.room, self._moves_bytes and not fake)
         return []
 
@@ -182,7 +184,8 @@ class DecodeRole:
                 verify(first, entry.request.pages, self._checksum)
                 self._counters["kv_checksum_verified"] += 1
         except (MetadataCorrupt, KVCorrupt) as error:
-            log.error("decode %s (room %d): %s", entry.request.rid, entry.room, error)
+            subject = about_request(entry.request, entry.room)
+            log.error("decode %s (room %d): %s", entry.request.rid, entry.room, error, extra=subject)
             self._counters["metadata_corrupt" if isinstance(error, MetadataCorrupt) else "kv_checksum_failed"] += 1
             return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {error}", status=500))
         times = entry.request.times
@@ -196,7 +199,8 @@ class DecodeRole:
     def _fail(self, entry: Entry) -> list[TokenOutput]:
         self._counters["bootstrap_failed" if entry.stage is Stage.PREALLOC else "transfer_failed"] += 1
         reason = entry.receiver.failure() or "the transfer failed"
-        log.warning("decode %s (room %d) failed: %s", entry.request.rid, entry.room, reason)
+        subject = about_request(entry.request, entry.room)
+        log.warning("decode %s (room %d) failed: %s", entry.request.rid, entry.room, reason, extra=subject)
         status = 500 if entry.joined else UNJOINED
         return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=status))
 
@@ -234,7 +238,9 @@ class DecodeRole:
         return {**self._manager.counters, **(self._counters + self._resumption.counters), **own}
 
     def gauges(self) -> dict[str, float]:
-        return {}
+        wanted = sum(len(e.request.input_ids) for e in self._entries.values() if e.stage is Stage.PREALLOC)
+        allocator = self._scheduler.memory.allocator
+        return {"pending_prealloc_token_usage": wanted / (allocator.num_pages * allocator.page_size)}
 
     def check(self) -> list[str]:
         owned = sum(e.row is not None for e in self._entries.values())

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from disagg.recompute import Bounds, request_for, why_not
+from disagg.subject import about_request
 from disagg.transfer_gauges import TransferGauges
 from engine.core.outputs import StepEffects, output_of, refusal, refused
 from engine.core.plan import ItemResult
@@ -130,6 +131,7 @@ class PrefillRole:
             return [refused(request, refusal(f"bootstrap_room: {error}", status=409))]
         if not fake:
             self._directory.add_room(request.bootstrap.room)
+        request.times.bootstraps = True
         self._entries[request.rid] = Entry(request, sender, request.bootstrap.room, moves_bytes=not fake)
         self._scheduler.prefetch(request)
         return []
@@ -208,6 +210,8 @@ class PrefillRole:
             entry.sender.abort(f"decode gave {entry.sender.num_pages} pages, the prompt needs {need}")
             return self._fail(entry)
         entry.stage, entry.request.times.queued_s = Stage.SCHEDULED, now_s
+        if not entry.asked:
+            self._transfers.bootstrapped(now_s - entry.request.arrived_s)
         outputs = self._scheduler.add(entry.request)
         if outputs:  # the queue filled up meanwhile
             entry.sender.abort(outputs[0].finish.message if outputs[0].finish else "refused")
@@ -260,13 +264,16 @@ class PrefillRole:
         if entry.moves_bytes:
             size_bytes = entry.last_pages * self._page_bytes
             self._transfers.landed(size_bytes=size_bytes, taken_s=now_s - entry.last_sent_s)
+            self._counters["kv_transfers"] += 1
+            self._counters["kv_sent_bytes"] += (entry.sent_pages - entry.skip_pages) * self._page_bytes
         self._forget_when_released(entry)
         return [entry.answer]
 
     def _fail(self, entry: Entry) -> list[TokenOutput]:
         self._counters["bootstrap_failed" if entry.stage is Stage.BOOTSTRAP else "transfer_failed"] += 1
         reason = entry.sender.failure() or "the transfer failed"
-        log.warning("prefill %s (room %d) failed: %s", entry.request.rid, entry.room, reason)
+        subject = about_request(entry.request, entry.room)
+        log.warning("prefill %s (room %d) failed: %s", entry.request.rid, entry.room, reason, extra=subject)
         # Decode answers with the real reason, which may be load or lateness: ours must not make a fault of it.
         status = 503 if reason.startswith(ABORTED_BY_DECODE) else 500
         return self._end(entry, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=status))

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt, verify
 from disagg.quarantine import Quarantine
+from disagg.subject import about_request
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
@@ -149,7 +150,13 @@ class Resumption:
     def _fail(self, entry: Entry, reason: str) -> None:
         """The client hears nothing of it: this engine computes the KV."""
         self.counters["recompute_failed"] += 1
-        log.warning("decode %s (room %d): prefill did not compute it again: %s", entry.request.rid, entry.room, reason)
+        log.warning(
+            "decode %s (room %d): prefill did not compute it again: %s",
+            entry.request.rid,
+            entry.room,
+            reason,
+            extra=about_request(entry.request, entry.room),
+        )
         self._here(entry, reason)
 
     def _here(self, entry: Entry, reason: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from disagg.config import DisaggConfig
+from disagg.config import DisaggConfig, role_name
 from disagg.secret import read_secret
 from engine.config import ConfigError, EngineConfig
 from engine.detokenizer.incremental import tail_text
@@ -32,6 +32,7 @@ from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_config import ModelConfig, load_model_config
 from security.addresses import SecurityConfigError
+from telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     control_host: str
     bootstrap: str | None
     log_level: str = "info"
+    log_format: str = "text"
     progress: bool = False
 
 
@@ -99,7 +101,7 @@ def run(spec: SchedulerSpec) -> None:
         role=role,
         ports=ports,
         weights=parts.weights,
-        profiler=Profiler(parts.executor, name=spec.disagg.disaggregation_mode.replace("null", "unified")),
+        profiler=Profiler(parts.executor, name=role_name(spec.disagg)),
         watchdog=watchdog,
         settings=LoopSettings(
             depth=parts.depth,
@@ -193,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m disagg.scheduler_process", description="scheduler of one worker")
     parser.add_argument("--spec-json", required=True, help="SchedulerSpec as JSON")
     spec = msgspec.json.decode(parser.parse_args(argv).spec_json, type=SchedulerSpec)
-    logging.basicConfig(level=spec.log_level.upper(), format="%(asctime)s scheduler %(levelname)s %(message)s")
+    set_up_logging(level=spec.log_level, format=spec.log_format, process=f"{role_name(spec.disagg)} scheduler")
     try:
         run(spec)
     except (ConfigError, SecurityConfigError, BackendUnavailable, EngineError) as error:

@@ -14,15 +14,24 @@ class TransferGauges:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._bootstraps: deque[float] = deque(maxlen=KEPT)
+
+    def bootstrapped(self, taken_s: float) -> None:
+        """Decode told its pages so long after the request had come."""
+        self._bootstraps.append(taken_s)
 
     def landed(self, *, size_bytes: int, taken_s: float) -> None:
         self._recent.append((size_bytes, max(taken_s, 1e-9)))
 
     def gauges(self) -> dict[str, float]:
+        waits = self._bootstraps
+        bootstrap = {"kv_transfer_bootstrap_ms": sum(waits) / len(waits) * 1e3} if waits else {}
         if not self._recent:
-            return {}
+            return bootstrap
         size_bytes, taken_s = (sum(column) for column in zip(*self._recent, strict=True))
         return {
+            **bootstrap,
+            "kv_transfer_total_mb": size_bytes / len(self._recent) / 1e6,
             "kv_transfer_speed_gb_s": size_bytes / taken_s / 1e9,
             "kv_transfer_latency_ms": taken_s / len(self._recent) * 1e3,
         }

@@ -15,7 +15,7 @@ import uvloop
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
 from disagg.children import Children
-from disagg.config import DisaggConfig
+from disagg.config import DisaggConfig, role_name
 from disagg.exposure import check_events_exposure, check_exposure, meeting_places
 from disagg.scheduler_process import SchedulerSpec
 from disagg.secret import read_secret
@@ -25,6 +25,7 @@ from engine.frontend.ipc import IpcPaths
 from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
 from engine.model_config import load_model_config
 from engine.resolve import with_model_path
+from telemetry.logs import set_up_logging
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (`tandem up`)
@@ -32,8 +33,7 @@ PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (
 
 def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
     """Serve until SIGTERM (after a drain) or SIGINT; returns the exit status. Raises ConfigError before anything is started."""
-    logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s worker %(levelname)s %(message)s")
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each piece of junk would fill logs
+    set_up_logging(level=server.log_level, format=server.log_format, process=role_name(disagg))
     engine = with_model_path(engine)
     load_model_config(engine.model_path)  # a broken checkpoint is told before processes are started
     if not server.drain_timeout >= 0:
@@ -96,9 +96,12 @@ def _start(
         control_host=control_host,
         bootstrap=disagg.disaggregation_bootstrap_server or own,
         log_level=server.log_level,
+        log_format=server.log_format,
         progress=sys.stderr.isatty() or PROGRESS_ENV in os.environ,
     )
-    text = DetokenizerConfig(ipc_dir=ipc.dir, model_path=engine.model_path, log_level=server.log_level)
+    text = DetokenizerConfig(
+        ipc_dir=ipc.dir, model_path=engine.model_path, log_level=server.log_level, log_format=server.log_format
+    )
     threads = engine.num_threads
     children.start("scheduler", "disagg.scheduler_process", ["--spec-json", _json(spec)], num_threads=threads)
     children.start("detokenizer", "engine.detokenizer", ["--config-json", _json(text)], num_threads=1)

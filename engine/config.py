@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.core.host_cache import PREFETCH_POLICIES, WRITE_POLICIES
 from engine.core.policy import POLICIES
+from telemetry.logs import FORMATS as LOG_FORMATS
 
 GRAMMAR_BACKENDS = ("llguidance", "xgrammar", "none")
 TOOL_CALL_PARSERS = ("qwen25", "qwen", "llama3")
@@ -140,6 +141,12 @@ class ServerConfig:
     admin_api_key_file: str | None = flag(None, "file of admin keys, one a line; read anew as the other")
     allow_insecure: bool = flag(False, "listen off loopback without keys or a cluster secret: anybody may do anything")
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
+    log_format: str = flag("text", "lines for people, or one JSON object each", choices=LOG_FORMATS)
+    enable_trace: bool = flag(False, "send spans to an OpenTelemetry collector (extra `otel`; OTEL_* variables hold)")
+    otlp_traces_endpoint: str | None = flag(
+        None, "OTLP/HTTP address of the collector, as http://HOST:4318; says --enable-trace"
+    )
+    trace_ring: int = flag(512, "requests whose times are kept for `tandem trace`; 0: none")
     max_body_bytes: int = flag(64 << 20, "longest request body")
     ready_file: str | None = flag(None, "write JSON here once the server is healthy")
     enable_early_rejection: bool = flag(

@@ -67,6 +67,7 @@ class GenerateRequest(_Message, frozen=True):
     pooling: str = ""
     lora: str = ""
     timeout_s: float | None = None
+    request_id: str = ""  # of the HTTP request that it is a sample of: log lines name it
 
 
 class GenerateBatch(_Message, frozen=True):
@@ -212,10 +213,19 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     asked: list[tuple[float, int]] = []
 
 
+class Stage(msgspec.Struct, frozen=True, array_like=True):
+    """A stage of a request, in seconds of the machine's monotonic clock. `num_tokens`: of a chunk."""
+
+    name: str
+    start_s: float
+    end_s: float
+    num_tokens: int = 0
+
+
 class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     """New tokens of one request. `input_logprobs` comes once, with the first output, `times` (seconds that each stage
 
-    took, by name: engine/core/times.py) with the last. Hidden states are float32 in the machine's order, [hidden] a
+    took, by name: engine/core/times.py) and `stages` (when) with the last. Hidden states are float32 in the machine's order, [hidden] a
     position: `input_hidden` all of the prompt's in one (once, with the first output; its last row drew the first token),
     `hidden` one for each later token, or an embedding request's one pooled vector.
     """
@@ -234,6 +244,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     hidden: list[bytes] = []
     cached_by_tier: list[int] = []  # of cached_tokens: from device, host, disk; empty: there is one tier
     transfer_retries: int = 0  # times that a KV transfer for it began anew
+    stages: list[Stage] = []
 
 
 class RequestOpened(_Message, frozen=True):

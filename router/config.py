@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from router.selectors import Selector
+from telemetry.logs import FORMATS as LOG_FORMATS
 
 POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
 _MAY_BE_ZERO = (
@@ -24,6 +25,7 @@ _MAY_BE_ZERO = (
     "load_poll_interval_s",
     "dead_worker_timeout_s",
     "drain_timeout",
+    "trace_ring",
     "shutdown_timeout_s",
 )
 
@@ -140,6 +142,13 @@ class RouterConfig:
     )
     rate_limit_burst: int = flag(0, "requests that may come at once under the rate limit; 0: those of two seconds")
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
+    log_format: str = flag("text", "lines for people, or one JSON object each", choices=LOG_FORMATS)
+    log_requests: bool = flag(False, "one line for each generation request: its workers, times and status")
+    enable_trace: bool = flag(False, "send spans to an OpenTelemetry collector (extra `otel`; OTEL_* variables hold)")
+    otlp_traces_endpoint: str | None = flag(
+        None, "OTLP/HTTP address of the collector, as http://HOST:4318; says --enable-trace"
+    )
+    trace_ring: int = flag(512, "requests whose times are kept for `tandem trace`; 0: none")
     ready_file: str | None = flag(None, "write JSON here once the router listens")
     service_discovery: bool = flag(
         False,

@@ -24,8 +24,11 @@ from router.openapi import make_document
 from router.siblings import Siblings, merge_expositions
 from router.workers import Health, Role, Worker, WorkerTable, missing_roles
 from security.keys import Gate
+from telemetry.records import Record, Records, TracesQuery, last_ids, query_error
+from telemetry.tracer import Tracer
 
 FAN_OUT_TIMEOUT_S = 30.0
+TRACES_TIMEOUT_S = 10.0
 UPDATE_TIMEOUT_S = 3600.0  # weights come from a disk, and running requests may finish first
 PASSED_TO_ALL = (
     "/pause_generation",
@@ -58,8 +61,10 @@ class Control:
         roles: tuple[Role, ...],
         live: LiveRequests,
         siblings: Siblings,
+        tracer: Tracer,
         discovery: Discovery | None = None,
     ) -> None:
+        self._tracer = tracer
         self._siblings = siblings
         self._config = config
         self._table = table
@@ -94,6 +99,7 @@ class Control:
             web.post("/abort_request", self.abort_request),
             *(web.post(path, self.pass_to_all) for path in PASSED_TO_ALL),
             web.get("/metrics", self.get_metrics),
+            web.post("/traces", self.traces),
             web.get("/openapi.json", self.openapi),
         ]
 
@@ -228,6 +234,43 @@ class Control:
         if not self._siblings.is_one(request) and (others := await self._siblings.expositions()):
             body = merge_expositions([body.decode(), *others]).encode()
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def traces(self, request: web.BaseRequest) -> web.Response:
+        """What this router, its siblings and its workers did for the requests asked for (telemetry/records.py)."""
+        try:
+            query = msgspec.json.decode(await request.read(), type=TracesQuery)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as err:
+            return error_response(400, f"the body is no query of traces: {err}")
+        if (wrong := query_error(query)) is not None:
+            return error_response(400, wrong, param=wrong.partition(":")[0])
+        records = self._tracer.ring.find(query)
+        if self._siblings.is_one(request):
+            return _json(Records(records=records))
+        for body in await self._siblings.traces(query):
+            records += msgspec.json.decode(body, type=Records).records
+        ids = query.ids if query.ids is not None else last_ids(records, query.last or 0)
+        of_workers = (
+            await self._worker_records(ids, self._credentials.for_admin(_authorization(request))) if ids else []
+        )
+        wanted = frozenset(ids)
+        kept = [record for record in records if record.request_id in wanted] + of_workers
+        return _json(Records(records=sorted(kept, key=lambda record: record.start_s)))
+
+    async def _worker_records(self, ids: list[str], headers: dict[str, str]) -> list[Record]:
+        """Of all workers that know this; others (of other makes, or dead) tell nothing."""
+        body = msgspec.json.encode(TracesQuery(ids=ids))
+        workers = self._table.workers()
+        answers = await asyncio.gather(
+            *(self._call(w, "POST", "/traces", headers, body, timeout_s=TRACES_TIMEOUT_S) for w in workers)
+        )
+        records: list[Record] = []
+        for worker, answer in zip(workers, answers, strict=True):
+            try:
+                told = msgspec.json.decode(answer.body, type=Records).records if answer.status == 200 else []
+            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+                continue
+            records += [msgspec.structs.replace(record, url=worker.url) for record in told]
+        return records
 
     async def openapi(self, request: web.BaseRequest) -> web.Response:
         """Own routes, and generation as the first worker that is up describes it (decode before prefill)."""

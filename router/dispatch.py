@@ -25,6 +25,7 @@ from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
 from router.forecast import ITL_HEADER, TTFT_HEADER, Pace, Slo, Trip, requests_at
 from router.guard import REQUEST_ID
+from router.journey import CLIENT_GONE, Journey, Journeys
 from router.legs import Call, Leg, LegError, Legs
 from router.merge import Merger, SseMerger
 from router.metrics import RouterMetrics
@@ -32,11 +33,12 @@ from router.models import UnknownModel, serves
 from router.policies import Ask, Choice
 from router.race import Race
 from router.relay import StreamBroken, end_with_event, relay_stream
-from router.rewrite import Api, ParsedBody, named_model, parse_body, write_bodies
+from router.rewrite import Api, BadBody, ParsedBody, named_model, parse_body, write_bodies
 from router.rooms import RoomMinter
 from router.sse import error_event
 from router.workers import Lease, Role, Worker, WorkerTable, missing_roles
 from security.voucher import VOUCHER_HEADER, vouch
+from telemetry.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Parts:
     admission: Admission
     on_unreachable: Callable[[LegError], None]
     clock: Callable[[], float] = time.monotonic
+    journeys: Journeys = field(default_factory=lambda: Journeys(Tracer(ring_size=0)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,6 +94,7 @@ class _Exchange:
     roles: tuple[Role, ...]
     model: str  # that its workers must serve; "": any will do
     slo: Slo
+    journey: Journey
     attempts: Attempts = field(default_factory=Attempts)
 
 
@@ -122,29 +126,53 @@ class Dispatcher:
             return refused.response
 
     async def _handle(self, request: web.BaseRequest, live: LiveRequest) -> web.StreamResponse:
-        started_s = self._parts.clock()
+        started_s, request_id = self._parts.clock(), request[REQUEST_ID]
+        traceparent = request.headers.get("traceparent", "")
+        journey = self._parts.journeys.begin(request_id, request.path, traceparent, now_s=started_s)
+        status = CLIENT_GONE
+        try:
+            response = await self._serve_in_turn(await self._exchange(request, live, journey, started_s))
+            status = response.status
+            return response
+        except Refused as refused:
+            status = refused.response.status
+            raise
+        except BadBody:
+            status = 400
+            raise
+        finally:
+            journey.end(status)
+
+    async def _exchange(
+        self, request: web.BaseRequest, live: LiveRequest, journey: Journey, started_s: float
+    ) -> _Exchange:
         body = await request.read()
         request_id = request[REQUEST_ID]
         parsed = parse_body(Api(request.path), body)
+        journey.asked(parsed.num_samples, bytes(parsed.fields.get("model", b"")))
         roles = self._embedding_roles if parsed.api is Api.EMBEDDINGS else self.roles
         try:
             model = self._model_of(parsed, roles)
         except UnknownModel as err:
-            return unknown_model(err)
-        exchange = _Exchange(
+            raise Refused(unknown_model(err), "model") from None
+        return _Exchange(
             request=request,
             request_id=request_id,
             parsed=parsed,
             ask=self._parts.chooser.ask(parsed, request.headers),
             body=body,
-            call=Call(request.path, self._headers(request, request_id)),
+            call=Call(request.path, self._headers(request, request_id, journey.traceparent)),
             live=live,
             started_s=started_s,
             roles=roles,
             model=model,
             slo=self._parts.admission.slo_of(request),
+            journey=journey,
         )
-        ticket = await self._parts.admission.enter(request, parsed)
+
+    async def _serve_in_turn(self, exchange: _Exchange) -> web.StreamResponse:
+        """`_serve`, once the request may run."""
+        ticket = await self._parts.admission.enter(exchange.request, exchange.parsed)
         try:
             return await self._serve(exchange)
         finally:
@@ -189,7 +217,9 @@ class Dispatcher:
     async def _attempt_single(self, exchange: _Exchange, call: Call, choice: Choice) -> web.StreamResponse:
         trip = self._depart(choice, exchange.ask)
         lease = self._charge(choice, exchange.ask)
-        race = Race(self._parts.legs.send(choice.worker, call, exchange.body, stream=True))
+        leg = self._parts.legs.send(choice.worker, call, exchange.body, stream=True)
+        exchange.journey.sent(leg)
+        race = Race(leg)
         try:
             await race.answer(wait_for_prefill=False)
             self._tell_begun(race, trip, choice.worker)
@@ -213,6 +243,7 @@ class Dispatcher:
         prefill_lease, decode_lease = self._charge(compute, exchange.ask), self._charge(answer_by, exchange.ask)
         first = parts.legs.send(prefill, call, prefill_body, stream=False)
         second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
+        exchange.journey.sent(first, second, rooms=rooms)
         race = Race(second, prefill=first)
         race.when_prefill_ends(
             lambda: parts.table.release(prefill_lease)
@@ -380,15 +411,18 @@ class Dispatcher:
         return error_response(503, message, code="no_worker", headers={"Retry-After": RETRY_AFTER_S})
 
     def _first_byte(self, exchange: _Exchange) -> None:
+        exchange.journey.first_byte()
         self._parts.metrics.on_first_byte(exchange.call.path, self._parts.clock() - exchange.started_s)
 
-    def _headers(self, request: web.BaseRequest, request_id: str) -> dict[str, str]:
-        """What workers get of the client's headers."""
+    def _headers(self, request: web.BaseRequest, request_id: str, traceparent: str) -> dict[str, str]:
+        """What workers get of the client's headers; `traceparent` instead of its own, where it is not ""."""
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         for name in _PASSED_HEADERS:
             value = request.headers.get(name)
             if value is not None:
                 headers[name] = value
+        if traceparent:
+            headers["traceparent"] = traceparent
         return headers | self._parts.credentials.for_client(request.headers.get("Authorization", ""))
 
 

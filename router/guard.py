@@ -34,6 +34,7 @@ _ADMIN_PATHS = frozenset(
         "/stop_profile",
         "/load_lora_adapter",
         "/unload_lora_adapter",
+        "/traces",
     )
 )
 _COUNTED_PATHS = frozenset(Api)

@@ -1,10 +1,13 @@
-"""The router's Prometheus metrics, in a registry of their own. Owns counters; reads the worker table when scraped."""
+"""The router's Prometheus metrics, in a registry of their own. Owns counters; reads the worker table when scraped.
+
+Beside `tandem_router_*` stand the names of SGLang's router (`smg_*`) for the same quantities, made when somebody scrapes.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.workers import Health, Worker, WorkerTable
@@ -57,6 +60,7 @@ class RouterMetrics:
             registry=registry,
         )
         self._registry.register(_WorkerCollector(table, caches))
+        self._registry.register(_SglangNames(self.requests, self.duration_s, table))
         self._answered: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self._first_byte: dict[str, Histogram] = {}
 
@@ -103,4 +107,50 @@ class _WorkerCollector(Collector):
             number = value(worker)
             if number is not None:
                 family.add_metric([worker.url, worker.role.value], float(number))
+        return family
+
+
+class _SglangNames(Collector):
+    """What SGLang's router 0.3.2 exports, under its labels; of its paths those that generate."""
+
+    def __init__(self, requests: Counter, duration_s: Histogram, table: WorkerTable) -> None:
+        self._requests = requests
+        self._duration_s = duration_s
+        self._table = table
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._total("smg_http_requests", "HTTP requests by method and path", "path")
+        yield self._total("smg_http_responses", "HTTP answers by status", "status", shown="status_code")
+        yield self._durations()
+        workers = self._table.workers()
+        yield self._of_workers("smg_worker_health", "1: healthy", lambda w: w.health is Health.UP)
+        yield self._of_workers("smg_worker_requests_active", "requests it has", lambda w: w.inflight_requests)
+        pool = GaugeMetricFamily("smg_worker_pool_size", "workers by role", labels=["worker_type"])
+        for role in sorted({w.role.value for w in workers}):
+            pool.add_metric([role], sum(w.role.value == role for w in workers))
+        yield pool
+
+    def _total(self, name: str, text: str, label: str, *, shown: str = "") -> CounterMetricFamily:
+        """`requests`, summed over its other label."""
+        family = CounterMetricFamily(name, text, labels=["method", shown or label])
+        totals: dict[str, float] = {}
+        for sample in next(iter(self._requests.collect())).samples:
+            if sample.name.endswith("_total"):
+                totals[sample.labels[label]] = totals.get(sample.labels[label], 0.0) + sample.value
+        for value, total in sorted(totals.items()):
+            family.add_metric(["POST", value], total)
+        return family
+
+    def _durations(self) -> Metric:
+        family = HistogramMetricFamily("smg_http_request_duration_seconds", "arrival to the end of the answer")
+        for sample in next(iter(self._duration_s.collect())).samples:
+            if not sample.name.endswith("_created"):
+                name = family.name + sample.name.removeprefix("tandem_router_request_duration_seconds")
+                family.samples.append(sample._replace(name=name, labels={"method": "POST", **sample.labels}))
+        return family
+
+    def _of_workers(self, name: str, text: str, value: Callable[[Worker], float]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text, labels=["worker"])
+        for worker in self._table.workers():
+            family.add_metric([worker.url], float(value(worker)))
         return family

@@ -44,6 +44,12 @@ _OWN: dict[str, dict[str, Any]] = {
         "delete": {"type": "object", "properties": _URL, "required": ["url"]},
     },
     "/flush_cache": {"get": None, "post": None},
+    "/traces": {
+        "post": {
+            "type": "object",
+            "properties": {"ids": {"type": ["array", "null"], "items": _TEXT}, "last": {"type": ["integer", "null"]}},
+        }
+    },
 }
 # Passed to every worker as they come: their bodies are described by the worker.
 _PASSED = (

@@ -27,6 +27,7 @@ from router.entropy import Entropy
 from router.fleet import Place, obey_parent, run_fleet
 from router.guard import make_guard
 from router.health import HealthMonitor
+from router.journey import Journeys
 from router.kv_feed import KVEventFeed
 from router.legs import Legs
 from router.lifelines import Lifelines
@@ -45,6 +46,9 @@ from router.workers import Role, Thresholds, Worker, WorkerTable
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
 from security.secret import read_secret_file
+from telemetry.logs import set_up_logging
+from telemetry.otlp import open_exporter
+from telemetry.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +101,7 @@ async def run_router(
 
 def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
     """`run_router` on an event loop of its own (uvloop), or on several, each in a process (`--workers`)."""
-    _set_up_logging(config)
+    set_up_logging(level=config.log_level, format=config.log_format, process="router")
     if config.workers == 1:
         return uvloop.run(run_router(config, on_ready=on_ready))
     check_config(config)
@@ -115,13 +119,8 @@ def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None
 
 def serve_in_place(place: Place, config: RouterConfig) -> None:
     """One process of several: told what to do by its parent alone, and ended with it."""
-    _set_up_logging(config)
+    set_up_logging(level=config.log_level, format=config.log_format, process="router")
     uvloop.run(run_router(replace(config, ready_file=str(place.ready_file)), place=place))
-
-
-def _set_up_logging(config: RouterConfig) -> None:
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each piece of junk would fill logs
 
 
 @asynccontextmanager
@@ -134,6 +133,8 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     if place is not None:
         view = SharedLoad(place.load_file, row=place.row, num_rows=place.num_rows)
     siblings = Siblings(place)
+    exporter = open_exporter(enable=config.enable_trace, endpoint=config.otlp_traces_endpoint, process="router")
+    tracer = Tracer(ring_size=config.trace_ring, exporter=exporter)
     entropy = Entropy()
     chooser = make_chooser(config, draw=secrets.randbelow)
     table = _table(config, view)
@@ -173,6 +174,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
                 live=live,
                 admission=admission,
                 on_unreachable=monitor.on_unreachable,
+                journeys=Journeys(tracer, log_requests=config.log_requests),
             )
         )
         control = Control(
@@ -186,6 +188,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             roles=dispatcher.roles,
             live=live,
             siblings=siblings,
+            tracer=tracer,
             discovery=discovery,
         )
         routes = Routes(
@@ -230,6 +233,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             await monitor.close()
             await feed.close()
             await siblings.close()
+            tracer.close()
 
 
 def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:

@@ -17,12 +17,23 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.fleet import Place
 from router.workers import Role, WorkerTable
+from telemetry.records import TracesQuery
 
 log = logging.getLogger(__name__)
 
 KEY_HEADER = "X-Tandem-Sibling"
 TIMEOUT_S = 5.0
-_ADDED = ("_total", "_bucket", "_count", "_sum", "_inflight_requests", "_inflight_tokens", "_created", "_assigned")
+_ADDED = (
+    "_total",
+    "_bucket",
+    "_count",
+    "_sum",
+    "_inflight_requests",
+    "_inflight_tokens",
+    "_created",
+    "_assigned",
+    "_active",
+)
 
 
 class Siblings:
@@ -49,6 +60,10 @@ class Siblings:
     async def expositions(self) -> list[str]:
         """/metrics of each that answers."""
         return [body.decode() for body in await self._ask_all("GET", "/metrics", b"")]
+
+    async def traces(self, query: TracesQuery) -> list[bytes]:
+        """/traces of each that answers."""
+        return await self._ask_all("POST", "/traces", msgspec.json.encode(query))
 
     async def catch_up(self, table: WorkerTable, *, now_s: float) -> None:
         """The pool as the siblings have it by now, which may not be what the flags said."""

@@ -6,6 +6,7 @@ blocks of 512 tokens: equal ids at equal places mean a shared prefix).
 
 import gzip
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -14,13 +15,16 @@ from engine.config import ConfigError
 GZIP_MAGIC = b"\x1f\x8b"
 
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class TraceEntry(msgspec.Struct, frozen=True):
     """One line of a trace."""
 
     timestamp_ms: float = msgspec.field(name="timestamp")
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...] = ()
+    input_length: Count
+    output_length: Count
+    hash_ids: tuple[Count, ...] = ()
 
 
 def read_trace(path: str) -> list[TraceEntry]:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from bootstrap_server.config import BootstrapConfig
 from deploy.flags import Parser, add_flags, config_from
 from deploy.launcher.ports import require_free
+from telemetry.logs import FORMATS, set_up_logging
 
 
 def run(argv: Sequence[str]) -> int:
     """Serve until told to stop."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, BootstrapConfig)
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s bootstrap %(levelname)s %(message)s")
+    set_up_logging(level=args.log_level, format=args.log_format, process="bootstrap")
     from bootstrap_server.app import run_bootstrap_server
     from disagg.config import DisaggConfig
     from disagg.secret import read_secret
@@ -47,5 +48,11 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="log level (default: info)"
+    )
+    parser.add_argument(
+        "--log-format",
+        default="text",
+        choices=FORMATS,
+        help="lines for people, or one JSON object each (default: text)",
     )
     return parser

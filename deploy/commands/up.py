@@ -41,8 +41,12 @@ _SHARED = (
     "allow_insecure",
     "cluster_secret_file",
     "drain_timeout",
+    "enable_trace",
+    "log_format",
     "log_level",
     "max_body_bytes",
+    "otlp_traces_endpoint",
+    "trace_ring",
 )
 _WORKER_KEYS = ("api_key", "api_key_file", "admin_api_key", "admin_api_key_file")  # the router shows workers the same
 

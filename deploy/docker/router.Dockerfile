@@ -13,6 +13,7 @@ COPY pyproject.toml deploy/docker/constraints.txt ./
 RUN pip install --constraint constraints.txt ".[k8s]"
 COPY security ./security
 COPY lifecycle ./lifecycle
+COPY telemetry ./telemetry
 COPY bootstrap_server ./bootstrap_server
 COPY transfer_backends ./transfer_backends
 COPY engine ./engine

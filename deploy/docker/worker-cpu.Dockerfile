@@ -15,6 +15,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --extra-index-url "${TORCH_INDEX}" --constraint constraints.txt "torch==2.13.0+cpu" ".[engine,nixl,mooncake-cpu]"
 COPY security ./security
 COPY lifecycle ./lifecycle
+COPY telemetry ./telemetry
 COPY bootstrap_server ./bootstrap_server
 COPY transfer_backends ./transfer_backends
 COPY engine ./engine

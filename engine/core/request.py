@@ -37,6 +37,7 @@ class Request:
     return_hidden_states: bool = False
     pooling: str = ""  # "last" | "mean": an embedding request
     adapter: int = 0  # number of the adapter's load (engine/core/adapters.py); 0: the model alone
+    request_id: str = ""  # of the HTTP request, for log lines
 
     serial: int = 0  # order of arrival
     output_ids: list[int] = field(default_factory=list)

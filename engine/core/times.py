@@ -11,7 +11,11 @@ The stages of a request partition its life, so their sum is the time that the en
 middle ones prefill tells the first two (in the metadata row); the rest of the wait is the transfer's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from engine.messages import Stage
+
+MAX_CHUNKS = 64  # of one request whose times are kept: a picture needs no more
 
 
 @dataclass(slots=True)
@@ -24,6 +28,10 @@ class Times:
     computed_s: float | None = None  # prefill role: the last chunk is done, the hand-over begins
     landed_s: float | None = None  # decode role: KV and metadata are here
     first_token_s: float | None = None
+    chunks: list[tuple[float, int]] = field(default_factory=list)  # launched when, how many tokens
+    chunk_ends_s: list[float] = field(default_factory=list)  # of `chunks`, in order; the last ends with the prefill
+    bootstraps: bool = False  # it waits for its other half before it is queued
+    remote: bool = False  # its prompt is computed by another worker
     remote_queue_s: float = 0.0
     remote_prefill_s: float = 0.0
 
@@ -72,6 +80,39 @@ def _stages(times: Times, ended_s: float) -> dict[str, float]:
     if times.first_token_s is not None:
         return {**line, "prefill_time": times.prefill_s, "decode_time": ended_s - times.first_token_s}
     return line
+
+
+def stages(times: Times, *, ended_s: float) -> list[Stage]:
+    """The same as points in time, in order. A chunk lies inside its `prefill`.
+
+    Decode's `transfer_queue` is from where prefill was told the pages until they are filled: it contains the prefill
+    worker's queue, prefill and transfer, which that worker tells itself.
+    """
+    first_s = times.queued_s if times.queued_s is not None else times.arrived_s
+    if times.arrived_s is None or first_s is None:
+        return []
+    line = [] if times.queued_s is None else [Stage("bootstrap", times.arrived_s, times.queued_s)]
+    if times.bootstraps and times.queued_s is None:
+        return [Stage("bootstrap", times.arrived_s, ended_s)]
+    if times.landed_s is not None:
+        return [*line, Stage("transfer_queue", first_s, times.landed_s), Stage("decode", times.landed_s, ended_s)]
+    if times.started_s is None or times.remote:
+        return [*line, Stage("transfer_queue" if times.remote else "queue", first_s, ended_s)]
+    line.append(Stage("queue", first_s, times.started_s))
+    computed_s = times.computed_s if times.computed_s is not None else times.first_token_s
+    line.append(Stage("prefill", times.started_s, ended_s if computed_s is None else computed_s))
+    line += _chunks(times, line[-1].end_s)
+    if times.computed_s is not None:
+        line.append(Stage("transfer", times.computed_s, ended_s))
+    elif times.first_token_s is not None:
+        line.append(Stage("decode", times.first_token_s, ended_s))
+    return line
+
+
+def _chunks(times: Times, computed_s: float) -> list[Stage]:
+    open_ends = [computed_s] * (len(times.chunks) - len(times.chunk_ends_s))
+    ends = [*times.chunk_ends_s, *open_ends]
+    return [Stage("chunk", start_s, end_s, num) for (start_s, num), end_s in zip(times.chunks, ends, strict=True)]
 
 
 def _span(start_s: float | None, end_s: float | None) -> float:

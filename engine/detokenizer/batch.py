@@ -8,6 +8,7 @@ import logging
 from engine.detokenizer.incremental import RequestText
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages import RequestOpened, TextBatch, TextOutput, TokenBatch, TokenLogprob, TokenOutput
+from telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Detokenizer:
         """The scheduler ends whatever it opens; should it not, the oldest goes."""
         if len(self._live) >= MAX_LIVE:
             rid = next(iter(self._live))
-            log.error("%d requests are live: the state of %s is dropped", len(self._live), rid)
+            log.error("%d requests are live: the state of %s is dropped", len(self._live), rid, extra=about(rid=rid))
             del self._live[rid]
 
     def _open(self, m: RequestOpened) -> RequestText:
@@ -68,7 +69,7 @@ class Detokenizer:
         try:
             return state.push(o.new_ids, o.finish)
         except (OverflowError, ValueError) as e:  # an id that no tokenizer can have: only this request suffers
-            log.error("request %s: cannot decode %s: %s", o.rid, o.new_ids[:8], e)
+            log.error("request %s: cannot decode %s: %s", o.rid, o.new_ids[:8], e, extra=about(rid=o.rid))
             return ""
 
     def _texts(self, lp: TokenLogprob) -> tuple[str, list[str]]:

@@ -16,6 +16,7 @@ from engine.detokenizer.batch import Detokenizer
 from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.frontend.tokenizer import load_tokenizer
 from engine.messages import StateReply, ToDetokenizer
+from telemetry.logs import set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class DetokenizerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ipc_dir: str
     model_path: str
     log_level: str = "info"
+    log_format: str = "text"
 
 
 class _StopFlag:
@@ -76,7 +78,7 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--config-json", required=True, help="DetokenizerConfig as JSON")
     try:
         config = msgspec.json.decode(parser.parse_args(args).config_json.encode(), type=DetokenizerConfig)
-        logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s detokenizer %(levelname)s %(message)s")
+        set_up_logging(level=config.log_level, format=config.log_format, process="detokenizer")
         run_detokenizer(config)
     except (ConfigError, msgspec.MsgspecError) as e:
         print(f"error: {e}", flush=True)

@@ -28,6 +28,7 @@ ADMIN_PATHS = frozenset(
         "/start_profile",
         "/stop_profile",
         "/check",
+        "/traces",
         "/load_lora_adapter",
         "/unload_lora_adapter",
     )

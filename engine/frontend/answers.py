@@ -22,6 +22,7 @@ def absorb(into: TextOutput, new: TextOutput) -> None:
     a.transfer_retries = max(a.transfer_retries, b.transfer_retries)
     a.cached_by_tier = b.cached_by_tier or a.cached_by_tier
     a.times = {**a.times, **b.times}
+    a.stages = b.stages or a.stages
 
 
 def without_tokens(output: TextOutput) -> TextOutput:

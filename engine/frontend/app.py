@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from engine.frontend import adapters, admin_api, control_api, embeddings_api, native_api, openai_api
+from engine.frontend import adapters, admin_api, control_api, embeddings_api, native_api, openai_api, traces_api
 from engine.frontend.access import OPEN_PATHS, check_access
 from engine.frontend.errors import ApiError
 from engine.frontend.openapi import DOCUMENT, make_document, openapi
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import STREAMING, json_response
+from telemetry.context import CURRENT, OPERATIONS, RequestContext
+from telemetry.logs import about
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -68,6 +70,7 @@ _POSTS: dict[str, Handler] = {
     "/v1/embeddings": embeddings_api.embeddings,
     "/flush_cache": admin_api.flush_cache,
     "/abort_request": admin_api.abort_request,
+    "/traces": traces_api.traces,
     "/pause_generation": control_api.pause_generation,
     "/continue_generation": control_api.continue_generation,
     "/update_weights_from_disk": control_api.update_weights_from_disk,
@@ -85,23 +88,28 @@ _POSTS: dict[str, Handler] = {
 @web.middleware
 async def _request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
     start_s = time.monotonic()
-    request[REQUEST_ID] = _clean_id(request.headers.get("X-Request-ID", "")) or uuid.uuid4().hex
+    request_id = request[REQUEST_ID] = _clean_id(request.headers.get("X-Request-ID", "")) or uuid.uuid4().hex
+    operation = OPERATIONS.get(request.path, "")
+    CURRENT.set(RequestContext(request_id, operation, request.headers.get("traceparent", "")))  # this task is its own
     status = 499  # what the log calls a client that went away
+    endpoint, metrics = _endpoint(request), request.app[SERVICES].metrics
+    metrics.on_http(endpoint, request.method)
     try:
         response = await handler(request)
         status = response.status
         return response
     finally:
+        metrics.on_http_end(endpoint, request.method, status)
         level = logging.DEBUG if request.path in MUTED_PATHS and status < 400 else logging.INFO
-        log.log(
-            level,
-            "%s %s %d %.3fs %s",
-            request.method,
-            request.path,
-            status,
-            time.monotonic() - start_s,
-            request[REQUEST_ID],
-        )
+        taken_s = time.monotonic() - start_s
+        said = about(method=request.method, path=request.path, status=status, duration_s=round(taken_s, 6))
+        log.log(level, "%s %s %d %.3fs %s", request.method, request.path, status, taken_s, request_id, extra=said)
+
+
+def _endpoint(request: web.Request) -> str:
+    """The route, not the path: metrics have few labels whatever is asked for."""
+    resource = request.match_info.route.resource
+    return "other" if resource is None else resource.canonical
 
 
 @web.middleware

@@ -19,6 +19,7 @@ from engine.frontend.answers import absorb, without_tokens
 from engine.frontend.deadline import too_late
 from engine.frontend.errors import DRAINING, ApiError, bad_field, from_finish, not_ready, refused
 from engine.frontend.forecast import PrefillForecast
+from engine.frontend.tracing import NO_TRACES, SampleTrace, Traces
 from engine.messages import (
     AbortRequest,
     ContinueGeneration,
@@ -42,6 +43,7 @@ from engine.messages import (
     UnloadAdapter,
     UpdateWeights,
 )
+from telemetry.context import CURRENT
 
 R = TypeVar("R", StateReply, FlushReply, ControlReply)
 Reply = StateReply | FlushReply | ControlReply
@@ -74,12 +76,14 @@ class Generation:
         num_prompt_tokens: list[int],
         empty: list[bool],
         groups: list[str],
+        traces: list[SampleTrace],
     ) -> None:
         self.names = names  # of each sample, as the user sees it
         self.num_prompt_tokens = num_prompt_tokens
         self._client = client
         self._wire_rids = wire_rids
         self._empty = empty
+        self._traces = traces
         self._groups = groups
         self._unfinished = set(range(len(wire_rids)))
         self._pending: dict[int, TextOutput] = {}
@@ -126,6 +130,7 @@ class Generation:
         for index in sorted(self._unfinished):
             self._client.abort_wire(self._wire_rids[index])
             self._client.observer.on_end(None, elapsed_s=self._client.now_s() - self._start_s)
+            self._traces[index].end(None)
 
     def feed(self, index: int, output: TextOutput) -> None:
         self._observe(index, output)
@@ -133,6 +138,7 @@ class Generation:
         if finish is not None:
             self._unfinished.discard(index)
             self._client.observer.on_end(output, elapsed_s=self._client.now_s() - self._start_s)
+            self._traces[index].end(output.tokens)
         if finish is not None and finish.kind == "abort" and finish.status:
             return self.fail(from_finish(finish))
         output = without_tokens(output) if self._empty[index] else output
@@ -153,13 +159,16 @@ class Generation:
         now_s, last_s = self._client.now_s(), self._last_token_s[index]
         gap_s = now_s - (self._start_s if last_s is None else last_s)
         self._client.observer.on_tokens(num_tokens=num_tokens, gap_s=gap_s, first=last_s is None)
+        if last_s is None:
+            self._traces[index].first_token()
         self._last_token_s[index] = now_s
 
 
 class EngineClient:
     """`send` queues one message for the scheduler; `max_live`: samples that may run or wait before 503 is the answer.
 
-    `early_rejection`: so is it for a request whose first token would come after its own timeout.
+    `early_rejection`: so is it for a request whose first token would come after its own timeout. `traces`: what keeps the
+    record of each sample.
     """
 
     def __init__(
@@ -170,8 +179,10 @@ class EngineClient:
         observer: Observer,
         max_live: int,
         early_rejection: bool = False,
+        traces: Traces = NO_TRACES,
     ) -> None:
         self.now_s = now_s
+        self._traces = traces
         self.observer = observer
         self.info: dict[str, int | float | str | bool | None] = {}
         self.ready = asyncio.Event()
@@ -216,14 +227,18 @@ class EngineClient:
         self._check_names({*names, *(groups or [])}, names)
         wire = [f"{name}:{next(self._numbers):x}" for name in names]
         empty = [r.sampling.max_new_tokens == 0 and not r.pooling for r in requests]
-        generation = Generation(self, names, wire, [len(r.input_ids) for r in requests], empty, groups or [])
+        context = CURRENT.get()
+        traces = [self._traces.begin(r, name, context) for r, name in zip(requests, names, strict=True)]
+        generation = Generation(self, names, wire, [len(r.input_ids) for r in requests], empty, groups or [], traces)
         for i, name_set in enumerate(zip(names, groups or names, strict=True)):
             self._live[wire[i]] = (generation, i)
             for name in set(name_set):
                 self._names.setdefault(name, []).append(wire[i])
         try:
+            about = context.request_id
             sent = [
-                _on_wire(r, rid, empty=e, timeout_s=timeout_s) for r, rid, e in zip(requests, wire, empty, strict=True)
+                _on_wire(r, rid, about, empty=e, timeout_s=timeout_s)
+                for r, rid, e in zip(requests, wire, empty, strict=True)
             ]
             self._send(sent[0] if len(sent) == 1 else GenerateBatch(sent))
             for request, rid in zip(requests, wire, strict=True):
@@ -382,6 +397,8 @@ class EngineClient:
                 raise bad_field("rid", f"a request with id {name!r} is running")
 
 
-def _on_wire(request: GenerateRequest, rid: str, *, empty: bool, timeout_s: float | None) -> GenerateRequest:
+def _on_wire(
+    request: GenerateRequest, rid: str, request_id: str, *, empty: bool, timeout_s: float | None
+) -> GenerateRequest:
     sampling = msgspec.structs.replace(request.sampling, max_new_tokens=1) if empty else request.sampling
-    return msgspec.structs.replace(request, rid=rid, sampling=sampling, timeout_s=timeout_s)
+    return msgspec.structs.replace(request, rid=rid, sampling=sampling, timeout_s=timeout_s, request_id=request_id)

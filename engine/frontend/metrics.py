@@ -1,16 +1,27 @@
-"""Prometheus metrics of one worker under SGLang's names, so that existing dashboards work.
+"""Prometheus metrics of one worker, under the names that users of SGLang and vLLM know (engine/frontend/metric_names.py).
 
 Owns what is counted where a client sees it (latencies, tokens, requests). Load and transfer figures are the
-scheduler's: they come in as a `StateReply` when somebody scrapes.
+scheduler's: they come in as a `StateReply` when somebody scrapes. What has two names is counted once.
 """
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from engine.frontend.metric_aliases import StageAliases, renamed
+from engine.frontend.metric_names import (
+    COUNTERS,
+    QUEUES,
+    VLLM_COUNTERS,
+    VLLM_HISTOGRAMS,
+    VLLM_STAGES,
+    Figure,
+    gauge_of,
+    num_waiting,
+)
 from engine.messages import StateReply, TextOutput
 
 LABELS = ("model_name", "engine_type")
@@ -40,54 +51,6 @@ ITL_S = (
 )
 E2E_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200)
 
-QUEUE_GAUGES = {
-    "waiting": ("num_queue_reqs", "requests in the waiting queue"),
-    "grammar": ("num_grammar_queue_reqs", "requests whose grammar is being compiled"),
-    "bootstrap": ("num_prefill_bootstrap_queue_reqs", "requests in the prefill bootstrap queue"),
-    "inflight": ("num_prefill_inflight_queue_reqs", "requests in the prefill inflight queue"),
-    "prealloc": ("num_decode_prealloc_queue_reqs", "requests in the decode prealloc queue"),
-    "transfer": ("num_decode_transfer_queue_reqs", "requests in the decode transfer queue"),
-    "retracted": ("num_retracted_reqs", "retracted requests that wait"),
-}
-SCHEDULER_COUNTERS = {
-    "transfer_failed": ("num_transfer_failed_reqs", "requests whose KV transfer failed"),
-    "retried": ("num_transfer_retries", "KV transfers that began anew because a write had failed"),
-    "kv_checksum_failed": ("num_kv_checksum_failed_reqs", "requests whose KV arrived corrupted"),
-    "retractions": ("num_retractions", "times that a request lost its memory"),
-    "preemptions": ("num_preemptions", "times that a request lost its place to one of higher priority"),
-    "steps": ("num_steps", "steps that were planned"),
-    "prefill_steps": ("num_prefill_steps", "steps that computed a part of a prompt"),
-    "mixed_steps": ("num_mixed_steps", "prefill steps in which decodes rode along"),
-    "wasted_draws": ("num_wasted_draws", "tokens drawn after their request had ended, and dropped"),
-    "late_draws": ("num_late_draws", "steps whose draw waited for grammar masks while their forward ran"),
-    "backup_saved_tokens": ("retraction_saved_tokens", "retracted tokens whose KV was copied to the host"),
-    "backup_restored_tokens": ("retraction_restored_tokens", "retracted tokens whose KV came back from the host"),
-    "resumed_computed": ("num_resumed_computed", "retracted requests whose KV this worker computed again"),
-    "resumed_restored": ("num_resumed_restored", "retracted requests whose KV came back from the host"),
-    "resumed_through_prefill": ("num_resumed_through_prefill", "retracted requests whose KV a prefill worker computed"),
-    "recompute_failed": ("num_recompute_failed", "times that prefill was asked for it and did not deliver"),
-    "recompute_refused": ("num_recompute_refused", "times that a decode worker asked for KV and was refused"),
-    "recomputed": ("num_recomputed", "retracted requests of decode workers whose KV was computed here"),
-    "recomputed_tokens": ("recomputed_tokens", "tokens that were computed for them, cached ones not counted"),
-    "bootstrap_failed": ("num_bootstrap_failed_reqs", "requests whose bootstrap failed"),
-    "hicache_device_hit_tokens": ("hicache_device_hit_tokens", "prompt tokens found on the device"),
-    "hicache_host_hit_tokens": ("hicache_host_hit_tokens", "prompt tokens that came back from host memory"),
-    "hicache_disk_hit_tokens": ("hicache_disk_hit_tokens", "prompt tokens that came back from files"),
-    "hicache_saved_pages": ("hicache_saved_pages", "pages copied to host memory"),
-    "hicache_loaded_pages": ("hicache_loaded_pages", "pages copied back from host memory"),
-    "hicache_written_pages": ("hicache_written_pages", "pages written to files"),
-    "hicache_read_pages": ("hicache_read_pages", "pages read from files"),
-    "hicache_skipped_pages": ("hicache_skipped_pages", "pages not copied: all of host memory was in use"),
-    "hicache_unwritten_pages": ("hicache_unwritten_pages", "pages not written: no room, or the disk is too slow"),
-    "hicache_failed_writes": ("hicache_failed_writes", "files that could not be written"),
-    "hicache_bad_files": ("hicache_bad_files", "files that were wrong and were deleted"),
-    "grammar_compiled": ("num_grammar_compiled", "grammars that were compiled"),
-    "grammar_cache_hits": ("num_grammar_cache_hit", "requests whose grammar was compiled before"),
-    "grammar_failed": ("num_grammar_failed", "requests whose grammar did not compile"),
-    "grammar_timeouts": ("num_grammar_timeout", "requests whose grammar did not compile in time"),
-}
-
-
 STAGES = ("bootstrap_time", "queue_time", "prefill_time", "transfer_time", "decode_time")
 
 
@@ -104,7 +67,30 @@ class Metrics:
         self._cached_tokens = self._counter("cached_tokens", "prompt tokens whose KV was reused")
         self._requests = self._counter("num_requests", "accepted requests")
         self._aborted = self._counter("num_aborted_requests", "requests that were aborted or failed")
-        self._rejected = self._counter("num_early_rejections", "requests refused because they would have come too late")
+        self._rejected = Counter(
+            "tandem_num_early_rejections",
+            "requests refused because they would have come too late",
+            LABELS,
+            registry=self.registry,
+        ).labels(*self._label_values)
+        self._finished = Counter(
+            "vllm:request_success",
+            "requests that ended, by the reason",
+            (*LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._http_requests = Counter(
+            "sglang:http_requests", "HTTP requests", (*LABELS, "endpoint", "method"), registry=self.registry
+        )
+        self._http_responses = Counter(
+            "sglang:http_responses",
+            "HTTP answers (499: the client went away)",
+            (*LABELS, "endpoint", "method", "status_code"),
+            registry=self.registry,
+        )
+        self._http_active = Gauge(
+            "sglang:http_requests_active", "HTTP requests in progress", LABELS, registry=self.registry
+        ).labels(*self._label_values)
         self._ttft = self._histogram("time_to_first_token_seconds", "time to the first token", TTFT_S)
         self._itl = self._histogram("inter_token_latency_seconds", "time between tokens", ITL_S)
         self._queue = self._histogram("queue_time_seconds", "time between arrival and first step", E2E_S)
@@ -116,6 +102,10 @@ class Metrics:
             buckets=E2E_S,
         )
         self._e2e = self._histogram("e2e_request_latency_seconds", "time from request to last token", E2E_S)
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "mean time of a request's tokens after its first", ITL_S
+        )
+        self.registry.register(StageAliases(self._stages, VLLM_STAGES))
 
     def on_start(self, num_prompt_tokens: int) -> None:
         self._requests.inc()
@@ -134,12 +124,24 @@ class Metrics:
 
     def on_end(self, output: TextOutput | None, *, elapsed_s: float) -> None:
         """`output`: the one with the finish, None when the client went away."""
+        self._finished.labels(*self._label_values, _finish_of(output)).inc()
         if output is None or output.tokens.finish is None or output.tokens.finish.kind == "abort":
             self._aborted.inc()
             return
         self._cached_tokens.inc(output.tokens.cached_tokens)
         self._observe_stages(output.tokens.times)
         self._e2e.observe(elapsed_s)
+        if throughput := output.tokens.times.get("decode_throughput"):
+            self._tpot.observe(1 / throughput)
+
+    def on_http(self, endpoint: str, method: str) -> None:
+        """A request has come. `endpoint`: one of few."""
+        self._http_requests.labels(*self._label_values, endpoint, method).inc()
+        self._http_active.inc()
+
+    def on_http_end(self, endpoint: str, method: str, status: int) -> None:
+        self._http_responses.labels(*self._label_values, endpoint, method, str(status)).inc()
+        self._http_active.dec()
 
     def _observe_stages(self, times: dict[str, float]) -> None:
         """The request's time line, as the scheduler saw it."""
@@ -155,10 +157,17 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _counter(self, name: str, help: str) -> Counter:
-        return Counter(f"sglang:{name}", help, LABELS, registry=self.registry).labels(*self._label_values)
+        name = f"sglang:{name}"
+        family = Counter(name, help, LABELS, registry=self.registry)
+        if name in VLLM_COUNTERS:
+            self.registry.register(renamed(family, VLLM_COUNTERS[name]))
+        return family.labels(*self._label_values)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(f"sglang:{name}", help, LABELS, registry=self.registry, buckets=buckets)
+        name = f"sglang:{name}"
+        family = Histogram(name, help, LABELS, registry=self.registry, buckets=buckets)
+        if name in VLLM_HISTOGRAMS:
+            self.registry.register(renamed(family, VLLM_HISTOGRAMS[name]))
         return family.labels(*self._label_values)
 
 
@@ -171,35 +180,55 @@ class _SchedulerCollector(Collector):
         s = self.state
         if s is None:
             return
-        total = s.num_pages * s.page_size
-        yield self._gauge("num_running_reqs", "requests in the running batch", s.running)
-        yield self._gauge("num_used_tokens", "KV tokens in use (held or quarantined)", used_tokens(s))
-        yield self._gauge("max_total_num_tokens", "KV capacity in tokens", total)
-        yield self._gauge("token_usage", "used share of the KV capacity", used_tokens(s) / total if total else 0.0)
-        yield self._gauge("cache_hit_rate", "prompt tokens reused / prompt tokens", cache_hit_rate(s))
-        yield self._gauge("gen_throughput", "generated tokens per second", s.gauges.get("gen_throughput", 0.0))
-        for queue, (name, help) in QUEUE_GAUGES.items():
+        yield from self._load(s)
+        for queue, figure in QUEUES.items():
             if queue in s.queues or queue == "waiting":
-                yield self._gauge(name, help, s.queues.get(queue, 0))
-        for counter, (name, help) in SCHEDULER_COUNTERS.items():
-            yield self._counter(name, help, s.counters.get(counter, 0.0))
-        yield from self._others(s)
-
-    def _others(self, s: StateReply) -> Iterator[GaugeMetricFamily]:
-        """Gauges that the role adds (kv_transfer_speed_gb_s ...), by the names it gives."""
+                yield self._gauge(figure, s.queues.get(queue, 0))
         for name in sorted(s.gauges):
-            if name.isidentifier() and name.isascii() and name not in ("gen_throughput", "cache_hit_rate"):
-                yield self._gauge(name, "reported by the scheduler", s.gauges[name])
+            if (gauge := gauge_of(name)) is not None:
+                yield self._gauge(gauge, s.gauges[name])
+        for name, figure in COUNTERS.items():
+            yield self._counter(figure, s.counters.get(name, 0.0))
+        lost = s.counters.get("retractions", 0.0) + s.counters.get("preemptions", 0.0)
+        yield self._counter(Figure("vllm:num_preemptions", "times that a running request lost its KV"), lost)
 
-    def _gauge(self, name: str, help: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"sglang:{name}", help, labels=LABELS)
+    def _load(self, s: StateReply) -> Iterator[GaugeMetricFamily]:
+        total = s.num_pages * s.page_size
+        usage = used_tokens(s) / total if total else 0.0
+        for name in ("sglang:num_running_reqs", "vllm:num_requests_running"):
+            yield self._gauge(Figure(name, "requests in the running batch"), s.running)
+        yield self._gauge(Figure("vllm:num_requests_waiting", "requests in any queue before the batch"), num_waiting(s))
+        for name in ("sglang:token_usage", "vllm:kv_cache_usage_perc"):
+            yield self._gauge(Figure(name, "used share of the KV capacity (1: all)"), usage)
+        yield self._gauge(Figure("sglang:num_used_tokens", "KV tokens in use (held or quarantined)"), used_tokens(s))
+        yield self._gauge(Figure("sglang:max_total_num_tokens", "KV capacity in tokens"), total)
+        yield self._gauge(Figure("sglang:cache_hit_rate", "prompt tokens reused / prompt tokens"), cache_hit_rate(s))
+        yield self._cache_config(s)
+
+    def _cache_config(self, s: StateReply) -> GaugeMetricFamily:
+        """Under vLLM's labels: its block is our page."""
+        labels = (*LABELS, "block_size", "num_gpu_blocks")
+        family = GaugeMetricFamily("vllm:cache_config_info", "shape of the KV cache; always 1", labels=labels)
+        family.add_metric((*self._label_values, str(s.page_size), str(s.num_pages)), 1)
+        return family
+
+    def _gauge(self, figure: Figure, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(figure.name, figure.help, labels=LABELS)
         family.add_metric(self._label_values, value)
         return family
 
-    def _counter(self, name: str, help: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"sglang:{name}", help, labels=LABELS)
+    def _counter(self, figure: Figure, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(figure.name, figure.help, labels=LABELS)
         family.add_metric(self._label_values, value)
         return family
+
+
+def _finish_of(output: TextOutput | None) -> str:
+    """vLLM's words: "stop", "length", "abort", "error"."""
+    finish = None if output is None else output.tokens.finish
+    if finish is None:
+        return "abort"
+    return "error" if finish.status else finish.kind
 
 
 def used_tokens(s: StateReply) -> int:

@@ -19,6 +19,7 @@ from engine.frontend.embeddings_api import EmbeddingBody
 from engine.frontend.native_api import GenerateBody
 from engine.frontend.openai_bodies import ChatBody, CompletionBody
 from security.keys import Access
+from telemetry.records import TracesQuery
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
@@ -26,6 +27,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/embeddings": EmbeddingBody,
     "/generate": GenerateBody,
     "/abort_request": AbortBody,
+    "/traces": TracesQuery,
     "/pause_generation": PauseBody,
     "/update_weights_from_disk": UpdateWeightsBody,
     "/load_lora_adapter": LoadBody,

@@ -29,12 +29,15 @@ from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.metrics import Metrics
 from engine.frontend.services import ANY_MODEL, Services
 from engine.frontend.tokenizer import load_tokenizer, read_json
+from engine.frontend.tracing import Traces
 from engine.lora.names import lora_enabled, named_paths
 from engine.messages import Shutdown, ToFrontend, ToScheduler
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from lifecycle.stop_signals import StopSignals
 from security.keys import Gate, open_gate
+from telemetry.otlp import open_exporter
+from telemetry.tracer import Tracer
 
 DEFAULT_MODEL_NAME = "recall"  # the model that ships with Tandem
 WATCH_INTERVAL_S = 0.1
@@ -118,6 +121,7 @@ async def run_frontend(
                     raise WorkerDied(reason)
             finally:
                 services.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
+                services.tracer.close()
     finally:
         with suppress(PeerStalled):
             push.send(Shutdown())
@@ -147,12 +151,16 @@ def make_services(
     metrics = Metrics(model_name=served_name, mode=mode)
     context = engine.context_length or model.max_position_embeddings
     max_live = engine.max_running_requests + engine.max_queued_requests
+    process = "unified" if mode == "null" else mode
+    exporter = open_exporter(enable=server.enable_trace, endpoint=server.otlp_traces_endpoint, process=process)
+    tracer = Tracer(ring_size=server.trace_ring, exporter=exporter)
     client = EngineClient(
         send=send,
         now_s=now_s,
         observer=metrics,
         max_live=max_live,
         early_rejection=server.enable_early_rejection and mode != "decode",  # there the wait is for prefill
+        traces=Traces(tracer, process=process, model=served_name),
     )
     client.adapters = named_paths(engine)
     if taken := {*ANY_MODEL, served_name, model_path} & client.adapters.keys():
@@ -191,6 +199,7 @@ def make_services(
         embedding_pooling=engine.embedding_pooling,
         default_deadline_s=server.default_deadline,
         lora=lora_enabled(engine),
+        tracer=tracer,
     )
 
 

@@ -23,6 +23,7 @@ from engine.frontend.metrics import Metrics
 from engine.frontend.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
 from security.keys import Gate
+from telemetry.tracer import Tracer
 
 ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes when the client named none
 INLINE_CHARS = 2000  # shorter texts are tokenized in the event loop: that costs less than a thread switch
@@ -57,6 +58,7 @@ class Services:
     embedding_pooling: str = "last"
     default_deadline_s: float | None = None
     lora: bool = False  # requests may name adapters
+    tracer: Tracer = field(default_factory=lambda: Tracer(ring_size=0))
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
 
     @property

@@ -171,8 +171,8 @@ class EngineLoop:
         worked = plan is not None or self._pipeline.num_launched > 0
         if plan is not None:
             self._note_launch(plan, now_s)
-        outputs += self._pipeline.advance(plan)
-        self._tell(outputs)
+        self._tell(outputs)  # now: a first token that prefill drew must not wait for a step of others
+        self._tell(self._pipeline.advance(plan))
         self._events.turn()
         return worked
 
@@ -192,7 +192,9 @@ class EngineLoop:
 
     def _on_step(self, effects: StepEffects) -> list[TokenOutput]:
         self._control.on_collected()
-        return self._role.on_step(effects, self._clock())
+        now_s = self._clock()
+        self._times.progressed(effects.progressed, now_s)
+        return self._role.on_step(effects, now_s)
 
     def _rest(self) -> None:
         waiting = self._role.waits_for_outside() or bool(self._grammars.rids()) or self._disk.busy
@@ -270,6 +272,7 @@ class EngineLoop:
             return_hidden_states=message.return_hidden_states,
             pooling=message.pooling,
             adapter=adapter,
+            request_id=message.request_id,
             stop_patterns=compile_all(sampling.stop_regex),
         )
         self._gate.open(message)

@@ -37,7 +37,7 @@ def test_every_command_has_help(command: str) -> None:
     assert done.returncode == 0 and f"usage: tandem {command}" in done.stdout and "default: " in done.stdout
 
 
-@pytest.mark.parametrize("command", ["router", "bootstrap", "up", "bench"])
+@pytest.mark.parametrize("command", ["router", "bootstrap", "up", "bench", "plan"])
 def test_light_commands_never_import_torch(command: str) -> None:
     code = (
         "import sys\nfrom deploy.cli import main\n"

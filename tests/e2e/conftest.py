@@ -11,9 +11,10 @@ SHIPPED = ("--max-total-tokens", "65536", "--chunked-prefill-size", "256", "--lo
 
 @pytest.fixture(scope="session")
 def nixl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One prefill, one decode worker; the asynchronous stream, so that depth is 2."""
+    """One prefill, one decode worker; the asynchronous stream, so that depth is 2. Its logs are JSON."""
     folder = tmp_path_factory.mktemp("nixl")
-    with cluster(folder, "--transfer-backend", "nixl", "--stream", "threaded", *SHIPPED) as c:
+    logs = ("--run-dir", str(folder / "logs"), "--log-level", "info", "--log-format", "json", "--log-requests")
+    with cluster(folder, "--transfer-backend", "nixl", "--stream", "threaded", *SHIPPED, *logs) as c:
         yield c
 
 

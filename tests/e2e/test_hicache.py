@@ -85,8 +85,9 @@ def test_tokens_are_the_same_from_host_and_from_files_of_an_earlier_process(
         assert sum(meta["cached_tokens_details"]["host"] for meta in metas) >= FAMILIES * PREFIX_TOKENS // 2
         wait_until(lambda: disk_at_rest(worker), within_s=SETTLE_S, what="the files are written")
         metrics = asyncio.run(text(f"{worker.url}/metrics"))
-        for name in ("hicache_host_hit_tokens_total", "hicache_host_used_tokens", "hicache_disk_used_bytes"):
-            assert f"sglang:{name}{{" in metrics
+        names = ("tandem_hicache_host_hit_tokens_total", "sglang:hicache_host_used_tokens")
+        for name in (*names, "tandem_hicache_disk_used_bytes"):
+            assert f"{name}{{" in metrics
     assert len(files(tmp_path / "disk")) >= FAMILIES * PREFIX_TOKENS // 8
     damaged = sorted(files(tmp_path / "disk"))[::5]
     for file in damaged:

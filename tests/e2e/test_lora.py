@@ -109,7 +109,7 @@ async def _mixed(c: Cluster, files: Files) -> None:
         await _as_embeddings(http, c)
         for worker in c.workers:
             async with http.get(f"{worker.url}/metrics") as response:
-                assert "sglang:num_loaded_loras{" in (found := await response.text()) and "} 3.0" in found
+                assert "tandem_num_loaded_loras{" in (found := await response.text()) and "} 3.0" in found
 
 
 async def _as_models(http: aiohttp.ClientSession, c: Cluster, files: Files, *, text: str) -> None:

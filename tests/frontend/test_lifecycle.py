@@ -152,7 +152,7 @@ def test_a_request_whose_first_token_would_come_too_late_is_refused_at_once(tmp_
         bad = w.post("/generate", {"text": "a"}, headers={"x-request-timeout": "soon"})
         assert bad.status_code == 400 and bad.json()["error"]["param"] == "x-request-timeout"
         assert (
-            'sglang:num_early_rejections_total{engine_type="unified",model_name="tiny"} 2.0'
+            'tandem_num_early_rejections_total{engine_type="unified",model_name="tiny"} 2.0'
             in w.http.get("/metrics").text
         )
 

@@ -29,7 +29,7 @@ def main(args: dict[str, Any]) -> int:
                 ipc=IpcPaths(args["ipc_dir"]),
                 mode=args["mode"],
                 extra_info={"version": "test"},
-                meeting=meeting(args["allowed"]),
+                meeting=meeting(args.get("allowed")),
                 on_listening=listening,
                 on_ready=lambda address: (folder / "ready").touch(),
                 children_alive=lambda: "the scheduler process died" if (folder / "dead").exists() else None,

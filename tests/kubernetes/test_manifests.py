@@ -14,7 +14,7 @@ from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.access import need_of as worker_need_of
 from engine.frontend.app import _GETS
-from engine.frontend.metrics import QUEUE_GAUGES
+from engine.frontend.metric_names import QUEUES
 from router.config import RouterConfig, check_config
 from router.control import Control
 from router.guard import need_of as router_need_of
@@ -347,7 +347,7 @@ def test_no_key_stands_in_the_repository() -> None:
 
 # ---- metrics
 
-EXPORTED = {f"sglang:{name}" for name, _ in QUEUE_GAUGES.values()} | {"sglang:token_usage"}
+EXPORTED = {figure.name for figure in QUEUES.values()} | {"sglang:token_usage"}
 
 
 def test_the_hpa_reads_metrics_that_the_adapter_s_rules_make_of_exported_ones() -> None:

@@ -114,6 +114,8 @@ def test_processes_share_the_load_the_pool_and_the_metrics(tmp_path: Path) -> No
         async with fleet(tmp_path) as f:
             for _ in range(12):
                 assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
+            traced = (await f.call("POST", "/traces", {"last": 12}))[1]["records"]  # whichever process served them
+            assert len({record["request_id"] for record in traced}) == 12 == len(traced)
             for worker in (*f.prefills, *f.decodes):
                 worker.behave, worker.seen = hang, []
             asks = []

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("engine", "disagg", "router", "bootstrap_server", "transfer_backends", "security", "deploy", "benchmarks")
+PACKAGES = (
+    "engine",
+    "disagg",
+    "router",
+    "bootstrap_server",
+    "transfer_backends",
+    "security",
+    "telemetry",
+    "deploy",
+    "benchmarks",
+)
 
 MODULES = frozenset(
     (

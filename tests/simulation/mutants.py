@@ -18,6 +18,7 @@ COPIED = (
     "bootstrap_server",
     "transfer_backends",
     "security",
+    "telemetry",
     "tests/core",
     "tests/simulation",
 )

@@ -31,11 +31,12 @@ def bound_s(options: Options) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Expectation:
-    """`teller` failed or died at `since_s`; `hearer` must know by now."""
+    """`teller` failed or died at `since_s`; `hearer` must know by now. `room`: the hearer's, which a duplicate request may open anew."""
 
     teller: Worker
     hearer: Worker
     key: RoomKey
+    room: object
     since_s: float
     why: str
 
@@ -85,7 +86,8 @@ class Notices:
         return other if _partner(other, key) in (None, worker.process.name) else None
 
     def _expect(self, teller: Worker, hearer: Worker, key: RoomKey, why: str) -> None:
-        wanted = Expectation(teller, hearer, key, self._world.now_s, why)
+        room = hearer.manager._rooms._rooms[key]
+        wanted = Expectation(teller, hearer, key, room, self._world.now_s, why)
         self._world.after(self._bound_s, "judge a notice", self._judge, wanted)
 
     def _judge(self, wanted: Expectation) -> None:
@@ -93,6 +95,8 @@ class Notices:
             self.judged["excused notices"] += 1
             return
         self.judged["notices in time"] += 1
+        if wanted.hearer.manager._rooms._rooms.get(wanted.key) is not wanted.room:
+            return
         if _knows(wanted.hearer, wanted.key, wanted.teller.process.name):
             return
         raise Violation(

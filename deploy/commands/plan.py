@@ -1,0 +1,50 @@
+"""`tandem plan`: which cluster serves a workload within its limits on the fewest GPUs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.flags import Parser, add_flags, config_from
+from deploy.plan.config import PlanConfig, check_plan
+from engine.config import ConfigError
+
+
+def run(argv: Sequence[str]) -> int:
+    """Plan; 0 when some layout keeps the limits (or --rates asked for no search), 1 otherwise."""
+    config = config_from(build_parser().parse_strict(argv), PlanConfig)
+    check_plan(config)
+    for name in ("output", "plot", "save_profile"):
+        path = getattr(config, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: {Path(path).parent} is no directory; create it first")
+    return _plan(config)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="tandem plan",
+        description="Find the cluster with the best goodput per GPU: runs the real scheduler under virtual time over "
+        "layouts of prefill and decode workers and over unified ones, with a cost model in place of the GPU. See "
+        "docs/planning.md.",
+    )
+    add_flags(parser, PlanConfig, title="plan")
+    return parser
+
+
+def _plan(config: PlanConfig) -> int:
+    from deploy.bench.environment import describe
+    from deploy.plan.plot import check_plot, draw
+    from deploy.plan.report import report_json, report_text
+    from deploy.plan.run import run_plan
+    from deploy.plan.study import study_of
+
+    if config.plot:
+        check_plot(config.plot)
+    study = study_of(config)
+    outcomes = run_plan(config, study)
+    print(report_text(outcomes, study=study, config=config))
+    if config.output:
+        Path(config.output).write_bytes(report_json(outcomes, study=study, config=config, environment=describe()))
+    if config.plot:
+        draw(outcomes, config=config, title=f"{study.model} on {config.gpu or 'measured hardware'}", path=config.plot)
+    return 0 if config.rates or any(outcome.best for outcome in outcomes) else 1

@@ -1,0 +1,99 @@
+"""`tandem trace`: where the time of requests went, as a file for https://ui.perfetto.dev. Needs no collector.
+
+Router and workers keep the times of their last requests (--trace-ring); the router is asked, and asks its workers.
+"""
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from deploy.flags import Parser, add_flags, config_from
+from engine.config import ConfigError, flag
+from telemetry.perfetto import trace_file
+from telemetry.records import Record, Records, TracesQuery, query_error
+
+TIMEOUT_S = 30.0
+SHOWN = 20  # requests listed on the terminal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Which requests, whom to ask, where the file goes."""
+
+    last: int | None = flag(None, "the requests that ended last, this many (default: 10, where no ID is given)")
+    url: str = flag("http://127.0.0.1:8000", "the router, or a worker that runs alone")
+    admin_api_key: str | None = flag(None, "its admin key, where it has one")
+    output: str = flag("trace.json", "the file to write")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the file; 1 when nothing is known of the requests."""
+    args = build_parser().parse_strict(argv)
+    config = config_from(args, TraceConfig)
+    query = query_of(args.ids, config.last)
+    records = fetch(config.url, query, api_key=config.admin_api_key)
+    missing = sorted(set(query.ids or ()) - {record.request_id for record in records})
+    if not records or missing:
+        which = ", ".join(missing) or "any request"
+        raise ConfigError(f"{config.url} knows nothing of {which}; it keeps its last requests only (--trace-ring)")
+    Path(config.output).write_text(json.dumps(trace_file(records)))
+    print(summary(records, config.output))
+    return 0
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="tandem trace", description=__doc__.split("\n\n")[0], usage="%(prog)s [ID ...] [FLAGS]")
+    parser.add_argument("ids", nargs="*", metavar="ID", help="request ids (the X-Request-Id of an answer)")
+    add_flags(parser, TraceConfig, title="trace")
+    return parser
+
+
+def query_of(ids: Sequence[str], last: int | None) -> TracesQuery:
+    """Raises ConfigError."""
+    if ids and last is not None:
+        raise ConfigError("--last: give either request ids or --last")
+    query = TracesQuery(ids=list(ids)) if ids else TracesQuery(last=10 if last is None else last)
+    if (wrong := query_error(query)) is not None:
+        raise ConfigError(f"--{wrong}")
+    return query
+
+
+def fetch(url: str, query: TracesQuery, *, api_key: str | None) -> list[Record]:
+    """Raises ConfigError for a server that does not answer as a router or worker does."""
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
+    try:
+        request = urllib.request.Request(f"{url.rstrip('/')}/traces", data=msgspec.json.encode(query), headers=headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=TIMEOUT_S) as reply:
+            return msgspec.json.decode(reply.read(), type=Records).records
+    except urllib.error.HTTPError as error:
+        said = error.read(2000).decode(errors="replace")
+        remedy = "; give --admin-api-key" if error.code in (401, 403) else ""
+        raise ConfigError(f"--url {url}: HTTP {error.code}: {said}{remedy}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ConfigError(f"--url {url}: {error}") from None
+
+
+def summary(records: Sequence[Record], output: str) -> str:
+    """A line for each of the last requests, then where the file is."""
+    lines = [_line(records, name) for name in dict.fromkeys(record.request_id for record in records)]
+    return "\n".join([*lines[-SHOWN:], f"{len(lines)} requests: {output} (open it at https://ui.perfetto.dev)"])
+
+
+def _line(records: Sequence[Record], request_id: str) -> str:
+    mine = [record for record in records if record.request_id == request_id]
+    whole_s = max(r.end_s for r in mine) - min(r.start_s for r in mine)
+    stages = ", ".join(
+        f"{r.process} {span.name} {1e3 * (span.end_s - span.start_s):.1f}"
+        for r in mine
+        if r.process != "router"
+        for span in r.spans
+        if span.name != "chunk"
+    )
+    return f"{request_id}: {1e3 * whole_s:.1f} ms ({stages or 'no worker tells'})"

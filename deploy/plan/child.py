@@ -1,0 +1,32 @@
+"""A process that computes runs of one plan: the flags come as the first line on stdin, then a line a run, until it ends.
+
+usage: python -m deploy.plan.child      (deploy/plan/pool.py is its only caller)
+"""
+
+import sys
+from dataclasses import replace
+
+import msgspec
+
+from deploy.plan.config import PlanConfig
+from deploy.plan.layout import parse_layout
+from deploy.plan.study import study_of, try_rate
+
+
+class Run(msgspec.Struct):
+    layout: str
+    rate: float
+
+
+def main() -> None:
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=PlanConfig)
+    study = study_of(replace(config, save_profile=None))
+    for line in sys.stdin.buffer:
+        run = msgspec.json.decode(line, type=Run)
+        point = try_rate(study, parse_layout(run.layout), run.rate)
+        sys.stdout.buffer.write(msgspec.json.encode(point) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""One run: a layout's workers, the requests of a workload at one rate, and when each of their tokens came.
+
+It places requests as the router's least_load does by what it sent: where the fewest tokens are in flight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from deploy.bench.stats import Record
+from deploy.plan.layout import Layout
+from deploy.plan.timeline import Timeline
+from deploy.plan.transfer import Network
+from deploy.plan.worker import PlanWorker, WorkerSpec
+from deploy.plan.workload import Asked
+from engine.messages import AbortRequest, Bootstrap, GenerateRequest, TokenOutput
+from engine.sampling_params import SamplingParams
+
+LATE = "late"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """`workers`: by role. `outside_s`: of each request, in HTTP and tokenizer, before a scheduler sees it."""
+
+    layout: Layout
+    workers: dict[str, WorkerSpec]
+    control_s: float
+    latency_s: float
+    outside_s: float
+
+
+class _Placed:
+    """A worker and the tokens in flight there."""
+
+    def __init__(self, worker: PlanWorker) -> None:
+        self.worker = worker
+        self.tokens = 0
+
+
+class _Life:
+    """One request on its way. `open_legs`: workers that have not ended it yet."""
+
+    def __init__(self, asked: Asked, record: Record, legs: list[_Placed]) -> None:
+        self.asked = asked
+        self.record = record
+        self.legs = legs
+        self.open_legs = list(legs)
+        self.last_s = 0.0
+
+
+class PlannedCluster:
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._spec = spec
+        self._timeline = Timeline()
+        page_bytes = next(iter(spec.workers.values())).page_bytes
+        self._network = Network(
+            self._timeline, page_bytes=page_bytes, control_s=spec.control_s, latency_s=spec.latency_s
+        )
+        self._pools: dict[str, list[_Placed]] = {}
+        for role in spec.layout.roles:
+            self._pools.setdefault(role, []).append(self._place(role))
+        self._lives: dict[str, _Life] = {}
+        self._num_left = 0
+
+    def run(self, requests: Sequence[Asked], *, rate: float, until_s: float) -> list[Record]:
+        """Requests at `rate` a second for the whole cluster; those without an answer at `until_s` say "late"."""
+        records = [
+            Record(idx=i, sent_s=asked.at / rate, prompt_tokens=asked.input_len, error=LATE)
+            for i, asked in enumerate(requests)
+        ]
+        self._num_left = len(records)
+        for asked, record in zip(requests, records, strict=True):
+            self._timeline.at(record.sent_s + self._spec.outside_s, partial(self._send, asked, record))
+        self._timeline.run_until(until_s, done=lambda: self._num_left == 0)
+        return records
+
+    def warm(self, history: Sequence[Asked]) -> None:
+        """Prefixes of earlier requests are where prompts are computed, dealt out in turn."""
+        pool = next(iter(self._pools.values()))
+        for number, asked in enumerate(history):
+            pool[number % len(pool)].worker.remember(asked.tokens())
+
+    @property
+    def now_s(self) -> float:
+        """The end of the last turn of anybody."""
+        return max(worker.clock.now_s for worker in self.workers())
+
+    def workers(self) -> list[PlanWorker]:
+        return [placed.worker for pool in self._pools.values() for placed in pool]
+
+    # ---- inside
+
+    def _place(self, role: str) -> _Placed:
+        placed = _Placed(
+            PlanWorker(
+                self._spec.workers[role],
+                timeline=self._timeline,
+                network=self._network,
+                say=lambda outputs, now_s: self._hear(placed, outputs, now_s),
+            )
+        )
+        return placed
+
+    def _send(self, asked: Asked, record: Record) -> None:
+        legs = [min(pool, key=lambda placed: placed.tokens) for pool in self._pools.values()]
+        rid, room = f"r{record.idx}", None
+        if len(legs) > 1:
+            room = Bootstrap("planned", 1, record.idx + 1)
+        self._lives[rid] = _Life(asked, record, legs)
+        message = GenerateRequest(
+            rid=rid,
+            input_ids=asked.tokens(),
+            sampling=SamplingParams(max_new_tokens=asked.output_len, ignore_eos=True, temperature=0.0),
+            bootstrap=room,
+            stream=True,
+        )
+        for leg in legs:
+            leg.tokens += asked.input_len + asked.output_len
+            leg.worker.receive(message)
+
+    def _hear(self, placed: _Placed, outputs: list[TokenOutput], now_s: float) -> None:
+        for output in outputs:
+            life = self._lives[output.rid]
+            if placed is life.legs[-1]:  # decode's: the client's answer is there
+                _note(life, output, now_s)
+            if output.finish is not None:
+                self._end_leg(life, placed, output)
+
+    def _end_leg(self, life: _Life, placed: _Placed, output: TokenOutput) -> None:
+        life.open_legs.remove(placed)
+        placed.tokens -= life.asked.input_len + life.asked.output_len
+        assert output.finish is not None
+        if output.finish.kind == "abort":
+            if life.record.error == LATE:  # the first reason counts
+                life.record.error = output.finish.message
+            for leg in life.open_legs:
+                now_s = max(self._timeline.now_s, leg.worker.clock.now_s)
+                self._timeline.at(now_s, partial(leg.worker.receive, AbortRequest(output.rid)))
+        elif placed is life.legs[-1]:
+            life.record.error = None
+        self._num_left -= not life.open_legs
+
+
+def _note(life: _Life, output: TokenOutput, now_s: float) -> None:
+    record = life.record
+    if output.new_ids:
+        if record.ttft_s is None:
+            record.ttft_s = now_s - record.sent_s
+        else:
+            record.itl_s.append(now_s - life.last_s)
+        life.last_s = now_s
+        record.output_tokens += len(output.new_ids)
+    record.cached_tokens = max(record.cached_tokens, output.cached_tokens)
+    record.e2e_s = now_s - record.sent_s

@@ -1,0 +1,141 @@
+"""Goodput: which requests were good enough, and the highest rate at which enough of them are. Pure.
+
+Goodput per GPU, and the search for the rate that keeps a share of requests within their limits, are DistServe's (Zhong et
+al., OSDI'24).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from deploy.bench.stats import Record, percentile, tpot_s
+
+JUDGED_FROM = 0.1  # the first requests find an idle cluster: they load it and are not judged
+NEAR = 1.08  # the search ends when the best rate is known within this factor
+MOST_STEPS = 8  # doublings or halvings on the way to the first bracket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Limits in seconds. `share`: of requests that must be within them, and of a request's gaps within `itl_s`."""
+
+    ttft_s: float
+    tpot_s: float
+    itl_s: float | None
+    share: float
+
+    def is_met_by(self, record: Record) -> bool:
+        if record.error is not None or record.ttft_s is None or record.ttft_s > self.ttft_s:
+            return False
+        if (tpot_s(record) or 0.0) > self.tpot_s:
+            return False
+        return self.itl_s is None or not record.itl_s or percentile(record.itl_s, 100 * self.share) <= self.itl_s
+
+    def latest_s(self, *, sent_s: float, output_len: int) -> float:
+        """Who has not ended by then is not good any more."""
+        return sent_s + self.ttft_s + self.tpot_s * output_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One run. Rates in requests a second and worker. Latencies in seconds, at the SLO's percentile; None: no answer.
+
+    `busy`: of each role's devices, the part of the time. `cached_share`: of the prompts' tokens.
+    """
+
+    rate: float
+    good_share: float
+    ttft_s: float | None
+    tpot_s: float | None
+    ttft_p50_s: float | None
+    tpot_p50_s: float | None
+    cached_share: float
+    busy: dict[str, float]
+    errors: dict[str, int]
+
+    @property
+    def goodput(self) -> float:
+        return self.rate * self.good_share
+
+
+def judged(records: Sequence[Record]) -> Sequence[Record]:
+    return records[int(len(records) * JUDGED_FROM) :]
+
+
+def point_of(records: Sequence[Record], *, rate: float, slo: Slo, busy: dict[str, float]) -> Point:
+    seen = judged(records)
+    ttft = [record.ttft_s for record in seen if record.ttft_s is not None]
+    tpot = [found for record in seen if record.error is None and (found := tpot_s(record)) is not None]
+    prompts = sum(record.prompt_tokens for record in seen if record.ttft_s is not None)
+    errors: dict[str, int] = {}
+    for record in seen:
+        if record.error is not None:
+            errors[record.error] = errors.get(record.error, 0) + 1
+    return Point(
+        rate=rate,
+        good_share=sum(slo.is_met_by(record) for record in seen) / len(seen),
+        ttft_s=percentile(ttft, 100 * slo.share) if ttft else None,
+        tpot_s=percentile(tpot, 100 * slo.share) if tpot else None,
+        ttft_p50_s=percentile(ttft, 50) if ttft else None,
+        tpot_p50_s=percentile(tpot, 50) if tpot else None,
+        cached_share=sum(record.cached_tokens for record in seen) / prompts if prompts else 0.0,
+        busy=busy,
+        errors=dict(sorted(errors.items())),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """Brackets the highest good rate from `guess`, then halves the bracket (geometrically). Told points, it asks for rates."""
+
+    guess: float
+    share: float
+    points: list[Point] = field(default_factory=list)
+
+    def next_rate(self) -> float | None:
+        """None: found, or there is none."""
+        if not self.points:
+            return self.guess
+        good, bad = self._best_rate(), self._worst_rate()
+        if good is None or bad is None:
+            if len(self.points) > MOST_STEPS:
+                return None
+            return 2 * (good or 0.0) if bad is None else bad / 2
+        return None if bad / good <= NEAR else (good * bad) ** 0.5
+
+    def told(self, point: Point) -> None:
+        self.points.append(point)
+
+    @property
+    def best(self) -> Point | None:
+        return max(self._good(), key=lambda point: point.rate, default=None)
+
+    def _good(self) -> list[Point]:
+        """Below every rate that was not good enough: chance may make a higher one good again."""
+        bad = self._worst_rate()
+        return [p for p in self.points if p.good_share >= self.share and (bad is None or p.rate < bad)]
+
+    def _best_rate(self) -> float | None:
+        best = self.best
+        return None if best is None else best.rate
+
+    def _worst_rate(self) -> float | None:
+        return min((p.rate for p in self.points if p.good_share < self.share), default=None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Grid:
+    """Given rates and nothing else, in place of a search."""
+
+    rates: list[float]
+    share: float
+    points: list[Point] = field(default_factory=list)
+
+    def next_rate(self) -> float | None:
+        return self.rates[len(self.points)] if len(self.points) < len(self.rates) else None
+
+    def told(self, point: Point) -> None:
+        self.points.append(point)
+
+    @property
+    def best(self) -> Point | None:
+        return max((p for p in self.points if p.good_share >= self.share), key=lambda p: p.rate, default=None)

@@ -1,0 +1,112 @@
+"""What a plan found, for people and as JSON. Pure."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from deploy.bench.report import table
+from deploy.plan.config import PlanConfig
+from deploy.plan.run import Outcome
+from deploy.plan.study import Study
+
+LONG = 5  # limits of TTFT
+HEADER = ("layout", "req/s/GPU", "good", "TTFT ms", "TPOT ms", "cached", "busy")
+
+
+def report_text(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig) -> str:
+    """The best rate of each layout, best first; what each rate of `--rates` gave; and the recommendation."""
+    lines = [_about(study), ""]
+    if config.rates:
+        rows = [[o.layout.name, *_cells(p)] for o in outcomes for p in o.points]
+    else:
+        ordered = sorted(outcomes, key=lambda o: -o.rate)
+        rows = [[o.layout.name, *_cells(o.best)] for o in ordered]
+    percent = f"p{config.slo_percent:g}"
+    header = [f"{h.removesuffix(' ms')} {percent}, ms" if h.endswith(" ms") else h for h in HEADER]
+    lines.append(table(header, rows))
+    return "\n".join([*lines, "", *_advice(outcomes, config), *_doubts(outcomes, study)])
+
+
+def report_json(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig, environment: dict[str, Any]) -> bytes:
+    found = {
+        "environment": environment,
+        "config": config,
+        "hardware": study.hardware.text,
+        "kv_tokens": study.num_pages * study.engine.page_size,
+        "step_time": study.hardware.step_time,
+        "layouts": [
+            {"layout": o.layout.name, "workers": o.layout.num_workers, "best": o.best, "points": o.points}
+            for o in outcomes
+        ],
+    }
+    return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
+
+
+def workers_for(outcome: Outcome, total_rate: float) -> tuple[int, int]:
+    """(copies of the layout, workers in all) that serve `total_rate` requests a second."""
+    copies = math.ceil(total_rate / (outcome.rate * outcome.layout.num_workers))
+    return copies, copies * outcome.layout.num_workers
+
+
+def _doubts(outcomes: Sequence[Outcome], study: Study) -> list[str]:
+    """A run must be long against the limits: what comes all at once says how deep queues are, not how fast they move."""
+    size = len(study.requests)
+    seconds = {o: size / (o.rate * o.layout.num_workers) for o in outcomes if o.best}
+    short = [o for o, lasted_s in seconds.items() if lasted_s < LONG * study.slo.ttft_s]
+    if not short:
+        return []
+    need = max(math.ceil(size * LONG * study.slo.ttft_s / seconds[o]) for o in short)
+    names = ", ".join(o.layout.name for o in short)
+    return [
+        f"warning: at the best rate of {names} all {size} requests came within {LONG} x the TTFT limit, so it may be "
+        f"overstated; use --num-requests {need}"
+    ]
+
+
+def _about(study: Study) -> str:
+    size = len(study.requests)
+    prompt = sum(a.input_len for a in study.requests) / size
+    output = sum(a.output_len for a in study.requests) / size
+    slo = study.slo
+    itl = "" if slo.itl_s is None else f", ITL {1000 * slo.itl_s:g} ms"
+    return (
+        f"{study.hardware.text}; {study.num_pages * study.engine.page_size:,} tokens of KV a worker\n"
+        f"{size} requests, {prompt:,.0f} tokens in, {output:,.0f} out on average; good: TTFT {1000 * slo.ttft_s:g} ms, "
+        f"TPOT {1000 * slo.tpot_s:g} ms{itl}, for {100 * slo.share:g} % of them"
+    )
+
+
+def _cells(point: Any) -> list[str]:
+    if point is None:
+        return ["0", *[""] * (len(HEADER) - 2)]
+    busy = ", ".join(f"{role} {100 * share:.0f} %" for role, share in point.busy.items())
+    return [
+        f"{point.rate:.3g}",
+        f"{100 * point.good_share:.0f} %",
+        _ms(point.ttft_s),
+        _ms(point.tpot_s),
+        f"{100 * point.cached_share:.0f} %",
+        busy,
+    ]
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1000 * seconds:.0f}"
+
+
+def _advice(outcomes: Sequence[Outcome], config: PlanConfig) -> list[str]:
+    best = max(outcomes, key=lambda o: o.rate)
+    if best.best is None:
+        return [
+            "No layout keeps the limits at any rate that was tried: relax --slo-ttft-ms or --slo-tpot-ms, or take a faster GPU."
+        ]
+    lines = [f"best: {best.layout.name}, {best.rate:.3g} requests a second and GPU within the limits"]
+    unified = max((o.rate for o in outcomes if o.layout.unified), default=0.0)
+    if unified and not best.layout.unified:
+        lines[0] += f", {best.rate / unified:.2f} x the best unified layout"
+    if config.total_rate is not None:
+        copies, workers = workers_for(best, config.total_rate)
+        lines.append(f"for {config.total_rate:g} requests a second: {workers} GPUs, {copies} x {best.layout.name}")
+    return lines

@@ -1,0 +1,66 @@
+"""Runs a plan: every layout's rates, a few at a time, with a progress bar. It owns the searches and the bar."""
+
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from deploy.plan.config import PlanConfig
+from deploy.plan.goodput import Grid, Point, Search
+from deploy.plan.layout import Layout
+from deploy.plan.pool import Pool
+from deploy.plan.study import Study, guess_rate, layouts_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """All that was learnt of one layout. `best`: None when no rate was good enough."""
+
+    layout: Layout
+    points: list[Point]
+    best: Point | None
+
+    @property
+    def rate(self) -> float:
+        """The highest good one, in requests a second and worker; 0: there is none."""
+        return self.best.rate if self.best else 0.0
+
+
+def run_plan(config: PlanConfig, study: Study) -> list[Outcome]:
+    """The outcome of each layout, in the order of the flags. `study`: that of `config`."""
+    searches = {layout: _search(config, study, layout) for layout in layouts_of(config)}
+    with (
+        Pool(config, jobs=min(config.jobs, len(searches))) as pool,
+        tqdm(unit="run", disable=config.disable_progress or None) as bar,
+    ):
+        running: dict[Future[Point], Layout] = {}
+
+        def ask(layout: Layout) -> None:
+            rate = searches[layout].next_rate()
+            if rate is not None:
+                running[pool.submit(layout, rate)] = layout
+
+        for layout in searches:
+            ask(layout)
+        while running:
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                layout = running.pop(future)
+                searches[layout].told(future.result())
+                bar.set_postfix_str(_news(searches), refresh=False)
+                bar.update()
+                ask(layout)
+    return [Outcome(layout, sorted(s.points, key=lambda p: p.rate), s.best) for layout, s in searches.items()]
+
+
+def _search(config: PlanConfig, study: Study, layout: Layout) -> Search | Grid:
+    if config.rates:
+        return Grid(rates=sorted(config.rates), share=study.slo.share)
+    return Search(guess=guess_rate(study, layout), share=study.slo.share)
+
+
+def _news(searches: Mapping[Layout, Search | Grid]) -> str:
+    best = {layout.name: search.best.rate for layout, search in searches.items() if search.best}
+    name = max(best, key=best.__getitem__, default=None)
+    return "" if name is None else f"best so far {name}: {best[name]:.3g} req/s a GPU"

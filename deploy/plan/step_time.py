@@ -1,0 +1,97 @@
+"""How long one step takes: the cost model of the executor. Pure: from what a plan asks for to seconds.
+
+Two models with one face: `Roofline` follows from a GPU's data sheet and the model's shape, `Fitted` from measurements
+(deploy/plan/fit.py). Both see only sums over the step's items (`StepLoad`).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from deploy.plan.gpus import Gpu
+from deploy.plan.shape import Shape
+from engine.core.plan import Plan
+
+
+@dataclass(slots=True)
+class StepLoad:
+    """Of one step. `prefill_pairs`: (query, key) pairs that attention looks at; `prefill_context`: KV tokens it reads.
+
+    `decodes`: items of one token; `decode_context`: KV tokens they read. `draws`: tokens drawn, by anybody.
+    """
+
+    prefill_tokens: int = 0
+    prefill_pairs: float = 0.0
+    prefill_context: int = 0
+    decodes: int = 0
+    decode_context: int = 0
+    draws: int = 0
+
+
+class StepTime(Protocol):
+    def seconds(self, load: StepLoad) -> float:
+        """From the moment the device is free to the moment the tokens are known."""
+
+
+def load_of(plan: Plan) -> StepLoad:
+    load = StepLoad()
+    for item in plan.items:
+        if item.extend:
+            tokens = len(item.tokens)
+            load.prefill_tokens += tokens
+            load.prefill_pairs += tokens * (item.start + (tokens + 1) / 2)
+            load.prefill_context += item.start + tokens
+            load.draws += item.sample
+        else:
+            load.decodes += 1
+            load.decode_context += item.start + 1
+    load.draws += load.decodes
+    return load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """What part of a data sheet is reached, and what each step costs besides (launches, sampling, scheduler)."""
+
+    compute: float
+    memory: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """The slower of arithmetic and memory, for the linear layers and for attention apart (Williams et al. 2009)."""
+
+    gpu: Gpu
+    shape: Shape
+    efficiency: Efficiency
+
+    def seconds(self, load: StepLoad) -> float:
+        if not load.draws and not load.prefill_tokens:
+            return 0.0
+        flops_s = self.gpu.tflops * 1e12 * self.efficiency.compute
+        bytes_s = self.gpu.memory_gb_s * 1e9 * self.efficiency.memory
+        shape, tokens = self.shape, load.prefill_tokens + load.decodes
+        read = (shape.layer_params + shape.head_params) * shape.element_bytes
+        linear = 2 * (shape.layer_params * tokens + shape.head_params * load.draws)
+        prefill = max(load.prefill_pairs * shape.pair_flops / flops_s, load.prefill_context * shape.kv_bytes / bytes_s)
+        decode = load.decode_context * shape.kv_bytes / bytes_s
+        return self.efficiency.step_s + max(linear / flops_s, read / bytes_s) + prefill + decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """Linear in the load, as measured: seconds a step, a prompt token, a (query, key) pair; a decode step, a request
+    in it, a KV token that it reads. A mixed step costs a prefill step plus what its decodes add to one.
+    """
+
+    prefill_step_s: float
+    prefill_token_s: float
+    prefill_pair_s: float
+    decode_step_s: float
+    decode_request_s: float
+    decode_context_s: float
+
+    def seconds(self, load: StepLoad) -> float:
+        base = self.prefill_step_s if load.prefill_tokens else self.decode_step_s if load.decodes else 0.0
+        prefill = self.prefill_token_s * load.prefill_tokens + self.prefill_pair_s * load.prefill_pairs
+        return base + prefill + self.decode_request_s * load.decodes + self.decode_context_s * load.decode_context

@@ -1,0 +1,162 @@
+"""From flags to the runs of a plan: what every worker is, which requests it gets, and one run's figures.
+
+It reads the files that the flags name, once; from then on it is pure. The same flags give the same study in any process.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+
+from deploy.plan.cluster import ClusterSpec, PlannedCluster
+from deploy.plan.config import PlanConfig
+from deploy.plan.goodput import Point, Slo, point_of
+from deploy.plan.hardware import Hardware, hardware_of
+from deploy.plan.layout import Layout, candidates, parse_layout
+from deploy.plan.shape import Shape, shape_of
+from deploy.plan.step_time import StepLoad
+from deploy.plan.worker import WorkerSpec
+from deploy.plan.workload import Asked, workload_of
+from engine.config import ConfigError, EngineConfig
+from engine.model_config import load_model_config
+from engine.resolve import num_pages, resolve
+
+GUESSED_BATCH = 32
+GUESSED_LOAD = 0.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """`history`: requests before `requests`, which caches have seen."""
+
+    model: str
+    engine: EngineConfig
+    mixed_chunk_size: int
+    shape: Shape
+    hardware: Hardware
+    slo: Slo
+    control_s: float
+    latency_s: float
+    requests: Sequence[Asked]
+    history: Sequence[Asked]
+    num_pages: int
+
+
+def study_of(config: PlanConfig) -> Study:
+    """Reads the files that `config` names. Raises `ConfigError` where model, memory and flags do not fit each other."""
+    path = Path(config.model_path)
+    model = load_model_config(str(path.parent if path.name == "config.json" else path))
+    shape = shape_of(model)
+    hardware = hardware_of(config, shape)
+    history, requests = workload_of(config)
+    engine = resolve(_engine(config), model, cuda=True)
+    free_bytes = (hardware.memory_bytes or 0) - shape.weight_bytes
+    if hardware.memory_bytes is not None and free_bytes <= 0:
+        raise ConfigError(
+            f"--gpu-memory-gb: {hardware.memory_bytes / 1e9:.0f} GB do not hold the model's "
+            f"{shape.weight_bytes / 1e9:.0f} GB of weights; a worker is one GPU: take a larger one"
+        )
+    pages = num_pages(engine, page_bytes=shape.kv_bytes * engine.page_size, free_bytes=free_bytes)
+    longest = max(asked.input_len + asked.output_len for asked in requests)
+    assert engine.context_length is not None, "resolved"
+    if longest > engine.context_length:
+        raise ConfigError(
+            f"--model-path: its context of {engine.context_length} tokens is shorter than a request of {longest}"
+        )
+    return Study(
+        model=model.architecture,
+        engine=engine,
+        mixed_chunk_size=config.mixed_chunk_size,
+        shape=shape,
+        hardware=hardware,
+        slo=Slo(
+            ttft_s=config.slo_ttft_ms / 1000,
+            tpot_s=config.slo_tpot_ms / 1000,
+            itl_s=None if config.slo_itl_ms is None else config.slo_itl_ms / 1000,
+            share=config.slo_percent / 100,
+        ),
+        control_s=config.control_latency_ms / 1000,
+        latency_s=config.transfer_latency_ms / 1000,
+        requests=requests,
+        history=history,
+        num_pages=pages,
+    )
+
+
+def layouts_of(config: PlanConfig) -> list[Layout]:
+    if not config.layouts:
+        return candidates(config.num_workers)
+    return list(dict.fromkeys(parse_layout(text) for text in config.layouts))
+
+
+def try_rate(study: Study, layout: Layout, rate: float) -> Point:
+    """One run at `rate` requests a second and worker."""
+    cluster = PlannedCluster(cluster_spec(study, layout))
+    cluster.warm(study.history)
+    total = rate * layout.num_workers
+    until_s = max(study.slo.latest_s(sent_s=a.at / total, output_len=a.output_len) for a in study.requests)
+    records = cluster.run(study.requests, rate=total, until_s=until_s)
+    busy = defaultdict[str, list[float]](list)
+    for worker in cluster.workers():
+        busy[worker.spec.role].append(worker.executor.busy_s / cluster.now_s)
+    return point_of(records, rate=rate, slo=study.slo, busy={role: min(1.0, mean(s)) for role, s in busy.items()})
+
+
+def guess_rate(study: Study, layout: Layout) -> float:
+    """Where a search begins, in requests a second and worker: below what the devices could compute without a pause."""
+    size = len(study.requests)
+    tokens = sum(asked.input_len for asked in study.requests) / size
+    outputs = sum(asked.output_len for asked in study.requests) / size
+    time = study.hardware.step_time
+    prefill = StepLoad(prefill_tokens=int(tokens), prefill_pairs=tokens**2 / 2, prefill_context=int(tokens), draws=1)
+    context = int(GUESSED_BATCH * (tokens + outputs / 2))
+    decode = StepLoad(decodes=GUESSED_BATCH, decode_context=context, draws=GUESSED_BATCH)
+    prefill_s, decode_s = time.seconds(prefill), outputs * time.seconds(decode) / GUESSED_BATCH
+    if layout.unified:
+        return GUESSED_LOAD / (prefill_s + decode_s)
+    return GUESSED_LOAD * min(layout.prefill / prefill_s, layout.decode / decode_s) / layout.num_workers
+
+
+def cluster_spec(study: Study, layout: Layout) -> ClusterSpec:
+    engine = study.engine
+    if layout.mixed:
+        engine = replace(engine, enable_mixed_chunk=True, chunked_prefill_size=study.mixed_chunk_size)
+    workers = {
+        role: WorkerSpec(
+            role=role,
+            engine=engine,
+            num_pages=study.num_pages,
+            page_bytes=study.shape.kv_bytes * engine.page_size,
+            link_bytes_per_s=study.hardware.link_bytes_per_s,
+            step_time=study.hardware.step_time,
+        )
+        for role in layout.roles
+    }
+    return ClusterSpec(
+        layout=layout,
+        workers=workers,
+        control_s=study.control_s,
+        latency_s=study.latency_s,
+        outside_s=study.hardware.outside_s,
+    )
+
+
+def _engine(config: PlanConfig) -> EngineConfig:
+    if config.mixed_chunk_size < config.page_size:
+        raise ConfigError(
+            f"--mixed-chunk-size: must be at least --page-size ({config.page_size}), got {config.mixed_chunk_size}"
+        )
+    return EngineConfig(
+        device="cuda",
+        page_size=config.page_size,
+        chunked_prefill_size=config.chunked_prefill_size,
+        max_running_requests=config.max_running_requests,
+        max_queued_requests=100_000,
+        mem_fraction_static=config.mem_fraction_static,
+        max_total_tokens=config.max_total_tokens,
+        schedule_policy=config.schedule_policy,
+        schedule_conservativeness=config.schedule_conservativeness,
+        disable_overlap_schedule=config.disable_overlap_schedule,
+        disable_radix_cache=config.disable_radix_cache,
+    )

@@ -1,0 +1,24 @@
+"""Virtual time: one queue of events. Knows nothing of what happens at them."""
+
+import heapq
+from collections.abc import Callable
+
+
+class Timeline:
+    """Events of equal time happen in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = 0
+
+    def at(self, time_s: float, act: Callable[[], None]) -> None:
+        assert time_s >= self.now_s, "nothing happens in the past"
+        self._serial += 1
+        heapq.heappush(self._queue, (time_s, self._serial, act))
+
+    def run_until(self, time_s: float, *, done: Callable[[], bool]) -> None:
+        """Until `done`, or all is over up to `time_s` (included)."""
+        while self._queue and self._queue[0][0] <= time_s and not done():
+            self.now_s, _, act = heapq.heappop(self._queue)
+            act()

@@ -1,0 +1,243 @@
+"""Transfers as the roles see them, moved by a bandwidth model: both sides of a room, and the links between workers.
+
+It stands where the managers of transfer_backends/ stand. States are theirs (KVPoll); times are three: a control message
+takes `control_s`, a transfer's bytes wait for both ends' links and take their share of the slower one.
+"""
+
+import ctypes
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from deploy.plan.timeline import Timeline
+from disagg.metadata import MetadataBuffers
+from transfer_backends.contract import Asked, Work
+from transfer_backends.kvpoll import KVPoll
+
+
+@dataclass(slots=True, kw_only=True)
+class Link:
+    """A worker's port to the network. One thing at a time, first come, first served."""
+
+    bytes_per_s: float
+    free_s: float = 0.0
+    moved_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class End:
+    """One worker's side of all its transfers. `now`: its own clock. `wake` makes its loop turn."""
+
+    link: Link
+    metadata: MetadataBuffers
+    now: Callable[[], float]
+    wake: Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    """A transfer. `*_state`: what each side may know by now; a side's end is None until it has opened the room."""
+
+    prefill: End | None = None
+    decode: End | None = None
+    prefill_state: KVPoll = KVPoll.Bootstrapping
+    decode_state: KVPoll = KVPoll.Bootstrapping
+    num_pages: int | None = None
+    decode_row: int = 0
+
+
+class Network:
+    """All rooms of a cluster."""
+
+    def __init__(self, timeline: Timeline, *, page_bytes: int, control_s: float, latency_s: float) -> None:
+        """`latency_s`: of one piece, from the first byte's start to its arrival, whatever the bandwidth."""
+        self._timeline = timeline
+        self._page_bytes = page_bytes
+        self._control_s = control_s
+        self._latency_s = latency_s
+        self._rooms: dict[int, Room] = {}
+
+    def room(self, number: int) -> Room:
+        return self._rooms.setdefault(number, Room())
+
+    def forget(self, number: int) -> None:
+        self._rooms.pop(number, None)
+
+    def shake_hands(self, room: Room) -> None:
+        """Both are there: decode asks and is answered."""
+        if room.prefill is not None and room.decode is not None:
+            self._after_messages(2, room.decode, lambda: self._decode_moves(room, KVPoll.WaitingForInput))
+
+    def provide(self, room: Room, *, num_pages: int, row: int) -> None:
+        """Decode's pages travel to prefill."""
+        room.decode_row = row
+        assert room.decode is not None
+        self._after_messages(1, room.decode, lambda: self._learn_pages(room, num_pages))
+
+    def send(self, room: Room, *, num_pages: int, row: int | None) -> None:
+        """Prefill has computed them; `row`: the last ones, with their metadata."""
+        room.prefill_state = KVPoll.Transferring
+        assert room.prefill is not None
+        begin_s = room.prefill.now()
+        self._timeline.at(begin_s, lambda: self._move_bytes(room, num_pages * self._page_bytes, row))
+
+    def fail(self, room: Room) -> None:
+        for side in ("prefill_state", "decode_state"):
+            if getattr(room, side) is not KVPoll.Success:
+                setattr(room, side, KVPoll.Failed)
+        for end in (room.prefill, room.decode):
+            if end is not None:
+                self._timeline.at(max(end.now(), self._timeline.now_s), end.wake)
+
+    # ---- inside
+
+    def _after_messages(self, count: int, end: End, act: Callable[[], None]) -> None:
+        self._timeline.at(max(end.now(), self._timeline.now_s) + count * self._control_s, act)
+
+    def _decode_moves(self, room: Room, to: KVPoll) -> None:
+        if room.decode_state is not KVPoll.Failed and room.decode is not None:
+            room.decode_state = to
+            room.decode.wake()
+
+    def _learn_pages(self, room: Room, num_pages: int) -> None:
+        if room.prefill_state is KVPoll.Bootstrapping and room.prefill is not None:
+            room.num_pages, room.prefill_state = num_pages, KVPoll.WaitingForInput
+            room.prefill.wake()
+
+    def _move_bytes(self, room: Room, size_bytes: int, row: int | None) -> None:
+        assert room.prefill is not None and room.decode is not None
+        one, other = room.prefill.link, room.decode.link
+        begin_s = max(self._timeline.now_s, one.free_s, other.free_s)
+        end_s = begin_s + size_bytes / min(one.bytes_per_s, other.bytes_per_s)
+        for link in (one, other):
+            link.free_s = end_s
+            link.moved_bytes += size_bytes
+        if row is not None:
+            self._timeline.at(end_s + self._latency_s, lambda: self._land(room, row))
+
+    def _land(self, room: Room, row: int) -> None:
+        if room.prefill_state is KVPoll.Failed or room.prefill is None or room.decode is None:
+            return
+        _copy_row(room.prefill.metadata, row, room.decode.metadata, room.decode_row)
+        room.prefill_state = KVPoll.Success
+        room.prefill.wake()
+        self._timeline.at(self._timeline.now_s + self._control_s, lambda: self._decode_moves(room, KVPoll.Success))
+
+
+@dataclass(slots=True, eq=False)
+class Sender:
+    """Implements transfer_backends.contract.KVSender."""
+
+    network: Network
+    room: Room
+    number: int
+
+    @property
+    def num_pages(self) -> int | None:
+        return self.room.num_pages
+
+    def poll(self) -> KVPoll:
+        return self.room.prefill_state
+
+    def send(self, src_pages: Sequence[int], *, dst_start: int, last: bool, aux_idx: int | None = None) -> None:
+        if self.room.prefill_state is not KVPoll.Failed:
+            self.network.send(self.room, num_pages=len(src_pages), row=aux_idx if last else None)
+
+    def abort(self, reason: str) -> None:
+        self.network.fail(self.room)
+
+    def failure(self) -> str | None:
+        return "aborted" if self.room.prefill_state is KVPoll.Failed else None
+
+    def released(self) -> bool:
+        return self.room.prefill_state in (KVPoll.Success, KVPoll.Failed)
+
+    def close(self) -> None:
+        """Decode forgets the room."""
+
+
+@dataclass(slots=True, eq=False)
+class Receiver:
+    """Implements transfer_backends.contract.KVReceiver."""
+
+    network: Network
+    room: Room
+    number: int
+
+    def poll(self) -> KVPoll:
+        return self.room.decode_state
+
+    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
+        self.network.provide(self.room, num_pages=len(dst_pages), row=aux_idx)
+
+    def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
+        raise AssertionError("a plan's decode workers resume by themselves")
+
+    def abort(self, reason: str) -> None:
+        self.network.fail(self.room)
+
+    def failure(self) -> str | None:
+        return "aborted" if self.room.decode_state is KVPoll.Failed else None
+
+    def retries(self) -> int:
+        return 0
+
+    def drained(self) -> bool:
+        return self.room.decode_state in (KVPoll.Success, KVPoll.Failed)
+
+    def close(self) -> None:
+        self.network.forget(self.number)
+
+
+@dataclass(slots=True)
+class Senders:
+    """The prefill role's manager (disagg.prefill_role.Senders), and its directory: a room is known where it is."""
+
+    network: Network
+    end: End
+    counters: dict[str, int] = field(default_factory=Counter)
+
+    def sender(self, room: int, *, attempt: int = 0, fake: bool = False) -> Sender:
+        found = self.network.room(room)
+        found.prefill = self.end
+        self.network.shake_hands(found)
+        return Sender(self.network, found, room)
+
+    def take_asked(self) -> list[Asked]:
+        return []
+
+    def add_room(self, room: int) -> None:
+        """Decode finds it by its number."""
+
+    def check(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(slots=True)
+class Receivers:
+    """The decode role's manager (disagg.decode_role.Receivers)."""
+
+    network: Network
+    end: End
+    counters: dict[str, int] = field(default_factory=Counter)
+
+    def receiver(self, room: int, *, bootstrap: str, attempt: int = 0, fake: bool = False) -> Receiver:
+        found = self.network.room(room)
+        found.decode = self.end
+        self.network.shake_hands(found)
+        return Receiver(self.network, found, room)
+
+    def check(self) -> list[str]:
+        return []
+
+    def close(self) -> bool:
+        return True
+
+
+def _copy_row(source: MetadataBuffers, row: int, target: MetadataBuffers, to: int) -> None:
+    """As an engine does: bytes from address to address."""
+    one, other = source.region, target.region
+    ctypes.memmove(other.base_ptr + to * other.item_bytes, one.base_ptr + row * one.item_bytes, one.item_bytes)

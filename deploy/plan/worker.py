@@ -1,0 +1,172 @@
+"""One planned worker: the production loop, scheduler and role over a device, a network and clients of virtual time.
+
+A turn happens in one event. It begins at the event's time; while it waits for the device its clock runs ahead, so what it
+says and sends is timed by that clock, and what others do meanwhile it sees in its next turn, as a real loop would.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from deploy.plan.executor import TimedExecutor, WorkerClock
+from deploy.plan.step_time import StepTime
+from deploy.plan.timeline import Timeline
+from deploy.plan.transfer import End, Link, Network, Receivers, Senders
+from disagg.config import DisaggConfig
+from disagg.decode_role import DecodeRole
+from disagg.metadata import MetadataBuffers
+from disagg.prefill_role import PrefillRole
+from disagg.recompute import Bounds
+from engine.config import EngineConfig
+from engine.core.growth import MeasuredGrowth
+from engine.core.memory import Memory
+from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.page_allocator import PageAllocator
+from engine.core.radix_cache import RadixCache
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.loop.loop import EngineLoop, LoopSettings
+from engine.loop.role import Role, UnifiedRole
+from engine.loop.watchdog import Watchdog
+from engine.messages import ToDetokenizer, ToFrontend, TokenBatch, TokenOutput, ToScheduler
+from engine.resolve import depth, limits
+from engine.sampling_params import SamplingParams
+
+Say = Callable[[list[TokenOutput], float], None]  # (outputs, when)
+NEVER_S = 1e12  # no timeout of a role strikes in a plan: who comes too late is counted by the SLOs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """`engine`: resolved. `role`: "unified" | "prefill" | "decode". `num_pages`: of its KV pool."""
+
+    role: str
+    engine: EngineConfig
+    num_pages: int
+    page_bytes: int
+    link_bytes_per_s: float
+    step_time: StepTime
+
+
+class PlanWorker:
+    """`say` hears all outputs."""
+
+    def __init__(self, spec: WorkerSpec, *, timeline: Timeline, network: Network, say: Say) -> None:
+        self.spec = spec
+        self.clock = WorkerClock()
+        self.executor = TimedExecutor(spec.step_time, self.clock)
+        self.scheduler = _scheduler(spec)
+        self._timeline = timeline
+        self._turning = False
+        self._ports = _Ports(self._wake, lambda outputs: say(outputs, self.clock.now_s))
+        self._metadata = MetadataBuffers(2 * spec.engine.max_running_requests if spec.role != "unified" else 1)
+        link = Link(bytes_per_s=spec.link_bytes_per_s)
+        self._end = End(link=link, metadata=self._metadata, now=lambda: self.clock.now_s, wake=self._wake)
+        self.role = self._role(network)
+        nothing: Any = None  # no weights are updated, no profile is taken
+        self._loop = EngineLoop(
+            scheduler=self.scheduler,
+            executor=self.executor,
+            role=self.role,
+            ports=self._ports,
+            weights=nothing,
+            profiler=nothing,
+            watchdog=Watchdog(timeout_s=0),
+            settings=LoopSettings(depth=depth(spec.engine), eos_ids=frozenset(), prefill_only=spec.role == "prefill"),
+            clock=lambda: self.clock.now_s,
+        )
+
+    def receive(self, message: ToScheduler) -> None:
+        self._ports.inbox.append(message)
+        self._wake()
+
+    def remember(self, tokens: list[int]) -> None:
+        """The prefix cache holds `tokens` from now on, as after a request that has ended. Before the first turn only."""
+        memory = self.scheduler.memory
+        request = Request(
+            rid="history",
+            input_ids=tokens,
+            sampling=SamplingParams(max_new_tokens=0),
+            eos_ids=frozenset(),
+            arrived_s=0.0,
+        )
+        if memory.can_ever_hold(len(tokens)) and memory.admit(request, reserved_pages=0):
+            request.launched_len = request.computed_len = len(tokens)
+            memory.give_back(request)
+
+    # ---- inside
+
+    def _role(self, network: Network) -> Role:
+        if self.spec.role == "unified":
+            return UnifiedRole(self.scheduler)
+        if self.spec.role == "decode":
+            return DecodeRole(
+                scheduler=self.scheduler,
+                manager=Receivers(network, self._end),
+                metadata=self._metadata,
+                moves_bytes=True,
+                prealloc_timeout_s=NEVER_S,
+            )
+        senders = Senders(network, self._end)
+        bounds = Bounds(vocab_size=1, context_length=1)  # of what decode may ask for: nothing is asked
+        return PrefillRole(
+            scheduler=self.scheduler,
+            manager=senders,
+            metadata=self._metadata,
+            directory=senders,
+            page_bytes=self.spec.page_bytes,
+            bounds=bounds,
+        )
+
+    def _wake(self) -> None:
+        """Turn now, or as soon as the present turn is over."""
+        if not self._turning:
+            self._turning = True
+            self._timeline.at(max(self._timeline.now_s, self.clock.now_s), self._turn)
+
+    def _turn(self) -> None:
+        self.clock.now_s = max(self.clock.now_s, self._timeline.now_s)
+        worked = self._loop.turn()
+        self._turning = False
+        if worked:
+            self._wake()
+
+
+@dataclass(slots=True)
+class _Ports:
+    """The loop's `Ports`."""
+
+    wake: Callable[[], None]
+    say: Callable[[list[TokenOutput]], None]
+    inbox: list[ToScheduler] = field(default_factory=list)
+
+    def receive(self) -> list[ToScheduler]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def wait(self, timeout_s: float) -> None:
+        """The worker rests until it is woken."""
+
+    def to_detokenizer(self, message: ToDetokenizer) -> None:
+        if isinstance(message, TokenBatch):
+            self.say(message.outputs)
+
+    def to_frontend(self, message: ToFrontend) -> None:
+        """Nobody asks for control."""
+
+    def call_attention(self) -> None:
+        self.wake()
+
+
+def _scheduler(spec: WorkerSpec) -> Scheduler:
+    config = spec.engine
+    allocator = PageAllocator(num_pages=spec.num_pages, page_size=config.page_size)
+    return Scheduler(
+        limits=limits(config),
+        memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=not config.disable_radix_cache)),
+        tail_text=lambda ids: "",
+        policy=config.schedule_policy,
+        ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
+        reserve_floor=DisaggConfig().num_reserved_decode_tokens,
+        growth=MeasuredGrowth(),
+    )

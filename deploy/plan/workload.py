@@ -1,0 +1,128 @@
+"""What clients will ask of the planned cluster: pure, from a trace or from distributions to requests in time.
+
+A prompt is a list of blocks, each one number repeated: equal blocks at equal places are equal prefixes, and a prompt of
+126,000 tokens costs no more memory than its list. A plan asks for the same requests at many rates, so arrivals are
+kept at a mean rate of one a second and stretched.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from deploy.bench.trace import TraceEntry, read_trace
+from deploy.bench.workload import TRACE_BLOCK_TOKENS
+from deploy.plan.config import PlanConfig
+
+FIRST_BLOCK = 2  # token ids: 1 is what the executor draws
+FIRST_OWN = 1 << 40  # of blocks that belong to one request alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One request. `at`: arrival, in mean gaps between two requests. `blocks`: (token id, how many of it), in order."""
+
+    at: float
+    blocks: tuple[tuple[int, int], ...]
+    output_len: int
+
+    @property
+    def input_len(self) -> int:
+        return sum(count for _, count in self.blocks)
+
+    def tokens(self) -> list[int]:
+        ids: list[int] = []
+        for token, count in self.blocks:
+            ids += [token] * count
+        return ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Uniform from [ratio x longest, longest] tokens, prompts that begin with one of `prefix_groups` common prefixes."""
+
+    input_len: int
+    output_len: int
+    range_ratio: float = 1.0
+    prefix_len: int = 0
+    prefix_groups: int = 1
+
+
+def workload_of(config: PlanConfig) -> tuple[list[Asked], list[Asked]]:
+    """(history, requests) of a plan; raises `ConfigError` for a trace that cannot be read."""
+    if config.trace is not None:
+        return from_trace(read_trace(config.trace), count=config.num_requests)
+    lengths = Lengths(
+        input_len=config.input_len,
+        output_len=config.output_len,
+        range_ratio=config.random_range_ratio,
+        prefix_len=config.shared_prefix_len,
+        prefix_groups=config.shared_prefix_groups,
+    )
+    return [], from_lengths(lengths, count=config.num_requests, seed=config.seed)
+
+
+def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[Asked], list[Asked]]:
+    """(at most `count` requests before the middle one, `count` from there on): what caches have seen, and what comes.
+
+    Arrivals of one tick of the trace's clock are spread evenly until the next tick.
+    """
+    ordered = sorted(entries, key=lambda entry: entry.timestamp_ms)
+    begin = max(0, len(ordered) - count) // 2
+    first = max(0, begin - count)
+    chosen = ordered[first : begin + count]
+    times = _spread([entry.timestamp_ms for entry in chosen])
+    times = times[: begin - first] + _without_gaps(times[begin - first :])
+    asked = [
+        Asked(at=at, blocks=_trace_blocks(entry, number), output_len=max(1, entry.output_length))
+        for number, (at, entry) in enumerate(zip(times, chosen, strict=True))
+    ]
+    return asked[: begin - first], asked[begin - first :]
+
+
+def from_lengths(lengths: Lengths, *, count: int, seed: int) -> list[Asked]:
+    """`count` requests with Poisson arrivals."""
+    rng, at, found = random.Random(seed), 0.0, []
+    for number in range(count):
+        size = max(1, _draw(rng, lengths.input_len, lengths.range_ratio))
+        prefix = min(lengths.prefix_len, size)
+        blocks = ((FIRST_BLOCK + number % lengths.prefix_groups, prefix), (FIRST_OWN + number, size - prefix))
+        output_len = max(1, _draw(rng, lengths.output_len, lengths.range_ratio))
+        found.append(Asked(at=at, blocks=tuple(b for b in blocks if b[1]), output_len=output_len))
+        at += rng.expovariate(1.0)
+    return found
+
+
+def _draw(rng: random.Random, longest: int, ratio: float) -> int:
+    return rng.randint(round(longest * ratio), longest)
+
+
+def _trace_blocks(entry: TraceEntry, number: int) -> tuple[tuple[int, int], ...]:
+    """What the listed blocks do not cover (they rarely fall short) is the request's own."""
+    left, blocks = max(1, entry.input_length), list[tuple[int, int]]()
+    for block in entry.hash_ids:
+        if left <= 0:
+            break
+        blocks.append((FIRST_BLOCK + block, min(left, TRACE_BLOCK_TOKENS)))
+        left -= TRACE_BLOCK_TOKENS
+    if left > 0:
+        blocks.append((FIRST_OWN + number, left))
+    return tuple(blocks)
+
+
+def _spread(times: Sequence[float]) -> list[float]:
+    """Equal times, moved evenly towards the next; the last tick counts as long as the mean one."""
+    ticks = sorted(set(times))
+    mean = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else 1.0
+    following = dict(zip(ticks, [*ticks[1:], ticks[-1] + mean], strict=True))
+    found: list[float] = []
+    for tick in ticks:
+        together = times.count(tick)
+        found += [tick + (following[tick] - tick) * i / together for i in range(together)]
+    return found
+
+
+def _without_gaps(times: Iterable[float]) -> list[float]:
+    """From 0, with a mean gap of 1."""
+    ordered = list(times)
+    mean = (ordered[-1] - ordered[0]) / max(1, len(ordered) - 1) or 1.0
+    return [(time - ordered[0]) / mean for time in ordered]

@@ -1,0 +1,126 @@
+"""What the scheduler's figures are called in /metrics. Values only.
+
+`sglang:` and `vllm:` names stand where those servers export the same quantity, so that dashboards, autoscalers and the Gateway
+API's inference extension work unchanged; `tandem_` where neither has it (docs/observability.md).
+"""
+
+from typing import NamedTuple
+
+from engine.messages import StateReply
+
+
+class Figure(NamedTuple):
+    """`name`: as exported, a counter without its `_total`."""
+
+    name: str
+    help: str
+
+
+QUEUES = {
+    "waiting": Figure("sglang:num_queue_reqs", "requests in the waiting queue"),
+    "grammar": Figure("sglang:num_grammar_queue_reqs", "requests whose grammar is being compiled"),
+    "bootstrap": Figure("sglang:num_prefill_bootstrap_queue_reqs", "requests in the prefill bootstrap queue"),
+    "inflight": Figure("sglang:num_prefill_inflight_queue_reqs", "requests in the prefill inflight queue"),
+    "prealloc": Figure("sglang:num_decode_prealloc_queue_reqs", "requests in the decode prealloc queue"),
+    "transfer": Figure("sglang:num_decode_transfer_queue_reqs", "requests in the decode transfer queue"),
+    "retracted": Figure("sglang:num_retracted_reqs", "retracted requests that wait"),
+    "held": Figure("tandem_num_held_reqs", "requests that wait while generation is paused"),
+    "resuming": Figure("tandem_num_resuming_reqs", "retracted requests whose KV prefill computes"),
+    "quarantined": Figure("tandem_num_quarantined_reqs", "ended requests whose memory a peer may still write"),
+}
+GAUGES = {
+    "gen_throughput": Figure("sglang:gen_throughput", "generated tokens per second"),
+    "new_token_ratio": Figure("sglang:new_token_ratio", "share of the possible answer that admission reserves"),
+    "kv_transfer_speed_gb_s": Figure("sglang:kv_transfer_speed_gb_s", "GB/s of the last transfers"),
+    "kv_transfer_latency_ms": Figure("sglang:kv_transfer_latency_ms", "last chunk sent until all has landed, mean"),
+    "kv_transfer_total_mb": Figure("sglang:kv_transfer_total_mb", "MB of the last transfers' last chunks, mean"),
+    "kv_transfer_bootstrap_ms": Figure("sglang:kv_transfer_bootstrap_ms", "arrival until decode told its pages, mean"),
+    "pending_prealloc_token_usage": Figure(
+        "sglang:pending_prealloc_token_usage", "KV that requests in the prealloc queue want / capacity"
+    ),
+    "hicache_host_used_tokens": Figure("sglang:hicache_host_used_tokens", "tokens of prefixes in host memory"),
+    "hicache_host_total_tokens": Figure("sglang:hicache_host_total_tokens", "tokens that host memory has room for"),
+    "live": Figure("tandem_num_live_reqs", "requests that have not ended"),
+    "waiting_tokens": Figure("tandem_waiting_tokens", "tokens to compute in the waiting queue"),
+    "paused": Figure("tandem_paused", "1: generation is paused"),
+    "batch_is_full": Figure("tandem_batch_is_full", "1: no waiting request fits"),
+}
+COUNTERS = {
+    "bootstrap_failed": Figure("sglang:num_bootstrap_failed_reqs", "requests whose bootstrap failed"),
+    "transfer_failed": Figure("sglang:num_transfer_failed_reqs", "requests whose KV transfer failed"),
+    "retried": Figure("sglang:num_prefill_retries", "transfers that were written once more"),
+    "grammar_cache_hits": Figure("sglang:num_grammar_cache_hit", "requests whose grammar was compiled before"),
+    "grammar_timeouts": Figure("sglang:num_grammar_timeout", "requests whose grammar did not compile in time"),
+    "prompt_tokens": Figure("vllm:prefix_cache_queries", "prompt tokens that were looked up in the prefix cache"),
+    "cached_tokens": Figure("vllm:prefix_cache_hits", "prompt tokens found in the prefix cache"),
+    "grammar_compiled": Figure("tandem_num_grammar_compiled", "grammars that were compiled"),
+    "grammar_failed": Figure("tandem_num_grammar_failed", "requests whose grammar did not compile"),
+    "kv_sent_bytes": Figure("tandem_kv_transferred_bytes", "bytes of KV that decode workers have"),
+    "kv_transfers": Figure("tandem_num_kv_transfers", "requests whose KV went to a decode worker"),
+    "kv_checksum_failed": Figure("tandem_num_kv_checksum_failed_reqs", "requests whose KV arrived corrupted"),
+    "retractions": Figure("tandem_num_retractions", "times that a request lost its memory"),
+    "preemptions": Figure("tandem_num_preemptions", "times that a request lost its place to one of higher priority"),
+    "steps": Figure("tandem_num_steps", "steps that were planned"),
+    "prefill_steps": Figure("tandem_num_prefill_steps", "steps that computed a part of a prompt"),
+    "mixed_steps": Figure("tandem_num_mixed_steps", "prefill steps in which decodes rode along"),
+    "wasted_draws": Figure("tandem_num_wasted_draws", "tokens drawn after their request had ended, and dropped"),
+    "late_draws": Figure("tandem_num_late_draws", "steps whose draw waited for grammar masks while their forward ran"),
+    "backup_saved_tokens": Figure("tandem_retraction_saved_tokens", "retracted tokens whose KV was copied to the host"),
+    "backup_restored_tokens": Figure(
+        "tandem_retraction_restored_tokens", "retracted tokens whose KV came back from the host"
+    ),
+    "resumed_computed": Figure("tandem_num_resumed_computed", "retracted requests whose KV this worker computed again"),
+    "resumed_restored": Figure("tandem_num_resumed_restored", "retracted requests whose KV came back from the host"),
+    "resumed_through_prefill": Figure(
+        "tandem_num_resumed_through_prefill", "retracted requests whose KV a prefill worker computed"
+    ),
+    "recompute_failed": Figure(
+        "tandem_num_recompute_failed", "times that prefill was asked for it and did not deliver"
+    ),
+    "recompute_refused": Figure(
+        "tandem_num_recompute_refused", "times that a decode worker asked for KV and was refused"
+    ),
+    "recomputed": Figure("tandem_num_recomputed", "retracted requests of decode workers whose KV was computed here"),
+    "recomputed_tokens": Figure(
+        "tandem_recomputed_tokens", "tokens that were computed for them, cached ones not counted"
+    ),
+    "hicache_device_hit_tokens": Figure("tandem_hicache_device_hit_tokens", "prompt tokens found on the device"),
+    "hicache_host_hit_tokens": Figure("tandem_hicache_host_hit_tokens", "prompt tokens that came from host memory"),
+    "hicache_disk_hit_tokens": Figure("tandem_hicache_disk_hit_tokens", "prompt tokens that came from files"),
+    "hicache_saved_pages": Figure("tandem_hicache_saved_pages", "pages copied to host memory"),
+    "hicache_loaded_pages": Figure("tandem_hicache_loaded_pages", "pages copied back from host memory"),
+    "hicache_written_pages": Figure("tandem_hicache_written_pages", "pages written to files"),
+    "hicache_read_pages": Figure("tandem_hicache_read_pages", "pages read from files"),
+    "hicache_skipped_pages": Figure("tandem_hicache_skipped_pages", "pages not copied: all of host memory was in use"),
+    "hicache_unwritten_pages": Figure(
+        "tandem_hicache_unwritten_pages", "pages not written: no room, or the disk is too slow"
+    ),
+    "hicache_failed_writes": Figure("tandem_hicache_failed_writes", "files that could not be written"),
+    "hicache_bad_files": Figure("tandem_hicache_bad_files", "files that were wrong and were deleted"),
+}
+# vLLM's histograms of the same quantity as one of ours; its stages are histograms of their own.
+VLLM_HISTOGRAMS = {
+    "sglang:time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "sglang:inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "sglang:request_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "sglang:e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "sglang:queue_time_seconds": "vllm:request_queue_time_seconds",
+}
+VLLM_STAGES = {"prefill": "vllm:request_prefill_time_seconds", "decode": "vllm:request_decode_time_seconds"}
+VLLM_COUNTERS = {
+    "sglang:prompt_tokens": "vllm:prompt_tokens",
+    "sglang:generation_tokens": "vllm:generation_tokens",
+}
+_BEFORE_THE_BATCH = ("waiting", "grammar", "bootstrap", "prealloc", "transfer", "retracted", "held", "resuming")
+
+
+def num_waiting(state: StateReply) -> int:
+    """vLLM's `num_requests_waiting`: whoever does not compute yet, wherever it waits."""
+    return sum(state.queues.get(queue, 0) for queue in _BEFORE_THE_BATCH)
+
+
+def gauge_of(name: str) -> Figure | None:
+    """What a role's or an adapter's gauge is called; None: it cannot be exported, or is under another name."""
+    if name in ("used_tokens", "cache_hit_rate") or not (name.isidentifier() and name.isascii()):
+        return None
+    return GAUGES.get(name) or Figure(f"tandem_{name}", "reported by the scheduler")

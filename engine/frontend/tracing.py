@@ -1,0 +1,126 @@
+"""The record of each sample, from the moment it is sent to its last output (telemetry/records.py).
+
+What the stages are is the scheduler's to say (engine/core/times.py); here they get a request's id and the wall clock.
+"""
+
+import time
+from typing import Any
+
+from engine.messages import GenerateRequest, Stage, TokenOutput
+from telemetry.context import RequestContext
+from telemetry.records import Record, Span
+from telemetry.tracer import Place, Tracer, unix_offset_s
+
+
+class Traces:
+    """`process`: "prefill" | "decode" | "unified"; `model`: as clients call it."""
+
+    def __init__(self, tracer: Tracer, *, process: str, model: str) -> None:
+        self.tracer = tracer
+        self.process = process
+        self.model = model
+
+    def begin(self, request: GenerateRequest, rid: str, context: RequestContext) -> "SampleTrace":
+        """`rid`: as the client knows the sample. Health probes are no requests."""
+        place = self.tracer.place_under(context.traceparent) if context.operation else None
+        return SampleTrace(self, request, rid=rid, context=context, start_s=time.monotonic(), place=place)
+
+
+class SampleTrace:
+    """A sample under way. It keeps what the record needs, not the prompt."""
+
+    __slots__ = (
+        "_asked",
+        "_context",
+        "_end_s",
+        "_ended",
+        "_first_token_s",
+        "_offset_s",
+        "_owner",
+        "_place",
+        "_start_s",
+        "_told",
+    )
+
+    def __init__(
+        self,
+        owner: Traces,
+        request: GenerateRequest,
+        *,
+        rid: str,
+        context: RequestContext,
+        start_s: float,
+        place: Place | None,
+    ) -> None:
+        room = 0 if request.bootstrap is None else request.bootstrap.room
+        self._owner = owner
+        self._asked = (rid, room, len(request.input_ids), request.sampling.max_new_tokens or 0, request.lora)
+        self._context = context
+        self._start_s = start_s
+        self._end_s = start_s
+        self._offset_s = 0.0
+        self._place = place
+        self._told: tuple[list[Stage], int, int, str, str] = ([], 0, 0, "", "")
+        self._ended = False
+        self._first_token_s: float | None = None
+
+    def first_token(self) -> None:
+        self._first_token_s = time.monotonic()
+
+    def end(self, last: TokenOutput | None) -> None:
+        """`last`: the output with the finish; None: whoever asked went away."""
+        if self._ended or not self._context.operation:
+            return
+        self._ended = True
+        self._end_s, self._offset_s = time.monotonic(), unix_offset_s()
+        if last is None or last.finish is None:
+            self._told = ([], 0, 0, "abort", "cancelled")
+        else:
+            finish = last.finish
+            error = str(finish.status) if finish.status else ""
+            self._told = (last.stages, last.completion_tokens, last.cached_tokens, finish.kind, error)
+        self._owner.tracer.add(self._context.request_id, self._record, place=self._place)
+
+    def _record(self) -> Record:
+        stages, _, _, _, error = self._told
+        return Record(
+            request_id=self._context.request_id,
+            process=self._owner.process,
+            operation=self._context.operation,
+            model=self._owner.model,
+            start_s=self._wall(self._start_s),
+            end_s=self._wall(self._end_s),
+            error=error,
+            attributes=self._attributes(),
+            spans=[self._span(stage) for stage in stages],
+        )
+
+    def _attributes(self) -> dict[str, Any]:
+        rid, room, num_prompt, max_tokens, lora = self._asked
+        _, completion, cached, kind, _ = self._told
+        said: dict[str, Any] = {
+            "gen_ai.response.id": rid,
+            "gen_ai.request.max_tokens": max_tokens,
+            "gen_ai.usage.input_tokens": num_prompt,
+            "gen_ai.usage.output_tokens": completion,
+            "gen_ai.usage.cache_read.input_tokens": cached,
+            "gen_ai.response.finish_reasons": [kind],
+        }
+        if room:
+            said["tandem.bootstrap_room"] = str(room)  # above 2**53: no number in JSON
+        if lora:
+            said["tandem.lora"] = lora
+        if self._first_token_s is not None:
+            said["gen_ai.response.time_to_first_chunk"] = self._first_token_s - self._start_s
+        return said
+
+    def _span(self, stage: Stage) -> Span:
+        attributes = {"tandem.num_tokens": stage.num_tokens} if stage.num_tokens else {}
+        start_s, end_s = self._wall(stage.start_s), self._wall(stage.end_s)
+        return Span(name=stage.name, start_s=start_s, end_s=end_s, attributes=attributes)
+
+    def _wall(self, monotonic_s: float) -> float:
+        return monotonic_s + self._offset_s
+
+
+NO_TRACES = Traces(Tracer(ring_size=0), process="unified", model="")

@@ -1,0 +1,1 @@
+"""What processes say of the requests they serve: log lines, records of stages, spans. A leaf, like `security/`."""

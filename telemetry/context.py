@@ -1,0 +1,52 @@
+"""Which request this task serves: its id and the trace it belongs to. Set by the HTTP side, read by logs and records.
+
+The W3C header `traceparent` (https://www.w3.org/TR/trace-context/): 00-TRACE(32 hex)-SPAN(16 hex)-FLAGS(2 hex).
+"""
+
+import re
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+_HEADER = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+_SAMPLED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TraceParent:
+    """A place in a trace. `sampled`: whoever began the trace wants it recorded."""
+
+    trace_id: int
+    span_id: int
+    sampled: bool = True
+
+    def header(self) -> str:
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.sampled):02x}"
+
+
+def parse_traceparent(header: str) -> TraceParent | None:
+    """None for what is no valid header: then the trace begins here (the standard's rule)."""
+    match = _HEADER.fullmatch(header.strip())
+    if match is None or header.startswith("ff"):
+        return None
+    trace_id, span_id = int(match[1], 16), int(match[2], 16)
+    return TraceParent(trace_id, span_id, bool(int(match[3], 16) & _SAMPLED)) if trace_id and span_id else None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """`operation`: gen_ai.operation.name ("chat", "text_completion", "embeddings"); "": not a generation."""
+
+    request_id: str
+    operation: str = ""
+    traceparent: str = ""
+
+
+NOBODY = RequestContext("")
+CURRENT: ContextVar[RequestContext] = ContextVar("request", default=NOBODY)
+
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/generate": "text_completion",
+    "/v1/embeddings": "embeddings",
+}

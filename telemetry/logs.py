@@ -1,0 +1,56 @@
+"""The log of every process: one set-up, and lines as text or JSON. The only place that configures logging.
+
+A line that speaks of a request says which: by the task that writes it (telemetry/context.py), or by `extra=about(...)`.
+
+    {"time": "2026-11-21T07:00:00.123Z", "level": "INFO", "process": "prefill scheduler", "logger": "...", "message": "...",
+     "request_id": "...", "rid": "...", "room": 7, "error": "Traceback ..."}
+"""
+
+import json
+import logging
+from datetime import UTC, datetime
+from typing import Any
+
+from telemetry.context import CURRENT
+
+FORMATS = ("text", "json")
+_ABOUT = "about"
+
+
+def set_up_logging(*, level: str, format: str, process: str) -> None:
+    """Lines to stderr. `format`: one of `FORMATS`; `process`: who speaks."""
+    handler = logging.StreamHandler()
+    if format == "json":
+        handler.setFormatter(JsonFormatter(process))
+    else:
+        handler.setFormatter(logging.Formatter(f"%(asctime)s {process} %(levelname)s %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each piece of junk would fill logs
+
+
+def about(**fields: str | int | float) -> dict[str, dict[str, str | int | float]]:
+    """For `extra=`: what a line is about (request_id, rid, room, ...). Empty values are left out."""
+    return {_ABOUT: {name: value for name, value in fields.items() if value not in ("", None)}}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line, whatever is logged."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
+            "level": record.levelname,
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := CURRENT.get().request_id:
+            line["request_id"] = request_id
+        line |= getattr(record, _ABOUT, {})
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)

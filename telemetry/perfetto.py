@@ -1,0 +1,134 @@
+"""Records of requests as Chrome's trace event format, which https://ui.perfetto.dev opens. Pure.
+
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. One process for each worker and
+router, one thread for each request there; stages that overlap without one containing the other go to a thread beside it.
+Arrows lead from a router's leg to what its worker did.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Any
+
+from telemetry.records import Record, Span
+
+_ORDER = {"router": 0, "prefill": 1, "decode": 2}
+Lane = list[Span]
+
+
+def trace_file(records: Sequence[Record]) -> dict[str, Any]:
+    """The file's content. Times in microseconds from the first record's start."""
+    origin_s = min((record.start_s for record in records), default=0.0)
+    legs = {(r.request_id, leg.attributes["url.full"]): leg for r in records for leg in _legs(r)}
+    drawing = _Drawing(origin_s)
+    for record in sorted(records, key=lambda r: (_ORDER.get(r.process, 3), r.url, r.start_s)):
+        leg = legs.get((record.request_id, record.url)) if record.url else None
+        drawing.draw(record, leg)
+    return {
+        "traceEvents": drawing.events,
+        "displayTimeUnit": "ms",
+        "otherData": {"origin_unix_s": origin_s, "requests": len({record.request_id for record in records})},
+    }
+
+
+def _legs(record: Record) -> list[Span]:
+    return [span for span in record.spans if record.process == "router" and "url.full" in span.attributes]
+
+
+class _Drawing:
+    def __init__(self, origin_s: float) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._origin_s = origin_s
+        self._pids: dict[str, int] = {}
+        self._tids = count(1)
+        self._flows: dict[tuple[str, str], int] = {}
+        self._flow_ids = count(1)
+
+    def draw(self, record: Record, leg: Span | None) -> None:
+        pid, shift_s = self._pid_of(record), clock_shift_s(record, leg)
+        root = Span(
+            name=f"{record.operation} {record.model}".strip() or record.process,
+            start_s=record.start_s,
+            end_s=record.end_s,
+            attributes={"request_id": record.request_id, **_root_arguments(record, shift_s)},
+        )
+        for i, lane in enumerate(lanes_of([root, *record.spans])):
+            tid = next(self._tids)
+            name = record.request_id if i == 0 else f"{record.request_id} ({i + 1})"
+            self._meta("thread_name", {"name": name}, pid=pid, tid=tid)
+            self._meta("thread_sort_index", {"sort_index": tid}, pid=pid, tid=tid)
+            for span in lane:
+                self._slice(span, pid=pid, tid=tid, shift_s=shift_s)
+                if record.process == "router" and "url.full" in span.attributes:
+                    self._flow("s", (record.request_id, span.attributes["url.full"]), span.start_s, pid=pid, tid=tid)
+            if i == 0 and leg is not None:
+                self._flow("f", (record.request_id, record.url), root.start_s + shift_s, pid=pid, tid=tid)
+
+    def _pid_of(self, record: Record) -> int:
+        name = f"{record.process} {record.url}".strip()
+        if name not in self._pids:
+            pid = self._pids[name] = len(self._pids) + 1
+            self._meta("process_name", {"name": name}, pid=pid, tid=0)
+            self._meta("process_sort_index", {"sort_index": pid}, pid=pid, tid=0)
+        return self._pids[name]
+
+    def _meta(self, name: str, args: dict[str, Any], *, pid: int, tid: int) -> None:
+        self.events.append({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args})
+
+    def _slice(self, span: Span, *, pid: int, tid: int, shift_s: float) -> None:
+        self.events.append(
+            {
+                "name": span.name,
+                "cat": "request",
+                "ph": "X",
+                "ts": self._us(span.start_s + shift_s),
+                "dur": round(max(0.0, span.end_s - span.start_s) * 1e6, 3),
+                "pid": pid,
+                "tid": tid,
+                "args": span.attributes,
+            }
+        )
+
+    def _flow(self, phase: str, key: tuple[str, str], at_s: float, *, pid: int, tid: int) -> None:
+        if phase == "s":
+            self._flows[key] = next(self._flow_ids)
+        if key not in self._flows:
+            return
+        ends = {"bp": "e"} if phase == "f" else {}
+        event = {"name": "leg", "cat": "request", "ph": phase, "id": self._flows[key], "ts": self._us(at_s), **ends}
+        self.events.append({**event, "pid": pid, "tid": tid})
+
+    def _us(self, at_s: float) -> float:
+        return round((at_s - self._origin_s) * 1e6, 3)
+
+
+def clock_shift_s(record: Record, leg: Span | None) -> float:
+    """What to add to a worker's times, whose machine may have another clock: its part begins after it was sent.
+
+    0 where it is possible as it is. An earlier part is moved to where it was sent; so is one that begins after its end.
+    """
+    if leg is None or leg.start_s <= record.start_s <= leg.end_s:
+        return 0.0
+    return leg.start_s - record.start_s
+
+
+def _root_arguments(record: Record, shift_s: float) -> dict[str, Any]:
+    error = {"error": record.error} if record.error else {}
+    shift = {"clock_shift_us": round(shift_s * 1e6, 3)} if shift_s else {}
+    return {**record.attributes, **error, **shift}
+
+
+def lanes_of(spans: Iterable[Span]) -> list[Lane]:
+    """Spans in as few lanes as come of taking the first that fits; in a lane any two nest or are apart."""
+    lanes: list[Lane] = []
+    for span in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
+        lane = next((lane for lane in lanes if all(_nests(other, span) for other in lane)), None)
+        if lane is None:
+            lanes.append([span])
+        else:
+            lane.append(span)
+    return lanes
+
+
+def _nests(earlier: Span, later: Span) -> bool:
+    """`later` does not begin before `earlier`."""
+    return later.start_s >= earlier.end_s or later.end_s <= earlier.end_s

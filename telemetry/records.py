@@ -1,0 +1,111 @@
+"""What one process did for one request: a span of time and the stages inside it. Plain values, and the ring that keeps the last."""
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+import msgspec
+
+from telemetry.context import TraceParent
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One stage. Times in seconds of the Unix epoch."""
+
+    name: str
+    start_s: float
+    end_s: float
+    attributes: dict[str, Any] = {}
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One process's part in one request. `process`: "router" | "prefill" | "decode" | "unified"; `url`: where it was fetched.
+
+    `error`: what went wrong ("": nothing). `operation`, `model`: as the gen_ai conventions name them.
+    """
+
+    request_id: str
+    process: str
+    operation: str
+    start_s: float
+    end_s: float
+    model: str = ""
+    error: str = ""
+    url: str = ""
+    attributes: dict[str, Any] = {}
+    spans: list[Span] = []
+
+
+class Records(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer to `TracesQuery`, oldest first."""
+
+    records: list[Record]
+
+
+MAX_ASKED = 1024
+
+
+class TracesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which records: those of `ids`, or of the `last` requests that ended."""
+
+    ids: list[str] | None = None
+    last: int | None = None
+
+
+def query_error(query: TracesQuery) -> str | None:
+    """What is wrong with it: "field: why"."""
+    if (query.ids is None) == (query.last is None):
+        return "ids: give either ids or last"
+    if query.last is not None and not 1 <= query.last <= MAX_ASKED:
+        return f"last: must be 1 to {MAX_ASKED}, got {query.last}"
+    if query.ids is not None and not 1 <= len(query.ids) <= MAX_ASKED:
+        return f"ids: must be 1 to {MAX_ASKED} ids, got {len(query.ids)}"
+    return None
+
+
+def last_ids(records: list[Record], count: int) -> list[str]:
+    """Ids of the `count` requests that ended last."""
+    by_end: dict[str, None] = {}
+    for record in sorted(records, key=lambda record: record.end_s, reverse=True):
+        if len(by_end) == count:
+            break
+        by_end[record.request_id] = None
+    return list(by_end)
+
+
+class Ring:
+    """The last `size` records. They are made when somebody asks: what serves requests pays for one append."""
+
+    def __init__(self, size: int) -> None:
+        self._kept: deque[tuple[str, Callable[[], Record]]] = deque(maxlen=size)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, request_id: str, make: Callable[[], Record]) -> None:
+        self._kept.append((request_id, make))
+
+    def find(self, query: TracesQuery) -> list[Record]:
+        if query.ids is not None:
+            return self._of(frozenset(query.ids))
+        last: dict[str, None] = {}
+        for request_id, _ in reversed(self._kept):
+            if len(last) == query.last:
+                break
+            last[request_id] = None
+        return self._of(last)
+
+    def _of(self, ids: Collection[str]) -> list[Record]:
+        return [make() for request_id, make in self._kept if request_id in ids]
+
+
+class Exporter:
+    """Where records go besides; this one: nowhere. telemetry/otlp.py has the other."""
+
+    exports = False
+
+    def export(self, record: Record, *, at: TraceParent, parent: TraceParent | None) -> None:
+        """`at`: the record's own place in its trace; `parent`: what it is a part of."""
+
+    def close(self) -> None:
+        """Send what is left."""

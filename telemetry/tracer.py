@@ -1,0 +1,54 @@
+"""Where a process puts the records of its requests: the ring that `tandem trace` reads, and the collector, if there is one."""
+
+import secrets
+import time
+from collections.abc import Callable
+
+from telemetry.context import TraceParent, parse_traceparent
+from telemetry.records import Exporter, Record, Ring
+
+
+class Tracer:
+    """`ring_size`: requests whose records are kept; 0: none."""
+
+    def __init__(self, *, ring_size: int, exporter: Exporter | None = None) -> None:
+        self.ring = Ring(ring_size)
+        self._exporter = exporter or Exporter()
+
+    @property
+    def exports(self) -> bool:
+        return self._exporter.exports
+
+    def place_under(self, traceparent: str) -> "Place | None":
+        """Where a new record stands, under what its caller sent; None: it is not exported."""
+        if not self._exporter.exports:
+            return None
+        parent = parse_traceparent(traceparent)
+        if parent is not None and not parent.sampled:
+            return None
+        trace_id = secrets.randbits(128) or 1 if parent is None else parent.trace_id
+        return Place(TraceParent(trace_id, secrets.randbits(64) or 1), parent)
+
+    def add(self, request_id: str, make: Callable[[], Record], *, place: "Place | None" = None) -> None:
+        """A request's part here has ended."""
+        self.ring.add(request_id, make)
+        if place is not None:
+            self._exporter.export(make(), at=place.at, parent=place.parent)
+
+    def close(self) -> None:
+        self._exporter.close()
+
+
+class Place:
+    """`at`: the record's own place; `parent`: None where the trace begins with it."""
+
+    __slots__ = ("at", "parent")
+
+    def __init__(self, at: TraceParent, parent: TraceParent | None) -> None:
+        self.at = at
+        self.parent = parent
+
+
+def unix_offset_s() -> float:
+    """What to add to `time.monotonic()` (and to the clock of every event loop here) for seconds of the Unix epoch."""
+    return time.time() - time.monotonic()

@@ -1,0 +1,208 @@
+"""What can be seen of a real cluster: /metrics against the dashboard, `tandem trace`, JSON logs."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.commands.trace import fetch
+from telemetry.records import TracesQuery
+from tests.e2e.client import generate, session
+from tests.e2e.cluster import Cluster, wait_until
+
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "monitoring" / "grafana-dashboard.json"
+METRIC = re.compile(r"\b(?:sglang:|vllm:|tandem_|smg_)[a-z0-9_:]+")
+GROUPED = re.compile(r"\b(?:by|without) \(([^)]*)\)")
+SELECTED = re.compile(r"\{([^}]*)\}")
+ADDED_BY_PROMETHEUS = {"instance", "job", "le"}
+CHUNK = 256  # of the fixture
+PROMPT = list(range(16, 16 + CHUNK)) * 2 + [40] * 60
+
+
+async def _served(cluster: Cluster, *, request_id: str, stream: bool = False) -> None:
+    prompt = [16 + len(request_id), *PROMPT]  # no prefix of another's
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}, "stream": stream}
+    async with session() as http:
+        http.headers["X-Request-Id"] = request_id
+        await generate(http, cluster.router, body)
+
+
+async def _get(url: str) -> str:
+    async with session() as http, http.get(url) as response:
+        assert response.status == 200
+        return await response.text()
+
+
+async def _bootstrap_url(cluster: Cluster) -> str:
+    info = json.loads(await _get(f"{cluster.of('prefill')[0].url}/server_info"))
+    return f"http://127.0.0.1:{info['disaggregation_bootstrap_port']}"
+
+
+@pytest.fixture(scope="module")
+def exported(nixl: Cluster) -> dict[str, dict[str, set[str]]]:
+    """Of each process: the names it exports, each with its labels (empty as long as nothing was counted)."""
+
+    async def scrape() -> dict[str, dict[str, set[str]]]:
+        await _served(nixl, request_id="before-the-scrape", stream=True)
+        urls = {worker.role: worker.url for worker in nixl.workers}
+        urls |= {"router": nixl.router, "bootstrap": await _bootstrap_url(nixl)}
+        return {name: _names(await _get(f"{url}/metrics")) for name, url in urls.items()}
+
+    return asyncio.run(scrape())
+
+
+def _names(exposition: str) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(exposition):
+        ends = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+        for end in ends:
+            found[family.name + end] = set()
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def _expressions(dashboard: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            yield panel["title"], target["expr"]
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            yield f"variable {variable['name']}", variable["query"]["query"]
+
+
+def test_every_panel_shows_what_is_exported(exported: dict[str, dict[str, set[str]]]) -> None:
+    known = {name: labels for names in exported.values() for name, labels in names.items()}
+    dashboard = json.loads(DASHBOARD.read_text())
+    for title, expression in _expressions(dashboard):
+        metrics = METRIC.findall(expression)
+        assert metrics and not set(metrics) - known.keys(), (title, set(metrics) - known.keys())
+        asked = {label.strip() for group in GROUPED.findall(expression) for label in group.split(",")}
+        asked |= {re.split(r"[=!]", part)[0].strip() for s in SELECTED.findall(expression) for part in s.split(", ")}
+        counted = [known[metric] for metric in metrics if known[metric]]
+        for labels in counted:
+            assert asked <= labels | ADDED_BY_PROMETHEUS, (title, expression, labels)
+        assert expression.count("(") == expression.count(")") and expression.count("{") == expression.count("}"), title
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
+
+
+WORKERS = """num_running_reqs num_queue_reqs num_used_tokens token_usage gen_throughput cache_hit_rate max_total_num_tokens
+    num_requests_total num_aborted_requests_total prompt_tokens_total generation_tokens_total cached_tokens_total
+    time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket
+    request_time_per_output_token_seconds_bucket queue_time_seconds_bucket per_stage_req_latency_seconds_bucket new_token_ratio
+    http_requests_total http_responses_total http_requests_active num_bootstrap_failed_reqs_total
+    num_transfer_failed_reqs_total num_prefill_retries_total"""
+PREFILL = """num_prefill_bootstrap_queue_reqs num_prefill_inflight_queue_reqs kv_transfer_speed_gb_s kv_transfer_latency_ms
+    kv_transfer_total_mb kv_transfer_bootstrap_ms"""
+DECODE = "num_decode_prealloc_queue_reqs num_decode_transfer_queue_reqs num_retracted_reqs pending_prealloc_token_usage"
+VLLM = """num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total prompt_tokens_total
+    generation_tokens_total request_success_total time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
+    e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket request_prefill_time_seconds_bucket
+    request_decode_time_seconds_bucket request_time_per_output_token_seconds_bucket prefix_cache_queries_total
+    prefix_cache_hits_total cache_config_info"""
+ROUTER = """smg_http_requests_total smg_http_responses_total smg_http_request_duration_seconds_bucket smg_worker_health
+    smg_worker_requests_active smg_worker_pool_size"""
+
+
+def test_the_names_that_users_of_other_servers_know(exported: dict[str, dict[str, set[str]]]) -> None:
+    """From ../shared/facts: what dashboards, autoscalers and the Gateway API's inference extension ask for."""
+    for role, names in (("prefill", f"{WORKERS} {PREFILL}"), ("decode", f"{WORKERS} {DECODE}")):
+        wanted = {f"sglang:{name}" for name in names.split()} | {f"vllm:{name}" for name in VLLM.split()}
+        assert not wanted - exported[role].keys(), sorted(wanted - exported[role].keys())
+    assert not set(ROUTER.split()) - exported["router"].keys()
+    assert {"model_name", "engine_type"} <= exported["decode"]["vllm:time_to_first_token_seconds_bucket"]
+    assert {"tandem_bootstrap_workers", "tandem_bootstrap_calls_total"} <= exported["bootstrap"].keys()
+
+
+def test_the_documented_names_are_the_exported_ones(exported: dict[str, dict[str, set[str]]]) -> None:
+    text = (DASHBOARD.parents[2] / "docs" / "observability.md").read_text()
+    known = {name for names in exported.values() for name in names}
+    families = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in known}
+    written = {
+        re.sub(r"_total$", "", name) for name in re.findall(r"`((?:sglang:|vllm:|tandem_|smg_)[a-z0-9_:]+)`", text)
+    }
+    assert written and not written - families
+
+
+def test_a_trace_of_one_request(nixl: Cluster, tmp_path: Path) -> None:
+    asyncio.run(_served(nixl, request_id="the-traced-one"))
+    file = tmp_path / "trace.json"
+    command = [sys.executable, "-m", "deploy", "trace", "the-traced-one", "--url", nixl.router, "--output", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and str(file) in done.stdout, done.stderr
+    events = json.loads(file.read_text())["traceEvents"]
+    _check_schema(events)
+    processes = {e["pid"]: e["args"]["name"].split()[0] for e in events if e["name"] == "process_name"}
+    assert sorted(processes.values()) == ["decode", "prefill", "router"]
+    slices = [(processes[e["pid"]], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+    stages = {(process, name): (start, end) for process, name, start, end in slices}
+    assert {"router prefill leg", "router decode leg"} <= {" ".join(key) for key in stages}
+    for process, names in (
+        ("prefill", ("bootstrap", "queue", "prefill", "transfer")),
+        ("decode", ("bootstrap", "transfer_queue", "decode")),
+    ):
+        lines = [stages[process, name] for name in names]
+        assert all(a[1] <= b[0] + 1 for a, b in pairwise(lines)), "stages follow one another"
+        whole = stages[process, "text_completion recall"]
+        assert whole[0] <= lines[0][0] + 1 and lines[-1][1] <= whole[1] + 1
+    assert len([s for s in slices if s[:2] == ("prefill", "chunk")]) >= 2
+    assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) == 2
+
+
+def _check_schema(events: list[dict[str, Any]]) -> None:
+    """What the format asks of the three kinds of events that are written."""
+    needed = {
+        "X": {"ts", "dur", "cat", "args"},
+        "M": {"args"},
+        "s": {"id", "ts", "cat"},
+        "f": {"id", "ts", "cat", "bp"},
+    }
+    for event in events:
+        assert {"name", "ph", "pid", "tid"} | needed[event["ph"]] <= event.keys()
+        assert all(isinstance(event[key], int | float) and event[key] >= 0 for key in ("ts", "dur") if key in event)
+
+
+def test_the_last_requests_and_unknown_ones(nixl: Cluster, tmp_path: Path) -> None:
+    asyncio.run(_served(nixl, request_id="one-before-last"))
+    asyncio.run(_served(nixl, request_id="the-last", stream=True))
+    found = fetch(nixl.router, TracesQuery(last=1), api_key=None)
+    assert {(r.request_id, r.process) for r in found} == {("the-last", p) for p in ("router", "prefill", "decode")}
+    (decode,) = [r for r in found if r.process == "decode"]
+    assert decode.url == nixl.of("decode")[0].url and decode.attributes["gen_ai.usage.output_tokens"] == 8
+    command = [sys.executable, "-m", "deploy", "trace", "never-heard-of", "--url", nixl.router]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1 and "knows nothing of never-heard-of" in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_bad_queries_of_traces(nixl: Cluster) -> None:
+    async def statuses() -> None:
+        async with session() as http:
+            for url in (nixl.router, nixl.workers[0].url):
+                for body in (b"", b"[]", b'{"last": 0}', b'{"last": "x"}', b'{"ids": [1]}', b"{" * 3000):
+                    async with http.post(f"{url}/traces", data=body) as response:
+                        assert response.status == 400, (url, body, await response.text())
+                        assert (await response.json())["error"]["message"]
+
+    asyncio.run(statuses())
+
+
+def test_json_logs_name_the_request(nixl: Cluster) -> None:
+    asyncio.run(_served(nixl, request_id="a-logged-one"))
+    logs = {name: nixl.log.parent / "logs" / f"{name}.log" for name in ("router", "prefill-0", "decode-0")}
+    for name, log in logs.items():
+        wait_until(lambda log=log: "a-logged-one" in log.read_text(), within_s=10, what=f"a line of {name}")  # type: ignore[misc]
+        lines = [json.loads(line) for line in log.read_text().splitlines() if "a-logged-one" in line]
+        assert all(line["request_id"] == "a-logged-one" for line in lines)
+        assert any(line.get("path") == "/generate" and line.get("status") == 200 for line in lines)
+        process = {"router": "router", "prefill-0": "prefill", "decode-0": "decode"}[name]
+        assert {line["process"] for line in lines} == {process}

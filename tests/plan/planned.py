@@ -1,0 +1,62 @@
+"""Small planned clusters for tests: a model of 1 MB a KV page, workers with round step times."""
+
+from deploy.plan.cluster import ClusterSpec, PlannedCluster
+from deploy.plan.layout import Layout, parse_layout
+from deploy.plan.step_time import Fitted
+from deploy.plan.worker import WorkerSpec
+from deploy.plan.workload import Asked
+from engine.config import EngineConfig
+
+PAGE_SIZE, PAGE_BYTES = 16, 1 << 20
+LINK = 1 << 30  # bytes a second: a page takes 1/1024 s
+STEP_TIME = Fitted(
+    prefill_step_s=0.002,
+    prefill_token_s=0.0001,
+    prefill_pair_s=1e-8,
+    decode_step_s=0.002,
+    decode_request_s=0.0005,
+    decode_context_s=1e-7,
+)
+CONTROL_S, LATENCY_S, OUTSIDE_S = 0.001, 0.003, 0.01
+
+
+def cluster(
+    name: str, *, num_pages: int = 4096, step_time: Fitted = STEP_TIME, max_running: int = 64, link: float = LINK
+) -> PlannedCluster:
+    layout: Layout = parse_layout(name)
+    engine = EngineConfig(
+        device="cuda",
+        stream="cuda",
+        disable_overlap_schedule=True,
+        page_size=PAGE_SIZE,
+        context_length=100_000,
+        max_running_requests=max_running,
+        enable_mixed_chunk=layout.mixed,
+    )
+    workers = {
+        role: WorkerSpec(
+            role=role,
+            engine=engine,
+            num_pages=num_pages,
+            page_bytes=PAGE_BYTES,
+            link_bytes_per_s=link,
+            step_time=step_time,
+        )
+        for role in layout.roles
+    }
+    return PlannedCluster(
+        ClusterSpec(layout=layout, workers=workers, control_s=CONTROL_S, latency_s=LATENCY_S, outside_s=OUTSIDE_S)
+    )
+
+
+def asked(at: float, input_len: int, output_len: int, *, block: int = 0) -> Asked:
+    """`block`: requests of one block share their prefix."""
+    return Asked(at=at, blocks=((block + 2, input_len),), output_len=output_len)
+
+
+def assert_at_rest(planned: PlannedCluster) -> None:
+    """Every owner agrees with itself, and nobody holds anything but cached prefixes."""
+    for worker in planned.workers():
+        worker.scheduler.check()
+        assert worker.role.check() == [] and not worker.role.waits_for_outside()
+        assert worker.scheduler.idle and worker.scheduler.memory.allocator.counts()["held"] == 0

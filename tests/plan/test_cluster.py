@@ -1,0 +1,143 @@
+"""Planned clusters against times worked out by hand, and against the laws that no schedule escapes."""
+
+import random
+
+import pytest
+
+from tests.plan.planned import (
+    CONTROL_S,
+    LATENCY_S,
+    LINK,
+    OUTSIDE_S,
+    PAGE_BYTES,
+    STEP_TIME,
+    asked,
+    assert_at_rest,
+    cluster,
+)
+
+FOREVER = float("inf")
+
+
+def prefill_s(tokens: int) -> float:
+    t = STEP_TIME
+    return t.prefill_step_s + tokens * t.prefill_token_s + tokens * (tokens + 1) / 2 * t.prefill_pair_s
+
+
+def decode_s(*contexts: int) -> float:
+    t = STEP_TIME
+    return t.decode_step_s + len(contexts) * t.decode_request_s + sum(contexts) * t.decode_context_s
+
+
+def test_one_request_on_a_unified_worker() -> None:
+    planned = cluster("1U")
+    (record,) = planned.run([asked(0, 100, 4)], rate=1, until_s=FOREVER)
+    assert record.error is None and (record.prompt_tokens, record.output_tokens) == (100, 4)
+    assert record.ttft_s == pytest.approx(OUTSIDE_S + prefill_s(100))
+    assert record.itl_s == pytest.approx([decode_s(101), decode_s(102), decode_s(103)])
+    assert_at_rest(planned)
+
+
+def test_one_request_through_prefill_and_decode() -> None:
+    """Two messages of the handshake, one with decode's pages; then the prompt; its 7 pages; the news of their landing.
+
+    The first token was drawn by prefill: decode says it before it computes its own first step.
+    """
+    planned = cluster("1P1D")
+    (record,) = planned.run([asked(0, 100, 3)], rate=1, until_s=FOREVER)
+    transfer_s = 7 * PAGE_BYTES / LINK + LATENCY_S + CONTROL_S
+    assert record.ttft_s == pytest.approx(OUTSIDE_S + 3 * CONTROL_S + prefill_s(100) + transfer_s)
+    assert record.itl_s == pytest.approx([decode_s(101), decode_s(102)])
+    assert_at_rest(planned)
+
+
+def test_a_long_prompt_travels_while_it_is_computed() -> None:
+    """Chunks of 2048: only the last one's pages are left to move when the last chunk is done, if the link keeps up."""
+    planned = cluster("1P1D", link=64 * LINK)
+    (record,) = planned.run([asked(0, 3 * 2048, 2)], rate=1, until_s=FOREVER)
+    whole = [
+        STEP_TIME.prefill_step_s
+        + 2048 * STEP_TIME.prefill_token_s
+        + 2048 * (start + 2049 / 2) * STEP_TIME.prefill_pair_s
+        for start in (0, 2048, 4096)
+    ]
+    tail_s = 128 * PAGE_BYTES / (64 * LINK) + LATENCY_S + CONTROL_S
+    assert record.ttft_s == pytest.approx(OUTSIDE_S + 3 * CONTROL_S + sum(whole) + tail_s)
+
+
+def test_transfers_share_a_link() -> None:
+    """Two prompts are ready at about the same time, on two prefill workers; one decode worker takes one after the other."""
+    planned = cluster("2P1D", link=LINK / 64)
+    one, other = planned.run([asked(0, 512, 2), asked(0, 512, 2, block=1)], rate=1, until_s=FOREVER)
+    assert one.ttft_s is not None and other.ttft_s is not None
+    assert other.ttft_s - one.ttft_s == pytest.approx(32 * PAGE_BYTES / (LINK / 64), rel=0.02)
+
+
+def test_prefill_does_not_stop_the_decodes_of_another_worker() -> None:
+    """What disaggregation is for: a long prompt makes a gap in a unified worker's answers, and none in decode's."""
+    requests = [asked(0, 64, 200), asked(0.2, 2048, 1, block=1)]
+    longest = {}
+    for name in ("1U", "1P1D"):
+        record, _ = cluster(name).run(requests, rate=1, until_s=FOREVER)
+        longest[name] = max(record.itl_s)
+    assert longest["1U"] == pytest.approx(prefill_s(2048) + decode_s(120), rel=0.02)
+    assert longest["1P1D"] < 2 * decode_s(264)
+
+
+def test_an_equal_prefix_is_not_computed_again_and_history_counts() -> None:
+    planned = cluster("1U")
+    planned.warm([asked(0, 320, 1)])
+    (record,) = planned.run([asked(0, 640, 2)], rate=1, until_s=FOREVER)
+    assert record.cached_tokens == 320
+    tokens = 320
+    pairs = tokens * (320 + 321 / 2)
+    expected_s = STEP_TIME.prefill_step_s + tokens * STEP_TIME.prefill_token_s + pairs * STEP_TIME.prefill_pair_s
+    assert record.ttft_s == pytest.approx(OUTSIDE_S + expected_s)
+    assert_at_rest(planned)
+
+
+@pytest.mark.parametrize("name", ["1U", "2U-mixed", "1P1D", "2P3D"])
+def test_every_request_ends_whatever_the_memory(name: str) -> None:
+    """More than memory holds at once: waits and retractions, and in the end all is back. No device is busy twice."""
+    draw = random.Random(5)
+    requests = [asked(i * 0.5, draw.randint(1, 900), draw.randint(1, 120), block=draw.randint(0, 9)) for i in range(60)]
+    planned = cluster(name, num_pages=80, max_running=12)
+    records = planned.run(requests, rate=40, until_s=FOREVER)
+    assert [r.error for r in records] == [None] * 60
+    assert [r.output_tokens for r in records] == [one.output_len for one in requests]
+    assert all(gap >= 0 for r in records for gap in r.itl_s)
+    assert all(worker.executor.busy_s <= worker.clock.now_s for worker in planned.workers())
+    assert_at_rest(planned)
+
+
+@pytest.mark.parametrize("name", ["1U", "1P1D"])
+def test_a_request_that_no_worker_can_hold_fails_alone(name: str) -> None:
+    """Of a pair decode refuses it; prefill, where prompt and one token fit, is told to forget it."""
+    planned = cluster(name, num_pages=40)
+    records = planned.run([asked(0, 100, 5), asked(0, 600, 100), asked(0, 100, 5)], rate=1, until_s=FOREVER)
+    assert [r.error is None for r in records] == [True, False, True]
+    assert records[1].error is not None and "KV capacity of 640" in records[1].error
+    assert_at_rest(planned)
+
+
+def test_requests_go_where_the_fewest_tokens_are_in_flight() -> None:
+    """Of two at once each worker gets one. When both are done, both are idle: the first is taken, which knows the prefix."""
+    planned = cluster("2U")
+    one, other, later = planned.run(
+        [asked(0, 640, 4), asked(0, 320, 4, block=1), asked(10, 800, 4)], rate=1, until_s=FOREVER
+    )
+    assert other.ttft_s == pytest.approx(OUTSIDE_S + prefill_s(320)) and one.ttft_s == pytest.approx(
+        OUTSIDE_S + prefill_s(640)
+    )
+    assert later.cached_tokens == 640
+
+
+def test_who_is_not_done_in_time_is_late() -> None:
+    records = cluster("1U").run([asked(0, 100, 5), asked(0, 100, 9999, block=1)], rate=1, until_s=1.0)
+    assert [r.error for r in records] == [None, "late"]
+
+
+def test_the_same_run_twice() -> None:
+    requests = [asked(i, 50 * (i % 7 + 1), i % 5 + 1) for i in range(40)]
+    one, other = (cluster("2P2D").run(requests, rate=30, until_s=FOREVER) for _ in range(2))
+    assert one == other

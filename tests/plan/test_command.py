@@ -1,0 +1,160 @@
+"""`tandem plan` as its users call it: a table, JSON, a picture, and one line for what cannot be done."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from deploy.cli import main
+from deploy.plan.fit import Report, ReportTarget
+from engine.model_config import DEFAULT_MODEL_PATH
+from tests.plan.planned import STEP_TIME
+from tests.plan.test_fit import one_after_another, together
+
+MODEL = ["--model-path", DEFAULT_MODEL_PATH]
+LOAD = ["--num-requests", "40", "--input-len", "400", "--output-len", "20", "--disable-progress"]
+# Four requests at once, 20 steps of 20 ms each: 10 requests a second and worker at most.
+MACHINE = ["--gpu", "L4", "--step-overhead-ms", "20", "--max-running-requests", "4"]
+LIMITS = ["--slo-ttft-ms", "200", "--slo-tpot-ms", "60"]
+
+
+def test_a_plan_from_flags_to_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, output = tmp_path / "goodput.png", tmp_path / "plan.json"
+    flags = ["--layouts", "1P1D", "2U", "--jobs", "2", "--total-rate", "5000", "--plot", str(picture)]
+    assert main(["plan", *MODEL, *MACHINE, *LOAD, *LIMITS, *flags, "--output", str(output)]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(output.read_bytes())
+    best = max(found["layouts"], key=lambda layout: layout["best"]["rate"])
+    assert f"best: {best['layout']}, {best['best']['rate']:.3g} requests a second and GPU" in text
+    assert "for 5000 requests a second: " in text and f" x {best['layout']}" in text
+    assert {layout["layout"] for layout in found["layouts"]} == {"1P1D", "2U"}
+    for layout in found["layouts"]:
+        assert layout["best"]["good_share"] >= 0.9
+        above = [p for p in layout["points"] if p["rate"] > layout["best"]["rate"]]
+        assert above and above[0]["good_share"] < 0.9  # it is the best because more is too much
+        assert 2 < layout["best"]["rate"] < 15
+    assert "warning" not in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_measured_step_times_are_fitted_saved_and_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = []
+    for number, records in enumerate((one_after_another(), together())):
+        path = tmp_path / f"report{number}.json"
+        path.write_bytes(msgspec.json.encode(Report([ReportTarget(records)])))
+        reports.append(str(path))
+    profile = tmp_path / "profile.json"
+    machine = ["--gpu-memory-gb", "8", "--transfer-gb-s", "1", "--layouts", "1U", "--rates", "2", "5"]
+    assert main(["plan", *MODEL, *LOAD, *machine, "--fit", *reports, "--save-profile", str(profile)]) == 0
+    fitted = capsys.readouterr().out
+    saved = json.loads(profile.read_bytes())
+    assert saved["step_time"]["prefill_token_s"] == pytest.approx(STEP_TIME.prefill_token_s, rel=0.02)
+    assert main(["plan", *MODEL, *LOAD, *machine, "--profile", str(profile)]) == 0
+    again = capsys.readouterr().out
+    assert again == fitted and again.count("| 1U ") == 2 and "measured: 20 prefills" in again
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--transfer-gb-s", "1"], "--gpu-memory-gb: step times say nothing of memory"),
+        (["--gpu-memory-gb", "1"], "--transfer-gb-s: step times say nothing of the network"),
+    ],
+)
+def test_step_times_are_not_all(
+    tmp_path: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_bytes(msgspec.json.encode({"step_time": STEP_TIME, "outside_s": 0.0}))
+    assert main(["plan", *MODEL, "--profile", str(profile), *flags]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_that_is_too_short_to_mean_anything_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """At 60 requests a second forty come within one second, and the worker's limit of one is never reached."""
+    flags = ["--layouts", "1U", "--slo-ttft-ms", "5000", "--slo-tpot-ms", "1000"]
+    assert main(["plan", *MODEL, *MACHINE, *LOAD, *flags]) == 0
+    assert "warning: at the best rate of 1U all 40 requests came within 5 x" in capsys.readouterr().out
+
+
+def test_limits_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--gpu", "L4", "--slo-ttft-ms", "0.001", "--layouts", "1U", "--num-requests", "10"]
+    assert main(["plan", *MODEL, *LOAD, *flags]) == 1
+    assert "No layout keeps the limits" in capsys.readouterr().out
+
+
+def trace(folder: Path, **changed: Any) -> str:
+    path = folder / "trace.jsonl"
+    entry = {"timestamp": 0, "input_length": 100, "output_length": 5, "hash_ids": [1]} | changed
+    path.write_text("\n".join(json.dumps(entry | {"timestamp": i}) for i in range(20)))
+    return str(path)
+
+
+BAD = [
+    (["--gpu", "L4"], "--model-path: say which model"),
+    (["--model-path", "/no/such", "--gpu", "L4"], "--model-path /no/such: no such directory"),
+    ([*MODEL], "--gpu: say what the workers run on (A100, "),
+    ([*MODEL, "--fit", "/no/such.json", "--gpu", "L4"], "--fit /no/such.json: cannot be read"),
+    ([*MODEL, "--profile", "/no/such.json", "--gpu", "L4"], "--profile /no/such.json: cannot be read"),
+    ([*MODEL, "--profile", "pyproject.toml", "--gpu", "L4"], "--profile pyproject.toml: is no profile"),
+    ([*MODEL, "--profile", "x", "--fit", "y"], "--fit: step times come from --profile already"),
+    ([*MODEL, "--gpu", "L4", "--save-profile", "x"], "--save-profile: needs --fit"),
+    ([*MODEL, "--gpu", "L4", "--gpu-memory-gb", "0.0001"], "--gpu-memory-gb: 0 GB do not hold the model's"),
+    ([*MODEL, "--gpu", "L4", "--layouts", "PD"], "--layouts PD: write 2P3D"),
+    ([*MODEL, "--gpu", "L4", "--trace", "/no/such"], "--trace /no/such: cannot be read"),
+    ([*MODEL, "--gpu", "L4", "--num-requests", "9"], "--num-requests: fewer than 10 say nothing"),
+    ([*MODEL, "--gpu", "L4", "--slo-percent", "101"], "--slo-percent: must be above 0 and at most 100, got 101"),
+    ([*MODEL, "--gpu", "L4", "--slo-ttft-ms", "0"], "--slo-ttft-ms: must be greater than 0, got 0"),
+    ([*MODEL, "--gpu", "L4", "--rates", "1", "0"], "--rates: must be greater than 0, got 0"),
+    ([*MODEL, "--gpu", "L4", "--compute-efficiency", "1.5"], "--compute-efficiency: must be above 0 and at most 1"),
+    ([*MODEL, "--gpu", "L4", "--num-workers", "1"], "--num-workers: must be 2 to 64"),
+    ([*MODEL, "--gpu", "L4", "--input-len", "40000"], "--model-path: its context of 32768 tokens is shorter"),
+    ([*MODEL, "--gpu", "L4", "--page-size", "0"], "--page-size: must be 1 to"),
+    ([*MODEL, "--gpu", "L4", "--mixed-chunk-size", "8"], "--mixed-chunk-size: must be at least --page-size (64), got 8"),
+    ([*MODEL, "--gpu", "L4", "--plot", "x.gif"], "--plot x.gif: must end in .png"),
+    ([*MODEL, "--gpu", "L4", "--output", "/no/such/x.json"], "--output: /no/such is no directory"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "said"), BAD, ids=[said.partition(":")[0] + str(i) for i, (_, said) in enumerate(BAD)]
+)
+def test_bad_input_is_one_line_that_names_the_flag(
+    args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *args, "--disable-progress"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("tandem plan: error: " + said) and text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"input_length": "x"}, "line 1"), ({"input_length": -5}, "line 1"), ({"hash_ids": [-1]}, "line 1")],
+)
+def test_a_trace_with_nonsense_in_it(
+    tmp_path: Path, changed: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *MODEL, "--gpu", "L4", "--trace", trace(tmp_path, **changed)]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import sys; import deploy.plan.child, deploy.plan.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_child_that_dies_is_no_riddle(tmp_path: Path) -> None:
+    """Its end is an error of the run, and no process is left behind."""
+    from deploy.plan.config import PlanConfig
+    from deploy.plan.layout import parse_layout
+    from deploy.plan.pool import Pool
+
+    with Pool(PlanConfig(model_path=str(tmp_path), gpu="L4"), jobs=1) as pool:
+        with pytest.raises(RuntimeError, match=r"^the run of 1U at 1 failed"):
+            pool.submit(parse_layout("1U"), 1.0).result(timeout=60)
+        children = pool._children
+    assert all(child.returncode is not None for child in children)
