@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from router.cache_aware import CacheAware, CacheAwareSettings
+from router.cache_aware import CacheAware, CacheAwareSettings, cached_of
 from router.config import RouterConfig
 from router.policies import Ask, Choice, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, Random, RoundRobin
 from router.prefix_index import PrefixIndex
@@ -48,6 +48,12 @@ class Chooser:
     def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
         """One of `candidates`, of one role, at least one; it will be remembered that it goes there."""
         return self._policies[candidates[0].role].choose(candidates, ask)
+
+    def uncached_tokens(self, candidates: Sequence[Worker], ask: Ask) -> dict[int, int]:
+        """By worker id, how much of the prompt each would have to compute, as far as its policy knows."""
+        policy = self._policies[candidates[0].role]
+        matched = policy.index.match(ask.keys) if isinstance(policy, CacheAware) and ask.keys else {}
+        return {w.worker_id: ask.prompt_tokens - cached_of(matched, w, ask) for w in candidates}
 
     def cache_of(self, role: Role) -> PrefixIndex | None:
         """What is known of the caches of workers of this role, where its policy asks."""

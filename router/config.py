@@ -12,6 +12,13 @@ from telemetry.logs import FORMATS as LOG_FORMATS
 
 POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
 _MAY_BE_ZERO = (
+    "max_concurrent_requests_per_client",
+    "queue_size",
+    "queue_timeout_secs",
+    "slo_ttft_ms",
+    "slo_itl_ms",
+    "cb_timeout_duration_secs",
+    "cb_window_duration_secs",
     "retry_max",
     "retry_backoff_s",
     "retry_wait_s",
@@ -73,18 +80,44 @@ class RouterConfig:
     retry_wait_s: float = flag(
         2.0, "seconds a request whose workers failed waits for one to be alive again, where no other is; 0: none"
     )
+    cb_failure_threshold: int = flag(
+        10, "faults of a worker in a row that open its circuit: it is left out for a while"
+    )
+    cb_success_threshold: int = flag(3, "answers begun that close the circuit again; as many may try it at a time")
+    cb_timeout_duration_secs: float = flag(60.0, "seconds an open circuit stays open before requests try the worker")
+    cb_window_duration_secs: float = flag(120.0, "seconds that a fault counts towards opening the circuit")
+    disable_circuit_breaker: bool = flag(False, "faults of requests never leave a worker out; health checks alone do")
     connect_timeout_s: float = flag(5.0, "seconds a connection to a worker may take")
     dead_worker_timeout_s: float = flag(
         30.0,
         "a request ends (or moves) when its worker sent nothing and was well in no health check for so long; 0: it waits on",
     )
     request_timeout_s: float = flag(1800.0, "seconds one request may take in all")
-    max_concurrent_requests: int = flag(16384, "requests that are served at a time; one more is answered 429")
+    max_concurrent_requests: int = flag(
+        16384, "requests that are served at a time; one more waits (--queue-size) or is answered 429"
+    )
+    max_concurrent_requests_per_client: int = flag(
+        0, "requests of one API key (without keys: one address) that are served at a time; 0: no limit"
+    )
+    queue_size: int = flag(
+        0,
+        "requests that wait in each router process while a limit is reached; higher `priority` goes first; 0: none does",
+    )
+    queue_timeout_secs: float = flag(60.0, "seconds a request waits so before it is answered 429")
+    slo_ttft_ms: float = flag(
+        0.0, "refuse (429) a request whose first token would come later than this, as foretold; X-SLO-TTFT-ms; 0: never"
+    )
+    slo_itl_ms: float = flag(
+        0.0,
+        "refuse (429) a request whose tokens would come further apart than this, as foretold; X-SLO-ITL-ms; 0: never",
+    )
     drain_timeout: float = flag(
         30.0, "seconds that running requests get after SIGTERM; then they are handed back (503); a second signal: none"
     )
     shutdown_timeout_s: float = flag(3.0, "seconds that last answers get to leave when the router ends")
     max_body_bytes: int = flag(64 << 20, "longest request body")
+    header_timeout_s: float = flag(10.0, "seconds a client's connection may take to send the head of a request")
+    body_timeout_s: float = flag(60.0, "seconds a request's body may take to come")
     api_key: str | None = flag(None, "clients must send this as 'Authorization: Bearer KEY'")
     api_key_file: str | None = flag(None, "file of such keys, one a line; read anew when it changes, and on SIGHUP")
     admin_api_key: str | None = flag(
@@ -172,7 +205,14 @@ def _worker_urls(config: RouterConfig) -> list[tuple[str, str]]:
 
 def _check_numbers(config: RouterConfig) -> None:
     _require(0 <= config.port < 65536, "--port", f"must be 0 to 65535, got {config.port}")
-    for name in ("health_check_interval_s", "health_check_timeout_s", "connect_timeout_s", "request_timeout_s"):
+    for name in (
+        "health_check_interval_s",
+        "health_check_timeout_s",
+        "connect_timeout_s",
+        "request_timeout_s",
+        "header_timeout_s",
+        "body_timeout_s",
+    ):
         value = getattr(config, name)
         _require(value > 0, f"--{name.replace('_', '-')}", f"must be greater than 0, got {value}")
     for name in (
@@ -181,6 +221,8 @@ def _check_numbers(config: RouterConfig) -> None:
         "health_success_threshold",
         "max_concurrent_requests",
         "max_body_bytes",
+        "cb_failure_threshold",
+        "cb_success_threshold",
     ):
         value = getattr(config, name)
         _require(value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}")

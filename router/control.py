@@ -4,6 +4,7 @@ import asyncio
 import time
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 import msgspec
@@ -12,12 +13,13 @@ from aiohttp import web
 from router.config import RouterConfig, RouterConfigError, check_worker_url
 from router.credentials import Credentials
 from router.discovery import Discovery
-from router.dispatch import no_worker_message
+from router.dispatch import no_worker_message, unknown_model
 from router.draining import DRAINING, LiveRequests
 from router.errors import error_response
 from router.guard import require_admin
 from router.health import HealthMonitor
 from router.metrics import RouterMetrics
+from router.models import UnknownModel, join_models
 from router.openapi import make_document
 from router.siblings import Siblings, merge_expositions
 from router.workers import Health, Role, Worker, WorkerTable, missing_roles
@@ -39,6 +41,7 @@ PASSED_TO_ALL = (
 )
 SLOW = ("/update_weights_from_disk", "/load_lora_adapter", "/unload_lora_adapter")
 
+_MODEL = "/v1/models/"
 _ROLE_WORDS = {"regular": "unified", "null": "unified"}  # SGLang's router calls a unified worker regular
 
 
@@ -81,8 +84,8 @@ class Control:
             web.get("/health", self.readiness),
             web.get("/readiness", self.readiness),
             web.get("/health_generate", self.health_generate),
-            web.get("/v1/models", self.proxy),
-            web.get("/v1/models/{model}", self.proxy),
+            web.get("/v1/models", self.list_models),
+            web.get("/v1/models/{model}", self.get_model),
             web.get("/get_model_info", self.proxy),
             web.get("/model_info", self.proxy),
             web.get("/get_server_info", self.server_info),
@@ -124,14 +127,36 @@ class Control:
 
     async def proxy(self, request: web.BaseRequest) -> web.Response:
         """The answer of a worker that speaks for all: the first one that is up, decode before prefill."""
+        return await self._ask_one(request, "")
+
+    async def list_models(self, request: web.BaseRequest) -> web.Response:
+        """All models: of one worker if they all serve the same, else of one worker for each model, joined."""
+        if not self._table.models.several:
+            return await self._ask_one(request, "")
         headers = self._credentials.for_client(_authorization(request))
+        speakers: dict[str, Worker] = {}
         for role in reversed(self._roles):
             for worker in self._table.alive(role):
-                answer = await self._call(worker, "GET", request.path, headers)
+                speakers.setdefault(next(iter(worker.models), ""), worker)
+        answers = await asyncio.gather(*(self._call(w, "GET", request.path, headers) for w in speakers.values()))
+        return _json({"object": "list", "data": join_models(_decoded(answer.body) for answer in answers)})
+
+    async def get_model(self, request: web.BaseRequest) -> web.Response:
+        """One model, as a worker that serves it describes it."""
+        try:
+            return await self._ask_one(request, self._table.models.meant(unquote(request.path.removeprefix(_MODEL))))
+        except UnknownModel as err:
+            return unknown_model(err)
+
+    async def _ask_one(self, request: web.BaseRequest, model: str) -> web.Response:
+        headers = self._credentials.for_client(_authorization(request))
+        for role in reversed(self._roles):
+            for worker in self._table.pool(role, model):
+                answer = await self._call(worker, "GET", request.rel_url.raw_path, headers)
                 if answer.status:
                     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
-        missing = missing_roles(self._table, self._roles) or list(self._roles)
-        return error_response(503, no_worker_message(self._table, missing), code="no_worker")
+        missing = missing_roles(self._table, self._roles, model) or list(self._roles)
+        return error_response(503, no_worker_message(self._table, missing, model), code="no_worker")
 
     async def server_info(self, request: web.BaseRequest) -> web.Response:
         """The router's own settings and its workers with their load."""
@@ -198,7 +223,10 @@ class Control:
         """Pause, continue, weights, adapters, profiles: every worker does it, at the same time."""
         timeout_s = UPDATE_TIMEOUT_S if request.path in SLOW else FAN_OUT_TIMEOUT_S
         headers = self._credentials.for_admin(_authorization(request))
-        return await self._fan_out("POST", request.path, headers, await request.read(), timeout_s=timeout_s)
+        answer = await self._fan_out("POST", request.path, headers, await request.read(), timeout_s=timeout_s)
+        if request.path in SLOW:  # names of models may have come or gone
+            self._monitor.refresh()
+        return answer
 
     async def get_metrics(self, request: web.BaseRequest) -> web.Response:
         """Of all processes of this router."""
@@ -320,6 +348,8 @@ def describe(worker: Worker) -> dict[str, Any]:
         "is_healthy": worker.health is Health.UP,
         "health": worker.health.value,
         "leaving": worker.leaving,
+        "circuit": worker.circuit.state.value,
+        "models": worker.models,
         "discovered": worker.discovered,
         "last_error": worker.last_error,
         "bootstrap_host": worker.bootstrap_host if worker.role is Role.PREFILL else None,

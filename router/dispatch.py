@@ -7,29 +7,34 @@ taken: rooms, leases, tasks and connections.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 from aiohttp import web
 
+from router.admission import PRIORITY_HEADER, Admission
 from router.attempts import Attempts
+from router.breaker import Event
 from router.chooser import Chooser, cost_tokens
 from router.config import RouterConfig
 from router.credentials import Credentials
 from router.dashboard.recorder import Recorder, Watched
 from router.deadline import ENVOY_HEADER, TIMEOUT_HEADER
+from router.door import Refused
 from router.draining import DRAINING, LiveRequest, LiveRequests
 from router.errors import error_kind, error_response
+from router.forecast import ITL_HEADER, TTFT_HEADER, Pace, Slo, Trip, requests_at
 from router.guard import REQUEST_ID
 from router.journey import CLIENT_GONE, Journey, Journeys
 from router.legs import Call, Leg, LegError, Legs
 from router.merge import Merger, SseMerger
 from router.metrics import RouterMetrics
+from router.models import UnknownModel, serves
 from router.policies import Ask, Choice
 from router.race import Race
 from router.relay import StreamBroken, end_with_event, relay_stream
-from router.rewrite import Api, BadBody, ParsedBody, parse_body, write_bodies
+from router.rewrite import Api, BadBody, ParsedBody, named_model, parse_body, write_bodies
 from router.rooms import RoomMinter
 from router.sse import error_event
 from router.workers import Lease, Role, Worker, WorkerTable, missing_roles
@@ -44,7 +49,15 @@ RETRY_AFTER_S = "1"  # told to clients when no worker is there
 
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
 
-_PASSED_HEADERS = ("traceparent", "tracestate", TIMEOUT_HEADER, ENVOY_HEADER)
+_PASSED_HEADERS = (
+    "traceparent",
+    "tracestate",
+    TIMEOUT_HEADER,
+    ENVOY_HEADER,
+    PRIORITY_HEADER,
+    TTFT_HEADER,
+    ITL_HEADER,
+)
 _ANSWER_HEADERS = {"content-type": "Content-Type", "retry-after": "Retry-After"}
 
 
@@ -61,6 +74,7 @@ class Parts:
     credentials: Credentials
     secret: bytes | None
     live: LiveRequests
+    admission: Admission
     on_unreachable: Callable[[LegError], None]
     recorder: Recorder
     clock: Callable[[], float] = time.monotonic
@@ -80,6 +94,9 @@ class _Exchange:
     live: LiveRequest
     started_s: float
     watched: Watched
+    roles: tuple[Role, ...]
+    model: str  # that its workers must serve; "": any will do
+    slo: Slo
     journey: Journey
     attempts: Attempts = field(default_factory=Attempts)
 
@@ -96,26 +113,20 @@ class Dispatcher:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The handler. `BadBody` for a body that cannot be routed."""
-        refusal = self._refusal()
-        if refusal is not None:
-            return refusal
-        with self._parts.live.request() as live:
-            try:
-                return await self._handle(request, live)
-            except asyncio.CancelledError:
-                if not live.took_cancel():
-                    raise
-                return _handed_back()
-
-    def _refusal(self) -> web.Response | None:
-        """What a new request is told when none is taken."""
-        live = self._parts.live
-        if live.draining:
+        if self._parts.live.draining:
             return draining_response("the router is draining: it takes no new requests")
-        if live.full:
-            message = f"the router serves {len(live)} requests (--max-concurrent-requests); try again later"
-            return error_response(429, message, code="queue_full", headers={"Retry-After": RETRY_AFTER_S})
-        return None
+        try:
+            self._parts.admission.refuse_early(request)
+            with self._parts.live.request() as live:
+                try:
+                    return await self._handle(request, live)
+                except asyncio.CancelledError:
+                    if not live.took_cancel():
+                        raise
+                    return _handed_back()
+        except Refused as refused:
+            self._parts.metrics.refused.labels(refused.why).inc()
+            return refused.response
 
     async def _handle(self, request: web.BaseRequest, live: LiveRequest) -> web.StreamResponse:
         started_s, request_id = self._parts.clock(), request[REQUEST_ID]
@@ -124,9 +135,12 @@ class Dispatcher:
         status, exchange = CLIENT_GONE, None
         try:
             exchange = await self._exchange(request, live, journey, started_s)
-            response = await self._serve(exchange)
+            response = await self._serve_in_turn(exchange)
             status = response.status
             return response
+        except Refused as refused:
+            status = refused.response.status
+            raise
         except BadBody:
             status = 400
             raise
@@ -143,6 +157,11 @@ class Dispatcher:
         parsed = parse_body(Api(request.path), body)
         journey.asked(parsed.num_samples, bytes(parsed.fields.get("model", b"")))
         begin = self._parts.recorder.begin
+        roles = self._embedding_roles if parsed.api is Api.EMBEDDINGS else self.roles
+        try:
+            model = self._model_of(parsed, roles)
+        except UnknownModel as err:
+            raise Refused(unknown_model(err), "model") from None
         return _Exchange(
             request=request,
             request_id=request_id,
@@ -152,9 +171,20 @@ class Dispatcher:
             call=Call(request.path, self._headers(request, request_id, journey.traceparent)),
             live=live,
             started_s=started_s,
+            roles=roles,
+            model=model,
+            slo=self._parts.admission.slo_of(request),
             journey=journey,
             watched=begin(request_id, request.path, prompt_tokens=parsed.prompt_tokens, started_s=started_s),
         )
+
+    async def _serve_in_turn(self, exchange: _Exchange) -> web.StreamResponse:
+        """`_serve`, once the request may run."""
+        ticket = await self._parts.admission.enter(exchange.request, exchange.parsed)
+        try:
+            return await self._serve(exchange)
+        finally:
+            self._parts.admission.leave(ticket)
 
     def close(self) -> None:
         """End what prefill legs still run after their clients were served."""
@@ -172,10 +202,9 @@ class Dispatcher:
                 headers={"Retry-After": RETRY_AFTER_S},
             )
         for attempt in range(config.retry_max + 1):
-            roles = self._embedding_roles if exchange.parsed.api is Api.EMBEDDINGS else self.roles
-            chosen = await self._choose_soon(roles, exchange)
+            chosen = await self._choose_soon(exchange)
             if chosen is None:
-                return self._none_left(roles, exchange.attempts)
+                return self._none_left(exchange)
             call = exchange.call if attempt == 0 else exchange.call.later(self._parts.clock() - exchange.started_s)
             try:
                 return await self._attempt(exchange, call, chosen)
@@ -195,6 +224,7 @@ class Dispatcher:
         return await self._attempt_single(exchange, call, chosen[0])
 
     async def _attempt_single(self, exchange: _Exchange, call: Call, choice: Choice) -> web.StreamResponse:
+        trip = self._depart(choice, exchange.ask)
         lease = self._charge(choice, exchange.ask)
         leg = self._parts.legs.send(choice.worker, call, exchange.body, stream=True)
         exchange.journey.sent(leg)
@@ -202,8 +232,11 @@ class Dispatcher:
         race = Race(leg)
         try:
             await race.answer(wait_for_prefill=False)
-            return await self._answer(exchange, race, merger=None)
+            self._tell_begun(race, trip, choice.worker)
+            return await self._answer(exchange, race, trip, merger=None)
         finally:
+            self._parts.admission.forecast.computed(trip)
+            self._tell_end(race.answering)
             self._parts.table.release(lease)
             race.close()
 
@@ -216,6 +249,7 @@ class Dispatcher:
         prefill_body, decode_body = write_bodies(
             parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms
         )
+        trip, answer_trip = self._depart(compute, exchange.ask), self._depart(answer_by, exchange.ask)
         prefill_lease, decode_lease = self._charge(compute, exchange.ask), self._charge(answer_by, exchange.ask)
         first = parts.legs.send(prefill, call, prefill_body, stream=False)
         second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
@@ -223,28 +257,36 @@ class Dispatcher:
         race = Race(second, prefill=first)
         watched, attempt = exchange.watched, exchange.watched.attempt(answering=decode.url, prefill=prefill.url)
         race.when_prefill_ends(lambda: watched.prefill_ended(attempt))
+        race.when_prefill_ends(
+            lambda: parts.table.release(prefill_lease)
+        )  # an answer that is not streamed ends long after
         try:
             await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
+            self._tell_begun(race, trip, prefill, decode)
             parts.table.release(prefill_lease)  # its tokens are computed: decode would not have begun
             merger = Merger(parsed.api, first.reply.take()) if parsed.wants_input_logprobs else None
-            response = await self._answer(exchange, race, merger=merger)
+            response = await self._answer(exchange, race, answer_trip, merger=merger)
             race.finish()
             return response
         finally:
+            self._tell_end(second)
+            parts.admission.forecast.computed(trip)
             parts.table.release(prefill_lease)
             parts.table.release(decode_lease)
             race.close()
             self._tails.add(first)
-            race.when_prefill_ends(lambda: self._end_tail(first, rooms, lambda: watched.prefill_ended(attempt)))
+            race.when_prefill_ends(lambda: self._end_tail(first, rooms))
 
-    def _end_tail(self, prefill: Leg, rooms: Sequence[int], note: Callable[[], None]) -> None:
+    def _end_tail(self, prefill: Leg, rooms: Sequence[int]) -> None:
         """Nothing of the request runs any more, here or there."""
-        note()
         self._tails.discard(prefill)
+        self._tell_end(prefill)
         self._parts.rooms.release(rooms)
 
-    async def _answer(self, exchange: _Exchange, race: Race, *, merger: Merger | None) -> web.StreamResponse:
-        """Give the client the answer that has begun, whole or as a stream."""
+    async def _answer(
+        self, exchange: _Exchange, race: Race, trip: Trip, *, merger: Merger | None
+    ) -> web.StreamResponse:
+        """Give the client the answer that has begun, whole or as a stream. `trip`: at the worker that answers."""
         leg = race.answering
         headers = _answer_headers(leg.reply.headers)
         if not leg.streaming:
@@ -256,6 +298,7 @@ class Dispatcher:
         headers["Cache-Control"] = "no-cache"
         race.watch_prefill(self._note)
         exchange.live.cut = leg.close
+        pace, requests = Pace(), requests_at(leg.worker)
         try:
             out = await relay_stream(
                 exchange.request,
@@ -264,6 +307,7 @@ class Dispatcher:
                 merger=SseMerger(merger) if merger else None,
                 on_first_byte=lambda: self._first_byte(exchange),
                 on_event=exchange.watched.event,
+                on_chunk=lambda chunk: pace.on_chunk(chunk, self._parts.clock()),
             )
         except StreamBroken as broken:
             if exchange.live.handed_back:
@@ -273,6 +317,8 @@ class Dispatcher:
             return await self._end_handed_back(exchange, out, race)
         if race.refused is not None:
             return await self._end_broken(exchange, out, race.refused, race)
+        requests_mean = (requests + requests_at(leg.worker)) / 2
+        self._parts.admission.forecast.on_pace(trip, pace, requests=requests_mean, now_s=self._parts.clock())
         await out.write_eof()
         return out
 
@@ -301,7 +347,17 @@ class Dispatcher:
         voucher = vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)
         return Call(call.path, {**call.headers, VOUCHER_HEADER: voucher})
 
-    async def _choose_soon(self, roles: Sequence[Role], exchange: _Exchange) -> tuple[Choice, ...] | None:
+    def _model_of(self, parsed: ParsedBody, roles: Sequence[Role]) -> str:
+        """Which name its workers must serve; "": any will do. `UnknownModel`."""
+        catalogue = self._parts.table.models
+        if not catalogue.names:
+            return ""
+        ready: Iterable[str] = ()
+        if catalogue.several:
+            ready = (base for base in catalogue.bases if not missing_roles(self._parts.table, roles, base))
+        return catalogue.meant(named_model(parsed), ready)
+
+    async def _choose_soon(self, exchange: _Exchange) -> tuple[Choice, ...] | None:
         """As `_choose`; a request that has failed already waits a little for workers of which none is alive.
 
         What broke its connections may have made their health checks fail as well, and be over.
@@ -309,17 +365,32 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + (self._parts.config.retry_wait_s if exchange.attempts.last else 0.0)
         while True:
-            chosen = self._choose(roles, exchange)
-            if chosen is not None or not missing_roles(self._parts.table, roles) or loop.time() >= deadline_s:
+            chosen = self._choose(exchange)
+            if chosen is not None or not self._missing(exchange) or loop.time() >= deadline_s:
                 return chosen
             await asyncio.sleep(WAIT_POLL_S)
 
-    def _choose(self, roles: Sequence[Role], exchange: _Exchange) -> tuple[Choice, ...] | None:
+    def _choose(self, exchange: _Exchange) -> tuple[Choice, ...] | None:
         """One worker of each role as its policy says, among those best tried next; None when a role has none."""
-        pools = [exchange.attempts.candidates(self._parts.table.alive(role)) for role in roles]
+        pools = [exchange.attempts.candidates(self._pool(role, exchange.model)) for role in exchange.roles]
         if not all(pools):
             return None  # before a policy remembers what then is sent to nobody
+        if exchange.attempts.last is None:  # who was let in is not turned away later
+            now_s = self._parts.clock()
+            pools = [self._parts.admission.in_time(p, exchange.ask, exchange.slo, now_s=now_s) for p in pools]
         return tuple(self._parts.chooser.choose(workers, exchange.ask) for workers in pools)
+
+    def _pool(self, role: Role, model: str) -> Sequence[Worker]:
+        """Who may be sent to. Circuits narrow the choice, they never empty it: where all are open, all are tried."""
+        pool, now_s = self._parts.table.pool(role, model), self._parts.clock()
+        return [worker for worker in pool if worker.circuit.takes(now_s)] or pool
+
+    def _missing(self, exchange: _Exchange) -> list[Role]:
+        return missing_roles(self._parts.table, exchange.roles, exchange.model)
+
+    def _depart(self, choice: Choice, ask: Ask) -> Trip:
+        tokens = 0 if choice.worker.role is Role.DECODE else ask.prompt_tokens - choice.cached_tokens
+        return self._parts.admission.forecast.depart(choice.worker, tokens, now_s=self._parts.clock())
 
     def _charge(self, choice: Choice, ask: Ask) -> Lease:
         return self._parts.table.charge(choice.worker, cost_tokens(choice, ask))
@@ -329,24 +400,34 @@ class Dispatcher:
         reason = f"http_{failure.status}" if failure.reason == "status" else failure.reason
         self._parts.metrics.errors.labels(reason, failure.worker.role.value).inc()
         self._parts.recorder.on_failure(reason, failure.worker.role.value)
+        if failure.is_fault:
+            failure.worker.circuit.tell(Event.FAULT, self._parts.clock())
         if failure.reason in ("refused", "lost") or failure.draining:
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
 
-    def _none_left(self, roles: Sequence[Role], attempts: Attempts) -> web.Response:
-        """Nobody is alive, or who is could only fail again."""
-        if attempts.last is not None and not missing_roles(self._parts.table, roles):
-            return _failure_response(attempts.last)
-        return self._no_worker(roles)
+    def _tell_begun(self, race: Race, trip: Trip, *workers: Worker) -> None:
+        """The answer of `workers` has begun; `trip`: at the one that computed the prompt."""
+        now_s = self._parts.clock()
+        for worker in workers:
+            worker.circuit.tell(Event.BEGUN, now_s)
+        if race.answering.streaming:  # a whole answer says nothing about its first token
+            self._parts.admission.forecast.begun(trip, now_s=now_s)
 
-    def _no_worker(self, roles: Sequence[Role]) -> web.Response:
-        """503 that names what is missing."""
-        missing = missing_roles(self._parts.table, roles)
+    def _tell_end(self, leg: Leg) -> None:
+        """Nothing more comes. What broke was told when it did."""
+        if leg.well:
+            leg.worker.circuit.tell(Event.WELL, self._parts.clock())
+
+    def _none_left(self, exchange: _Exchange) -> web.Response:
+        """Nobody is alive, or who is could only fail again."""
+        missing = self._missing(exchange)
+        if exchange.attempts.last is not None and not missing:
+            return _failure_response(exchange.attempts.last)
         self._parts.metrics.errors.labels("no_worker", ",".join(missing)).inc()
         self._parts.recorder.on_failure("no_worker", ",".join(missing))
-        return error_response(
-            503, no_worker_message(self._parts.table, missing), code="no_worker", headers={"Retry-After": RETRY_AFTER_S}
-        )
+        message = no_worker_message(self._parts.table, missing, exchange.model)
+        return error_response(503, message, code="no_worker", headers={"Retry-After": RETRY_AFTER_S})
 
     def _first_byte(self, exchange: _Exchange) -> None:
         exchange.journey.first_byte()
@@ -374,12 +455,17 @@ def _handed_back() -> web.Response:
     return draining_response(HANDED_BACK)
 
 
-def no_worker_message(table: WorkerTable, missing: list[Role]) -> str:
+def no_worker_message(table: WorkerTable, missing: list[Role], model: str = "") -> str:
     """Which role is missing, and what is known of its workers."""
-    role = missing[0]
-    known = table.workers(role)
+    known = [w for w in table.workers(missing[0]) if not model or serves(w.models, model)]
     why = "; ".join(f"{w.url}: {w.last_error or w.health.value}" for w in known[:4]) or "none was given"
-    return f"no {' and no '.join(missing)} worker is alive ({why})"
+    what = f"worker for model {model!r}" if model and table.models.several else "worker"
+    return f"no {' and no '.join(missing)} {what} is alive ({why})"
+
+
+def unknown_model(err: UnknownModel) -> web.Response:
+    """404 that names the models there are."""
+    return error_response(404, str(err), param="model", code="model_not_found")
 
 
 def backoff_s(attempt: int, *, base_s: float) -> float:

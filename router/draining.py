@@ -10,8 +10,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from router.load_view import ALONE, LoadView
-
 log = logging.getLogger(__name__)
 
 DRAINING = "draining"  # error code, and `status` on /health
@@ -41,12 +39,10 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """Who runs. `max_live`: one more is refused, whichever of this router's processes serves the others."""
+    """Who is here: runs, or waits for its turn (line.py)."""
 
-    def __init__(self, *, max_live: int, view: LoadView = ALONE) -> None:
+    def __init__(self) -> None:
         self.draining = False
-        self._view = view
-        self._max_live = max_live
         self._requests: dict[int, LiveRequest] = {}  # by id, in order of arrival
 
     def __len__(self) -> int:
@@ -56,27 +52,16 @@ class LiveRequests:
         """In order of arrival."""
         return list(self._requests.values())
 
-    @property
-    def full(self) -> bool:
-        return self.num_everywhere >= self._max_live
-
-    @property
-    def num_everywhere(self) -> int:
-        """Those of all processes of this router."""
-        return len(self._requests) + self._view.others_live()
-
     @contextmanager
     def request(self) -> Iterator[LiveRequest]:
         task = asyncio.current_task()
         assert task is not None
         request = LiveRequest(task)
         self._requests[id(request)] = request
-        self._view.publish_live(len(self._requests))
         try:
             yield request
         finally:
             del self._requests[id(request)]
-            self._view.publish_live(len(self._requests))
 
     async def drain(self, *, timeout_s: float, at_once: asyncio.Event) -> None:
         """Nothing new from now on. Returns when nothing runs; what does not end in time is handed back."""

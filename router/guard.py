@@ -124,16 +124,25 @@ def _http_error(request: web.BaseRequest, err: web.HTTPException) -> web.StreamR
     message = {
         404: f"{request.path} is not served here",
         405: f"{request.path} does not take {request.method}",
+        408: "the request body did not come in time (--body-timeout-s)",
         413: "the request body is longer than --max-body-bytes",
     }.get(err.status, err.text or err.reason)
     headers = {"Allow": err.headers["Allow"]} if "Allow" in err.headers else None
-    return error_response(err.status, message, headers=headers)
+    response = error_response(err.status, message, headers=headers)
+    if err.status in (408, 413):  # the rest of the body is not wanted
+        response.force_close()
+    return response
 
 
 def require_admin(request: web.BaseRequest, gate: Gate) -> web.Response | None:
     """For a handler that only now knows what is asked for: None, or the refusal."""
     refusal = gate.refusal(request[CALLER], Access.ADMIN)
     return None if refusal is None else _refusal(*refusal)
+
+
+def client_name(request: web.BaseRequest) -> str:
+    """Who asks, for what is counted by client: its API key's name, else its address."""
+    return request[CALLER].name or client_of(request.remote)
 
 
 def _refused(
@@ -147,7 +156,7 @@ def _refused(
         return _refusal(*refusal)
     if limiter is None or need is Access.NONE:
         return None
-    wait_s = limiter.wait_s(caller.name or client_of(request.remote), now_s)
+    wait_s = limiter.wait_s(client_name(request), now_s)
     if wait_s == 0.0:
         return None
     metrics.refused.labels("rate").inc()

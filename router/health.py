@@ -15,6 +15,7 @@ from router.config import RouterConfig
 from router.credentials import Credentials
 from router.dashboard.recorder import Recorder
 from router.legs import LegError, Legs
+from router.models import has_adapters, parse_models, says_models
 from router.reports import parse_bootstrap, parse_incarnation, parse_load, parse_mode, says_draining
 from router.workers import Check, Health, Role, Worker, WorkerTable
 
@@ -23,8 +24,11 @@ log = logging.getLogger(__name__)
 BOOTSTRAP_REFRESH_S = 10.0
 _LOAD_PATHS = ("/v1/loads", "/get_load")  # the richer one first
 _INFO_PATHS = ("/server_info", "/get_server_info")
+_MODEL_PATHS = ("/v1/models",)
+_MODEL_INFO_PATHS = ("/get_model_info", "/model_info")
 _EXPECTED_MODE = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.UNIFIED: "null"}
 MAX_ANSWER_BYTES = 4 << 20
+NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"
 
 
 class HealthMonitor:
@@ -159,6 +163,8 @@ class HealthMonitor:
         info, error = await self._first_json(worker, _INFO_PATHS)
         if error:  # nothing was learnt: what is known of it stays
             return error
+        if error := await self._read_models(worker, info):
+            return error
         mode, expected = parse_mode(info), _EXPECTED_MODE[worker.role]
         if mode is not None and mode != expected:
             return f"runs with --disaggregation-mode {mode}, but was given as a {worker.role} worker"
@@ -169,6 +175,26 @@ class HealthMonitor:
         if watch is not None and not watch.retired:
             self._on_info(worker, info)
         return None
+
+    async def _read_models(self, worker: Worker, info: object) -> str:
+        """Read which models it serves; returns what is wrong: a server that says nothing at all of itself is no worker."""
+        listed = None
+        if not isinstance(info, dict) or has_adapters(info):
+            listed, error = await self._first_json(worker, _MODEL_PATHS)
+            if error:
+                return error
+        if not isinstance(info, dict) and not says_models(listed):
+            said, error = await self._first_json(worker, _MODEL_INFO_PATHS)
+            if error or not isinstance(said, dict):
+                return error or NO_WORKER
+        self._table.on_models(worker, parse_models(info, listed))
+        return ""
+
+    def refresh(self) -> None:
+        """Ask all workers anew what they serve: it may just have changed."""
+        for watch in self._watches.values():
+            watch.info_due_s = 0.0
+            watch.wake.set()
 
     async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:
         """(the first JSON answer of `paths`, ""); (None, "") when it has none; (None, why) when one could not be asked."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from router.breaker import UNJOINED, is_fault
 from router.deadline import less_time
 from router.lifelines import Lifelines
 from router.reports import says_draining
@@ -17,7 +18,6 @@ from router.workers import Role, Worker
 
 log = logging.getLogger(__name__)
 
-UNJOINED = 502  # what a decode worker answers when it could not find or reach the prefill worker
 RETRYABLE_STATUSES = frozenset((500, 502, 503))
 
 
@@ -54,6 +54,14 @@ class LegError(Exception):
     def unjoined(self) -> bool:
         """Decode could not be joined with its prefill worker: it is told whose fault that is by nobody."""
         return self.status == UNJOINED and self.worker.role is Role.DECODE
+
+    @property
+    def is_fault(self) -> bool:
+        """Its worker is to blame, and nobody else."""
+        decode = self.worker.role is Role.DECODE
+        return is_fault(
+            reason=self.reason, status=self.status, headers=self.headers, draining=self.draining, decode=decode
+        )
 
     @property
     def retryable(self) -> bool:
@@ -99,6 +107,11 @@ class Leg:
     def begun(self) -> bool:
         """There is something to give to the client: the first bytes of a stream, or the whole of any other answer."""
         return self.reply.complete or (self.reply.num_buffered > 0 and self.streaming)
+
+    @property
+    def well(self) -> bool:
+        """A good answer came, and all of it."""
+        return self.reply.complete and self.reply.status < 300
 
     def failure(self) -> LegError | None:
         """What went wrong before the answer had begun; an answer that begun is judged by who reads it."""

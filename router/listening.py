@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError
+from router.reading import TimedRequest, TimedServer
 from router.routes import Handler, Routes
 
 
@@ -23,14 +24,11 @@ def http_server(
 
     def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop = asyncio.get_running_loop()
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=config.max_body_bytes)
+        request = TimedRequest(message, payload, protocol, writer, task, loop, client_max_size=config.max_body_bytes)
+        request.body_timeout_s = config.body_timeout_s
+        return request
 
-    server = web.Server(
-        handle,
-        request_factory=make_request,
-        handler_cancellation=True,  # a client that goes away ends both legs at once
-        access_log=None,
-    )
+    server = TimedServer(handle, request_factory=make_request, header_timeout_s=config.header_timeout_s)
     return web.ServerRunner(server, shutdown_timeout=config.shutdown_timeout_s)
 
 

@@ -20,6 +20,10 @@ class LoadView(Protocol):
 
     def others_live(self) -> int: ...
 
+    def add_client(self, client: str, step: int) -> None: ...
+
+    def others_of_client(self, client: str) -> int: ...
+
 
 class Alone:
     """One process: there are no others."""
@@ -43,6 +47,12 @@ class Alone:
         return 0
 
     def others_live(self) -> int:
+        return 0
+
+    def add_client(self, client: str, step: int) -> None:
+        """Nobody looks."""
+
+    def others_of_client(self, client: str) -> int:
         return 0
 
 

@@ -17,6 +17,7 @@ _STATUSES = {
     "401": "the API key is missing or wrong",
     "403": "this needs the admin key",
     "404": "there is no such path or model",
+    "408": "the body did not come in time",
     "409": "a worker refused the request for now",
     "413": "the body is too long",
     "429": "too many requests; Retry-After says when to come again",

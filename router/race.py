@@ -26,7 +26,7 @@ class Race:
         self._legs = (answering,) if prefill is None else (prefill, answering)
         self._bell: asyncio.Future[None] | None = None
         self._finished = False
-        self._on_prefill_end: Callable[[], None] | None = None
+        self._on_prefill_end: list[Callable[[], None]] = []
         self._on_failure: Callable[[LegError], None] | None = None
         answering.reply.listener = self._ring
         if prefill is not None:
@@ -75,7 +75,7 @@ class Race:
         if self.prefill is None or self.prefill.ended:
             act()
         else:
-            self._on_prefill_end = act
+            self._on_prefill_end.append(act)
 
     def _ring(self) -> None:
         if self._bell is not None and not self._bell.done():
@@ -86,8 +86,8 @@ class Race:
         prefill = self.prefill
         if prefill is None or not prefill.ended:
             return
-        if self._on_prefill_end is not None:
-            self._on_prefill_end()
+        for act in self._on_prefill_end:
+            act()
         if self._on_failure is not None and not self._finished:
             self._judge(prefill, self._on_failure)
 

@@ -32,6 +32,7 @@ async def relay_stream(
     merger: SseMerger | None,
     on_first_byte: Callable[[], None],
     on_event: Callable[[], None],
+    on_chunk: Callable[[bytes], None],
 ) -> web.StreamResponse:
     """Send the leg's answer to the client until it ends; the caller ends the response (`write_eof`).
 
@@ -45,6 +46,7 @@ async def relay_stream(
     chunk = leg.reply.take()
     on_first_byte()
     while chunk:
+        on_chunk(chunk)
         events = feed(chunk)
         if events:
             await out.write(events)

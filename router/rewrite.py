@@ -115,6 +115,26 @@ def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequ
     return _encode(fields), decode
 
 
+def named_model(parsed: ParsedBody) -> str:
+    """The request's `model`; "" where it names none (what is no text is for the workers to refuse)."""
+    return _text(_raw(parsed.fields, "model"))
+
+
+def named_priority(parsed: ParsedBody) -> int | None:
+    """The request's `priority`; None where it gives none (what is no integer is for the workers to refuse)."""
+    value = _small(_raw(parsed.fields, "priority"))
+    return value if isinstance(value, int) else None
+
+
+def _text(raw: bytes) -> str:
+    if raw[:1] != b'"':
+        return ""
+    try:
+        return str(_any_decoder.decode(raw))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+
+
 def _prompts(api: Api, fields: dict[str, msgspec.Raw]) -> tuple[int, int]:
     """(number of prompts, tokens in all of them)."""
     if api is Api.CHAT:

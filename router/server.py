@@ -14,6 +14,8 @@ import uvloop
 from aiohttp import web
 
 from lifecycle.stop_signals import StopSignals
+from router.admission import Admission
+from router.breaker import BreakerSettings
 from router.chooser import make_chooser
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.control import Control
@@ -42,7 +44,7 @@ from router.session import open_session
 from router.shared_load import SharedLoad
 from router.siblings import Siblings
 from router.upstream import HttpUpstream
-from router.workers import Role, Thresholds, WorkerTable
+from router.workers import Role, Thresholds, Worker, WorkerTable
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
 from security.secret import read_secret_file
@@ -67,9 +69,11 @@ class RunningRouter:
         lifelines: Lifelines,
         monitor: HealthMonitor,
         recorder: Recorder,
+        admission: Admission,
     ) -> None:
         self.recorder = recorder
         self.url = url
+        self.admission = admission
         self.lifelines = lifelines
         self.monitor = monitor
         self.gate = gate
@@ -139,11 +143,17 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     chooser = make_chooser(config, draw=secrets.randbelow)
     table = _table(config, view)
     feed = KVEventFeed(chooser, secret=secret, enabled=not config.disable_kv_events)
-    table.on_gone = feed.on_gone
+
+    def on_gone(worker: Worker) -> None:
+        feed.on_gone(worker)
+        admission.forecast.forget(worker)
+
+    table.on_gone = on_gone
     rooms = RoomMinter(entropy.bits)
     metrics = RouterMetrics(table, feed)
     recorder = Recorder(time.monotonic, place=0 if place is None else place.row)
-    live = LiveRequests(max_live=config.max_concurrent_requests, view=view)
+    live = LiveRequests()
+    admission = Admission(config, view=view, chooser=chooser)
     client = {
         "connect_timeout_s": config.connect_timeout_s,
         "request_timeout_s": config.request_timeout_s,
@@ -173,6 +183,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
                 credentials=credentials,
                 secret=secret,
                 live=live,
+                admission=admission,
                 on_unreachable=monitor.on_unreachable,
                 recorder=recorder,
                 journeys=Journeys(tracer, log_requests=config.log_requests),
@@ -192,7 +203,14 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             tracer=tracer,
             discovery=discovery,
         )
-        dashboard = Dashboard(config=config, table=table, recorder=recorder, live=live, siblings=siblings)
+        dashboard = Dashboard(
+            config=config,
+            table=table,
+            recorder=recorder,
+            live=live,
+            num_running=lambda: admission.door.line.num_everywhere,
+            siblings=siblings,
+        )
         routes = Routes(
             [
                 *(web.post(api.value, dispatcher.handle) for api in Api),
@@ -226,6 +244,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
                 lifelines=legs.lifelines,
                 monitor=monitor,
                 recorder=recorder,
+                admission=admission,
             )
         finally:
             await runner.cleanup()  # takes no new connection, and waits for running requests
@@ -262,7 +281,14 @@ def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
 
 def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
     thresholds = Thresholds(failure=config.health_failure_threshold, success=config.health_success_threshold)
-    table = WorkerTable(thresholds, view)
+    breaker = BreakerSettings(
+        failure=config.cb_failure_threshold,
+        success=config.cb_success_threshold,
+        timeout_s=config.cb_timeout_duration_secs,
+        window_s=config.cb_window_duration_secs,
+        enabled=not config.disable_circuit_breaker,
+    )
+    table = WorkerTable(thresholds, view, breaker=breaker)
     now_s = time.monotonic()
     try:
         for url, port in config.prefill:

@@ -16,7 +16,11 @@ from pathlib import Path
 NUM_SLOTS = 8192  # places for workers; at most MAX_WORKERS are in one table
 _WORD = 8
 _PER_SLOT = 3  # of one row: whether its table holds the worker, tokens, requests
-_ROW_WORDS = 1 + _PER_SLOT * NUM_SLOTS  # live requests, then the slots
+# Requests of each client, in a count-min sketch (Cormode, Muthukrishnan 2005): a client counts in one cell of each depth, and
+# its number is the least of those. It is never too low; too high only where clients that are busy meet in every depth.
+_DEPTH, _WIDTH = 3, 4096
+_CLIENTS = 1 + _PER_SLOT * NUM_SLOTS
+_ROW_WORDS = _CLIENTS + _DEPTH * _WIDTH  # live requests, then the slots, then the clients
 _USED, _TOKENS, _REQUESTS = range(_PER_SLOT)
 
 
@@ -72,6 +76,16 @@ class SharedLoad:
         """How many requests the other processes serve."""
         return sum([self._words[begin] for begin in self._others])
 
+    def add_client(self, client: str, step: int) -> None:
+        """So many more (or fewer) requests of this client run in this process."""
+        for at in _cells(client):
+            self._words[self._begin + at] += step
+
+    def others_of_client(self, client: str) -> int:
+        """How many of its requests the other processes serve."""
+        words = self._words
+        return min(sum([words[begin + at] for begin in self._others]) for at in _cells(client))
+
     def close(self) -> None:
         self._words.release()
         self._map.close()
@@ -110,3 +124,12 @@ class SharedLoad:
 def _name(url: str) -> int:
     """63 bits of a hash, never 0."""
     return (int.from_bytes(blake2b(url.encode(), digest_size=8).digest(), "little") >> 1) or 1
+
+
+def _cells(client: str) -> list[int]:
+    """Where a client counts, from the begin of a row."""
+    digest = blake2b(client.encode(errors="replace"), digest_size=4 * _DEPTH).digest()
+    return [
+        _CLIENTS + depth * _WIDTH + int.from_bytes(digest[4 * depth : 4 * depth + 4], "little") % _WIDTH
+        for depth in range(_DEPTH)
+    ]

@@ -8,9 +8,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from urllib.parse import urlsplit
 
+from router.breaker import BreakerSettings, Circuit
 from router.load_view import ALONE, LoadView
+from router.models import Catalogue, serves
 
 MAX_WORKERS = 4096
 # Through which a request goes, in this order; "retracted" lost its memory and waits for more.
@@ -127,6 +130,8 @@ class Worker:
     leaving: bool = False  # it gets nothing new, whatever its health
     last_resort: bool = False  # it does, while nobody else of its role is up
     discovered: bool = False  # each process of this router finds it by itself
+    models: tuple[str, ...] = ()  # names that it serves, its own first; none: it does not say
+    circuit: Circuit = field(default_factory=Circuit)
 
     @property
     def url_host(self) -> str:
@@ -140,10 +145,11 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lease:
-    """`tokens` of work charged to `worker` until released."""
+    """`tokens` of work charged to `worker` until released. `trial`: it tries a worker whose circuit is half open."""
 
     worker: Worker
     tokens: int
+    trial: bool = False
 
 
 @dataclass(slots=True)
@@ -156,6 +162,8 @@ class WorkerTable:
     thresholds: Thresholds = field(default_factory=Thresholds)
     view: LoadView = ALONE
     on_gone: Callable[[Worker], None] = lambda worker: None
+    breaker: BreakerSettings = field(default_factory=BreakerSettings)
+    models: Catalogue = field(default_factory=Catalogue)
     _workers: list[Worker] = field(default_factory=list)
     _leases: dict[int, Lease] = field(default_factory=dict)
     _next_id: int = 0
@@ -171,7 +179,7 @@ class WorkerTable:
     ) -> Worker:
         """Add a worker; it gets no request before its first good check. `WorkerTableError` if the URL is known."""
         url = url.rstrip("/")
-        if any(w.url == url for w in self._workers):
+        if any(same_url(w.url) == same_url(url) for w in self._workers):
             raise WorkerTableError(f"url: {url} is already in the table")
         if len(self._workers) >= MAX_WORKERS:
             raise WorkerTableError(f"url: {MAX_WORKERS} workers are in the table, no more fit")
@@ -187,6 +195,7 @@ class WorkerTable:
             slot=self.view.take(url),
             good_s=now_s,
             discovered=discovered,
+            circuit=Circuit(self.breaker),
         )
         self._next_id += 1
         self._workers.append(worker)
@@ -194,25 +203,27 @@ class WorkerTable:
 
     def remove(self, url: str) -> Worker:
         """Take a worker out. Its running requests go on; their leases are still released. `WorkerTableError` if unknown."""
-        url = url.rstrip("/")
-        for worker in self._workers:
-            if worker.url == url:
-                self._workers.remove(worker)
-                worker.view.give_back(worker.slot)
-                worker.view, worker.slot = ALONE, 0
-                self.on_gone(worker)
-                return worker
-        raise WorkerTableError(f"url: {url} is not in the table")
+        worker = self._find(url)
+        self._workers.remove(worker)
+        worker.view.give_back(worker.slot)
+        worker.view, worker.slot = ALONE, 0
+        self._list_models()
+        self.on_gone(worker)
+        return worker
 
     def retire(self, url: str, *, last_resort: bool = False) -> Worker:
         """It gets no new request; it stays in the table until `remove`. `WorkerTableError` if unknown.
 
         `last_resort`: as long as it is up it serves, should nobody else of its role be: better than no answer.
         """
-        url = url.rstrip("/")
+        worker = self._find(url)
+        worker.leaving, worker.last_resort = True, last_resort
+        return worker
+
+    def _find(self, url: str) -> Worker:
+        name = same_url(url)
         for worker in self._workers:
-            if worker.url == url:
-                worker.leaving, worker.last_resort = True, last_resort
+            if same_url(worker.url) == name:
                 return worker
         raise WorkerTableError(f"url: {url} is not in the table")
 
@@ -223,6 +234,11 @@ class WorkerTable:
         """Who gets requests."""
         up = [w for w in self._workers if w.role is role and w.health is Health.UP]
         return [w for w in up if not w.leaving] or [w for w in up if w.last_resort]
+
+    def pool(self, role: Role, model: str) -> list[Worker]:
+        """Those of `alive` that serve `model`; "": any."""
+        alive = self.alive(role)
+        return [w for w in alive if serves(w.models, model)] if model else alive
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Tell the result of a check, or of a request that could not connect. True if the worker's state changed."""
@@ -238,6 +254,7 @@ class WorkerTable:
         worker.health, worker.changed_s = target, now_s
         if target is Health.DOWN:
             worker.report, worker.foreign_tokens = None, 0
+            worker.circuit.reset()
             self.on_gone(worker)
         return True
 
@@ -250,6 +267,7 @@ class WorkerTable:
             worker.former_lives = (*worker.former_lives, worker.incarnation)[-MAX_FORMER_LIVES:]
             if incarnation not in worker.former_lives:
                 worker.former_life_s = worker.incarnation_s
+                worker.circuit.reset()
                 self.on_gone(worker)
         if incarnation:
             worker.incarnation, worker.incarnation_s = incarnation, asked_s
@@ -264,9 +282,18 @@ class WorkerTable:
         """Tell where a prefill worker's bootstrap server listens."""
         worker.bootstrap_host, worker.bootstrap_port = host, port
 
+    def on_models(self, worker: Worker, names: tuple[str, ...]) -> None:
+        """Tell what a worker serves; it stays noted while the worker is down."""
+        if names != worker.models:
+            worker.models = names
+            self._list_models()
+
+    def _list_models(self) -> None:
+        self.models = Catalogue.of(w.models for w in self._workers)
+
     def charge(self, worker: Worker, tokens: int) -> Lease:
         assert tokens >= 0, tokens
-        lease = Lease(worker, tokens)
+        lease = Lease(worker, tokens, worker.circuit.send())
         self._leases[id(lease)] = lease
         worker.inflight_requests += 1
         worker.inflight_tokens += tokens
@@ -279,6 +306,7 @@ class WorkerTable:
         if self._leases.pop(id(lease), None) is not None:
             lease.worker.inflight_requests -= 1
             lease.worker.inflight_tokens -= lease.tokens
+            lease.worker.circuit.end(trial=lease.trial)
             _publish(lease.worker)
 
     @property
@@ -296,6 +324,17 @@ class WorkerTable:
             assert worker.inflight_tokens == sum(held), (worker.url, worker.inflight_tokens, sum(held))
 
 
+@lru_cache(maxsize=2 * MAX_WORKERS)
+def same_url(url: str) -> str:
+    """One way to write an address: lower case, no default port, no slash. So no worker is there twice."""
+    parts = urlsplit(url)
+    if not parts.hostname:
+        return url
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return f"{parts.scheme}://{host}:{port}"
+
+
 def _publish(worker: Worker) -> None:
     worker.view.publish(worker.slot, tokens=worker.inflight_tokens, requests=worker.inflight_requests)
 
@@ -305,9 +344,9 @@ def _kind(check: Check) -> Check:
     return Check.FAILED if check is Check.REFUSED else check
 
 
-def missing_roles(table: WorkerTable, roles: Iterable[Role]) -> list[Role]:
-    """The roles of which no worker is alive."""
-    return [role for role in roles if not table.alive(role)]
+def missing_roles(table: WorkerTable, roles: Iterable[Role], model: str = "") -> list[Role]:
+    """The roles of which no worker (that serves `model`) is alive."""
+    return [role for role in roles if not table.pool(role, model)]
 
 
 def _reported_tokens(role: Role, report: LoadReport) -> int:

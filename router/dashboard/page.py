@@ -4,6 +4,7 @@ Polled: without a page that looks, nothing is computed. Owns nothing.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,14 @@ class Dashboard:
         table: WorkerTable,
         recorder: Recorder,
         live: LiveRequests,
+        num_running: Callable[[], int],
         siblings: Siblings,
     ) -> None:
         self._config = config
         self._table = table
         self._recorder = recorder
         self._live = live
+        self._num_running = num_running
         self._siblings = siblings
         folder = Path(__file__).parent
         self._files = {path: (folder / name).read_bytes() for path, name in _FILES.items()}
@@ -104,7 +107,7 @@ class Dashboard:
             "pd": self._config.pd_disaggregation,
             "policy": self._config.policy,
             "processes": self._config.workers,
-            "running": self._live.num_everywhere,
+            "running": self._num_running(),
             "draining": self._live.draining,
             "reports": self._config.load_poll_interval_s > 0,
         }

@@ -108,6 +108,8 @@ class DummyWorker:
         if request.path in ("/v1/models", "/flush_cache", "/abort_request", "/get_model_info", "/health_generate"):
             self.calls.append((request.path, await request.text()))
             return web.json_response({"data": [{"id": self.name}]})
+        if request.path.startswith("/v1/models/"):
+            return web.json_response({"id": request.path.removeprefix("/v1/models/"), "from": self.name})
         if request.method not in ("POST", "PUT"):
             return web.Response(status=404)
         body = await request.json()

@@ -15,6 +15,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from lifecycle.stop_signals import StopSignals
+from router.admission import Admission
 from router.chooser import make_chooser
 from router.config import RouterConfig
 from router.credentials import Credentials
@@ -70,7 +71,7 @@ class Router:
         metrics = RouterMetrics(self.table)
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(config, api=gate.api)
-        self.live = LiveRequests(max_live=config.max_concurrent_requests)
+        self.live = LiveRequests()
         legs = Legs(self._upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
         self.monitor = HealthMonitor(
             config=config, table=self.table, session=session, credentials=credentials, legs=legs
@@ -86,6 +87,7 @@ class Router:
                 credentials=credentials,
                 secret=None,
                 live=self.live,
+                admission=Admission(config, chooser=chooser),
                 on_unreachable=self.monitor.on_unreachable,
                 recorder=Recorder(self.aio.time),
                 clock=self.aio.time,

@@ -1,0 +1,132 @@
+"""A circuit breaker: a worker whose answers fail again and again gets no requests for a while, then a few to try it. Pure.
+
+    CLOSED     all is well; `failure` faults in a row, none older than the window, open it
+    OPEN       nothing is sent there until the timeout is over
+    HALF_OPEN  up to `success` requests at a time try it; so many answers that begin close it, one fault opens it again
+
+Only what is the worker's own fault is told here (`is_fault`). Names and defaults of the flags are those of SGLang's router.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+UNJOINED = 502  # what a decode worker answers when it could not find or reach the prefill worker
+_FAULTS = frozenset((500, 502, 503))
+
+
+class State(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Event(StrEnum):
+    BEGUN = "begun"  # an answer began: proof of life, but it may still break
+    WELL = "well"  # an answer came whole
+    FAULT = "fault"
+    WAITED = "waited"  # the timeout is over
+
+
+# (state, event) -> (next state, what must have been counted first: a field of `BreakerSettings`, or "" for nothing).
+TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
+    (State.CLOSED, Event.BEGUN): (State.CLOSED, ""),
+    (State.CLOSED, Event.WELL): (State.CLOSED, ""),
+    (State.CLOSED, Event.FAULT): (State.OPEN, "failure"),
+    (State.CLOSED, Event.WAITED): (State.CLOSED, ""),
+    (State.OPEN, Event.BEGUN): (State.OPEN, ""),  # of a request from before
+    (State.OPEN, Event.WELL): (State.OPEN, ""),
+    (State.OPEN, Event.FAULT): (State.OPEN, ""),
+    (State.OPEN, Event.WAITED): (State.HALF_OPEN, ""),
+    (State.HALF_OPEN, Event.BEGUN): (State.CLOSED, "success"),
+    (State.HALF_OPEN, Event.WELL): (State.HALF_OPEN, ""),  # it has begun before
+    (State.HALF_OPEN, Event.FAULT): (State.OPEN, ""),
+    (State.HALF_OPEN, Event.WAITED): (State.HALF_OPEN, ""),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerSettings:
+    """`failure`, `success`: how many it takes. `enabled` False: every circuit stays closed."""
+
+    failure: int = 10
+    success: int = 3
+    timeout_s: float = 60.0
+    window_s: float = 120.0
+    enabled: bool = True
+
+
+@dataclass(slots=True)
+class Circuit:
+    """One worker's. Whoever sends there calls `send`, and `end` once for each, whatever came of it."""
+
+    settings: BreakerSettings = field(default_factory=BreakerSettings)
+    state: State = State.CLOSED
+    num_opened: int = 0
+    _since_s: float = -math.inf  # when it came into this state
+    _faults_s: list[float] = field(default_factory=list)  # in a row, not older than the window
+    _num_begun: int = 0  # while half open
+    _num_trials: int = 0  # that run
+
+    def takes(self, now_s: float) -> bool:
+        """Whether a request may be sent there now."""
+        if self.state is State.CLOSED:
+            return True
+        if self.state is State.OPEN and now_s - self._since_s >= self.settings.timeout_s:
+            self.tell(Event.WAITED, now_s)
+        return self.state is State.HALF_OPEN and self._num_trials < self.settings.success
+
+    def send(self) -> bool:
+        """A request is sent; whether it is a trial."""
+        trial = self.state is State.HALF_OPEN
+        self._num_trials += trial
+        return trial
+
+    def end(self, *, trial: bool) -> None:
+        """A request is over; `trial`: what `send` said of it."""
+        self._num_trials -= trial
+        assert self._num_trials >= 0
+
+    def tell(self, event: Event, now_s: float) -> None:
+        """Something happened. `BEGUN`, `WELL` and `FAULT` are of requests."""
+        if not self.settings.enabled:
+            return
+        target, needed = TRANSITIONS[self.state, event]
+        count = self._count(event, now_s)
+        if target is self.state or (needed and count < getattr(self.settings, needed)):
+            return
+        self.state, self._since_s, self._num_begun = target, now_s, 0
+        self._faults_s.clear()
+        self.num_opened += target is State.OPEN
+
+    def reset(self) -> None:
+        """It is another process now, or was found dead: what it did before says nothing."""
+        self.state, self._num_begun = State.CLOSED, 0
+        self._faults_s.clear()
+
+    def _count(self, event: Event, now_s: float) -> int:
+        """How many of these there are by now."""
+        if event is Event.BEGUN:
+            self._num_begun += 1
+            return self._num_begun
+        if event is Event.WELL:
+            self._faults_s.clear()
+        if event is Event.FAULT:
+            oldest_s = now_s - self.settings.window_s
+            self._faults_s = [at_s for at_s in self._faults_s if at_s > oldest_s] + [now_s]
+        return len(self._faults_s)
+
+
+def is_fault(*, reason: str, status: int, headers: Mapping[str, str], draining: bool, decode: bool) -> bool:
+    """Whether a failed leg is its own worker's fault.
+
+    Not: what the request or its client is to blame for (4xx, 504: its own deadline), back-pressure (503 with Retry-After),
+    a worker that ends in good order, one that this router gave up because it is dead (its health says so), and a decode
+    worker that could not reach its prefill worker.
+    """
+    if reason != "status":
+        return reason in ("refused", "lost", "timeout")
+    if draining or (status == UNJOINED and decode):
+        return False
+    return status in _FAULTS and not (status == 503 and "retry-after" in headers)

@@ -1,0 +1,42 @@
+"""A straight line through what was measured, the latest counting most. Pure.
+
+Recursive least squares of y = a + b * x with exponential forgetting: weighted means and co-moments, brought up to date by
+each point (West 1979, "Updating mean and variance estimates"). a and b are never negative: no wait gets shorter
+because more is ahead of it. Without spread in x there is no slope to be known, and the mean stands for all.
+"""
+
+from dataclasses import dataclass
+
+KEEP = 0.98  # weight of a point after each newer one: some 50 of them count
+MIN_POINTS = 8  # before which nothing is said
+
+
+@dataclass(slots=True)
+class Fit:
+    num_points: int = 0
+    _weight: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self.num_points += 1
+        self._weight = self._weight * KEEP + 1.0
+        dx, dy, share = x - self._x, y - self._y, 1.0 / self._weight
+        self._x += share * dx
+        self._y += share * dy
+        self._xx = KEEP * self._xx + dx * (x - self._x)
+        self._xy = KEEP * self._xy + dx * (y - self._y)
+
+    @property
+    def slope(self) -> float:
+        return max(0.0, self._xy / self._xx) if self._xx > 1e-9 else 0.0
+
+    @property
+    def intercept(self) -> float:
+        return max(0.0, self._y - self.slope * self._x)
+
+    def at(self, x: float) -> float | None:
+        """y there; None while too little is known."""
+        return None if self.num_points < MIN_POINTS else self.intercept + self.slope * x

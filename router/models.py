@@ -1,0 +1,90 @@
+"""Which models are behind the router, and which of them a request means. Pure: told what workers say they serve.
+
+One group is the workers that say the same base model, whatever adapters each has loaded; a worker that says nothing may
+serve anything. With one group a request's `model` is the workers' affair, as if the router had never looked, except that
+a name only some of them know (an adapter) leads to those.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_NAMES = 1024  # of one worker that are remembered
+
+Names = tuple[str, ...]
+
+
+class UnknownModel(Exception):
+    """No worker serves `model`; `known` are the names that are served."""
+
+    def __init__(self, model: str, known: Sequence[str]) -> None:
+        super().__init__(f"model: {model!r} is not served here; there are: {', '.join(known)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """`bases`: the workers' own models, in order of the workers; `names`: all they answer to, adapters too."""
+
+    bases: Names = ()
+    names: Names = ()
+
+    @classmethod
+    def of(cls, workers: Iterable[Names]) -> "Catalogue":
+        """What each worker serves, in the order of workers."""
+        known = [names for names in workers if names]
+        bases = dict.fromkeys(names[0] for names in known)
+        return cls(tuple(bases), tuple(dict.fromkeys(name for names in known for name in names)))
+
+    @property
+    def several(self) -> bool:
+        return len(self.bases) > 1
+
+    def meant(self, model: str, ready: "Iterable[str] | None" = None) -> str:
+        """The name to look for among workers, "": any worker will do. `UnknownModel`.
+
+        A request that names none gets, of several models, the first of `ready` (those that can answer now), else the first.
+        """
+        if model in self.names:
+            return model
+        if not self.several:
+            return ""
+        if model:
+            raise UnknownModel(model, self.names)
+        return next(iter(ready or ()), self.bases[0])
+
+
+def serves(names: Names, model: str) -> bool:
+    return not names or model in names
+
+
+def parse_models(info: object, listed: object) -> Names:
+    """Names of a worker: `info` is its `/server_info`, `listed` its `/v1/models` (None: not asked)."""
+    names: list[str] = []
+    if isinstance(info, dict):
+        names += [info[key] for key in ("served_model_name", "model_path") if isinstance(info.get(key), str)]
+    rows = listed.get("data") if isinstance(listed, dict) else None
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, dict) and isinstance(row.get("id"), str):
+            names.append(row["id"])
+    return tuple(dict.fromkeys(name for name in names if name))[:MAX_NAMES]
+
+
+def has_adapters(info: object) -> bool:
+    """Whether a worker may serve more names than its `/server_info` tells."""
+    return isinstance(info, dict) and bool(info.get("enable_lora") or info.get("lora_paths"))
+
+
+def says_models(listed: object) -> bool:
+    """Whether this is an answer of `/v1/models`."""
+    return isinstance(listed, dict) and isinstance(listed.get("data"), list)
+
+
+def join_models(answers: Iterable[object]) -> list[dict[str, Any]]:
+    """The rows of several answers of `/v1/models`; of equal ids the first."""
+    rows: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        if isinstance(answer, dict) and isinstance(answer.get("data"), list):
+            for row in answer["data"]:
+                if isinstance(row, dict) and isinstance(row.get("id"), str):
+                    rows.setdefault(row["id"], row)
+    return list(rows.values())

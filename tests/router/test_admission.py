@@ -1,0 +1,333 @@
+"""Who runs, who waits, who is refused: the line, the forecast, and both in a real router over workers that follow a law."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from aiohttp import web
+
+from router.fit import MIN_POINTS, Fit
+from router.forecast import STALE_S, Forecast, Pace, Slo, TooLate
+from router.line import Limits, Line, Stand
+from router.shared_load import SharedLoad
+from router.workers import Role, Worker, WorkerTable
+from tests.router.dummies import DummyWorker, cluster, stream, until
+
+# ---- the line
+
+
+def line(**limits: int) -> Line:
+    return Line(Limits(**{"running": 2, "queue": 3, **limits}))
+
+
+def test_higher_priority_goes_first_then_who_came_first() -> None:
+    waits = line(running=1)
+    runs, _ = waits.arrive("a", priority=0, now_s=0.0)
+    tickets = [waits.arrive("a", priority=p, now_s=0.0)[0] for p in (0, 5, 5)]
+    order = []
+    while waits.num_running:
+        changed = waits.leave(runs)
+        waits.check()
+        order += [tickets.index(ticket) for ticket in changed]
+        runs = changed[0] if changed else runs
+    assert order == [1, 2, 0]
+
+
+def test_a_full_line_drops_the_lowest_priority_and_of_those_the_latest() -> None:
+    waits = line(running=1, queue=2)
+    waits.arrive("a", priority=0, now_s=0.0)
+    low, high = (waits.arrive("a", priority=p, now_s=0.0)[0] for p in (0, 1))
+    lowest, changed = waits.arrive("a", priority=-1, now_s=0.0)
+    assert lowest.stand is Stand.FULL and not changed
+    _, changed = waits.arrive("a", priority=1, now_s=0.0)
+    assert changed == [low] and low.stand is Stand.FULL and high.stand is Stand.WAITS
+    waits.check()
+
+
+def test_who_floods_the_line_is_dropped_and_not_the_other() -> None:
+    waits = line(running=1, queue=3)
+    waits.arrive("flood", priority=0, now_s=0.0)
+    flood = [waits.arrive("flood", priority=0, now_s=0.0)[0] for _ in range(3)]
+    other, changed = waits.arrive("other", priority=0, now_s=0.0)
+    assert other.stand is Stand.WAITS and changed == [flood[2]]
+
+
+def test_a_client_at_its_limit_is_passed_over() -> None:
+    waits = line(running=3, per_client=1)
+    first, _ = waits.arrive("a", priority=0, now_s=0.0)
+    second, _ = waits.arrive("a", priority=9, now_s=0.0)
+    other, _ = waits.arrive("b", priority=0, now_s=0.0)
+    assert [t.stand for t in (first, second, other)] == [Stand.RUNS, Stand.WAITS, Stand.RUNS]
+    assert waits.leave(first) == [second]
+    waits.check()
+
+
+def test_who_waited_too_long_is_refused_and_who_leaves_makes_no_room() -> None:
+    waits = Line(Limits(running=1, queue=9, queue_timeout_s=10.0))
+    waits.arrive("a", priority=0, now_s=0.0)
+    early, _ = waits.arrive("a", priority=0, now_s=1.0)
+    late, _ = waits.arrive("a", priority=0, now_s=5.0)
+    assert waits.tick(10.9) == [] and waits.tick(11.0) == [early] and early.stand is Stand.LATE
+    assert waits.leave(late) == [] and waits.num_waiting == 0 and waits.num_running == 1
+
+
+def test_limits_count_over_all_processes(tmp_path: Path) -> None:
+    views = [SharedLoad(tmp_path / "load", row=row, num_rows=2) for row in range(2)]
+    limits = Limits(running=3, per_client=2, queue=5)
+    here, there = (Line(limits, view) for view in views)
+    first, _ = here.arrive("a", priority=0, now_s=0.0)
+    assert there.arrive("a", priority=0, now_s=0.0)[0].stand is Stand.RUNS
+    third, _ = there.arrive("a", priority=0, now_s=0.0)
+    assert third.stand is Stand.WAITS, "its client has one here and one there"
+    assert there.arrive("b", priority=0, now_s=0.0)[0].stand is Stand.RUNS
+    assert here.arrive("c", priority=0, now_s=0.0)[0].stand is Stand.WAITS, "three run in all"
+    here.leave(first)
+    assert third in there.tick(0.0) or third.stand is Stand.WAITS  # c may have taken the room
+    for view in views:
+        view.close()
+
+
+# ---- the forecast
+
+
+def test_the_fit_finds_a_line_and_follows_when_it_moves() -> None:
+    fit, draw = Fit(), random.Random(1)
+    for _ in range(200):
+        x = draw.uniform(0, 5000)
+        fit.add(x, 0.02 + 3e-4 * x + draw.gauss(0, 0.005))
+    assert fit.slope == pytest.approx(3e-4, rel=0.05) and fit.intercept == pytest.approx(0.02, abs=0.01)
+    for _ in range(300):
+        x = draw.uniform(0, 5000)
+        fit.add(x, 0.01 + 1e-4 * x)
+    assert fit.slope == pytest.approx(1e-4, rel=0.1)
+
+
+def test_the_fit_says_nothing_early_and_nothing_absurd() -> None:
+    fit = Fit()
+    for i in range(MIN_POINTS - 1):
+        fit.add(i, 1.0)
+    assert fit.at(3) is None
+    fit.add(100, 0.5)  # falls: no slope then
+    assert fit.slope == 0.0 and fit.at(1e9) == pytest.approx(fit.intercept)
+    same = Fit()
+    for _ in range(50):
+        same.add(7, 2.0)
+    assert same.at(7000) == pytest.approx(2.0), "without spread there is no slope"
+
+
+def pool(count: int, role: Role) -> tuple[WorkerTable, list[Worker]]:
+    table = WorkerTable()
+    return table, [table.add(f"http://w{i}", role=role) for i in range(count)]
+
+
+def law(tokens: float) -> float:
+    return 0.05 + 2e-4 * tokens
+
+
+def teach(forecast: Forecast, table: WorkerTable, worker: Worker, *, speed: float = 1.0) -> None:
+    """A queue that one prompt after another is computed from: the wait is that of all tokens there."""
+    draw = random.Random(2)
+    for i in range(60):
+        tokens = draw.randrange(100, 4000)
+        ahead = table.charge(worker, draw.randrange(0, 20000))
+        trip = forecast.depart(worker, tokens, now_s=float(i))
+        forecast.begun(trip, now_s=i + law(ahead.tokens + tokens) / speed)
+        table.release(ahead)
+
+
+def test_the_law_is_learnt_and_what_breaks_the_slo_is_refused_and_nothing_else() -> None:
+    table, [worker] = pool(1, Role.PREFILL)
+    forecast = Forecast()
+    teach(forecast, table, worker)
+    wrong = 0
+    for queued in range(0, 20000, 500):
+        lease = table.charge(worker, queued)
+        for own in (10, 1000, 8000):
+            late = law(queued + own) > 2.0
+            try:
+                forecast.in_time([worker], Slo(ttft_s=2.0), tokens={worker.worker_id: own}, now_s=61.0)
+                wrong += late
+            except TooLate as err:
+                wrong += not late
+                assert err.what == "ttft" and err.retry_after_s >= 1
+        table.release(lease)
+    assert wrong == 0
+
+
+def test_only_workers_that_are_in_time_are_left_and_the_unknown_may_be() -> None:
+    table, [fast, slow, new] = pool(3, Role.PREFILL)
+    forecast = Forecast()
+    teach(forecast, table, fast)
+    teach(forecast, table, slow, speed=0.1)
+    tokens = {w.worker_id: 5000 for w in (fast, slow, new)}
+    assert forecast.in_time([fast, slow, new], Slo(ttft_s=2.0), tokens=tokens, now_s=61.0) == [fast, new]
+    forecast.forget(slow)  # another process now
+    assert forecast.in_time([slow], Slo(ttft_s=2.0), tokens=tokens, now_s=61.0) == [slow]
+
+
+def test_one_request_tries_a_worker_of_which_nothing_was_heard_for_long() -> None:
+    """Else it would be refused for ever what became fast meanwhile: who is refused teaches nothing."""
+    table, [slow] = pool(1, Role.PREFILL)
+    forecast = Forecast()
+    teach(forecast, table, slow, speed=0.01)
+    ask: dict[str, Any] = {"slo": Slo(ttft_s=1.0), "tokens": {slow.worker_id: 100}}
+    with pytest.raises(TooLate):
+        forecast.in_time([slow], now_s=80.0, **ask)
+    later_s = 1000.0 + STALE_S
+    assert forecast.in_time([slow], now_s=later_s, **ask) == [slow]
+    with pytest.raises(TooLate):
+        forecast.in_time([slow], now_s=later_s + 1, **ask)
+
+
+def test_time_between_tokens_is_foretold_by_the_requests_at_the_worker() -> None:
+    table, [worker] = pool(1, Role.DECODE)
+    forecast = Forecast()
+    for requests in (*range(1, 20), *range(1, 20)):
+        pace = Pace()
+        for event in range(11):
+            pace.on_chunk(b"data: x\n\n", 1.0 + event * (0.010 + 0.002 * requests))
+        forecast.on_pace(forecast.depart(worker, 0, now_s=0.0), pace, requests=requests, now_s=2.0)
+    slo = Slo(itl_s=0.0305)  # ten requests
+    leases = [table.charge(worker, 1) for _ in range(9)]
+    assert forecast.in_time([worker], slo, tokens={}, now_s=3.0) == [worker]
+    leases.append(table.charge(worker, 1))
+    with pytest.raises(TooLate, match="time between tokens would take about 32 ms, more than the 30 ms"):
+        forecast.in_time([worker], slo, tokens={}, now_s=3.0)
+
+
+# ---- in a router
+
+
+def message(answer: bytes) -> tuple[str, str]:
+    error = json.loads(answer)["error"]
+    return error["code"], error["message"]
+
+
+def test_requests_wait_their_turn_by_priority_and_the_line_is_bounded() -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def held(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            if body["text"] == "first":
+                await gate.wait()
+            return web.json_response({})
+
+        async with cluster(unified=1, max_concurrent_requests=1, queue_size=2) as c:
+            c.decodes[0].behave = held
+            jobs = [asyncio.create_task(c.post("/generate", {"text": "first"}))]
+            await until(lambda: c.decodes[0].seen)
+            jobs.append(asyncio.create_task(c.post("/generate", {"text": "low"})))
+            await until(lambda: c.router.live.requests()[1:])
+            jobs.append(asyncio.create_task(c.post("/generate", {"text": "header"}, headers={"X-Priority": "3"})))
+            await until(lambda: c.router.live.requests()[2:])
+            jobs.append(asyncio.create_task(c.post("/generate", {"text": "body", "priority": 7})))
+            status, headers, answer = await jobs[1]
+            assert status == 429 and headers["Retry-After"] == "1" and message(answer)[0] == "queue_full"
+            gate.set()
+            assert [(await job)[0] for job in (jobs[0], jobs[2], jobs[3])] == [200, 200, 200]
+            assert [s.body["text"] for s in c.decodes[0].seen] == ["first", "body", "header"]
+            assert c.decodes[0].seen[1].body["priority"] == 7 and c.decodes[0].seen[2].headers["x-priority"] == "3"
+            assert (await c.post("/generate", {"text": "x"}, headers={"X-Priority": "soon"}))[0] == 400
+
+    uvloop.run(scenario())
+
+
+def test_a_client_has_its_own_limit_and_one_that_waits_too_long_is_told() -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def held(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            if body["text"] == "held":
+                await gate.wait()
+            return web.json_response({})
+
+        flags: dict[str, Any] = {"max_concurrent_requests_per_client": 1, "queue_timeout_secs": 0.0}
+        async with cluster(unified=1, queue_size=5, **flags) as c:
+            c.decodes[0].behave = held
+            job = asyncio.create_task(c.post("/generate", {"text": "held"}))
+            await until(lambda: c.decodes[0].seen)
+            status, _, answer = await c.post("/generate", {"text": "second"})
+            assert (status, message(answer)[0]) == (429, "queue_timeout")
+            gate.set()
+            assert (await job)[0] == 200 and (await c.post("/generate", {"text": "third"}))[0] == 200
+        async with cluster(unified=1, max_concurrent_requests_per_client=1) as c:
+            c.decodes[0].behave = held
+            gate.clear()
+            job = asyncio.create_task(c.post("/generate", {"text": "held"}))
+            await until(lambda: c.decodes[0].seen)
+            status, _, answer = await c.post("/generate", {"text": "second"})
+            assert status == 429 and "--max-concurrent-requests-per-client" in message(answer)[1]
+            gate.set()
+            await job
+
+    uvloop.run(scenario())
+
+
+SECONDS_PER_TOKEN = 1e-3
+
+
+def test_a_router_learns_the_law_of_its_workers_and_refuses_what_would_be_too_late() -> None:
+    """The worker computes one prompt after another, a millisecond a token. Ten tokens of 100 s would be refused; nothing waits
+
+    for them, and a slow machine only makes the law steeper.
+    """
+
+    async def scenario() -> None:
+        turn = asyncio.Lock()
+
+        async def computes(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            async with turn:
+                await asyncio.sleep(SECONDS_PER_TOKEN * len(body["input_ids"]))
+            return await stream(request, [{"i": i} for i in range(6)])
+
+        def ask(tokens: int) -> dict[str, Any]:
+            return {"input_ids": [1] * tokens, "stream": True}
+
+        async with cluster(unified=1, slo_ttft_ms=20_000.0) as c:
+            worker = c.decodes[0]
+            worker.behave = computes
+            assert (await c.post("/generate", ask(1)))[0] == 200, "nothing is known yet"
+            for size in (5, 20, 80):
+                answers = await asyncio.gather(*(c.post("/generate", ask(size)) for _ in range(4)))
+                assert [status for status, _, _ in answers] == [200] * 4
+            count = len(worker.seen)
+            status, headers, answer = await c.post("/generate", ask(200_000))
+            code, text = message(answer)
+            assert status == 429 and code == "slo_ttft" and int(headers["Retry-After"]) >= 1, text
+            assert len(worker.seen) == count, "no worker ever saw it"
+            assert (await c.post("/generate", ask(80)))[0] == 200, "nothing else is refused"
+            # A client may want more, or less.
+            status, _, answer = await c.post("/generate", ask(80), headers={"X-SLO-TTFT-ms": "0.01"})
+            assert (status, message(answer)[0]) == (429, "slo_ttft")
+            assert (await c.post("/generate", ask(80), headers={"X-SLO-ITL-ms": "fast"}))[0] == 400
+            async with c.client.get(c.url + "/metrics") as response:
+                assert 'tandem_router_refused_total{why="slo_ttft"} 2.0' in await response.text()
+
+    uvloop.run(scenario())
+
+
+def test_prompts_that_wait_at_a_prefill_worker_count() -> None:
+    """It is asked for 40 s of work by others before us."""
+
+    async def scenario() -> None:
+        async with cluster(slo_ttft_ms=10_000.0) as c:
+            for size in (5, 20, 80, 5, 20, 80, 5, 20, 80):
+                assert (await c.post("/generate", {"input_ids": [1] * size, "stream": True}))[0] == 200
+            prefill = c.router.table.workers()[0]
+            forecast = c.router.admission.forecast
+            assert forecast.ttft_s(prefill, 10) is not None
+            for i in range(60):  # a law that is ours
+                forecast.begun(forecast.depart(prefill, 10 * i, now_s=0.0), now_s=10 * i * SECONDS_PER_TOKEN)
+            assert (await c.post("/generate", {"input_ids": [1] * 80, "stream": True}))[0] == 200
+            lease = c.router.table.charge(prefill, 40_000)
+            status, _, answer = await c.post("/generate", {"input_ids": [1] * 80, "stream": True})
+            assert (status, message(answer)[0]) == (429, "slo_ttft")
+            c.router.table.release(lease)
+            assert (await c.post("/generate", {"input_ids": [1] * 80, "stream": True}))[0] == 200
+            await c.settled()
+
+    uvloop.run(scenario())
