@@ -19,10 +19,20 @@ from tqdm import tqdm
 
 from benchmarks.trace_workers import DecodeModel, PrefillModel, TraceRequest, read_trace, replay_decode, replay_prefill
 from deploy.bench.environment import describe
-from router.cache_aware import CacheAware, CacheAwareSettings, cached_of, unbalanced
-from router.policies import Ask, Choice, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, Random, RoundRobin, Stateless
-from router.prefix_index import PrefixIndex
-from router.workers import Worker
+from router.choice.cache_aware import CacheAware, CacheAwareSettings, cached_of, unbalanced
+from router.choice.policies import (
+    Ask,
+    Choice,
+    ConsistentHashing,
+    LeastLoad,
+    Policy,
+    PowerOfTwo,
+    Random,
+    RoundRobin,
+    Stateless,
+)
+from router.choice.prefix_index import PrefixIndex
+from router.pool.workers import Worker
 
 TREE_BLOCKS = (1 << 26) // 512  # --max-tree-size
 SPEEDS = (0.5, 1.0, 1.5, 2.0)

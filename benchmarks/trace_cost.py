@@ -13,9 +13,9 @@ from engine.core.times import Times, stages
 from engine.frontend.tracing import Traces
 from engine.messages import Bootstrap, FinishReason, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
-from router.journey import Journeys
-from router.legs import Leg
-from router.workers import Role
+from router.pool.workers import Role
+from router.requests.journey import Journeys
+from router.requests.legs import Leg
 from telemetry.context import RequestContext
 from telemetry.tracer import Tracer
 

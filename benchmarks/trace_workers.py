@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.chooser import cost_tokens
-from router.policies import Ask, Choice, Policy
-from router.prefix_index import PrefixIndex
-from router.prefix_keys import BLOCK_TOKENS
-from router.workers import Check, Lease, LoadReport, Role, Worker, WorkerTable
+from router.choice.chooser import cost_tokens
+from router.choice.policies import Ask, Choice, Policy
+from router.choice.prefix_index import PrefixIndex
+from router.choice.prefix_keys import BLOCK_TOKENS
+from router.pool.workers import Check, Lease, LoadReport, Role, Worker, WorkerTable
 
 TRACE_BLOCK_TOKENS = 512
 REPORT_S = 1.0  # between a worker's reports to the router

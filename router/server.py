@@ -14,37 +14,37 @@ import uvloop
 from aiohttp import web
 
 from lifecycle.stop_signals import StopSignals
-from router.admission import Admission
-from router.breaker import BreakerSettings
-from router.chooser import make_chooser
+from router.admission.admission import Admission
+from router.admission.rate_limit import make_limiter
+from router.choice.chooser import make_chooser
+from router.choice.kv_feed import KVEventFeed
 from router.config import RouterConfig, RouterConfigError, check_config
-from router.control import Control
-from router.credentials import Credentials
 from router.dashboard.page import Dashboard
 from router.dashboard.recorder import Recorder
-from router.discovery import open_discovery
-from router.dispatch import Dispatcher, Parts
-from router.draining import LiveRequests
-from router.entropy import Entropy
-from router.fleet import Place, obey_parent, run_fleet
-from router.guard import make_guard
-from router.health import HealthMonitor
-from router.journey import Journeys
-from router.kv_feed import KVEventFeed
-from router.legs import Legs
-from router.lifelines import Lifelines
-from router.listening import http_server, listen, url_host
-from router.load_view import ALONE, LoadView
+from router.fleet.processes import Place, obey_parent, run_fleet
+from router.fleet.shared_load import SharedLoad
+from router.fleet.siblings import Siblings
+from router.http.control import Control
+from router.http.credentials import Credentials
+from router.http.guard import make_guard
+from router.http.listening import http_server, listen, url_host
+from router.http.routes import Routes
+from router.http.session import open_session
+from router.http.upstream import HttpUpstream
 from router.metrics import RouterMetrics
-from router.rate_limit import make_limiter
-from router.rewrite import Api
-from router.rooms import RoomMinter
-from router.routes import Routes
-from router.session import open_session
-from router.shared_load import SharedLoad
-from router.siblings import Siblings
-from router.upstream import HttpUpstream
-from router.workers import Role, Thresholds, Worker, WorkerTable
+from router.pool.breaker import BreakerSettings
+from router.pool.discovery import open_discovery
+from router.pool.health import HealthMonitor
+from router.pool.lifelines import Lifelines
+from router.pool.load_view import ALONE, LoadView
+from router.pool.workers import Role, Thresholds, Worker, WorkerTable
+from router.requests.dispatch import Dispatcher, Parts
+from router.requests.draining import LiveRequests
+from router.requests.entropy import Entropy
+from router.requests.journey import Journeys
+from router.requests.legs import Legs
+from router.requests.rewrite import Api
+from router.requests.rooms import RoomMinter
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
 from security.secret import read_secret_file

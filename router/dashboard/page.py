@@ -15,10 +15,10 @@ from router.config import RouterConfig
 from router.dashboard.picture import decode_snapshot, draw, merge
 from router.dashboard.recorder import Recorder
 from router.dashboard.records import Snapshot
-from router.draining import LiveRequests
-from router.errors import error_response
-from router.siblings import Siblings
-from router.workers import WorkerTable
+from router.fleet.siblings import Siblings
+from router.http.errors import error_response
+from router.pool.workers import WorkerTable
+from router.requests.draining import LiveRequests
 
 STATE, SNAPSHOT, REQUEST = "/dashboard/state", "/dashboard/snapshot", "/dashboard/requests/"
 

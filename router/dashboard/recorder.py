@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from router.dashboard.quantiles import bucket_of
 from router.dashboard.records import Attempt, Record, Second, Snapshot
-from router.workers import LoadReport, Role
+from router.pool.workers import LoadReport, Role
 
 KEPT_REQUESTS = 256  # that have ended
 MAX_RUNNING = 512  # that run and are remembered; more are only counted

@@ -10,11 +10,11 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.fit import MIN_POINTS, Fit
-from router.forecast import STALE_S, Forecast, Pace, Slo, TooLate
-from router.line import Limits, Line, Stand
-from router.shared_load import SharedLoad
-from router.workers import Role, Worker, WorkerTable
+from router.admission.fit import MIN_POINTS, Fit
+from router.admission.forecast import STALE_S, Forecast, Pace, Slo, TooLate
+from router.admission.line import Limits, Line, Stand
+from router.fleet.shared_load import SharedLoad
+from router.pool.workers import Role, Worker, WorkerTable
 from tests.router.dummies import DummyWorker, cluster, stream, until
 
 # ---- the line

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from router.attempts import Attempts
-from router.legs import LegError
-from router.lifelines import Lifelines
-from router.workers import Check, Health, Role, Worker, WorkerTable
+from router.pool.lifelines import Lifelines
+from router.pool.workers import Check, Health, Role, Worker, WorkerTable
+from router.requests.attempts import Attempts
+from router.requests.legs import LegError
 
 
 def pair_of(table: WorkerTable, i: int, *, server: int | None = None) -> tuple[Worker, Worker]:

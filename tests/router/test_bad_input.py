@@ -11,7 +11,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.workers import same_url
+from router.pool.workers import same_url
 from tests.router.dummies import DEADLINE_S, Cluster, DummyWorker, answer_ok, cluster, until
 
 HEAD = b"POST /generate HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"

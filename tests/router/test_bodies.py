@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.merge import Merger, SseMerger
-from router.rewrite import Api, BadBody, parse_body, write_bodies
-from router.sse import SseSplitter, error_event
+from router.http.sse import SseSplitter, error_event
+from router.requests.merge import Merger, SseMerger
+from router.requests.rewrite import Api, BadBody, parse_body, write_bodies
 
 
 def parsed(api: Api, body: dict[str, Any]) -> Any:

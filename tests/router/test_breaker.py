@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from router.breaker import TRANSITIONS, BreakerSettings, Circuit, Event, State, is_fault
+from router.pool.breaker import TRANSITIONS, BreakerSettings, Circuit, Event, State, is_fault
 from tests.router.dummies import always, answer_ok, cluster
 
 SETTINGS = BreakerSettings(failure=3, success=2, timeout_s=10.0, window_s=60.0)

@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.config import RouterConfig, RouterConfigError, check_config
-from router.dispatch import backoff_s, no_worker_message
-from router.reports import parse_bootstrap, parse_load, parse_mode
-from router.rooms import RoomMinter
-from router.workers import (
+from router.pool.reports import parse_bootstrap, parse_load, parse_mode
+from router.pool.workers import (
     TRANSITIONS,
     Check,
     Health,
@@ -22,6 +20,8 @@ from router.workers import (
     WorkerTableError,
     missing_roles,
 )
+from router.requests.dispatch import backoff_s, no_worker_message
+from router.requests.rooms import RoomMinter
 
 
 def table_of(count: int, *, role: Role = Role.DECODE) -> WorkerTable:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from router.dashboard.picture import SHOWN_REQUESTS, SHOWN_SECONDS, decode_snapshot, draw, merge, pick_records
 from router.dashboard.quantiles import MIN_S, add, bucket_of, middle_of, quantile
 from router.dashboard.recorder import KEPT_REQUESTS, KEPT_SECONDS, MAX_RUNNING, Recorder, Watched
-from router.workers import LoadReport, Role, WorkerTable
+from router.pool.workers import LoadReport, Role, WorkerTable
 
 
 class Clock:

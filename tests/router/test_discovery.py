@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from router.config import RouterConfig, RouterConfigError
-from router.control import describe
+from router.fleet.siblings import Siblings
+from router.http.control import describe
+from router.pool.workers import Role, WorkerTable
 from router.server import RunningRouter, start_router
-from router.siblings import Siblings
-from router.workers import Role, WorkerTable
 from tests.router.dummies import DEADLINE_S, DummyWorker, until
 from tests.router.kube_server import NAMESPACE, KubeServer, kube_server, pod
 

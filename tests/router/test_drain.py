@@ -11,13 +11,13 @@ import uvloop
 from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError, check_config
-from router.credentials import Credentials
-from router.deadline import less_time
-from router.dispatch import no_worker_message
-from router.health import HealthMonitor
-from router.legs import LegError
-from router.reports import says_draining
-from router.workers import Check, Health, Role, WorkerTable
+from router.http.credentials import Credentials
+from router.pool.health import HealthMonitor
+from router.pool.reports import says_draining
+from router.pool.workers import Check, Health, Role, WorkerTable
+from router.requests.deadline import less_time
+from router.requests.dispatch import no_worker_message
+from router.requests.legs import LegError
 from security.keys import KeyRing
 from tests.e2e.cluster import tandem
 from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
@@ -223,8 +223,8 @@ def test_a_retry_has_less_of_the_clients_time() -> None:
 
 def test_the_tables_that_callers_fill_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr("router.rooms.MAX_LIVE_ROOMS", 2)
-        monkeypatch.setattr("router.workers.MAX_WORKERS", 2)
+        monkeypatch.setattr("router.requests.rooms.MAX_LIVE_ROOMS", 2)
+        monkeypatch.setattr("router.pool.workers.MAX_WORKERS", 2)
         async with cluster() as c:
             body = {"text": "a", "sampling_params": {"n": 3}}
             status, headers, _ = await c.post("/generate", body)

@@ -18,14 +18,14 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 from engine.kv_events_config import KVEventsConfig, parse_kv_events_config
 from engine.loop.kv_events import EventPump, ZmqPublisher, to_wire
-from router.chooser import make_chooser
+from router.choice.chooser import make_chooser
+from router.choice.kv_feed import KVEventFeed
+from router.choice.kv_view import WorkerCacheView
+from router.choice.prefix_index import PrefixIndex
+from router.choice.prefix_keys import BLOCK_TOKENS, chain, token_bytes, token_seed
 from router.config import RouterConfig
-from router.kv_feed import KVEventFeed
-from router.kv_view import WorkerCacheView
-from router.prefix_index import PrefixIndex
-from router.prefix_keys import BLOCK_TOKENS, chain, token_bytes, token_seed
-from router.reports import EventSource, parse_event_source
-from router.workers import Role, Worker, WorkerTable
+from router.pool.reports import EventSource, parse_event_source
+from router.pool.workers import Role, Worker, WorkerTable
 from tests.router.dummies import cluster, until
 from transfer_backends.kv_events import (
     AllBlocksCleared,

@@ -8,8 +8,8 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.models import Catalogue, UnknownModel, parse_models, serves
-from router.workers import Health
+from router.pool.models import Catalogue, UnknownModel, parse_models, serves
+from router.pool.workers import Health
 from tests.router.dummies import Cluster, DummyWorker, cluster, until
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}

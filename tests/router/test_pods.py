@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import RouterConfig, RouterConfigError, check_config
-from router.pod_watch import Backoff
-from router.pods import MAX_PODS, Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
-from router.selectors import Selector
-from router.workers import Check, Role, WorkerTable
+from router.pool.pod_watch import Backoff
+from router.pool.pods import MAX_PODS, Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
+from router.pool.selectors import Selector
+from router.pool.workers import Check, Role, WorkerTable
 
 ANNOTATION = "sglang.ai/bootstrap-port"
 

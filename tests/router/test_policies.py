@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.cache_aware import CacheAware, CacheAwareSettings
-from router.chooser import Chooser, cost_tokens, make_chooser, session_of
+from router.choice.cache_aware import CacheAware, CacheAwareSettings
+from router.choice.chooser import Chooser, cost_tokens, make_chooser, session_of
+from router.choice.policies import Ask, Choice, ConsistentHashing, LeastLoad, PowerOfTwo, Random, RoundRobin
+from router.choice.prefix_index import PrefixIndex
+from router.choice.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, chain
 from router.config import POLICIES, RouterConfig
-from router.policies import Ask, Choice, ConsistentHashing, LeastLoad, PowerOfTwo, Random, RoundRobin
-from router.prefix_index import PrefixIndex
-from router.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, chain
-from router.rewrite import Api, parse_body
-from router.workers import Check, LoadReport, Role, Worker, WorkerTable
+from router.pool.workers import Check, LoadReport, Role, Worker, WorkerTable
+from router.requests.rewrite import Api, parse_body
 
 ANY = Ask()
 

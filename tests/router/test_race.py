@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from router.legs import Leg, LegError
-from router.race import Race
-from router.upstream import UpstreamError
-from router.workers import Role, Worker, WorkerTable
+from router.http.upstream import UpstreamError
+from router.pool.workers import Role, Worker, WorkerTable
+from router.requests.legs import Leg, LegError
+from router.requests.race import Race
 
 WORKER: Worker = WorkerTable().add("http://h:1", role=Role.DECODE)
 EVENTS = {"content-type": "text/event-stream"}
@@ -162,7 +162,7 @@ def test_after_the_answer_prefill_may_end_in_peace() -> None:
 
 
 def test_a_prefill_leg_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.race.TAIL_S", 0.01)
+    monkeypatch.setattr("router.requests.race.TAIL_S", 0.01)
 
     async def scenario() -> None:
         prefill, decode = ToldReply(), ToldReply()

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import router.shared_load
-from router.shared_load import SharedLoad
-from router.siblings import merge_expositions
+import router.fleet.shared_load
+from router.fleet.shared_load import SharedLoad
+from router.fleet.siblings import merge_expositions
 
 
 def rows(path: Path, count: int) -> list[SharedLoad]:
@@ -40,8 +40,8 @@ def test_a_process_that_starts_again_has_nothing_in_flight(tmp_path: Path) -> No
 
 
 def test_a_place_is_free_again_when_no_process_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.shared_load, "NUM_SLOTS", 4)
-    monkeypatch.setattr(router.shared_load, "_ROW_WORDS", 1 + 3 * 4)
+    monkeypatch.setattr(router.fleet.shared_load, "NUM_SLOTS", 4)
+    monkeypatch.setattr(router.fleet.shared_load, "_ROW_WORDS", 1 + 3 * 4)
     first, second = rows(tmp_path, 2)
     slots = {url: first.take(url) for url in "abcd"}
     assert sorted(slots.values()) == [0, 1, 2, 3]

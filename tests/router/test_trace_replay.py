@@ -18,7 +18,7 @@ from benchmarks.trace_workers import (
     replay_decode,
     replay_prefill,
 )
-from router.policies import LeastLoad, RoundRobin
+from router.choice.policies import LeastLoad, RoundRobin
 
 MODEL = PrefillModel(num_workers=4, cache_tokens=200_000)
 

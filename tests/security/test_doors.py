@@ -18,7 +18,7 @@ from engine.frontend.app import _GETS, _POSTS
 from engine.frontend.errors import ApiError
 from engine.messages import Bootstrap
 from router.config import RouterConfig
-from router.guard import need_of
+from router.http.guard import need_of
 from security.addresses import SecurityConfigError, is_loopback
 from security.keys import Access
 from security.voucher import VOUCHER_HEADER, is_vouched

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from engine.frontend.errors import ApiError
 from engine.frontend.meeting import MeetingPlaces
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
+from router.admission.rate_limit import MAX_CLIENTS, RateLimiter, client_of, make_limiter
 from router.config import RouterConfig
-from router.credentials import Credentials
-from router.rate_limit import MAX_CLIENTS, RateLimiter, client_of, make_limiter
+from router.http.credentials import Credentials
 from security.addresses import AllowedAddresses, SecurityConfigError, is_loopback, require_secret
 from security.json_depth import deeper_than
 from security.keys import Access, Gate, KeyRing, bearer, open_gate

@@ -135,13 +135,13 @@ MUTANTS = (
     ),
     Mutant(
         "reuse a room",
-        "router/rooms.py",
+        "router/requests/rooms.py",
         "        while room == 0 or room in self._live:\n            room = self._draw(ROOM_BITS)",
         "        while room == 0:\n            room = self._draw(2)",
     ),
     Mutant(
         "keep the lease of an ended leg",
-        "router/dispatch.py",
+        "router/requests/dispatch.py",
         "            parts.table.release(decode_lease)\n",
         "",
     ),
@@ -195,7 +195,7 @@ MUTANTS = (
     ),
     Mutant(
         "do not hand back what has not ended when the router ends",
-        "router/draining.py",
+        "router/requests/draining.py",
         "            request.hand_back()\n",
         "            pass\n",
     ),
@@ -207,7 +207,7 @@ MUTANTS = (
     ),
     Mutant(
         "give a retry the whole deadline again",
-        "router/dispatch.py",
+        "router/requests/dispatch.py",
         "exchange.call.later(self._parts.clock() - exchange.started_s)",
         "exchange.call.later(0.0)",
     ),

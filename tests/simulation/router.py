@@ -15,21 +15,21 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from lifecycle.stop_signals import StopSignals
-from router.admission import Admission
-from router.chooser import make_chooser
+from router.admission.admission import Admission
+from router.choice.chooser import make_chooser
 from router.config import RouterConfig
-from router.credentials import Credentials
 from router.dashboard.recorder import Recorder
-from router.dispatch import Dispatcher, Parts
-from router.draining import LiveRequests
-from router.guard import make_guard
-from router.health import HealthMonitor
-from router.legs import Legs
-from router.lifelines import Lifelines
+from router.http.credentials import Credentials
+from router.http.guard import make_guard
 from router.metrics import RouterMetrics
-from router.rewrite import Api
-from router.rooms import RoomMinter
-from router.workers import Role, Thresholds, WorkerTable
+from router.pool.health import HealthMonitor
+from router.pool.lifelines import Lifelines
+from router.pool.workers import Role, Thresholds, WorkerTable
+from router.requests.dispatch import Dispatcher, Parts
+from router.requests.draining import LiveRequests
+from router.requests.legs import Legs
+from router.requests.rewrite import Api
+from router.requests.rooms import RoomMinter
 from security.keys import open_gate
 from tests.simulation.aio import VirtualLoop
 from tests.simulation.http import Call, Head, Reply, Request, call, serve

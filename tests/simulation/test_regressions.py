@@ -7,9 +7,9 @@ from typing import Any
 import aiohttp
 
 from router.config import RouterConfig
-from router.credentials import Credentials
-from router.health import HealthMonitor
-from router.workers import Check, Role, WorkerTable
+from router.http.credentials import Credentials
+from router.pool.health import HealthMonitor
+from router.pool.workers import Check, Role, WorkerTable
 from security.keys import open_gate
 from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route

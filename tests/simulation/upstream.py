@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from router.deadline import LEAST_S, TIMEOUT_HEADER
-from router.upstream import HttpReply, UpstreamError
+from router.http.upstream import HttpReply, UpstreamError
+from router.requests.deadline import LEAST_S, TIMEOUT_HEADER
 from tests.simulation.aio import VirtualLoop
 from tests.simulation.http import Call, Head, Request, call
 from tests.simulation.network import Network

@@ -1,0 +1,83 @@
+"""Whether a request is served at all, now: limits and priority (door.py), objectives (forecast.py). Reads requests; picks no worker."""
+
+import math
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from router.admission.door import Door, Refused
+from router.admission.forecast import Forecast, Slo, TooLate, read_slo
+from router.admission.line import Limits, Ticket
+from router.choice.chooser import Chooser
+from router.choice.policies import Ask
+from router.config import RouterConfig
+from router.http.errors import error_response
+from router.http.guard import client_name
+from router.pool.load_view import ALONE, LoadView
+from router.pool.workers import Worker
+from router.requests.rewrite import BadBody, ParsedBody, named_priority
+
+PRIORITY_HEADER = "x-priority"
+MAX_PRIORITY = 1 << 31
+
+
+class Admission:
+    """`forecast` learns from those that are served."""
+
+    def __init__(self, config: RouterConfig, *, chooser: Chooser, view: LoadView = ALONE) -> None:
+        self.forecast = Forecast()
+        self._chooser = chooser
+        self._by_client = config.max_concurrent_requests_per_client > 0 or config.queue_size > 0
+        limits = Limits(
+            running=config.max_concurrent_requests,
+            per_client=config.max_concurrent_requests_per_client,
+            queue=config.queue_size,
+            queue_timeout_s=config.queue_timeout_secs,
+        )
+        self.door = Door(limits, view)
+        self._slo = Slo(config.slo_ttft_ms / 1000 or math.inf, config.slo_itl_ms / 1000 or math.inf)
+
+    def refuse_early(self, request: web.BaseRequest) -> None:
+        """Before its body is read. `Refused`."""
+        self.door.refuse_early(self._client(request))
+
+    async def enter(self, request: web.BaseRequest, parsed: ParsedBody) -> Ticket:
+        """Waits until the request may run; it must `leave`. `Refused`; `BadBody` for a priority that is none."""
+        return await self.door.enter(self._client(request), priority=_priority(request, parsed))
+
+    def leave(self, ticket: Ticket) -> None:
+        """The request is over."""
+        self.door.leave(ticket)
+
+    def slo_of(self, request: web.BaseRequest) -> Slo:
+        """What it asks for. `BadBody`."""
+        try:
+            return read_slo(request.headers, self._slo)
+        except ValueError as err:
+            raise BadBody(None, str(err)) from None
+
+    def in_time(self, pool: Sequence[Worker], ask: Ask, slo: Slo, *, now_s: float) -> Sequence[Worker]:
+        """Those of `pool` that would keep `slo`. `Refused` where none would."""
+        if not slo.is_set:
+            return pool
+        tokens = self._chooser.uncached_tokens(pool, ask)
+        try:
+            return self.forecast.in_time(pool, slo, tokens=tokens, now_s=now_s)
+        except TooLate as err:
+            why, headers = f"slo_{err.what}", {"Retry-After": str(err.retry_after_s)}
+            raise Refused(error_response(429, str(err), code=why, headers=headers), why) from None
+
+    def _client(self, request: web.BaseRequest) -> str:
+        return client_name(request) if self._by_client else ""
+
+
+def _priority(request: web.BaseRequest, parsed: ParsedBody) -> int:
+    """Of the body, else of the header; higher goes first; 0 where nobody says."""
+    said = named_priority(parsed)
+    text = request.headers.get(PRIORITY_HEADER)
+    if said is None and text is not None:
+        try:
+            said = int(text)
+        except ValueError:
+            raise BadBody(None, f"{PRIORITY_HEADER}: must be an integer, got {text[:40]!r}") from None
+    return max(-MAX_PRIORITY, min(MAX_PRIORITY, said or 0))

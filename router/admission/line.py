@@ -1,0 +1,150 @@
+"""Who may run now, who waits for it, and who is refused: limits for all requests and for each client. Pure.
+
+    arrive --> there is room: runs -------------------> over
+           \\-> waits, in order of priority, then arrival --> runs
+                   \\-> refused: the line is too long, or it waited too long
+
+When the line is too long the lowest priority goes first; of several such, the latest one of the client that has most of them
+there, so that who sends a flood fills no line but its own. Counts are over all processes of the router; each has a line.
+"""
+
+from bisect import insort
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.pool.load_view import ALONE, LoadView
+
+
+class Stand(StrEnum):
+    WAITS = "waits"
+    RUNS = "runs"
+    FULL = "full"  # refused: no room in the line
+    LATE = "late"  # refused: waited as long as is allowed
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """`per_client` 0: none. `queue`: how many may wait, each for `queue_timeout_s`."""
+
+    running: int
+    per_client: int = 0
+    queue: int = 0
+    queue_timeout_s: float = 60.0
+
+
+@dataclass(slots=True, order=True)
+class Ticket:
+    """One request, from its arrival. Sorted: who comes first in the line."""
+
+    _rank: tuple[int, int]  # less priority is later; then arrival
+    client: str = field(compare=False)
+    since_s: float = field(compare=False)
+    stand: Stand = field(default=Stand.WAITS, compare=False)
+
+
+class Line:
+    """All tickets of one process that are not over. Each call returns the tickets it changed, but for the one it is told of."""
+
+    def __init__(self, limits: Limits, view: LoadView = ALONE) -> None:
+        self.limits = limits
+        self._view = view
+        self._waiting: list[Ticket] = []
+        self._running = 0
+        self._of_client: Counter[str] = Counter()  # that run
+        self._num_arrived = 0
+
+    @property
+    def num_running(self) -> int:
+        return self._running
+
+    @property
+    def num_everywhere(self) -> int:
+        """Those that run in all processes of this router."""
+        return self._running + self._view.others_live()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def full(self) -> bool:
+        """No more may run, here or in another process."""
+        return self.num_everywhere >= self.limits.running
+
+    def client_full(self, client: str) -> bool:
+        """No more of this client's may run."""
+        limit = self.limits.per_client
+        return limit > 0 and self._of_client[client] + self._view.others_of_client(client) >= limit
+
+    def arrive(self, client: str, *, priority: int, now_s: float) -> tuple[Ticket, list[Ticket]]:
+        """(its ticket, others that had to make room)."""
+        self._num_arrived += 1
+        ticket = Ticket((-priority, self._num_arrived), client, now_s)
+        if not self._waiting and not self.full and not self.client_full(client):  # as below, but soon
+            self._count(client, 1)
+            ticket.stand = Stand.RUNS
+            return ticket, []
+        insort(self._waiting, ticket)
+        changed = self._admit()
+        if len(self._waiting) > self.limits.queue:
+            changed.append(self._drop_last())
+        return ticket, [other for other in changed if other is not ticket]
+
+    def leave(self, ticket: Ticket) -> list[Ticket]:
+        """It is over, or its client left while it waited."""
+        if ticket.stand is Stand.RUNS:
+            self._count(ticket.client, -1)
+        elif ticket.stand is Stand.WAITS:
+            self._waiting.remove(ticket)
+        ticket.stand = Stand.OVER
+        return self._admit()
+
+    def tick(self, now_s: float) -> list[Ticket]:
+        """Time passed; other processes may have made room."""
+        late = [t for t in self._waiting if now_s - t.since_s >= self.limits.queue_timeout_s]
+        for ticket in late:
+            self._waiting.remove(ticket)
+            ticket.stand = Stand.LATE
+        return late + self._admit()
+
+    def check(self) -> None:
+        """Assert the counts."""
+        assert self._running == self._of_client.total() >= 0, (self._running, self._of_client)
+        assert self._waiting == sorted(self._waiting) and len(self._waiting) <= self.limits.queue
+        assert all(ticket.stand is Stand.WAITS for ticket in self._waiting)
+
+    def _admit(self) -> list[Ticket]:
+        """Let run who may, the first first. A client that has enough is passed over."""
+        admitted: list[Ticket] = []
+        if not self._waiting:
+            return admitted
+        for ticket in tuple(self._waiting):
+            if self.full:
+                break
+            if not self.client_full(ticket.client):
+                self._waiting.remove(ticket)
+                self._count(ticket.client, 1)
+                ticket.stand = Stand.RUNS
+                admitted.append(ticket)
+        return admitted
+
+    def _drop_last(self) -> Ticket:
+        last = self._waiting[-1]
+        lowest = [ticket for ticket in self._waiting if ticket._rank[0] == last._rank[0]]
+        waiting = Counter(ticket.client for ticket in lowest)
+        most = max(waiting.values())
+        dropped = next(ticket for ticket in reversed(lowest) if waiting[ticket.client] == most)
+        self._waiting.remove(dropped)
+        dropped.stand = Stand.FULL
+        return dropped
+
+    def _count(self, client: str, step: int) -> None:
+        self._running += step
+        self._of_client[client] += step
+        if not self._of_client[client]:
+            del self._of_client[client]
+        self._view.publish_live(self._running)
+        if self.limits.per_client:
+            self._view.add_client(client, step)

@@ -1,0 +1,1 @@
+"""Which worker gets a request: policies, prefixes that workers hold, KV events."""

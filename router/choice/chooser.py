@@ -1,0 +1,127 @@
+"""Chooses the workers of a request: one policy per role, what they need to know of it, and what it will cost there.
+
+Pure but for the randomness that it is given. The session of a request is, first found first:
+the header x-session-id or x-smg-routing-key; of the body `session_params.id`, `session_id`, `routing_key`, `user`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from router.choice.cache_aware import CacheAware, CacheAwareSettings, cached_of
+from router.choice.policies import Ask, Choice, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, Random, RoundRobin
+from router.choice.prefix_index import PrefixIndex
+from router.choice.prefix_keys import BLOCK_BYTES, prompt_keys
+from router.config import RouterConfig
+from router.pool.workers import Role, Worker
+from router.requests.rewrite import ParsedBody
+
+SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
+SESSION_FIELDS = ("session_params", "session_id", "routing_key", "user")
+MAX_SESSION_CHARS = 1024  # of what is hashed
+
+
+class _SessionParams(msgspec.Struct):
+    id: str | int | None = None
+
+
+_session_decoder = msgspec.json.Decoder(_SessionParams | str | int | None)
+
+
+class Chooser:
+    """`policies`: one for each role that is served."""
+
+    def __init__(self, policies: Mapping[Role, Policy]) -> None:
+        self._policies = policies
+        self._wants_keys = any(isinstance(policy, CacheAware) for policy in policies.values())
+        self._wants_session = any(isinstance(policy, ConsistentHashing) for policy in policies.values())
+
+    def ask(self, parsed: ParsedBody, headers: Mapping[str, str]) -> Ask:
+        """What the policies will want to know of a request; once for all its attempts."""
+        return Ask(
+            prompt_tokens=parsed.prompt_tokens,
+            output_tokens=parsed.output_tokens,
+            keys=prompt_keys(parsed) if self._wants_keys else (),
+            session=session_of(parsed, headers) if self._wants_session else "",
+        )
+
+    def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
+        """One of `candidates`, of one role, at least one; it will be remembered that it goes there."""
+        return self._policies[candidates[0].role].choose(candidates, ask)
+
+    def uncached_tokens(self, candidates: Sequence[Worker], ask: Ask) -> dict[int, int]:
+        """By worker id, how much of the prompt each would have to compute, as far as its policy knows."""
+        policy = self._policies[candidates[0].role]
+        matched = policy.index.match(ask.keys) if isinstance(policy, CacheAware) and ask.keys else {}
+        return {w.worker_id: ask.prompt_tokens - cached_of(matched, w, ask) for w in candidates}
+
+    def cache_of(self, role: Role) -> PrefixIndex | None:
+        """What is known of the caches of workers of this role, where its policy asks."""
+        policy = self._policies.get(role)
+        return policy.index if isinstance(policy, CacheAware) else None
+
+    def forget(self, worker: Worker) -> None:
+        """It left, or came back with an empty cache."""
+        policy = self._policies.get(worker.role)
+        if policy is not None:
+            policy.forget(worker)
+
+
+def cost_tokens(choice: Choice, ask: Ask) -> int:
+    """What a request holds of its worker until it is done: prefill what it computes, the others all its KV."""
+    if choice.worker.role is Role.PREFILL:
+        return ask.prompt_tokens - choice.cached_tokens
+    return ask.prompt_tokens + ask.output_tokens
+
+
+def make_chooser(config: RouterConfig, *, draw: Callable[[int], int]) -> Chooser:
+    """`draw(n)` returns a random integer in [0, n)."""
+    names = {
+        Role.PREFILL: config.prefill_policy or config.policy,
+        Role.DECODE: config.decode_policy or config.policy,
+        Role.UNIFIED: config.policy,
+    }
+    return Chooser({role: _make(name, config, draw) for role, name in names.items()})
+
+
+def _make(name: str, config: RouterConfig, draw: Callable[[int], int]) -> Policy:
+    """The policy called `name` in router.config.POLICIES."""
+    match name:
+        case "least_load":
+            return LeastLoad()
+        case "cache_aware":
+            return CacheAware(PrefixIndex(max_blocks=max(1, config.max_tree_size // BLOCK_BYTES)), _settings(config))
+        case "power_of_two":
+            return PowerOfTwo(draw)
+        case "round_robin":
+            return RoundRobin()
+        case "random":
+            return Random(draw)
+        case "consistent_hashing":
+            return ConsistentHashing()
+    raise AssertionError(f"unknown policy {name!r}")
+
+
+def _settings(config: RouterConfig) -> CacheAwareSettings:
+    return CacheAwareSettings(
+        cache_threshold=config.cache_threshold,
+        balance_abs_threshold=config.balance_abs_threshold,
+        balance_rel_threshold=config.balance_rel_threshold,
+    )
+
+
+def session_of(parsed: ParsedBody, headers: Mapping[str, str]) -> str:
+    """Whose request it is; "" when nobody says."""
+    named = next((value for name in SESSION_HEADERS if (value := headers.get(name))), "")
+    if not named:
+        named = next((text for name in SESSION_FIELDS if (text := _session_text(parsed.fields.get(name)))), "")
+    return named[:MAX_SESSION_CHARS]
+
+
+def _session_text(raw: msgspec.Raw | None) -> str:
+    try:
+        value = _session_decoder.decode(raw) if raw is not None else None
+    except msgspec.DecodeError:
+        return ""
+    value = value.id if isinstance(value, _SessionParams) else value
+    return "" if value is None else str(value)

@@ -1,0 +1,165 @@
+"""Listens to the workers' KV events (ZMQ) and tells them to the prefix index of a cache-aware policy.
+
+One task per worker that publishes and whose policy asks. What was missed is asked for at the worker's replay address,
+at the start as well; where there is none, what was known of the worker is dropped and learnt anew.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from router.choice.chooser import Chooser
+from router.choice.kv_view import WorkerCacheView
+from router.pool.reports import EventSource, parse_event_source
+from router.pool.workers import Worker
+from transfer_backends.curve import guard_connector
+from transfer_backends.kv_events import (
+    END_SEQ,
+    MAX_MESSAGE_BYTES,
+    BadEvent,
+    decode_events,
+    read_message,
+    read_seq,
+    seq_bytes,
+)
+
+log = logging.getLogger(__name__)
+
+REPLAY_TIMEOUT_S = 5.0
+RECEIVE_HWM = 10_000  # messages that wait here; more are lost, and the gap is seen
+
+
+class KVEventFeed:
+    """`secret`: the cluster's, for workers that ask for it."""
+
+    def __init__(self, chooser: Chooser, *, secret: bytes | None, enabled: bool = True) -> None:
+        self._chooser = chooser
+        self._secret = secret
+        self._enabled = enabled
+        self._context: zmq.asyncio.Context | None = None
+        self._followed: dict[int, _Followed] = {}
+
+    def on_info(self, worker: Worker, info: object) -> None:
+        """What a worker says of itself: follow its events, or those at its new address."""
+        index = self._chooser.cache_of(worker.role) if self._enabled else None
+        source = parse_event_source(info, url_host=worker.url_host) if index is not None else None
+        followed = self._followed.get(worker.worker_id)
+        if index is None or (followed is not None and followed.source == source):
+            return
+        self._stop(worker)
+        if source is None:
+            return
+        if source.curve and self._secret is None:
+            log.warning("%s publishes KV events for members of its cluster; give --cluster-secret-file", worker.url)
+            return
+        view = WorkerCacheView(index, worker.worker_id)
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+        follower = _Follower(self._context, source, view, secret=self._secret if source.curve else None)
+        task = asyncio.create_task(follower.run(), name=f"kv events {worker.url}")
+        self._followed[worker.worker_id] = _Followed(source, view, task)
+
+    def on_gone(self, worker: Worker) -> None:
+        """The worker left or went down: nothing is known of it any more."""
+        self._stop(worker)
+        self._chooser.forget(worker)
+
+    def num_prefixes(self, worker: Worker) -> int | None:
+        index = self._chooser.cache_of(worker.role)
+        return None if index is None else index.num_blocks(worker.worker_id)
+
+    def num_event_tokens(self, worker: Worker) -> int | None:
+        view = self.view_of(worker)
+        return None if view is None else view.num_tokens
+
+    def num_event_gaps(self, worker: Worker) -> int | None:
+        view = self.view_of(worker)
+        return None if view is None else view.num_gaps
+
+    def view_of(self, worker: Worker) -> WorkerCacheView | None:
+        """What its events said; None where it is not followed."""
+        followed = self._followed.get(worker.worker_id)
+        return None if followed is None else followed.view
+
+    async def close(self) -> None:
+        tasks = [followed.task for followed in self._followed.values()]
+        self._followed.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+    def _stop(self, worker: Worker) -> None:
+        followed = self._followed.pop(worker.worker_id, None)
+        if followed is not None:
+            followed.task.cancel()
+
+
+class _Followed:
+    def __init__(self, source: EventSource, view: WorkerCacheView, task: "asyncio.Task[None]") -> None:
+        self.source = source
+        self.view = view
+        self.task = task
+
+
+class _Follower:
+    """Reads one worker's sockets."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, source: EventSource, view: WorkerCacheView, *, secret: bytes | None
+    ) -> None:
+        self._context = context
+        self._source = source
+        self._view = view
+        self._secret = secret
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        with self._socket(zmq.SUB, self._source.endpoint) as sub:
+            sub.subscribe(self._source.topic.encode())
+            await self._catch_up(0)
+            while True:
+                await self._read(await sub.recv_multipart())
+                await asyncio.sleep(0)  # what has arrived already comes without a pause: let others have their turn
+
+    async def _read(self, frames: list[bytes]) -> None:
+        try:
+            seq, events = read_message(frames)
+        except BadEvent as error:
+            log.warning("KV events of %s: %s; what is known of it is dropped", self._source.endpoint, error)
+            self._view.lose()
+            return
+        missing = self._view.on_message(seq, events)
+        if missing is not None:
+            await self._catch_up(missing)
+            self._view.skip_to(seq)
+            self._view.on_message(seq, events)
+
+    async def _catch_up(self, start: int) -> None:
+        """Messages from `start` on, as far as the worker still has them."""
+        if self._source.replay_endpoint is None:
+            return
+        with self._socket(zmq.DEALER, self._source.replay_endpoint) as dealer:
+            try:
+                async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                    await dealer.send_multipart([b"", seq_bytes(start)])
+                    while (frames := await dealer.recv_multipart())[1] != END_SEQ:
+                        self._view.on_replay(read_seq(frames[1]), decode_events(frames[2]))
+                        await asyncio.sleep(0)
+            except (TimeoutError, BadEvent, IndexError) as error:
+                log.warning("KV events of %s: no replay (%s)", self._source.replay_endpoint, str(error) or "too slow")
+
+    def _socket(self, kind: int, endpoint: str) -> Any:
+        sock: Any = self._context.socket(kind)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
+        sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        sock.setsockopt(zmq.IPV6, "[" in endpoint)
+        if self._secret is not None:
+            guard_connector(sock, self._secret)
+        sock.connect(endpoint)
+        return sock

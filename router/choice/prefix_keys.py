@@ -1,0 +1,107 @@
+"""Names of prompt prefixes: what the cache-aware policy and the workers' KV events call the same prefix. Pure.
+
+    key[i] = SHA-1(seed, bytes 0 .. (i + 1) * BLOCK_BYTES of the prompt)
+
+The bytes are the prompt's JSON text as the client wrote it, or its token ids, four bytes each. A router has no
+tokenizer, so the two never meet: text finds text, ids find ids (and what workers tell of their caches, which is ids).
+A client that writes the same prefix in other ways is merely not recognised.
+
+BLOCK_BYTES is about 128 tokens either way: a quarter of the block by which the Mooncake traces count, a few pages of a
+worker, and 32 hashes (some 20 us) for a prompt of 16 kB. A prompt below one block has no key: to compute it again
+costs less than any detour. SHA-1 is the fastest of hashlib on machines with SHA instructions; who makes two prompts
+collide gets one of his own requests sent to a worker that does not know its prefix.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from router.requests.rewrite import Api, ParsedBody
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+BLOCK_BYTES = 512
+TOKEN_BYTES = 4
+BLOCK_TOKENS = BLOCK_BYTES // TOKEN_BYTES
+MAX_KEYS = 4096  # of one prompt: 2 MiB of text; what comes after makes no difference
+
+_ids_decoder = msgspec.json.Decoder(list[int])
+_batch_decoder = msgspec.json.Decoder(list[list[int]])
+
+
+def open_chain(seed: bytes) -> "_Hash":
+    """The hash whose updates by blocks give the keys."""
+    return hashlib.sha1(seed, usedforsecurity=False)
+
+
+def chain(seed: bytes, data: bytes | memoryview) -> list[bytes]:
+    """Keys of the whole blocks of `data`, at most `MAX_KEYS`."""
+    running = open_chain(seed)
+    keys = []
+    for end in range(BLOCK_BYTES, min(len(data), MAX_KEYS * BLOCK_BYTES) + 1, BLOCK_BYTES):
+        running.update(data[end - BLOCK_BYTES : end])
+        keys.append(running.digest())
+    return keys
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """`tokens` as keys see them. OverflowError for what is no token id."""
+    return array("I", tokens).tobytes()
+
+
+def token_seed(adapter: bytes = b"") -> bytes:
+    """Of a chain of token ids; `adapter`: the JSON text of the LoRA adapter's name, empty for the model alone."""
+    return b"ids\0" + adapter
+
+
+def prompt_keys(parsed: ParsedBody) -> list[bytes]:
+    """Keys of a request's prompt; of a batch, those of its first prompt (for text: of all, one after the other)."""
+    fields = parsed.fields
+    match parsed.api:
+        case Api.CHAT:
+            seed = b"\0".join((_text(fields, "model"), _text(fields, "lora_path"), _text(fields, "tools")))
+            return chain(b"chat\0" + seed, _raw(fields, "messages"))
+        case Api.COMPLETIONS:
+            return _plain_keys(fields, _raw(fields, "prompt"))
+        case Api.EMBEDDINGS:
+            return _plain_keys(fields, _raw(fields, "input"))
+        case Api.GENERATE:
+            return _plain_keys(fields, _raw(fields, "text") or _raw(fields, "input_ids"))
+
+
+def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[bytes]:
+    """Text begins with a quote; ids with a digit. Brackets before them make it a batch."""
+    start = bytes(prompt[:64]).lstrip(b"[ \t\r\n")
+    adapter = _text(fields, "lora_path")
+    if start[:1].isdigit():
+        return chain(token_seed(adapter), _first_ids(prompt))
+    if start[:1] != b'"':
+        return []
+    skipped = min(len(prompt), 64) - len(start)
+    return chain(b"text\0" + _text(fields, "model") + b"\0" + adapter, prompt[skipped:])
+
+
+def _first_ids(prompt: memoryview) -> bytes:
+    """The ids of the first prompt; nothing where they are no list of ids (the worker will say so)."""
+    try:
+        if bytes(prompt[:64]).replace(b" ", b"").startswith(b"[["):
+            ids = _batch_decoder.decode(prompt)[0]
+        else:
+            ids = _ids_decoder.decode(prompt)
+        return token_bytes(ids)
+    except (msgspec.DecodeError, OverflowError, IndexError):
+        return b""
+
+
+def _raw(fields: dict[str, msgspec.Raw], name: str) -> memoryview:
+    value = fields.get(name)
+    return memoryview(b"" if value is None else value)
+
+
+def _text(fields: dict[str, msgspec.Raw], name: str) -> bytes:
+    """The JSON text of a short field; empty when it is absent."""
+    return bytes(_raw(fields, name))

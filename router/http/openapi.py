@@ -1,0 +1,134 @@
+"""GET /openapi.json: the router's own routes, and those of generation as a worker describes them. Pure.
+
+Bodies of generation requests are the workers' affair, so what is said of them is what a live worker says; as long as none
+is alive they are objects. Bootstrap fields are left out: the router overwrites them.
+"""
+
+from typing import Any
+
+from router.requests.rewrite import BOOTSTRAP_FIELDS, Api
+
+_TEXT = {"type": "string"}
+_URL = {"url": _TEXT}
+_WORKER = {**_URL, "role": _TEXT, "bootstrap_port": {"type": ["integer", "null"], "minimum": 1, "maximum": 65535}}
+_STREAMING = (Api.CHAT, Api.COMPLETIONS, Api.GENERATE)
+_STATUSES = {
+    "400": "the body is wrong; `param` names the field",
+    "401": "the API key is missing or wrong",
+    "403": "this needs the admin key",
+    "404": "there is no such path or model",
+    "408": "the body did not come in time",
+    "409": "a worker refused the request for now",
+    "413": "the body is too long",
+    "429": "too many requests; Retry-After says when to come again",
+    "502": "a worker could not be reached or broke off",
+    "503": "no worker can serve this now",
+    "504": "a worker did not answer in time",
+}
+# path -> method -> schema of the body (None: no body)
+_OWN: dict[str, dict[str, Any]] = {
+    "/liveness": {"get": None},
+    "/health": {"get": None},
+    "/readiness": {"get": None},
+    "/health_generate": {"get": None},
+    "/metrics": {"get": None},
+    "/v1/models": {"get": None},
+    "/get_model_info": {"get": None},
+    "/model_info": {"get": None},
+    "/get_server_info": {"get": None},
+    "/server_info": {"get": None},
+    "/get_loads": {"get": None},
+    "/dashboard/state": {"get": None},
+    "/workers": {
+        "get": None,
+        "post": {"type": "object", "properties": _WORKER, "required": ["url"]},
+        "delete": {"type": "object", "properties": _URL, "required": ["url"]},
+    },
+    "/flush_cache": {"get": None, "post": None},
+    "/traces": {
+        "post": {
+            "type": "object",
+            "properties": {"ids": {"type": ["array", "null"], "items": _TEXT}, "last": {"type": ["integer", "null"]}},
+        }
+    },
+}
+# Passed to every worker as they come: their bodies are described by the worker.
+_PASSED = (
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
+    "/start_profile",
+    "/stop_profile",
+)
+# Of a stream the schema describes each event, as tools read OpenAPI before 3.2.
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
+}
+
+
+def make_document(worker: Any) -> dict[str, Any]:
+    """The document. `worker`: a worker's own one, decoded; anything else counts as none."""
+    worker = worker if isinstance(worker, dict) else {}
+    paths = {path: {m: _operation(path, body) for m, body in methods.items()} for path, methods in _OWN.items()}
+    for path in (*(str(api) for api in Api), *_PASSED):
+        paths[path] = {"post": _operation(path, _worker_body(worker, path))}
+    paths[Api.GENERATE]["put"] = paths[Api.GENERATE]["post"]  # SGLang takes both
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Tandem router", "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": _without_meeting_place(_inside(worker, "components", "schemas") or {}),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    kinds = {
+        "application/json": {"schema": {}},
+        **({"text/event-stream": {"schema": _EVENT}} if path in _STREAMING else {}),
+    }
+    if path == "/metrics":
+        kinds = {"text/plain": {"schema": _TEXT}}
+    failures = {s: {"description": t, "content": {"application/json": {"schema": {}}}} for s, t in _STATUSES.items()}
+    failures["400"]["content"] = {"application/json": {"schema": {} if path in _PASSED else _ERROR}}
+    content = {"required": True, "content": {"application/json": {"schema": body}}}
+    return {
+        "responses": {"200": {"description": "done", "content": kinds}, "201": {"description": "added"}, **failures},
+        **({} if body is None else {"requestBody": content}),
+    }
+
+
+def _worker_body(worker: dict[str, Any], path: str) -> dict[str, Any] | None:
+    operation = _inside(worker, "paths", path, "post")
+    if operation is not None and "requestBody" not in operation:
+        return None
+    schema = _inside(worker, "paths", path, "post", "requestBody", "content", "application/json", "schema")
+    return schema or {"type": "object"}
+
+
+def _without_meeting_place(schemas: dict[str, Any]) -> dict[str, Any]:
+    return {name: _without(schema) for name, schema in schemas.items()}
+
+
+def _without(schema: Any) -> Any:
+    fields = _inside(schema, "properties")
+    if fields is None:
+        return schema
+    return {**schema, "properties": {n: f for n, f in fields.items() if n not in BOOTSTRAP_FIELDS}}
+
+
+def _inside(value: Any, *names: str) -> dict[str, Any] | None:
+    """The object at this place in what another server said; None where there is none."""
+    for name in names:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(name)
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,399 @@
+"""The HTTP/1.1 client that legs are sent with: kept connections to workers, one request on each at a time.
+
+Owns sockets, and the parsing of answers (httptools: llhttp). Knows nothing of workers, roles or retries. A router spends
+most of its time here, and a general client costs four times as much (docs/benchmarks.md); what this one leaves out is what
+a router must not do: redirects, cookies, proxies, decompression, sending a request twice.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from router.http.session import KEEPALIVE_S, READ_BUFFER_BYTES, keep_alive
+
+MAX_HEAD_BYTES = 64 << 10  # of an answer
+MAX_ORIGINS = 4 * 4096  # parsed URLs that are kept
+STREAM_TYPE = "text/event-stream"
+
+
+class UpstreamError(Exception):
+    """No whole answer came.
+
+    `reason`: "refused" (no connection was made), "lost" (it broke), "down" (it was given up here), or "timeout".
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Reply(Protocol):
+    """A worker's answer, from the moment the request is sent. Header names are in lower case.
+
+    `status` is 0 until its head has come. `complete`: all of it came. `error`: why no more will come. `num_buffered`: bytes
+    that came and were not taken. `heard_s`: when anything came last (the loop's time). `listener` is called at every change
+    of these, `on_end` once when no more will come; they must not raise.
+    """
+
+    status: int
+    headers: dict[str, str]
+    complete: bool
+    error: UpstreamError | None
+    heard_s: float
+    listener: Callable[[], None]
+    on_end: Callable[[], None]
+
+    @property
+    def num_buffered(self) -> int: ...
+
+    def take(self) -> bytes:
+        """What has come since the last time; nothing if nothing has."""
+
+    async def readany(self) -> bytes:
+        """As `take`, but waits for a byte; nothing at the end. `UpstreamError` when it breaks off."""
+
+    def close(self, error: UpstreamError | None = None) -> None:
+        """End it here, with that error; the connection is closed. Nothing happens where nothing more would come."""
+
+
+class Upstream(Protocol):
+    """Sends requests to workers."""
+
+    def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> Reply:
+        """Send a request; what becomes of it is told by the reply. `url`: scheme, host and port."""
+
+
+class _Origin:
+    """One worker's address and the connections to it that are free."""
+
+    __slots__ = ("free", "host", "name", "port", "ssl")
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.host = parts.hostname or ""
+        self.ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self.port = parts.port or (443 if self.ssl else 80)
+        self.name = parts.netloc.rpartition("@")[2]
+        self.free: list[_Connection] = []  # the last used one last
+
+
+class HttpUpstream:
+    """`Upstream` over sockets. `close()` ends every connection. `dead_timeout_s`: as `open_session`."""
+
+    def __init__(self, *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0) -> None:
+        self._dead_timeout_s = dead_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._origins: dict[str, _Origin] = {}
+        self._connections: set[_Connection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._sweep: asyncio.TimerHandle | None = None
+
+    def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
+        """As `Upstream.post`. The worker's answer has the whole of the request's timeout to come and to end."""
+        origin = self._origin(url)
+        head = _head(path, origin.name, headers, len(body))
+        reply = HttpReply(self._loop, timeout_s=self._request_timeout_s)
+        connection = self._free(origin)
+        if connection is not None:
+            connection.send(reply, head, body)
+        else:
+            task = self._loop.create_task(self._connect_and_send(origin, reply, head, body))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+            reply.end_connection = task.cancel
+        return reply
+
+    @property
+    def num_origins(self) -> int:
+        return len(self._origins)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    async def close(self) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for task in self._connecting:
+            task.cancel()
+        await asyncio.gather(*self._connecting, return_exceptions=True)
+        for connection in tuple(self._connections):
+            connection.close()
+        self._origins.clear()
+
+    def _origin(self, url: str) -> _Origin:
+        origin = self._origins.get(url)
+        if origin is None:
+            if len(self._origins) >= MAX_ORIGINS:  # of workers that left; busy connections know theirs
+                for old in self._origins.values():
+                    for connection in tuple(old.free):
+                        connection.close()
+                self._origins.clear()
+            origin = self._origins[url] = _Origin(url)
+        return origin
+
+    def _free(self, origin: _Origin) -> "_Connection | None":
+        """The connection that was used last, unless the worker may be about to close it."""
+        while origin.free:
+            connection = origin.free.pop()
+            if not connection.closed and self._loop.time() - connection.free_since_s < KEEPALIVE_S:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect_and_send(self, origin: _Origin, reply: "HttpReply", head: bytes, body: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await self._loop.create_connection(
+                    lambda: _Connection(self, origin), origin.host, origin.port, ssl=origin.ssl
+                )
+        except (OSError, TimeoutError) as err:
+            detail = str(err) or f"no connection in {self._connect_timeout_s:g} s (--connect-timeout-s)"
+            return reply.fail(UpstreamError("refused", detail))
+        if reply.error is not None:  # ended while the connection was just being made: too late to cancel
+            return connection.close()
+        return connection.send(reply, head, body)
+
+    def on_made(self, connection: "_Connection", opened: socket.socket | None) -> None:
+        self._connections.add(connection)
+        if self._dead_timeout_s > 0 and opened is not None:
+            keep_alive(opened, self._dead_timeout_s)
+
+    def on_lost(self, connection: "_Connection") -> None:
+        self._connections.discard(connection)
+        if connection in connection.origin.free:
+            connection.origin.free.remove(connection)
+
+    def on_free(self, connection: "_Connection") -> None:
+        """An answer has ended, and the connection can take the next request."""
+        connection.origin.free.append(connection)
+        if self._sweep is None:
+            self._sweep = self._loop.call_later(KEEPALIVE_S, self._close_old)
+
+    def _close_old(self) -> None:
+        """Connections that nobody used for a while do not stay open: their workers may be gone."""
+        old_s, self._sweep = self._loop.time() - KEEPALIVE_S, None
+        free = [connection for origin in self._origins.values() for connection in origin.free]
+        for connection in free:
+            if connection.free_since_s <= old_s:
+                connection.close()
+        if any(origin.free for origin in self._origins.values()):
+            self._sweep = self._loop.call_later(KEEPALIVE_S, self._close_old)
+
+
+class HttpReply:
+    """`Reply` of one connection. One task at a time reads it. `end_connection` ends what it comes over."""
+
+    __slots__ = (
+        *("_chunks", "_loop", "_timer", "_waiter", "complete", "end_connection", "error", "headers", "heard_s"),
+        *("listener", "num_buffered", "on_end", "resume", "status"),
+    )
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.complete = False
+        self.error: UpstreamError | None = None
+        self.num_buffered = 0
+        self.heard_s = loop.time()
+        self.listener: Callable[[], None] = _nothing
+        self.on_end: Callable[[], None] = _nothing
+        self.end_connection: Callable[[], object] = _nothing
+        self.resume: Callable[[], None] = _nothing
+        self._chunks: list[bytes] = []
+        self._loop = loop
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer = loop.call_later(timeout_s, self._on_timeout)
+
+    def take(self) -> bytes:
+        """As `Reply.take`."""
+        chunks = self._chunks
+        if not chunks:
+            return b""
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        if self.num_buffered > READ_BUFFER_BYTES:
+            self.resume()
+        self.num_buffered = 0
+        return data
+
+    async def readany(self) -> bytes:
+        """As `Reply.readany`."""
+        while not self._chunks:
+            if self.error is not None:
+                raise self.error
+            if self.complete:
+                return b""
+            await self._changed()
+        return self.take()
+
+    def close(self, error: UpstreamError | None = None) -> None:
+        """As `Reply.close`."""
+        if not self.complete and self.error is None:
+            self.fail(error or UpstreamError("lost", "the request was ended here"))
+            self.end_connection()
+
+    def feed(self, data: bytes) -> bool:
+        """A piece of the body came; False: enough for now."""
+        self._chunks.append(data)
+        self.num_buffered += len(data)
+        return self.num_buffered <= READ_BUFFER_BYTES
+
+    def finish(self) -> None:
+        """All of it came."""
+        self._timer.cancel()
+        self.complete = True
+        self.on_end()
+        self.wake()
+
+    def fail(self, error: UpstreamError) -> None:
+        """Nothing more comes; what came before is still there to be read."""
+        if not self.complete and self.error is None:
+            self._timer.cancel()
+            self.error = error
+            self.on_end()
+            self.wake()
+
+    def wake(self) -> None:
+        """Something changed that a reader or the listener may wait for."""
+        self.heard_s = self._loop.time()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        self.listener()
+
+    async def _changed(self) -> None:
+        assert self._waiter is None, "two tasks read one answer"
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _on_timeout(self) -> None:
+        self.close(UpstreamError("timeout", "no answer in time (--request-timeout-s)"))
+
+
+def _nothing() -> None:
+    """Nobody listens."""
+
+
+class _Connection(asyncio.Protocol):
+    """One socket: free, or with one request on it. The methods `on_*` are called by its parser."""
+
+    def __init__(self, owner: HttpUpstream, origin: _Origin) -> None:
+        self.origin = origin
+        self.free_since_s = 0.0
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
+        self._reply: HttpReply | None = None
+        self._headers: dict[str, str] = {}
+        self._head_bytes = 0
+        self._keep = False
+        self._until_eof = False
+        self.closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._owner.on_made(self, transport.get_extra_info("socket"))
+
+    def send(self, reply: HttpReply, head: bytes, body: bytes) -> None:
+        """Send a request; its answer goes to `reply`."""
+        if self.closed:
+            return reply.fail(UpstreamError("lost", "the worker closed the connection"))
+        self._reply = reply
+        reply.end_connection, reply.resume = self.close, self._resume
+        if len(body) < READ_BUFFER_BYTES:
+            return self._transport.write(head + body)
+        self._transport.write(head)
+        return self._transport.write(body)
+
+    def close(self) -> None:
+        self.closed = True
+        self._transport.abort()
+
+    def _resume(self) -> None:
+        if not self.closed:
+            self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if self._reply is None:  # a free connection has nothing to say
+            return self.close()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as err:
+            self._fail(f"the answer is not HTTP: {err}")
+            return self.close()
+        if self._reply is not None:
+            self._reply.wake()
+        return None
+
+    def eof_received(self) -> bool:
+        """The worker closed: the end of an answer that says no length, else a broken one."""
+        if self._until_eof:
+            self._keep = False
+            self.on_message_complete()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self._fail(str(exc or "") or "the worker closed the connection")
+        self._owner.on_lost(self)
+
+    def _fail(self, detail: str) -> None:
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            reply.fail(UpstreamError("lost", detail))
+
+    def on_message_begin(self) -> None:
+        if self._reply is None:  # an answer to nothing
+            self.close()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise ValueError("the head of the answer is too long")
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        headers, self._headers, self._head_bytes = self._headers, {}, 0
+        if status < 200 or self._reply is None:  # only says that an answer will come
+            return
+        self._reply.status, self._reply.headers = status, headers
+        self._keep = self._parser.should_keep_alive()
+        self._until_eof = "content-length" not in headers and "transfer-encoding" not in headers
+
+    def on_body(self, data: bytes) -> None:
+        if self._reply is not None and not self._reply.feed(data):
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        if self._reply is None or not self._reply.status:
+            return
+        reply, self._reply = self._reply, None
+        self._until_eof = False
+        if not self._keep or self.closed:
+            self.close()
+        else:
+            self._resume()
+            self.free_since_s = self._loop.time()
+            self._owner.on_free(self)
+        reply.finish()
+
+
+def _head(path: str, host: str, headers: Mapping[str, str], length: int) -> bytes:
+    """The head of a request. `ValueError` for a header that is more than one line."""
+    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {length}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    text = "\r\n".join(lines)
+    if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
+        raise ValueError("a header holds a line break")
+    return (text + "\r\n\r\n").encode("utf-8", "surrogateescape")

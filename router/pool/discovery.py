@@ -1,0 +1,205 @@
+"""Keeps the worker table equal to the pods that the selectors choose. Owns the watches and the workers they brought.
+
+What a pod means is decided by `router/pool/pods.py`, how pods are followed by `router/pool/pod_watch.py`. Workers named on the
+command line or by POST /workers are not touched. While the API server is away the pool stays as it is: health checks
+notice death without it.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from router.config import RouterConfig
+from router.pool.health import HealthMonitor
+from router.pool.pod_watch import KubeApi, PodWatch, connect
+from router.pool.pods import Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
+from router.pool.selectors import Selector
+from router.pool.workers import Role, Worker, WorkerTable, WorkerTableError
+
+log = logging.getLogger(__name__)
+
+REAP_S = 0.1  # between two looks at whether leaving workers have anything left to do
+
+
+class Discovery:
+    """Follows the pods of each role from `start` to `close`."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        table: WorkerTable,
+        monitor: HealthMonitor,
+        api: KubeApi,
+    ) -> None:
+        self._table = table
+        self._monitor = monitor
+        self._api = api
+        self._annotation = config.prefill_bootstrap_port_annotation
+        self._feeds = {role: _Feed(role, self) for role in selectors_of(config)}
+        self._reconciler = Reconciler(config.service_discovery_port)
+        self._told: dict[str, str] = {}
+        self._own: dict[str, Worker] = {}  # by URL: what we put into the table
+        self._leaving: dict[int, Worker] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._watches = [
+            PodWatch(
+                api,
+                selector=Selector(parts).query,
+                listener=self._feeds[role],
+                draw=random.random,
+            )
+            for role, parts in selectors_of(config).items()
+        ]
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(watch.run(), name="discovery") for watch in self._watches]
+        self._tasks.append(asyncio.create_task(self._reap(), name="discovery reap"))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._api.close()
+
+    def status(self) -> dict[str, Any]:
+        """For /server_info."""
+        return {
+            "roles": {role.value: feed.status() for role, feed in self._feeds.items()},
+            "workers": self._reconciler.num_joined,
+            "leaving": len(self._leaving),
+            "problems": dict(self._reconciler.problems),
+        }
+
+    def pod_of(self, raw: object) -> Pod | None:
+        """None, and a line in the log, for what cannot be read."""
+        try:
+            return read_pod(raw, annotation=self._annotation)
+        except PodError as err:
+            log.warning("service discovery: %s", err)
+            return None
+
+    def on_change(self) -> None:
+        """Some feed's pods changed. Before every role was listed once nothing leaves: half the picture is no picture."""
+        if not all(feed.listed for feed in self._feeds.values()):
+            return
+        for change in self._reconciler.changes({role: feed.pods.pods() for role, feed in self._feeds.items()}):
+            self._apply(change)
+        self._tell_problems()
+
+    def _apply(self, change: Change) -> None:
+        match change:
+            case Join(wanted):
+                self._join(wanted.url, role=wanted.role, port=wanted.bootstrap_port, pod=wanted.pod)
+            case Leave(url, last_resort):
+                self._leave(url, last_resort=last_resort)
+            case Drop(url):
+                self._drop(url)
+
+    def _join(self, url: str, *, role: Role, port: int | None, pod: str) -> None:
+        try:
+            worker = self._table.add(url, role=role, bootstrap_port=port, now_s=_now_s(), discovered=True)
+        except WorkerTableError as err:
+            log.warning("service discovery: pod %s is not taken: %s", pod, err)
+            return
+        log.info("service discovery: pod %s is %s worker %s", pod, role, url)
+        self._own[url] = worker
+        self._monitor.watch(worker)
+
+    def _leave(self, url: str, *, last_resort: bool) -> None:
+        worker = self._own.get(url)
+        if worker is None or worker not in self._table.workers():
+            self._reconciler.left(url)  # named by hand, or taken out by hand
+            self._own.pop(url, None)
+            return
+        self._table.retire(url, last_resort=last_resort)
+        self._leaving[worker.worker_id] = worker
+        log.info("service discovery: %s leaves, %d requests run there", url, worker.inflight_requests)
+
+    def _drop(self, url: str) -> None:
+        worker = self._own.pop(url, None)
+        if worker is not None and worker in self._table.workers():
+            self._table.remove(url)
+            self._monitor.retire(worker)
+        if worker is not None:
+            self._leaving.pop(worker.worker_id, None)
+
+    async def _reap(self) -> None:
+        """Takes out who leaves, has no request left and is nobody's last resort."""
+        while True:
+            for worker in [w for w in self._leaving.values() if self._is_done(w)]:
+                self._drop(worker.url)
+                self._reconciler.left(worker.url)
+                log.info("service discovery: %s has left", worker.url)
+            await asyncio.sleep(REAP_S)
+
+    def _is_done(self, worker: Worker) -> bool:
+        return not worker.inflight_requests and worker not in self._table.alive(worker.role)
+
+    def _tell_problems(self) -> None:
+        """Each once, when it appears."""
+        problems = dict(self._reconciler.problems)
+        for feed in self._feeds.values():
+            if feed.pods.num_refused:
+                problems[feed.role] = "more pods than a router takes; those beyond are left out"
+        for name, why in problems.items():
+            if self._told.get(name) != why:
+                log.warning("service discovery: pod %s is no worker: %s", name, why)
+        self._told = problems
+
+
+class _Feed:
+    """The pods of one role, as its watch tells them."""
+
+    def __init__(self, role: Role, owner: Discovery) -> None:
+        self.role = role
+        self.pods = PodSet()
+        self.listed = False
+        self.error = "not connected yet"
+        self._owner = owner
+
+    def status(self) -> dict[str, Any]:
+        return {"synced": self.listed and not self.error, "pods": len(self.pods), "error": self.error or None}
+
+    def on_list(self, pods: Sequence[Any]) -> None:
+        self.pods.replace([pod for pod in map(self._owner.pod_of, pods) if pod is not None])
+        self.listed = True
+        self._owner.on_change()
+
+    def on_event(self, kind: str, pod: Any) -> None:
+        read = self._owner.pod_of(pod)
+        if read is None:
+            return
+        if kind == "DELETED":
+            self.pods.remove(read)
+        else:
+            self.pods.put(read)
+        self._owner.on_change()
+
+    def on_state(self, error: str) -> None:
+        if error and error != self.error:
+            log.warning("service discovery: %s pods are not followed: %s", self.role, error)
+        elif self.error and not error:
+            log.info("service discovery: follows %s pods", self.role)
+        self.error = error
+
+
+def selectors_of(config: RouterConfig) -> dict[Role, tuple[str, ...]]:
+    """Which pods are which workers."""
+    if config.pd_disaggregation:
+        return {Role.PREFILL: config.prefill_selector, Role.DECODE: config.decode_selector}
+    return {Role.UNIFIED: config.selector}
+
+
+async def open_discovery(config: RouterConfig, *, table: WorkerTable, monitor: HealthMonitor) -> Discovery | None:
+    """None without --service-discovery. Raises `RouterConfigError` where no API server is known."""
+    if not config.service_discovery:
+        return None
+    api = await connect(namespace=config.service_discovery_namespace)
+    return Discovery(config=config, table=table, monitor=monitor, api=api)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,278 @@
+"""Follows the pods of one label selector at a Kubernetes API server: list, then watch, again after every end.
+
+Owns the protocol (pages, bookmarks, expired resource versions, reconnecting), not what pods mean: it tells a `Listener`.
+Protocol: kubernetes.io/docs/reference/using-api/api-concepts. The official client (`kubernetes.aio`) finds the server and
+authenticates; it is imported only here, when asked for. Objects are decoded by ourselves: its models refuse a pod with
+half its fields, and there are large parts of a pod that we never look at.
+"""
+
+import asyncio
+import importlib
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import aiohttp
+import msgspec
+
+from router.config import RouterConfigError
+from router.pool.pods import MAX_PODS, read_version
+
+PAGE_SIZE = 500
+WATCH_S = 120  # the server ends a watch after this; a dead connection is noticed by then
+TIMEOUT_S = 15.0  # for an answer to begin
+MAX_LINE_BYTES = 4 << 20  # the largest object in etcd is 1.5 MiB
+MAX_PAGE_BYTES = 64 << 20
+SHORT_S = 1.0  # a watch that ends sooner counts as failed
+GONE = 410
+
+
+class Listener(Protocol):
+    """Is told what the API server says of the pods."""
+
+    def on_list(self, pods: Sequence[Any]) -> None: ...
+
+    def on_event(self, kind: str, pod: Any) -> None: ...
+
+    def on_state(self, error: str) -> None:
+        """`error`: why it is not being followed now; "": it is."""
+
+
+class ApiError(Exception):
+    """The API server refused, or answered what cannot be understood (status 0).
+
+    `list_anew`: to go on from the same version would bring the same again.
+    """
+
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        super().__init__(message)
+        self.list_anew = status in (0, GONE)
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Pauses between attempts: none at first, then doubled up to `most_s`, with jitter. Pure."""
+
+    base_s: float = 0.25
+    most_s: float = 30.0
+    failures: int = 0
+
+    def ok(self) -> None:
+        self.failures = 0
+
+    def failed(self, draw: float) -> float:
+        """Seconds to wait. `draw`: random, in [0, 1)."""
+        self.failures += 1
+        if self.failures == 1:
+            return 0.0
+        whole = min(self.most_s, self.base_s * 2.0 ** min(self.failures - 2, 30))
+        return whole * (0.5 + draw / 2)
+
+
+class _Event(msgspec.Struct):
+    type: str = ""
+    object: Any = None
+
+
+class _PageMetadata(msgspec.Struct):
+    resourceVersion: str = ""
+    continue_: str = msgspec.field(name="continue", default="")
+
+
+class _Page(msgspec.Struct):
+    metadata: _PageMetadata = msgspec.field(default_factory=_PageMetadata)
+    items: list[Any] | None = None
+
+
+class _Status(msgspec.Struct):
+    code: int = 0
+    message: str = ""
+
+
+class KubeApi:
+    """The pods of one namespace (None: of all) by the official client (`kubernetes.aio.client`, loaded by `connect`)."""
+
+    def __init__(self, library: Any, configuration: Any, *, namespace: str | None) -> None:
+        self._client = library.ApiClient(configuration)
+        self._core = library.CoreV1Api(self._client)
+        self._namespace = namespace
+
+    async def pods(self, *, timeout_s: float, **parameters: Any) -> aiohttp.ClientResponse:
+        """The answer as it comes, whatever its status; the caller closes it."""
+        parameters |= {"_request_timeout": timeout_s}
+        if self._namespace is None:
+            call = self._core.list_pod_for_all_namespaces_without_preload_content(**parameters)
+        else:
+            call = self._core.list_namespaced_pod_without_preload_content(self._namespace, **parameters)
+        response: aiohttp.ClientResponse = await call
+        return response
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+async def connect(*, namespace: str | None) -> KubeApi:
+    """By the pod's service account, else by $KUBECONFIG or ~/.kube/config. Raises `RouterConfigError`."""
+    try:
+        client: Any = importlib.import_module("kubernetes.aio.client")
+        config: Any = importlib.import_module("kubernetes.aio.config")
+    except ImportError as err:
+        raise RouterConfigError(
+            f"--service-discovery: needs the kubernetes library; install tandem-serve[k8s] ({err})"
+        ) from None
+    configuration = client.Configuration()
+    path = Path(os.environ.get("KUBECONFIG") or "~/.kube/config").expanduser()
+    try:
+        if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+            config.load_incluster_config(client_configuration=configuration)
+        else:
+            await config.load_kube_config(
+                config_file=str(path), client_configuration=configuration, persist_config=False
+            )
+    except (config.ConfigException, OSError, ValueError, TypeError) as err:
+        raise RouterConfigError(
+            f"--service-discovery: no API server: not in a pod with a service account, and {path}: {err}"
+        ) from None
+    return KubeApi(client, configuration, namespace=namespace)
+
+
+class PodWatch:
+    """One selector. `run` never returns; cancel it."""
+
+    def __init__(
+        self,
+        api: KubeApi,
+        *,
+        selector: str,
+        listener: Listener,
+        draw: Callable[[], float],
+        backoff: Backoff | None = None,
+    ) -> None:
+        self._api = api
+        self._selector = selector
+        self._listener = listener
+        self._draw = draw
+        self._backoff = backoff or Backoff()
+        self._version = ""  # what was seen last; "": nothing, or too long ago
+
+    async def run(self) -> None:
+        while True:
+            began_s = _now_s()
+            error = await self._once()
+            lasted = _now_s() - began_s >= SHORT_S
+            if lasted:
+                self._backoff.ok()
+            if error:
+                self._listener.on_state(error)
+            if error or not lasted:
+                await asyncio.sleep(self._backoff.failed(self._draw()))
+
+    async def _once(self) -> str:
+        """List if nothing is known, then watch to the end. What went wrong, if anything did."""
+        try:
+            if not self._version:
+                await self._list()
+            await self._watch()
+        except ApiError as err:
+            if err.list_anew:
+                self._version = ""
+            return str(err)
+        except (aiohttp.ClientError, OSError, TimeoutError) as err:
+            return f"{type(err).__name__}: {err}"
+        return ""
+
+    async def _list(self) -> None:
+        pods: list[Any] = []
+        page = _Page(metadata=_PageMetadata(continue_=""))
+        while True:
+            page = await self._page(page.metadata.continue_)
+            pods += page.items or []
+            if not page.metadata.continue_ or len(pods) > MAX_PODS:
+                break
+        if not page.metadata.resourceVersion:
+            raise ApiError("a list without metadata.resourceVersion")
+        self._version = page.metadata.resourceVersion
+        self._listener.on_list(pods)
+
+    async def _page(self, token: str) -> _Page:
+        more = {"_continue": token} if token else {}
+        response = await self._api.pods(label_selector=self._selector, limit=PAGE_SIZE, timeout_s=TIMEOUT_S, **more)
+        async with response:
+            await _check(response)
+            body = b"".join([part async for part in _bounded(response, MAX_PAGE_BYTES)])
+        return _decoded(body, _Page)
+
+    async def _watch(self) -> None:
+        response = await self._api.pods(
+            label_selector=self._selector,
+            resource_version=self._version,
+            allow_watch_bookmarks=True,
+            timeout_seconds=WATCH_S,
+            watch=True,
+            timeout_s=WATCH_S + TIMEOUT_S,
+        )
+        async with response:
+            await _check(response)
+            self._listener.on_state("")
+            async for line in _lines(response):
+                self._on_line(line)
+
+    def _on_line(self, line: bytes) -> None:
+        event = _decoded(line, _Event)
+        if event.type == "ERROR":
+            status = _decoded(msgspec.json.encode(event.object), _Status)
+            raise ApiError(f"the watch ended: {status.code} {status.message[:300]}", status=status.code)
+        self._version = read_version(event.object) or self._version
+        if event.type in ("ADDED", "MODIFIED", "DELETED"):
+            self._listener.on_event(event.type, event.object)
+
+
+Decoded = TypeVar("Decoded")
+
+
+def _decoded(text: bytes, kind: type[Decoded]) -> Decoded:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (ValueError, RecursionError) as err:
+        raise ApiError(f"the API server's answer cannot be read: {err}") from None
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    if response.status == 200:
+        return
+    body = b"".join([part async for part in _bounded(response, 1 << 20)])
+    try:
+        message = _decoded(body, _Status).message
+    except ApiError:
+        message = ""
+    hint = "; the router's service account needs get, list and watch of pods" if response.status in (401, 403) else ""
+    raise ApiError(f"the API server answers {response.status} {message[:300]}{hint}", status=response.status)
+
+
+async def _bounded(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
+    size = 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > most:
+            raise ApiError(f"an answer of more than {most} bytes")
+        yield part
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Whole lines; what the end cuts off is no event."""
+    rest = bytearray()
+    async for part in response.content.iter_any():
+        rest += part
+        *lines, tail = rest.split(b"\n")
+        if len(tail) > MAX_LINE_BYTES:
+            raise ApiError(f"an event of more than {MAX_LINE_BYTES} bytes")
+        rest = bytearray(tail)
+        for line in lines:
+            if line.strip():
+                yield bytes(line)

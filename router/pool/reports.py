@@ -1,0 +1,163 @@
+"""Reads what workers say of themselves: load (several dialects) and where their bootstrap server listens. Pure."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from router.pool.workers import STAGES, LoadReport
+from router.requests.draining import DRAINING
+
+MAX_INCARNATION_CHARS = 128
+_USED = ("num_used_tokens", "num_tokens")
+# Where SGLang's /v1/loads names a stage: inside `disaggregation`, or beside it.
+_STAGE_NAMES = {
+    "bootstrap": "prefill_bootstrap_queue_reqs",
+    "inflight": "prefill_inflight_queue_reqs",
+    "prealloc": "decode_prealloc_queue_reqs",
+    "transfer": "decode_transfer_queue_reqs",
+    "retracted": "decode_retracted_queue_reqs",
+    "waiting": "num_waiting_reqs",
+    "running": "num_running_reqs",
+}
+
+
+def parse_load(answer: object) -> LoadReport | None:
+    """A load report from `/get_load` or `/v1/loads`; None when it has none of the known fields.
+
+    Takes one object, a list of them (one per data-parallel rank; they are summed) or {"loads": [...]}.
+    """
+    if isinstance(answer, dict) and isinstance(answer.get("loads"), list):
+        answer = answer["loads"]
+    rows = [row for row in (answer if isinstance(answer, list) else [answer]) if isinstance(row, dict)]
+    if not any(key in row for row in rows for key in (*_USED, "num_waiting_reqs", "num_running_reqs", "num_reqs")):
+        return None
+    return LoadReport(
+        running_reqs=_total(rows, "num_running_reqs", "num_reqs"),
+        waiting_reqs=_total(rows, "num_waiting_reqs"),
+        used_tokens=_total(rows, *_USED),
+        waiting_tokens=_total(rows, "num_waiting_uncached_tokens"),
+        capacity_tokens=_total(rows, "max_total_num_tokens"),
+        stages=_stages(rows),
+        prompt_tokens_total=_total(_parts(rows, "totals"), "prompt_tokens"),
+        output_tokens_total=_total(_parts(rows, "totals"), "generation_tokens"),
+        kv_bytes_total=_total(_parts(rows, "totals"), "kv_transfer_bytes"),
+        transfer_gb_s=_mean(_parts(rows, "disaggregation"), "kv_transfer_speed_gb_s"),
+        transfer_ms=_mean(_parts(rows, "disaggregation"), "kv_transfer_latency_ms"),
+    )
+
+
+def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Stages that any rank tells of."""
+    found = [*rows, *_parts(rows, "disaggregation")]
+    names = [(stage, _STAGE_NAMES[stage]) for stage in STAGES]
+    return {stage: _total(found, name) for stage, name in names if any(name in part for part in found)}
+
+
+def _parts(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [part for row in rows if isinstance(part := row.get(name), dict)]
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> float:
+    """Of those that have moved anything."""
+    values = [float(v) for row in rows if isinstance(v := row.get(name), int | float) and 0 < v < 2**53]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _total(rows: list[dict[str, Any]], *names: str) -> int:
+    return sum(next((_count(row[name]) for name in names if name in row), 0) for row in rows)
+
+
+def _count(value: object) -> int:
+    """A worker can send anything; what is no count counts as nothing."""
+    return int(value) if isinstance(value, int | float) and 0 <= value < 2**53 else 0
+
+
+def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
+    """(host, port) of a prefill worker's bootstrap server, from its `/server_info`.
+
+    A worker that registers with a bootstrap server of its own names it (`disaggregation_bootstrap_server`,
+    HOST:PORT); else it runs one inside, on its own host. Port None: unknown, the worker uses its default.
+    """
+    if not isinstance(info, dict):
+        return url_host, None
+    alone = info.get("disaggregation_bootstrap_server")
+    if isinstance(alone, str) and ":" in alone:
+        host, _, text = alone.rpartition(":")
+        if text.isdecimal() and (port := _port(int(text))) is not None:
+            return host.strip("[]"), port
+    return url_host, _port(info.get("disaggregation_bootstrap_port"))
+
+
+def says_draining(body: bytes) -> bool:
+    """Whether a 503 is one of a worker that ends in good order: on /health by `status`, else by the error's code."""
+    try:
+        said = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    if not isinstance(said, dict):
+        return False
+    error = said.get("error")
+    return said.get("status") == DRAINING or (isinstance(error, dict) and error.get("code") == DRAINING)
+
+
+def parse_incarnation(health: bytes) -> str:
+    """Which process answered /health; "" when it does not say (workers of other makes)."""
+    try:
+        return msgspec.json.decode(health, type=_Health).incarnation[:MAX_INCARNATION_CHARS]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
+class _Health(msgspec.Struct):
+    incarnation: str = ""
+
+
+def parse_mode(info: object) -> str | None:
+    """The worker's `disaggregation_mode` ("null", "prefill", "decode"), None when it does not say."""
+    mode = info.get("disaggregation_mode") if isinstance(info, dict) else None
+    return mode if isinstance(mode, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where a worker publishes KV events: ZMQ addresses. `curve`: it asks for the cluster's secret."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+    curve: bool
+
+
+def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
+    """From `kv_events_config` in `/server_info` (JSON, or its text as SGLang has it); None: the worker publishes nothing.
+
+    The worker tells a port; the host is its own, whatever it says: the router dials nobody else for it.
+    """
+    config = info.get("kv_events_config") if isinstance(info, dict) else None
+    if isinstance(config, str):
+        try:
+            config = msgspec.json.decode(config)
+        except (msgspec.DecodeError, RecursionError):
+            return None
+    if not isinstance(config, dict) or config.get("publisher", "zmq") != "zmq":
+        return None
+    endpoint = _dialled(config.get("endpoint"), url_host)
+    topic = config.get("topic", "")
+    if endpoint is None or not isinstance(topic, str):
+        return None
+    return EventSource(endpoint, _dialled(config.get("replay_endpoint"), url_host), topic, config.get("curve") is True)
+
+
+def _dialled(endpoint: object, host: str) -> str | None:
+    """tcp://HOST:PORT with `host`; None for what is no such address."""
+    if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):
+        return None
+    text = endpoint.rpartition(":")[2]
+    port = _port(int(text)) if text.isdecimal() and len(text) < 6 else None
+    named = f"[{host}]" if ":" in host else host
+    return None if port is None else f"tcp://{named}:{port}"
+
+
+def _port(value: object) -> int | None:
+    return value if isinstance(value, int) and 0 < value < 65536 else None

@@ -1,0 +1,354 @@
+"""The worker table: who is there, who is alive, and how much work each one holds.
+
+Owns workers, their health and the leases on them. Pure: it is told check results, load reports and the time; it opens
+no socket and reads no clock. One lease is one leg of one request; it charges tokens to a worker until released.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+from router.pool.breaker import BreakerSettings, Circuit
+from router.pool.load_view import ALONE, LoadView
+from router.pool.models import Catalogue, serves
+
+MAX_WORKERS = 4096
+# Through which a request goes, in this order; "retracted" lost its memory and waits for more.
+STAGES = ("bootstrap", "waiting", "inflight", "prealloc", "transfer", "running", "retracted")
+MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+
+
+class Health(StrEnum):
+    STARTING = "starting"  # never answered a check yet
+    UP = "up"
+    DRAINING = "draining"  # it finishes what it has, and takes nothing new
+    DOWN = "down"
+
+
+class Check(StrEnum):
+    """What was learnt about a worker. `REFUSED`: nothing listens there, so no second opinion is needed.
+
+    `DRAINING`: it says so itself.
+    """
+
+    OK = "ok"
+    DRAINING = "draining"
+    FAILED = "failed"
+    REFUSED = "refused"
+
+
+# (state, event) -> (next state, which threshold must be reached first). Every cell is here.
+TRANSITIONS: dict[tuple[Health, Check], tuple[Health, str]] = {
+    (Health.STARTING, Check.OK): (Health.UP, "success"),
+    (Health.STARTING, Check.DRAINING): (Health.DRAINING, "none"),
+    (Health.STARTING, Check.FAILED): (Health.STARTING, "none"),
+    (Health.STARTING, Check.REFUSED): (Health.STARTING, "none"),
+    (Health.UP, Check.OK): (Health.UP, "none"),
+    (Health.UP, Check.DRAINING): (Health.DRAINING, "none"),
+    (Health.UP, Check.FAILED): (Health.DOWN, "failure"),
+    (Health.UP, Check.REFUSED): (Health.DOWN, "none"),
+    (Health.DRAINING, Check.OK): (Health.UP, "success"),  # another one serves at this address
+    (Health.DRAINING, Check.DRAINING): (Health.DRAINING, "none"),
+    (Health.DRAINING, Check.FAILED): (Health.DOWN, "failure"),
+    (Health.DRAINING, Check.REFUSED): (Health.DOWN, "none"),
+    (Health.DOWN, Check.OK): (Health.UP, "success"),
+    (Health.DOWN, Check.DRAINING): (Health.DRAINING, "none"),
+    (Health.DOWN, Check.FAILED): (Health.DOWN, "none"),
+    (Health.DOWN, Check.REFUSED): (Health.DOWN, "none"),
+}
+
+
+class WorkerTableError(ValueError):
+    """A change of the table that cannot be made: a URL that is already there, or not there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """Equal results in a row before the state changes."""
+
+    failure: int = 2
+    success: int = 1
+    none: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a worker says of itself, in requests and tokens, summed over its ranks. `*_total`: since it began.
+
+    `stages`: requests by where they stand (`STAGES`), as far as it tells. `transfer_*`: of the last KV transfers it sent.
+    """
+
+    running_reqs: int = 0
+    waiting_reqs: int = 0
+    used_tokens: int = 0
+    waiting_tokens: int = 0
+    capacity_tokens: int = 0
+    stages: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    kv_bytes_total: int = 0
+    transfer_gb_s: float = 0.0
+    transfer_ms: float = 0.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Worker:
+    """One worker. Only `WorkerTable` changes it; `bootstrap_*` is what decode needs to find a prefill worker."""
+
+    worker_id: int
+    url: str
+    role: Role
+    given_bootstrap_port: int | None
+    bootstrap_host: str
+    bootstrap_port: int | None
+    changed_s: float
+    health: Health = Health.STARTING
+    streak: int = 0  # equal check results in a row
+    last_check: Check | None = None
+    last_error: str = "not checked yet"
+    good_s: float = 0.0  # when it was last checked and well
+    incarnation: str = ""  # of the process that answers; "": it does not say
+    incarnation_s: float = 0.0  # when that one was last seen
+    former_life_s: float = -math.inf  # when the one before was last seen: who has waited since before waits for nobody
+    former_lives: tuple[str, ...] = ()
+    inflight_requests: int = 0
+    inflight_tokens: int = 0
+    assigned_total: int = 0
+    report: LoadReport | None = None
+    foreign_tokens: int = 0
+    view: LoadView = ALONE  # what this router's other processes have in flight, at `slot`
+    slot: int = 0
+    leaving: bool = False  # it gets nothing new, whatever its health
+    last_resort: bool = False  # it does, while nobody else of its role is up
+    discovered: bool = False  # each process of this router finds it by itself
+    models: tuple[str, ...] = ()  # names that it serves, its own first; none: it does not say
+    circuit: Circuit = field(default_factory=Circuit)
+
+    @property
+    def url_host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens this router has in flight there, plus those the worker reports that came from elsewhere."""
+        return self.inflight_tokens + self.view.others_tokens(self.slot) + self.foreign_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lease:
+    """`tokens` of work charged to `worker` until released. `trial`: it tries a worker whose circuit is half open."""
+
+    worker: Worker
+    tokens: int
+    trial: bool = False
+
+
+@dataclass(slots=True)
+class WorkerTable:
+    """All workers of one router, in the order they were added.
+
+    `on_gone` is told of a worker that was removed, went down, or is another process now: what it had cached is lost.
+    """
+
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    view: LoadView = ALONE
+    on_gone: Callable[[Worker], None] = lambda worker: None
+    breaker: BreakerSettings = field(default_factory=BreakerSettings)
+    models: Catalogue = field(default_factory=Catalogue)
+    _workers: list[Worker] = field(default_factory=list)
+    _leases: dict[int, Lease] = field(default_factory=dict)
+    _next_id: int = 0
+
+    def add(
+        self,
+        url: str,
+        *,
+        role: Role,
+        bootstrap_port: int | None = None,
+        now_s: float = 0.0,
+        discovered: bool = False,
+    ) -> Worker:
+        """Add a worker; it gets no request before its first good check. `WorkerTableError` if the URL is known."""
+        url = url.rstrip("/")
+        if any(same_url(w.url) == same_url(url) for w in self._workers):
+            raise WorkerTableError(f"url: {url} is already in the table")
+        if len(self._workers) >= MAX_WORKERS:
+            raise WorkerTableError(f"url: {MAX_WORKERS} workers are in the table, no more fit")
+        worker = Worker(
+            worker_id=self._next_id,
+            url=url,
+            role=role,
+            given_bootstrap_port=bootstrap_port,
+            bootstrap_host=urlsplit(url).hostname or "",
+            bootstrap_port=bootstrap_port,
+            changed_s=now_s,
+            view=self.view,
+            slot=self.view.take(url),
+            good_s=now_s,
+            discovered=discovered,
+            circuit=Circuit(self.breaker),
+        )
+        self._next_id += 1
+        self._workers.append(worker)
+        return worker
+
+    def remove(self, url: str) -> Worker:
+        """Take a worker out. Its running requests go on; their leases are still released. `WorkerTableError` if unknown."""
+        worker = self._find(url)
+        self._workers.remove(worker)
+        worker.view.give_back(worker.slot)
+        worker.view, worker.slot = ALONE, 0
+        self._list_models()
+        self.on_gone(worker)
+        return worker
+
+    def retire(self, url: str, *, last_resort: bool = False) -> Worker:
+        """It gets no new request; it stays in the table until `remove`. `WorkerTableError` if unknown.
+
+        `last_resort`: as long as it is up it serves, should nobody else of its role be: better than no answer.
+        """
+        worker = self._find(url)
+        worker.leaving, worker.last_resort = True, last_resort
+        return worker
+
+    def _find(self, url: str) -> Worker:
+        name = same_url(url)
+        for worker in self._workers:
+            if same_url(worker.url) == name:
+                return worker
+        raise WorkerTableError(f"url: {url} is not in the table")
+
+    def workers(self, role: Role | None = None) -> list[Worker]:
+        return [w for w in self._workers if role is None or w.role is role]
+
+    def alive(self, role: Role) -> list[Worker]:
+        """Who gets requests."""
+        up = [w for w in self._workers if w.role is role and w.health is Health.UP]
+        return [w for w in up if not w.leaving] or [w for w in up if w.last_resort]
+
+    def pool(self, role: Role, model: str) -> list[Worker]:
+        """Those of `alive` that serve `model`; "": any."""
+        alive = self.alive(role)
+        return [w for w in alive if serves(w.models, model)] if model else alive
+
+    def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
+        """Tell the result of a check, or of a request that could not connect. True if the worker's state changed."""
+        same = worker.last_check is not None and _kind(worker.last_check) is _kind(result)
+        worker.streak = worker.streak + 1 if same else 1
+        worker.last_check = result
+        worker.last_error = error
+        if result in (Check.OK, Check.DRAINING):
+            worker.good_s = now_s
+        target, threshold = TRANSITIONS[worker.health, result]
+        if target is worker.health or worker.streak < getattr(self.thresholds, threshold):
+            return False
+        worker.health, worker.changed_s = target, now_s
+        if target is Health.DOWN:
+            worker.report, worker.foreign_tokens = None, 0
+            worker.circuit.reset()
+            self.on_gone(worker)
+        return True
+
+    def on_incarnation(self, worker: Worker, incarnation: str, *, asked_s: float) -> None:
+        """Tell which process answered a check that began at `asked_s`; "": it did not say.
+
+        One that comes back after another was no life before, it is one of several behind this URL: nothing follows then.
+        """
+        if worker.incarnation not in ("", incarnation) and incarnation:
+            worker.former_lives = (*worker.former_lives, worker.incarnation)[-MAX_FORMER_LIVES:]
+            if incarnation not in worker.former_lives:
+                worker.former_life_s = worker.incarnation_s
+                worker.circuit.reset()
+                self.on_gone(worker)
+        if incarnation:
+            worker.incarnation, worker.incarnation_s = incarnation, asked_s
+
+    def on_report(self, worker: Worker, report: LoadReport | None) -> None:
+        """Tell what a worker reports (None: it does not say). Only what this router did not send itself is added."""
+        worker.report = report
+        reported = 0 if report is None else _reported_tokens(worker.role, report)
+        worker.foreign_tokens = max(0, reported - worker.inflight_tokens - worker.view.others_tokens(worker.slot))
+
+    def on_bootstrap(self, worker: Worker, *, host: str, port: int | None) -> None:
+        """Tell where a prefill worker's bootstrap server listens."""
+        worker.bootstrap_host, worker.bootstrap_port = host, port
+
+    def on_models(self, worker: Worker, names: tuple[str, ...]) -> None:
+        """Tell what a worker serves; it stays noted while the worker is down."""
+        if names != worker.models:
+            worker.models = names
+            self._list_models()
+
+    def _list_models(self) -> None:
+        self.models = Catalogue.of(w.models for w in self._workers)
+
+    def charge(self, worker: Worker, tokens: int) -> Lease:
+        assert tokens >= 0, tokens
+        lease = Lease(worker, tokens, worker.circuit.send())
+        self._leases[id(lease)] = lease
+        worker.inflight_requests += 1
+        worker.inflight_tokens += tokens
+        worker.assigned_total += 1
+        _publish(worker)
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """Give a lease back; a second time does nothing (the legs of a request end in any order)."""
+        if self._leases.pop(id(lease), None) is not None:
+            lease.worker.inflight_requests -= 1
+            lease.worker.inflight_tokens -= lease.tokens
+            lease.worker.circuit.end(trial=lease.trial)
+            _publish(lease.worker)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def check(self) -> None:
+        """Assert that in-flight counts are the sums of live leases and that URLs and ids are unique."""
+        assert len({w.url for w in self._workers}) == len(self._workers)
+        ids = [w.worker_id for w in self._workers]
+        assert ids == sorted(set(ids))
+        for worker in [*self._workers, *(lease.worker for lease in self._leases.values())]:
+            held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
+            assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))
+            assert worker.inflight_tokens == sum(held), (worker.url, worker.inflight_tokens, sum(held))
+
+
+@lru_cache(maxsize=2 * MAX_WORKERS)
+def same_url(url: str) -> str:
+    """One way to write an address: lower case, no default port, no slash. So no worker is there twice."""
+    parts = urlsplit(url)
+    if not parts.hostname:
+        return url
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return f"{parts.scheme}://{host}:{port}"
+
+
+def _publish(worker: Worker) -> None:
+    worker.view.publish(worker.slot, tokens=worker.inflight_tokens, requests=worker.inflight_requests)
+
+
+def _kind(check: Check) -> Check:
+    """Refused or failed: bad either way."""
+    return Check.FAILED if check is Check.REFUSED else check
+
+
+def missing_roles(table: WorkerTable, roles: Iterable[Role], model: str = "") -> list[Role]:
+    """The roles of which no worker (that serves `model`) is alive."""
+    return [role for role in roles if not table.pool(role, model)]
+
+
+def _reported_tokens(role: Role, report: LoadReport) -> int:
+    """Prefill: what still waits to be computed (its cache is no load). Else: what sits in the KV cache, and waits."""
+    return report.waiting_tokens if role is Role.PREFILL else report.used_tokens + report.waiting_tokens

@@ -1,0 +1,170 @@
+"""Puts what only the prefill worker knows into the decode worker's answer: the prompt's logprobs and
+
+hidden states, the cached tokens. Pure. `Merger` works on decoded JSON; `SseMerger` on the bytes of an event stream. Only requests that ask for input
+logprobs come here; all other answers pass the router unread. An answer of an unknown shape passes unchanged.
+"""
+
+from typing import Any
+
+import msgspec
+
+from router.http.sse import SseSplitter
+from router.requests.rewrite import Api
+
+_INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+_decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Merger:
+    """Merges into the answers to one request. `prefill_body`: the whole (never streamed) answer of the prefill worker."""
+
+    def __init__(self, api: Api, prefill_body: bytes) -> None:
+        self._api = api
+        self._prefill = _items(api, _decode_or_none(prefill_body))
+        self._usage = _usage(_decode_or_none(prefill_body))
+        self._seen: set[int] = set()
+        self._shifts: dict[int, int] = {}  # of each choice: what the text offsets of its later events lack
+
+    def merge_answer(self, body: bytes) -> bytes:
+        """The decode worker's whole answer, merged."""
+        answer = _decode_or_none(body)
+        if answer is None:
+            return body
+        for index, item in enumerate(_items(self._api, answer)):
+            self._merge_item(item.get("index", index) if self._api is Api.COMPLETIONS else index, item)
+        self._merge_usage(answer)
+        return _encode(answer)
+
+    def merge_event(self, data: bytes) -> bytes:
+        """The JSON of one event of the decode worker's stream, merged."""
+        event = _decode_or_none(data)
+        if not isinstance(event, dict):
+            return data
+        for item in _items(self._api, event):
+            index = item.get("index", 0)
+            if isinstance(index, int):
+                self._merge_item(index, item)
+        self._merge_usage(event)
+        return _encode(event)
+
+    def _merge_item(self, index: int, item: dict[str, Any]) -> None:
+        if not 0 <= index < len(self._prefill):
+            return
+        first = index not in self._seen
+        self._seen.add(index)
+        if self._api is Api.GENERATE:
+            _merge_meta(_dict(self._prefill[index], "meta_info"), _dict(item, "meta_info"), first=first)
+        elif first:
+            known = self._prefill[index]
+            self._shifts[index] = _merge_completion(known, item, num_outputs=self._num_outputs())
+        elif shift := self._shifts[index]:
+            _shift_offsets(_dict(item, "logprobs"), shift)
+
+    def _num_outputs(self) -> int:
+        """Tokens the prefill worker generated for each choice: one, or none when the request allowed none."""
+        total = self._usage.get("completion_tokens")
+        return total // max(1, len(self._prefill)) if isinstance(total, int) else 1
+
+    def _merge_usage(self, answer: object) -> None:
+        """OpenAI: the prefill worker knows what was cached. A decode worker that says more than 0 was told."""
+        cached = _dict(self._usage, "prompt_tokens_details").get("cached_tokens")
+        usage = answer.get("usage") if isinstance(answer, dict) else None
+        if not cached or not isinstance(usage, dict):
+            return
+        details = usage.get("prompt_tokens_details") or {}
+        if isinstance(details, dict) and not details.get("cached_tokens"):
+            usage["prompt_tokens_details"] = {**details, "cached_tokens": cached}
+
+
+class SseMerger:
+    """Merges into an event stream, fed in any pieces; whole events come out as soon as they are complete."""
+
+    def __init__(self, merger: Merger) -> None:
+        self._merger = merger
+        self._splitter = SseSplitter()
+
+    def feed(self, chunk: bytes) -> bytes:
+        whole = self._splitter.feed(chunk)
+        return b"".join(self._event(line) for line in whole.splitlines(keepends=True)) if whole else b""
+
+    def rest(self) -> bytes:
+        return self._splitter.rest()
+
+    def _event(self, line: bytes) -> bytes:
+        if not line.startswith(b"data:"):
+            return line
+        data = line[5:].strip()
+        return line if data == b"[DONE]" else b"data: " + self._merger.merge_event(data) + b"\n"
+
+
+def _merge_meta(prefill: dict[str, Any], meta: dict[str, Any], *, first: bool) -> None:
+    """Native answers. In a stream the first event always gets the logprobs, later ones where they repeat the field."""
+    for name in _INPUT_LOGPROBS:
+        if prefill.get(name) and not meta.get(name) and (first or name in meta):
+            meta[name] = prefill[name]
+    if prefill.get("hidden_states") and "hidden_states" in meta:
+        meta["hidden_states"] = prefill["hidden_states"] + meta["hidden_states"]
+    if prefill.get("cached_tokens") and not meta.get("cached_tokens"):
+        meta["cached_tokens"] = prefill["cached_tokens"]
+
+
+def _merge_completion(prefill: dict[str, Any], choice: dict[str, Any], *, num_outputs: int) -> int:
+    """Completions with echo: the prompt's part of prefill's columns goes before decode's. Returns the offsets' shift.
+
+    Nothing is done when decode's begin with a null logprob: only the first token of a prompt has one, so decode's
+    answer holds the prompt already.
+    """
+    known = _dict(prefill, "logprobs")
+    columns = _dict(choice, "logprobs")
+    own = columns.get("token_logprobs") or []
+    num_known = len(known.get("token_logprobs") or [])
+    num_prompt = max(0, num_known - num_outputs)
+    if num_prompt == 0 or (own and own[0] is None):
+        return 0
+    shift = _offset_shift(known, columns, at=num_prompt)
+    _shift_offsets(columns, shift)
+    for name in _COLUMNS:
+        prompt_part = (known.get(name) or [])[:num_prompt]
+        own_part = columns.get(name) or []
+        if prompt_part or own_part:
+            columns[name] = prompt_part + own_part
+    choice["logprobs"] = columns
+    return shift
+
+
+def _shift_offsets(columns: dict[str, Any], shift: int) -> None:
+    if columns.get("text_offset"):
+        columns["text_offset"] = [offset + shift for offset in columns["text_offset"]]
+
+
+def _offset_shift(known: dict[str, Any], columns: dict[str, Any], *, at: int) -> int:
+    """What decode's text offsets lack: both sides name the same first output token, prefill counts from the prompt's start."""
+    theirs, own = known.get("text_offset") or [], columns.get("text_offset") or []
+    return max(0, theirs[at] - own[0]) if len(theirs) > at and own else 0
+
+
+def _items(api: Api, answer: object) -> list[dict[str, Any]]:
+    """The answers to each sample: objects of a native answer, choices of an OpenAI one."""
+    if api is not Api.GENERATE:
+        answer = answer.get("choices") if isinstance(answer, dict) else None
+        return [c for c in answer if isinstance(c, dict)] if isinstance(answer, list) else []
+    return [item for item in (answer if isinstance(answer, list) else [answer]) if isinstance(item, dict)]
+
+
+def _usage(answer: object) -> dict[str, Any]:
+    return _dict(answer, "usage") if isinstance(answer, dict) else {}
+
+
+def _dict(owner: dict[str, Any], name: str) -> dict[str, Any]:
+    value = owner.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _decode_or_none(body: bytes) -> Any:
+    try:
+        return _decode(body)
+    except msgspec.DecodeError:
+        return None
