@@ -12,7 +12,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from engine.frontend import openapi as worker_openapi
-from router import openapi as router_openapi
+from router.http import openapi as router_openapi
 from tests.fuzz import bodies, sockets
 from tests.fuzz.footprint import Footprint, Leak, assert_no_leak, footprint
 from tests.fuzz.parts import ROUND
