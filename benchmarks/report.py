@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pd_overhead, router_policies, scheduler_step, step_time, transfer_rate
+from benchmarks import pd_overhead, router_cost, router_policies, scheduler_step, step_time, transfer_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -24,6 +24,7 @@ QUICK: dict[str, list[str]] = {
     "step_time": ["--layers", "4", "--output-len", "16"],
     "transfer_rate": ["--total-mib", "16", "--repeats", "3"],
     "scheduler_step": ["--steps", "50"],
+    "router_cost": ["--seconds", "0.5", "--rounds", "1"],
 }
 SECTIONS = {
     "pd_overhead": (
@@ -48,6 +49,13 @@ SECTIONS = {
         "CPU time of the pure core with nothing behind it, decodes of 512-token prompts. vLLM 0.32's scheduler took "
         "2,738 us for the same 256 on such a machine (another run, see the issue's facts).",
         scheduler_step.render,
+    ),
+    "router_cost": (
+        "What a router costs",
+        "In front of one prefill and one decode worker that answer at once; bodies of 300 bytes. CPU time is that of the "
+        "router's processes; health checks run beside the load, so slow loads pay for them too. SGLang's router (Rust, from "
+        "PyPI) in the same run. Its late first bytes are the delayed ACK of kept-alive connections.",
+        router_cost.render,
     ),
     "router_policies": (
         "Router policies on traces",
