@@ -95,10 +95,7 @@ async def run_router(
         obey_parent(on_drain=signals.on_sigterm, on_end=signals.on_sigint)
     async with start_router(config, place=place) as router:
         with signals.caught(on_hangup=lambda: router.gate.reload(time.monotonic()), only_hangup=place is not None):
-            if config.ready_file is not None:
-                _write_ready_file(Path(config.ready_file), router.url)
-            if on_ready is not None:
-                on_ready(router.url)
+            _tell_ready(config, router.url, on_ready)
             await signals.asked.wait()
             await router.live.drain(timeout_s=config.drain_timeout, at_once=signals.at_once)
 
@@ -112,11 +109,7 @@ def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None
     _check_exposure(config)
 
     def on_port(port: int) -> None:
-        url = f"http://{url_host(config.host)}:{port}"
-        if config.ready_file is not None:
-            _write_ready_file(Path(config.ready_file), url)
-        if on_ready is not None:
-            on_ready(url)
+        _tell_ready(config, _url(config, port), on_ready)
 
     return run_fleet(config, serve_in_place, on_ready=on_port)
 
@@ -234,9 +227,8 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             await monitor.first_round()
             if discovery is not None:
                 discovery.start()
-            url = f"http://{url_host(config.host)}:{port}"
             yield RunningRouter(
-                url=url,
+                url=_url(config, port),
                 table=table,
                 rooms=rooms,
                 gate=gate,
@@ -300,6 +292,18 @@ def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
     except ValueError as err:
         raise RouterConfigError(f"--prefill/--decode/--worker-urls: {err}; name each worker once") from None
     return table
+
+
+def _url(config: RouterConfig, port: int) -> str:
+    return f"http://{url_host(config.host)}:{port}"
+
+
+def _tell_ready(config: RouterConfig, url: str, on_ready: Callable[[str], None] | None) -> None:
+    """It listens, with one process or with all."""
+    if config.ready_file is not None:
+        _write_ready_file(Path(config.ready_file), url)
+    if on_ready is not None:
+        on_ready(url)
 
 
 def _write_ready_file(path: Path, url: str) -> None:

@@ -30,13 +30,13 @@ async def relay_stream(
     *,
     headers: Mapping[str, str],
     merger: SseMerger | None,
-    on_first_byte: Callable[[], None],
-    on_event: Callable[[], None],
-    on_chunk: Callable[[bytes], None],
+    on_first: Callable[[bytes], None],
+    on_more: Callable[[bytes], None],
 ) -> web.StreamResponse:
     """Send the leg's answer to the client until it ends; the caller ends the response (`write_eof`).
 
-    `on_event` is called for each further piece that came. `StreamBroken` if the worker broke off; the client's own connection errors pass.
+    `on_first` is told what came first, `on_more` each further piece. `StreamBroken` if the worker broke off; the client's own
+    connection errors pass.
     """
     out = _CoalescedResponse(status=leg.reply.status, headers=headers)
     await out.prepare(request)
@@ -44,9 +44,8 @@ async def relay_stream(
     feed = merger.feed if merger else splitter.feed
     read = leg.reply.readany
     chunk = leg.reply.take()
-    on_first_byte()
+    on_first(chunk)
     while chunk:
-        on_chunk(chunk)
         events = feed(chunk)
         if events:
             await out.write(events)
@@ -55,7 +54,7 @@ async def relay_stream(
         except UpstreamError as err:
             raise StreamBroken(out, broken_stream(leg.worker, err)) from None
         if chunk:
-            on_event()
+            on_more(chunk)
     rest = merger.rest() if merger else splitter.rest()
     if rest:
         await out.write(rest)

@@ -257,9 +257,8 @@ class Dispatcher:
         race = Race(second, prefill=first)
         watched, attempt = exchange.watched, exchange.watched.attempt(answering=decode.url, prefill=prefill.url)
         race.when_prefill_ends(lambda: watched.prefill_ended(attempt))
-        race.when_prefill_ends(
-            lambda: parts.table.release(prefill_lease)
-        )  # an answer that is not streamed ends long after
+        # However the prefill leg ends, `race.close` at the latest; an answer that is not streamed ends long after it.
+        race.when_prefill_ends(lambda: parts.table.release(prefill_lease))
         try:
             await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
             self._tell_begun(race, trip, prefill, decode)
@@ -271,7 +270,6 @@ class Dispatcher:
         finally:
             self._tell_end(second)
             parts.admission.forecast.computed(trip)
-            parts.table.release(prefill_lease)
             parts.table.release(decode_lease)
             race.close()
             self._tails.add(first)
@@ -298,16 +296,24 @@ class Dispatcher:
         headers["Cache-Control"] = "no-cache"
         race.watch_prefill(self._note)
         exchange.live.cut = leg.close
-        pace, requests = Pace(), requests_at(leg.worker)
+        pace, requests, clock = Pace(), requests_at(leg.worker), self._parts.clock
+
+        def on_first(chunk: bytes) -> None:
+            self._first_byte(exchange)
+            pace.on_chunk(chunk, clock())
+
+        def on_more(chunk: bytes) -> None:
+            exchange.watched.event()
+            pace.on_chunk(chunk, clock())
+
         try:
             out = await relay_stream(
                 exchange.request,
                 leg,
                 headers=headers,
                 merger=SseMerger(merger) if merger else None,
-                on_first_byte=lambda: self._first_byte(exchange),
-                on_event=exchange.watched.event,
-                on_chunk=lambda chunk: pace.on_chunk(chunk, self._parts.clock()),
+                on_first=on_first,
+                on_more=on_more,
             )
         except StreamBroken as broken:
             if exchange.live.handed_back:
@@ -318,7 +324,7 @@ class Dispatcher:
         if race.refused is not None:
             return await self._end_broken(exchange, out, race.refused, race)
         requests_mean = (requests + requests_at(leg.worker)) / 2
-        self._parts.admission.forecast.on_pace(trip, pace, requests=requests_mean, now_s=self._parts.clock())
+        self._parts.admission.forecast.on_pace(trip, pace, requests=requests_mean, now_s=clock())
         await out.write_eof()
         return out
 
