@@ -26,9 +26,11 @@ from bootstrap_server.protocol import (
     RoomBatch,
 )
 from bootstrap_server.registry import Registry, RegistryError
+from lifecycle.stop_signals import StopSignals
 from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Verdict, Verifier
 
 START_S = 10.0
+CLOSE_S = 1.0  # for answers that are under way at the end
 LOG_EVERY_S = 5.0
 OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers: counts, no addresses
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -156,12 +158,12 @@ class BootstrapServer:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=CLOSE_S)
         try:
             await runner.setup()
-            await self._listen(runner)
+            self.port = await _listen(runner, self._config)
         except OSError as error:
-            self._error = _listen_error(self._config, error)
+            self._error = error
             self._ready.set()
         else:
             self._ready.set()
@@ -169,19 +171,32 @@ class BootstrapServer:
         finally:
             await runner.cleanup()
 
-    async def _listen(self, runner: web.AppRunner) -> None:
-        site = web.TCPSite(runner, self._config.host, self._config.port)
-        await site.start()
-        self.port = runner.addresses[0][1]
-
 
 def run_bootstrap_server(config: BootstrapConfig, *, secret: bytes | None = None) -> None:
     """A shared server on its own: blocks until SIGINT or SIGTERM. Raises OSError when it cannot listen."""
-    app = make_app(Registry(config, shared=True), config=config, secret=secret)
+    asyncio.run(_serve_alone(config, make_app(Registry(config, shared=True), config=config, secret=secret)))
+
+
+async def _serve_alone(config: BootstrapConfig, app: web.Application) -> None:
+    signals = StopSignals()
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
+    with signals.caught():
+        try:
+            await runner.setup()
+            port = await _listen(runner, config)
+            logging.getLogger(__name__).info("bootstrap server listens on %s:%d", config.host, port)
+            await signals.asked.wait()
+        finally:
+            await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, config: BootstrapConfig) -> int:
+    """Returns the port. Raises OSError, which names host and port."""
     try:
-        web.run_app(app, host=config.host, port=config.port, access_log=None, print=logging.getLogger(__name__).info)
+        await web.TCPSite(runner, config.host, config.port).start()
     except OSError as error:
         raise _listen_error(config, error) from None
+    return int(runner.addresses[0][1])
 
 
 def _listen_error(config: BootstrapConfig, error: OSError) -> OSError:

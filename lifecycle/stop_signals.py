@@ -32,26 +32,24 @@ class StopSignals:
         self.asked.set()
         self.at_once.set()
 
-    def install(self, *, on_hangup: Callable[[], None] | None = None, only_hangup: bool = False) -> None:
-        """From now on the signals come here, SIGHUP to `on_hangup`, as long as the running loop lives.
+    @contextmanager
+    def caught(self, *, on_hangup: Callable[[], None] | None = None, only_hangup: bool = False) -> Iterator[None]:
+        """While inside, the signals come here, SIGHUP to `on_hangup`; then they are ignored until this process has ended.
 
-        `only_hangup`: somebody else says when to end.
+        Ignored, because what is left to do is bounded, and whoever sends SIGINT on top of SIGTERM must not hit a loop
+        that is just being closed: Python's own handler would end that in a traceback. `only_hangup`: somebody else says
+        when to end.
         """
         ends = (None, None) if only_hangup else (self.on_sigterm, self.on_sigint)
+        handlers = {n: handler for n, handler in zip(_NUMBERS, (*ends, on_hangup), strict=True) if handler is not None}
         loop = asyncio.get_running_loop()
-        for number, handler in zip(_NUMBERS, (*ends, on_hangup), strict=True):
-            if handler is not None:
-                with suppress(*_CANNOT):
-                    loop.add_signal_handler(number, handler)
-
-    @contextmanager
-    def caught(self, *, on_hangup: Callable[[], None], only_hangup: bool = False) -> Iterator[None]:
-        """`install` while inside."""
-        self.install(on_hangup=on_hangup, only_hangup=only_hangup)
+        for number, handler in handlers.items():
+            with suppress(*_CANNOT):
+                loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            loop = asyncio.get_running_loop()
-            for number in _NUMBERS:
+            for number in handlers:
                 with suppress(*_CANNOT):
                     loop.remove_signal_handler(number)
+                    signal.signal(number, signal.SIG_IGN)

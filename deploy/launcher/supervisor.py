@@ -58,19 +58,19 @@ class Supervisor:
 
     async def run(self, on_ready: OnReady) -> int:
         """Start everything, stay until a signal or until nothing lives; returns the exit status."""
-        self._signals.install(on_hangup=self._signals.on_sigint)
-        try:
-            self._start()
-            await self._until_healthy()
-            if not self._stop.is_set():
-                await on_ready(self._children)
-            return await self._watch()
-        except StartFailed as error:
-            self._display.message(f"tandem up: error: {error}")
-            return 1
-        finally:
-            await self._end_all()
-            self._guard.close()
+        with self._signals.caught(on_hangup=self._signals.on_sigint):
+            try:
+                self._start()
+                await self._until_healthy()
+                if not self._stop.is_set():
+                    await on_ready(self._children)
+                return await self._watch()
+            except StartFailed as error:
+                self._display.message(f"tandem up: error: {error}")
+                return 1
+            finally:
+                await self._end_all()
+                self._guard.close()
 
     def _start(self) -> None:
         self._started_at = time.monotonic()

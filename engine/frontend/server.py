@@ -7,10 +7,9 @@ import asyncio
 import dataclasses
 import logging
 import random
-import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,11 +89,8 @@ async def run_frontend(
     Raises ConfigError for a checkpoint or port that cannot be used, WorkerDied.
     """
     loop = asyncio.get_running_loop()
-    signals = StopSignals()
-    signals.install()
-    push = PushSocket(ipc.to_scheduler)
-    pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend, ToFrontend)
-    try:
+    signals, gate = StopSignals(), open_worker_gate(server)
+    with signals.caught(on_hangup=lambda: gate.reload(time.monotonic())), _sockets(ipc) as (push, pull):
         services = make_services(
             server=server,
             engine=engine,
@@ -105,9 +101,9 @@ async def run_frontend(
             extra_info=extra_info or {},
             default_bootstrap_port=default_bootstrap_port,
             health_timeout_s=health_timeout_s,
+            gate=gate,
             meeting=meeting,
         )
-        loop.add_signal_handler(signal.SIGHUP, lambda: services.gate.reload(time.monotonic()))
         pull.attach(loop, services.client.on_message)
         async with AsyncExitStack() as stack:
             for extra in extras:
@@ -122,6 +118,15 @@ async def run_frontend(
             finally:
                 services.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
                 services.tracer.close()
+
+
+@contextmanager
+def _sockets(ipc: IpcPaths) -> Iterator[tuple[PushSocket, PullSocket[ToFrontend]]]:
+    """To the scheduler, which is told to end when the block has ended, and from both children."""
+    push = PushSocket(ipc.to_scheduler)
+    pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend, ToFrontend)
+    try:
+        yield push, pull
     finally:
         with suppress(PeerStalled):
             push.send(Shutdown())

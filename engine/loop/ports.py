@@ -1,6 +1,7 @@
 """The loop's sockets: ZMQ to the other processes of the worker, and a pipe by which threads call for attention."""
 
 import os
+from contextlib import suppress
 
 import zmq
 
@@ -8,6 +9,7 @@ from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
 from engine.messages import ToDetokenizer, ToFrontend, ToScheduler
 
 EVENTFD_ONE = 1
+CLOSED = -1
 
 
 class ZmqPorts:
@@ -29,8 +31,10 @@ class ZmqPorts:
                 os.eventfd_read(self._attention)
 
     def call_attention(self) -> None:
-        """From any thread or signal handler: end the current or next `wait`."""
-        os.eventfd_write(self._attention, EVENTFD_ONE)
+        """From any thread or signal handler, at any time: end the current or next `wait`; nothing once closed."""
+        if (attention := self._attention) != CLOSED:
+            with suppress(OSError):  # closed by the loop's thread since the line above
+                os.eventfd_write(attention, EVENTFD_ONE)
 
     def to_detokenizer(self, message: ToDetokenizer) -> None:
         self._detokenizer.send(message)
@@ -41,4 +45,5 @@ class ZmqPorts:
     def close(self) -> None:
         for socket in (self._inbox, self._detokenizer, self._frontend):
             socket.close()
-        os.close(self._attention)
+        attention, self._attention = self._attention, CLOSED
+        os.close(attention)

@@ -3,12 +3,39 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 
 from lifecycle.stop_signals import StopSignals
 
 ANSWER_S = 10.0
+ENDING = """
+import asyncio, sys, uvloop
+from lifecycle.stop_signals import StopSignals
+
+async def main():
+    signals = StopSignals()
+    with signals.caught():
+        print("serving", flush=True)
+        await signals.asked.wait()
+    print("closing", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+uvloop.run(main())
+print("closed", flush=True)
+sys.stdin.close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def handlers_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +56,6 @@ def test_what_signals_ask_for(sent: list[signal.Signals], asked: bool, at_once: 
                 os.kill(os.getpid(), number)
             os.kill(os.getpid(), signal.SIGHUP)  # the last: handlers are called in order
             await asyncio.wait_for(hung_up.wait(), ANSWER_S)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         return signals.asked.is_set(), signals.at_once.is_set()
 
     assert asyncio.run(scenario()) == (asked, at_once)
@@ -44,3 +70,19 @@ def test_who_is_told_by_others_when_to_end_catches_only_the_hangup() -> None:
             await asyncio.wait_for(hung_up.wait(), ANSWER_S)
 
     asyncio.run(scenario())
+
+
+def test_no_signal_breaks_what_is_done_at_the_end() -> None:
+    """`tandem up` sends SIGINT on top of SIGTERM; it may come when the loop is being closed."""
+    with subprocess.Popen([sys.executable, "-c", ENDING], stdin=-1, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        try:
+            assert process.stdout.readline() == "serving\n"
+            process.terminate()
+            assert process.stdout.readline() == "closing\n"
+            process.send_signal(signal.SIGINT)
+            process.terminate()
+            process.stdin.close()
+            assert (process.stdout.read(), process.stderr.read(), process.wait(ANSWER_S)) == ("closed\n", "", 0)
+        finally:
+            process.kill()
