@@ -44,7 +44,7 @@ def test_a_real_cluster_is_on_the_page(nixl: Cluster, devtools: str) -> None:
             assert await page.js(names) == "bootstrap waiting running inflight prealloc transfer running"
             # Until the workers' reports of it have come round: each figure is of the last minute.
             served = 0
-            while not await page.js(MOVED):
+            while not served or not await page.js(MOVED):  # tests before this one may have moved pages, but not these
                 await generate(session, nixl.router, f"dash-{served}")
                 served += 1
                 await asyncio.sleep(0.05)
