@@ -17,6 +17,7 @@ _MAY_BE_ZERO = (
     "queue_timeout_secs",
     "slo_ttft_ms",
     "slo_itl_ms",
+    "hedge_after",
     "cb_timeout_duration_secs",
     "cb_window_duration_secs",
     "retry_max",
@@ -80,6 +81,12 @@ class RouterConfig:
     retry_wait_s: float = flag(
         2.0, "seconds a request whose workers failed waits for one to be alive again, where no other is; 0: none"
     )
+    hedge_after: float = flag(
+        0.0,
+        "send a stream of which no byte came after so many milliseconds to a second pair too; the first that answers wins; "
+        "0: never. X-Tandem-Hedge-After-Ms says it for one request",
+    )
+    hedge_budget: float = flag(0.05, "share of the requests that may be hedged")
     cb_failure_threshold: int = flag(
         10, "faults of a worker in a row that open its circuit: it is left out for a while"
     )
@@ -229,6 +236,7 @@ def _check_numbers(config: RouterConfig) -> None:
     for name in _MAY_BE_ZERO:
         value = getattr(config, name)
         _require(value >= 0, f"--{name.replace('_', '-')}", f"must be at least 0, got {value}")
+    _require(0 < config.hedge_budget <= 1, "--hedge-budget", f"must be above 0, at most 1, got {config.hedge_budget}")
     _check_policies(config)
 
 

@@ -44,6 +44,18 @@ class RouterMetrics:
             "tandem_router_refused", "Requests refused before they were read", ["why"], registry=registry
         )
         self.retries = Counter("tandem_router_retries", "Attempts after the first one", ["reason"], registry=registry)
+        self.hedges = Counter(
+            "tandem_router_hedges",
+            "Second attempts beside a silent first one: started; won, or lost to it",
+            ["what"],
+            registry=registry,
+        )
+        self.hedges_withheld = Counter(
+            "tandem_router_hedges_withheld",
+            "Requests that were due for a hedge and got none",
+            ["why"],
+            registry=registry,
+        )
         self.inflight = Gauge("tandem_router_inflight_requests", "Requests being served", registry=registry)
         self.ttfb_s = Histogram(
             "tandem_router_ttfb_seconds",

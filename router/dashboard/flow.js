@@ -3,6 +3,7 @@
 // A dot's place follows from its request's marks and the time shown, which lies a little behind: so what the page hears of
 // once a second moves evenly, and a request that took 20 ms is still seen to pass.
 
+import { answeringOf } from "/dashboard/requests.js";
 import { amount, bytes, el, figure, nameOf, put, said, svg } from "/dashboard/show.js";
 
 const BEHIND_S = 1.5, TRAVEL_S = 0.45, STAY_S = 0.25;
@@ -213,7 +214,7 @@ class Flow {
 
 /** What a dot is moved by. `crossed`, `out`: when it leaves prefill, and decode, as shown (never at once). */
 function marksOf(record) {
-  const attempt = record.attempts.at(-1) ?? null;
+  const attempt = answeringOf(record);
   const pd = attempt?.prefill ?? null;
   const ended = record.ended_s;
   const left = [attempt?.prefill_ended_s, record.first_byte_s, ended].filter((v) => v !== null && v !== undefined);

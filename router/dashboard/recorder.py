@@ -29,11 +29,11 @@ class Watched:
         self.record = record
         self._last_s = 0.0
 
-    def attempt(self, *, answering: str, prefill: str | None = None) -> Attempt:
-        """It is sent to workers (URLs)."""
-        made = Attempt(self._recorder.now_s(), answering, prefill)
+    def attempt(self, *, answering: str, prefill: str | None = None, hedge: bool = False) -> Attempt:
+        """It is sent to workers (URLs). `hedge`: while the attempt before goes on."""
+        made = Attempt(self._recorder.now_s(), answering, prefill, hedge=hedge)
         self.record.attempts.append(made)
-        if len(self.record.attempts) > 1:
+        if len(self.record.attempts) > 1 and not hedge:
             self._recorder.second().retried += 1
         return made
 
@@ -42,8 +42,11 @@ class Watched:
         if attempt.prefill_ended_s is None:
             attempt.prefill_ended_s = self._recorder.now_s()
 
-    def attempt_failed(self, why: str) -> None:
-        attempt = self.record.attempts[-1]
+    def attempt_cancelled(self, attempt: Attempt) -> None:
+        """Another one answered first."""
+        attempt.cancelled_s = self._recorder.now_s()
+
+    def attempt_failed(self, why: str, attempt: Attempt) -> None:
         attempt.failure, attempt.failed_s = why[:MAX_FAILURE_CHARS], self._recorder.now_s()
 
     def broke(self, why: str) -> None:
@@ -70,7 +73,7 @@ class Watched:
         if record.first_byte_s is not None:
             record.last_byte_s = self._last_s
         if not record.failure and status >= 400:
-            record.failure = (record.attempts and record.attempts[-1].failure) or _why(status)
+            record.failure = _last_failure(record.attempts) or _why(status)
         self._recorder.on_end(record)
 
 
@@ -136,6 +139,12 @@ class Recorder:
 
     def snapshot(self) -> Snapshot:
         return Snapshot([*self._seconds], [*self._ended, *self._running.values()])
+
+
+def _last_failure(attempts: list[Attempt]) -> str:
+    """Of the last attempt, or of the one that its hedge stood by."""
+    last = attempts[-2:] if attempts and attempts[-1].hedge else attempts[-1:]
+    return next((attempt.failure for attempt in last if attempt.failure), "")
 
 
 def _why(status: int) -> str:

@@ -14,17 +14,25 @@ function statusOf(record) {
   return isBad(record) && record.status < 400 ? "broken" : String(record.status);
 }
 
+/** The attempt that answers, or may yet: of two at a time the one that was not ended for the other. */
+export function answeringOf(record) {
+  const going = record.attempts.filter((attempt) => attempt.failure === "" && attempt.cancelled_s === null);
+  return going.at(-1) ?? record.attempts.at(-1) ?? null;
+}
+
+const tryOf = (attempt, i) => (attempt.hedge ? `hedge, try ${i + 1}` : `try ${i + 1}`);
+
 /** Spans of a request, in seconds of the router's clock: {lane, name, from, to, tone}. `to` null: it lasts. */
 export function spansOf(record) {
   const spans = [];
   const first = record.attempts[0];
   if (first && first.started_s - record.started_s > 1e-4)
     spans.push({ lane: "router", name: "chosen", from: record.started_s, to: first.started_s, tone: "quiet" });
+  const answering = answeringOf(record);
   record.attempts.forEach((attempt, i) => {
-    const again = record.attempts.length > 1 ? ` (try ${i + 1})` : "";
-    const last = i === record.attempts.length - 1;
-    const end = attempt.failed_s ?? (last ? record.ended_s : null);
-    const begun = last ? record.first_byte_s : null;
+    const again = record.attempts.length > 1 ? ` (${tryOf(attempt, i)})` : "";
+    const end = attempt.failed_s ?? attempt.cancelled_s ?? record.ended_s;
+    const begun = attempt === answering ? record.first_byte_s : null;
     const failed = attempt.failure !== "";
     if (attempt.prefill !== null)
       spans.push({ lane: nameOf(attempt.prefill), name: `prefill and KV transfer${again}`, from: attempt.started_s,
@@ -138,7 +146,8 @@ class Row {
       ["first token", record.first_byte_s === null ? "not yet" : said(time(record.first_byte_s - record.started_s))],
       ...(record.num_events > 1 && record.last_byte_s !== null
         ? [["answer", `${record.num_events} events, ${said(time((record.last_byte_s - record.first_byte_s) / (record.num_events - 1)))} apart`]] : []),
-      ...record.attempts.flatMap((a, i) => (a.failure ? [[`try ${i + 1} failed`, a.failure]] : [])),
+      ...record.attempts.flatMap((a, i) => (a.failure ? [[`${tryOf(a, i)} failed`, a.failure]] : [])),
+      ...record.attempts.flatMap((a, i) => (a.cancelled_s !== null ? [[`${tryOf(a, i)} ended`, "the other attempt answered first"]] : [])),
       ...(record.failure && !record.attempts.some((a) => a.failure === record.failure) ? [["failed", record.failure]] : []),
     ];
     this.detail.replaceChildren(

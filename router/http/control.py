@@ -21,8 +21,8 @@ from router.pool.discovery import Discovery
 from router.pool.health import HealthMonitor
 from router.pool.models import UnknownModel, join_models
 from router.pool.workers import Health, Role, Worker, WorkerTable, missing_roles
-from router.requests.dispatch import no_worker_message, unknown_model
 from router.requests.draining import DRAINING, LiveRequests
+from router.requests.replies import no_worker_message, unknown_model
 from security.keys import Gate
 from telemetry.records import Record, Records, TracesQuery, last_ids, query_error
 from telemetry.tracer import Tracer

@@ -24,7 +24,8 @@ STREAM_TYPE = "text/event-stream"
 class UpstreamError(Exception):
     """No whole answer came.
 
-    `reason`: "refused" (no connection was made), "lost" (it broke), "down" (it was given up here), or "timeout".
+    `reason`: "refused" (no connection was made), "lost" (it broke), "down" (it was given up here), "timeout", or
+    "cancelled" (nobody wants it any more).
     """
 
     def __init__(self, reason: str, detail: str) -> None:

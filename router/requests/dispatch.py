@@ -1,53 +1,60 @@
-"""Serves one generation request: picks workers, sends the legs, retries, answers. Owns rooms and leases while it runs.
+"""Serves one generation request: reads it, waits for its turn, tries pairs until one answers, and passes the answer on.
 
-A request may move to other workers only while nothing was sent to the client. Every way out of here releases what was
-taken: rooms, leases, tasks and connections.
+A request may move to other workers only while nothing was sent to the client. Who is tried is picking.py's affair, what an
+attempt takes attempt.py's, two of them at a time contest.py's: every way out of here ends the attempts that run.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
 from aiohttp import web
 
 from router.admission.admission import PRIORITY_HEADER, Admission
 from router.admission.door import Refused
-from router.admission.forecast import ITL_HEADER, TTFT_HEADER, Pace, Slo, Trip, requests_at
-from router.choice.chooser import Chooser, cost_tokens
-from router.choice.policies import Ask, Choice
+from router.admission.forecast import ITL_HEADER, TTFT_HEADER, Pace, requests_at
+from router.choice.chooser import Chooser
 from router.config import RouterConfig
-from router.dashboard.recorder import Recorder, Watched
+from router.dashboard.recorder import Recorder
 from router.http.credentials import Credentials
-from router.http.errors import error_kind, error_response
 from router.http.guard import REQUEST_ID
 from router.http.relay import StreamBroken, end_with_event, relay_stream
-from router.http.sse import error_event
 from router.metrics import RouterMetrics
 from router.pool.breaker import Event
-from router.pool.models import UnknownModel, serves
-from router.pool.workers import Lease, Role, Worker, WorkerTable, missing_roles
-from router.requests.attempts import Attempts
+from router.pool.models import UnknownModel
+from router.pool.workers import Role, WorkerTable
+from router.requests.attempt import Attempt, Launcher
+from router.requests.contest import Contest
 from router.requests.deadline import ENVOY_HEADER, TIMEOUT_HEADER
-from router.requests.draining import DRAINING, LiveRequest, LiveRequests
+from router.requests.draining import LiveRequest, LiveRequests
+from router.requests.exchange import Exchange
+from router.requests.hedging import Hedging
 from router.requests.journey import CLIENT_GONE, Journey, Journeys
-from router.requests.legs import Call, Leg, LegError, Legs
+from router.requests.legs import Call, LegError, Legs
 from router.requests.merge import Merger, SseMerger
+from router.requests.picking import Chosen, Picker
 from router.requests.race import Race
-from router.requests.rewrite import Api, BadBody, ParsedBody, named_model, parse_body, write_bodies
+from router.requests.replies import (
+    HANDED_BACK,
+    answer_headers,
+    draining_response,
+    failure_event,
+    failure_response,
+    handed_back_event,
+    no_worker_message,
+    no_worker_response,
+    too_many_samples,
+    unknown_model,
+)
+from router.requests.rewrite import Api, BadBody, ParsedBody, parse_body
 from router.requests.rooms import RoomMinter
-from security.voucher import VOUCHER_HEADER, vouch
 from telemetry.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 1.0
-WAIT_POLL_S = 0.02
-RETRY_AFTER_S = "1"  # told to clients when no worker is there
-
-HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
 
 _PASSED_HEADERS = (
     "traceparent",
@@ -58,7 +65,6 @@ _PASSED_HEADERS = (
     TTFT_HEADER,
     ITL_HEADER,
 )
-_ANSWER_HEADERS = {"content-type": "Content-Type", "retry-after": "Retry-After"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,33 +87,29 @@ class Parts:
     journeys: Journeys = field(default_factory=lambda: Journeys(Tracer(ring_size=0)))
 
 
-@dataclass(slots=True, kw_only=True)
-class _Exchange:
-    """One client's request while it is served."""
-
-    request: web.BaseRequest
-    request_id: str
-    parsed: ParsedBody
-    ask: Ask
-    body: bytes
-    call: Call
-    live: LiveRequest
-    started_s: float
-    watched: Watched
-    roles: tuple[Role, ...]
-    model: str  # that its workers must serve; "": any will do
-    slo: Slo
-    journey: Journey
-    attempts: Attempts = field(default_factory=Attempts)
-
-
 class Dispatcher:
     """Answers POST /v1/chat/completions, /v1/completions, /generate and /v1/embeddings (a prefill worker's alone)."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        pd = parts.config.pd_disaggregation
-        self._tails: set[Leg] = set()
+        config, pd = parts.config, parts.config.pd_disaggregation
+        self.launcher = Launcher(
+            table=parts.table,
+            rooms=parts.rooms,
+            legs=parts.legs,
+            forecast=parts.admission.forecast,
+            secret=parts.secret,
+            clock=parts.clock,
+        )
+        self._picker = Picker(
+            table=parts.table,
+            chooser=parts.chooser,
+            admission=parts.admission,
+            wait_s=config.retry_wait_s,
+            clock=parts.clock,
+        )
+        after_s = config.hedge_after / 1000
+        self._hedging = Hedging(after_s=after_s, share=config.hedge_budget) if after_s else None
         self.roles = (Role.PREFILL, Role.DECODE) if pd else (Role.UNIFIED,)
         self._embedding_roles = self.roles[:1]  # the first computes prompts, alone or not
 
@@ -123,7 +125,7 @@ class Dispatcher:
                 except asyncio.CancelledError:
                     if not live.took_cancel():
                         raise
-                    return _handed_back()
+                    return draining_response(HANDED_BACK)
         except Refused as refused:
             self._parts.metrics.refused.labels(refused.why).inc()
             return refused.response
@@ -151,7 +153,7 @@ class Dispatcher:
 
     async def _exchange(
         self, request: web.BaseRequest, live: LiveRequest, journey: Journey, started_s: float
-    ) -> _Exchange:
+    ) -> Exchange:
         body = await request.read()
         request_id = request[REQUEST_ID]
         parsed = parse_body(Api(request.path), body)
@@ -159,10 +161,10 @@ class Dispatcher:
         begin = self._parts.recorder.begin
         roles = self._embedding_roles if parsed.api is Api.EMBEDDINGS else self.roles
         try:
-            model = self._model_of(parsed, roles)
+            model = self._picker.model_of(parsed, roles)
         except UnknownModel as err:
             raise Refused(unknown_model(err), "model") from None
-        return _Exchange(
+        return Exchange(
             request=request,
             request_id=request_id,
             parsed=parsed,
@@ -174,11 +176,12 @@ class Dispatcher:
             roles=roles,
             model=model,
             slo=self._parts.admission.slo_of(request),
+            hedge_after_s=None if self._hedging is None else _hedge_after_s(self._hedging, request, parsed),
             journey=journey,
             watched=begin(request_id, request.path, prompt_tokens=parsed.prompt_tokens, started_s=started_s),
         )
 
-    async def _serve_in_turn(self, exchange: _Exchange) -> web.StreamResponse:
+    async def _serve_in_turn(self, exchange: Exchange) -> web.StreamResponse:
         """`_serve`, once the request may run."""
         ticket = await self._parts.admission.enter(exchange.request, exchange.parsed)
         try:
@@ -188,105 +191,100 @@ class Dispatcher:
 
     def close(self) -> None:
         """End what prefill legs still run after their clients were served."""
-        for leg in tuple(self._tails):
-            leg.close()
+        self.launcher.close()
 
-    async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
+    async def _serve(self, exchange: Exchange) -> web.StreamResponse:
         """Attempts until one answers, fails for good, or none is left."""
         config = self._parts.config
         if not self._parts.rooms.has_room_for(exchange.parsed.num_samples):
-            return error_response(
-                429,
-                "the router has too many samples in flight",
-                code="queue_full",
-                headers={"Retry-After": RETRY_AFTER_S},
-            )
-        for attempt in range(config.retry_max + 1):
-            chosen = await self._choose_soon(exchange)
+            return too_many_samples()
+        for number in range(config.retry_max + 1):
+            chosen = await self._picker.pick_soon(exchange)
             if chosen is None:
                 return self._none_left(exchange)
-            call = exchange.call if attempt == 0 else exchange.call.later(self._parts.clock() - exchange.started_s)
+            call = exchange.call if number == 0 else self._call_again(exchange)
             try:
                 return await self._attempt(exchange, call, chosen)
             except LegError as failure:
-                exchange.attempts.note(failure, [choice.worker for choice in chosen])
-                exchange.watched.attempt_failed(str(failure))
-                self._note(failure)
-                if not failure.retryable or attempt == config.retry_max:
-                    return _failure_response(failure)
+                if not failure.retryable or number == config.retry_max:
+                    return failure_response(failure)
                 self._parts.metrics.retries.labels(failure.reason).inc()
-            await asyncio.sleep(backoff_s(attempt, base_s=config.retry_backoff_s))
+            await asyncio.sleep(backoff_s(number, base_s=config.retry_backoff_s))
         raise AssertionError("the last attempt returns")
 
-    async def _attempt(self, exchange: _Exchange, call: Call, chosen: tuple[Choice, ...]) -> web.StreamResponse:
-        if len(chosen) == 2:
-            return await self._attempt_pair(exchange, call, chosen[0], chosen[1])
-        return await self._attempt_single(exchange, call, chosen[0])
+    def _call_again(self, exchange: Exchange) -> Call:
+        """For another attempt: the request has less time by now."""
+        return exchange.call.later(self._parts.clock() - exchange.started_s)
 
-    async def _attempt_single(self, exchange: _Exchange, call: Call, choice: Choice) -> web.StreamResponse:
-        trip = self._depart(choice, exchange.ask)
-        lease = self._charge(choice, exchange.ask)
-        leg = self._parts.legs.send(choice.worker, call, exchange.body, stream=True)
-        exchange.journey.sent(leg)
-        exchange.watched.attempt(answering=choice.worker.url)
-        race = Race(leg)
+    async def _attempt(self, exchange: Exchange, call: Call, chosen: Chosen) -> web.StreamResponse:
+        """One attempt to its end, or to that of its hedge. `LegError`: nobody answered, and whoever failed was told of."""
+        attempt = self.launcher.begin(exchange, call, chosen)
+        if exchange.hedge_after_s is not None:
+            return await self._attempt_hedged(exchange, attempt, exchange.hedge_after_s)
         try:
-            await race.answer(wait_for_prefill=False)
-            self._tell_begun(race, trip, choice.worker)
-            return await self._answer(exchange, race, trip, merger=None)
+            await attempt.race.answer(wait_for_prefill=exchange.parsed.wants_input_logprobs)
+            return await self._give(exchange, attempt)
+        except LegError as failure:
+            self._on_failed(exchange, attempt, failure)
+            raise
         finally:
-            self._parts.admission.forecast.computed(trip)
-            self._tell_end(race.answering)
-            self._parts.table.release(lease)
-            race.close()
+            attempt.end()
 
-    async def _attempt_pair(
-        self, exchange: _Exchange, call: Call, compute: Choice, answer_by: Choice
-    ) -> web.StreamResponse:
-        parts, parsed = self._parts, exchange.parsed
-        prefill, decode = compute.worker, answer_by.worker
-        rooms = parts.rooms.mint(parsed.num_samples)
-        prefill_body, decode_body = write_bodies(
-            parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms
+    async def _attempt_hedged(self, exchange: Exchange, first: Attempt, after_s: float) -> web.StreamResponse:
+        contest = Contest(
+            first,
+            on_failed=lambda attempt, failure: self._on_failed(exchange, attempt, failure),
+            on_lost=lambda attempt: exchange.watched.attempt_cancelled(attempt.shown),
         )
-        trip, answer_trip = self._depart(compute, exchange.ask), self._depart(answer_by, exchange.ask)
-        prefill_lease, decode_lease = self._charge(compute, exchange.ask), self._charge(answer_by, exchange.ask)
-        first = parts.legs.send(prefill, call, prefill_body, stream=False)
-        second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
-        exchange.journey.sent(first, second, rooms=rooms)
-        race = Race(second, prefill=first)
-        watched, attempt = exchange.watched, exchange.watched.attempt(answering=decode.url, prefill=prefill.url)
-        race.when_prefill_ends(lambda: watched.prefill_ended(attempt))
-        # However the prefill leg ends, `race.close` at the latest; an answer that is not streamed ends long after it.
-        race.when_prefill_ends(lambda: parts.table.release(prefill_lease))
+        won = "lost"
         try:
-            await race.answer(wait_for_prefill=parsed.wants_input_logprobs)
-            self._tell_begun(race, trip, prefill, decode)
-            parts.table.release(prefill_lease)  # its tokens are computed: decode would not have begun
-            merger = Merger(parsed.api, first.reply.take()) if parsed.wants_input_logprobs else None
-            response = await self._answer(exchange, race, answer_trip, merger=merger)
-            race.finish()
-            return response
+            winner = await contest.winner(
+                lambda: self._hedge(exchange, first),
+                after_s=after_s,
+                wait_for_prefill=exchange.parsed.wants_input_logprobs,
+            )
+            won = "won" if winner is contest.hedge else "lost"
+            contest.end(winner)
+            return await self._give(exchange, winner)
         finally:
-            self._tell_end(second)
-            parts.admission.forecast.computed(trip)
-            parts.table.release(decode_lease)
-            race.close()
-            self._tails.add(first)
-            race.when_prefill_ends(lambda: self._end_tail(first, rooms))
+            contest.end()
+            if contest.hedge is not None:
+                self._parts.metrics.hedges.labels(won).inc()
 
-    def _end_tail(self, prefill: Leg, rooms: Sequence[int]) -> None:
-        """Nothing of the request runs any more, here or there."""
-        self._tails.discard(prefill)
-        self._tell_end(prefill)
-        self._parts.rooms.release(rooms)
+    def _hedge(self, exchange: Exchange, first: Attempt) -> Attempt | None:
+        """A second attempt beside the first, which keeps silent; None where it may not be. A request has one chance."""
+        assert self._hedging is not None
+        exchange.hedge_after_s = None
+        pools = self._picker.other_pools(exchange, first.workers)
+        why = self._hedging.withheld(waiting=self._parts.admission.door.line.num_waiting > 0, pools=pools)
+        if why is not None or pools is None:
+            self._parts.metrics.hedges_withheld.labels(why).inc()
+            return None
+        self._parts.metrics.hedges.labels("started").inc()
+        chosen = self._picker.choose(exchange, pools)
+        return self.launcher.begin(exchange, self._call_again(exchange), chosen, hedge=True)
 
-    async def _answer(
-        self, exchange: _Exchange, race: Race, trip: Trip, *, merger: Merger | None
-    ) -> web.StreamResponse:
-        """Give the client the answer that has begun, whole or as a stream. `trip`: at the worker that answers."""
+    async def _give(self, exchange: Exchange, attempt: Attempt) -> web.StreamResponse:
+        """Its answer has begun: the client gets it."""
+        attempt.begun()
+        prefill = attempt.race.prefill
+        wants = prefill is not None and exchange.parsed.wants_input_logprobs
+        merger = Merger(exchange.parsed.api, prefill.reply.take()) if wants and prefill is not None else None
+        response = await self._answer(exchange, attempt, merger=merger)
+        if prefill is not None:
+            attempt.race.finish()
+        return response
+
+    def _on_failed(self, exchange: Exchange, attempt: Attempt, failure: LegError) -> None:
+        exchange.attempts.note(failure, attempt.workers)
+        exchange.watched.attempt_failed(str(failure), attempt.shown)
+        self._note(failure)
+
+    async def _answer(self, exchange: Exchange, attempt: Attempt, *, merger: Merger | None) -> web.StreamResponse:
+        """Give the client the answer that has begun, whole or as a stream."""
+        race = attempt.race
         leg = race.answering
-        headers = _answer_headers(leg.reply.headers)
+        headers = answer_headers(leg.reply.headers)
         if not leg.streaming:
             self._first_byte(exchange)
             body = leg.reply.take()
@@ -324,17 +322,17 @@ class Dispatcher:
         if race.refused is not None:
             return await self._end_broken(exchange, out, race.refused, race)
         requests_mean = (requests + requests_at(leg.worker)) / 2
-        self._parts.admission.forecast.on_pace(trip, pace, requests=requests_mean, now_s=clock())
+        self._parts.admission.forecast.on_pace(attempt.answer_trip, pace, requests=requests_mean, now_s=clock())
         await out.write_eof()
         return out
 
-    async def _end_handed_back(self, exchange: _Exchange, out: web.StreamResponse, race: Race) -> web.StreamResponse:
+    async def _end_handed_back(self, exchange: Exchange, out: web.StreamResponse, race: Race) -> web.StreamResponse:
         race.close()
         exchange.watched.broke(HANDED_BACK)
-        return await end_with_event(out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
+        return await end_with_event(out, handed_back_event())
 
     async def _end_broken(
-        self, exchange: _Exchange, out: web.StreamResponse, failure: LegError, race: Race
+        self, exchange: Exchange, out: web.StreamResponse, failure: LegError, race: Race
     ) -> web.StreamResponse:
         """Say in the stream what happened; both legs end."""
         if race.refused is not None:
@@ -343,63 +341,7 @@ class Dispatcher:
             self._note(failure)
         race.close()
         exchange.watched.broke(str(failure))
-        return await end_with_event(out, _failure_event(failure))
-
-    def _vouched(self, call: Call, prefill: Worker, rooms: Sequence[int]) -> Call:
-        """With our word for the bootstrap server that the body names, where there is a secret to give it by."""
-        secret, port = self._parts.secret, prefill.bootstrap_port
-        if secret is None or port is None:
-            return call
-        voucher = vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)
-        return Call(call.path, {**call.headers, VOUCHER_HEADER: voucher})
-
-    def _model_of(self, parsed: ParsedBody, roles: Sequence[Role]) -> str:
-        """Which name its workers must serve; "": any will do. `UnknownModel`."""
-        catalogue = self._parts.table.models
-        if not catalogue.names:
-            return ""
-        ready: Iterable[str] = ()
-        if catalogue.several:
-            ready = (base for base in catalogue.bases if not missing_roles(self._parts.table, roles, base))
-        return catalogue.meant(named_model(parsed), ready)
-
-    async def _choose_soon(self, exchange: _Exchange) -> tuple[Choice, ...] | None:
-        """As `_choose`; a request that has failed already waits a little for workers of which none is alive.
-
-        What broke its connections may have made their health checks fail as well, and be over.
-        """
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + (self._parts.config.retry_wait_s if exchange.attempts.last else 0.0)
-        while True:
-            chosen = self._choose(exchange)
-            if chosen is not None or not self._missing(exchange) or loop.time() >= deadline_s:
-                return chosen
-            await asyncio.sleep(WAIT_POLL_S)
-
-    def _choose(self, exchange: _Exchange) -> tuple[Choice, ...] | None:
-        """One worker of each role as its policy says, among those best tried next; None when a role has none."""
-        pools = [exchange.attempts.candidates(self._pool(role, exchange.model)) for role in exchange.roles]
-        if not all(pools):
-            return None  # before a policy remembers what then is sent to nobody
-        if exchange.attempts.last is None:  # who was let in is not turned away later
-            now_s = self._parts.clock()
-            pools = [self._parts.admission.in_time(p, exchange.ask, exchange.slo, now_s=now_s) for p in pools]
-        return tuple(self._parts.chooser.choose(workers, exchange.ask) for workers in pools)
-
-    def _pool(self, role: Role, model: str) -> Sequence[Worker]:
-        """Who may be sent to. Circuits narrow the choice, they never empty it: where all are open, all are tried."""
-        pool, now_s = self._parts.table.pool(role, model), self._parts.clock()
-        return [worker for worker in pool if worker.circuit.takes(now_s)] or pool
-
-    def _missing(self, exchange: _Exchange) -> list[Role]:
-        return missing_roles(self._parts.table, exchange.roles, exchange.model)
-
-    def _depart(self, choice: Choice, ask: Ask) -> Trip:
-        tokens = 0 if choice.worker.role is Role.DECODE else ask.prompt_tokens - choice.cached_tokens
-        return self._parts.admission.forecast.depart(choice.worker, tokens, now_s=self._parts.clock())
-
-    def _charge(self, choice: Choice, ask: Ask) -> Lease:
-        return self._parts.table.charge(choice.worker, cost_tokens(choice, ask))
+        return await end_with_event(out, failure_event(failure))
 
     def _note(self, failure: LegError) -> None:
         """Count a failure; a worker that could not be reached is looked at."""
@@ -412,30 +354,17 @@ class Dispatcher:
             log.warning("%s", failure)
             self._parts.on_unreachable(failure)
 
-    def _tell_begun(self, race: Race, trip: Trip, *workers: Worker) -> None:
-        """The answer of `workers` has begun; `trip`: at the one that computed the prompt."""
-        now_s = self._parts.clock()
-        for worker in workers:
-            worker.circuit.tell(Event.BEGUN, now_s)
-        if race.answering.streaming:  # a whole answer says nothing about its first token
-            self._parts.admission.forecast.begun(trip, now_s=now_s)
-
-    def _tell_end(self, leg: Leg) -> None:
-        """Nothing more comes. What broke was told when it did."""
-        if leg.well:
-            leg.worker.circuit.tell(Event.WELL, self._parts.clock())
-
-    def _none_left(self, exchange: _Exchange) -> web.Response:
+    def _none_left(self, exchange: Exchange) -> web.Response:
         """Nobody is alive, or who is could only fail again."""
-        missing = self._missing(exchange)
+        missing = self._picker.missing(exchange)
         if exchange.attempts.last is not None and not missing:
-            return _failure_response(exchange.attempts.last)
+            return failure_response(exchange.attempts.last)
         self._parts.metrics.errors.labels("no_worker", ",".join(missing)).inc()
         self._parts.recorder.on_failure("no_worker", ",".join(missing))
         message = no_worker_message(self._parts.table, missing, exchange.model)
-        return error_response(503, message, code="no_worker", headers={"Retry-After": RETRY_AFTER_S})
+        return no_worker_response(message)
 
-    def _first_byte(self, exchange: _Exchange) -> None:
+    def _first_byte(self, exchange: Exchange) -> None:
         exchange.journey.first_byte()
         self._parts.metrics.on_first_byte(exchange.call.path, self._parts.clock() - exchange.started_s)
         exchange.watched.first_byte()
@@ -452,62 +381,14 @@ class Dispatcher:
         return headers | self._parts.credentials.for_client(request.headers.get("Authorization", ""))
 
 
-def draining_response(message: str) -> web.Response:
-    """503 of a router that ends; another one may serve the request."""
-    return error_response(503, message, code=DRAINING, headers={"Retry-After": RETRY_AFTER_S})
-
-
-def _handed_back() -> web.Response:
-    return draining_response(HANDED_BACK)
-
-
-def no_worker_message(table: WorkerTable, missing: list[Role], model: str = "") -> str:
-    """Which role is missing, and what is known of its workers."""
-    known = [w for w in table.workers(missing[0]) if not model or serves(w.models, model)]
-    why = "; ".join(f"{w.url}: {w.last_error or w.health.value}" for w in known[:4]) or "none was given"
-    what = f"worker for model {model!r}" if model and table.models.several else "worker"
-    return f"no {' and no '.join(missing)} {what} is alive ({why})"
-
-
-def unknown_model(err: UnknownModel) -> web.Response:
-    """404 that names the models there are."""
-    return error_response(404, str(err), param="model", code="model_not_found")
+def _hedge_after_s(hedging: Hedging, request: web.BaseRequest, parsed: ParsedBody) -> float | None:
+    """How long this request's answer may keep silent. `BadBody`."""
+    try:
+        return hedging.after_s(request.headers, streams=parsed.streams)
+    except ValueError as err:
+        raise BadBody(None, str(err)) from None
 
 
 def backoff_s(attempt: int, *, base_s: float) -> float:
     """Pause after failed attempt 0, 1, 2...: none, base, 2 * base..., at most `MAX_BACKOFF_S`."""
     return 0.0 if attempt == 0 else min(MAX_BACKOFF_S, base_s * 2 ** (attempt - 1))
-
-
-def _failure_response(failure: LegError) -> web.Response:
-    """A worker's own error as it is; else what happened to the connection."""
-    if failure.reason == "status":
-        headers = _answer_headers(failure.headers)
-        return web.Response(status=failure.status, body=failure.body, headers=headers)
-    status = 504 if failure.reason == "timeout" else 502
-    return error_response(status, str(failure), code=f"worker_{failure.reason}")
-
-
-def _failure_event(failure: LegError) -> bytes:
-    status = failure.status or 502
-    return error_event(_message_of(failure), kind=error_kind(status), code=status)
-
-
-def _message_of(failure: LegError) -> str:
-    """What the worker said, without the JSON around it; else what happened."""
-    try:
-        return msgspec.json.decode(failure.body, type=_ErrorBody).error.message
-    except msgspec.MsgspecError:
-        return failure.body.decode(errors="replace")[:2000] or str(failure)
-
-
-class _Error(msgspec.Struct):
-    message: str
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error
-
-
-def _answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: headers[low] for low, name in _ANSWER_HEADERS.items() if low in headers}

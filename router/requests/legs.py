@@ -24,7 +24,7 @@ RETRYABLE_STATUSES = frozenset((500, 502, 503))
 class LegError(Exception):
     """A worker did not answer a request well.
 
-    `reason`: one of `UpstreamError` ("down": the worker is dead, see lifelines.py), or "status" (an HTTP error answer,
+    `reason`: one of `UpstreamError` ("down": the worker is dead, see lifelines.py; never "cancelled"), or "status" (an HTTP error answer,
     whole in `status`, `headers` (names in lower case), `body`).
     """
 

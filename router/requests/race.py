@@ -6,6 +6,7 @@ Knows legs; not bodies, workers' load or the client. No tasks: both answers ring
 import asyncio
 from collections.abc import Callable
 
+from router.http.upstream import UpstreamError
 from router.requests.legs import Leg, LegError
 
 TAIL_S = 5.0  # how long prefill may take to end its own answer after the client has all of decode's
@@ -13,10 +14,30 @@ TAIL_S = 5.0  # how long prefill may take to end its own answer after the client
 GOING = 503  # a worker that ends, or whose engine died, answers what it has with this
 
 
+class Bell:
+    """Wakes the one who waits. Who rings while nobody waits is not heard: look first, then wait."""
+
+    __slots__ = ("_waiter",)
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+
 class Race:
     """A leg whose answer goes to the client (decode's, or a unified worker's), and maybe a prefill leg beside it.
 
-    `close()` must be called, whatever happened.
+    `close()` must be called, whatever happened. `bell` rings when `settled` may say something else.
     """
 
     def __init__(self, answering: Leg, *, prefill: Leg | None = None) -> None:
@@ -24,7 +45,7 @@ class Race:
         self.prefill = prefill
         self.refused: LegError | None = None
         self._legs = (answering,) if prefill is None else (prefill, answering)
-        self._bell: asyncio.Future[None] | None = None
+        self.bell = Bell()
         self._finished = False
         self._on_prefill_end: list[Callable[[], None]] = []
         self._on_failure: Callable[[LegError], None] | None = None
@@ -33,19 +54,17 @@ class Race:
             prefill.reply.listener = self._on_prefill_change
 
     async def answer(self, *, wait_for_prefill: bool) -> Leg:
-        """The answering leg as soon as its answer begins (and, if asked, prefill's is whole). `LegError` of the leg that failed."""
-        while True:
-            failures = [failure for leg in self._legs if (failure := leg.failure()) is not None]
-            if failures:
-                raise min(failures, key=_says_less)
-            prefill_done = self.prefill is None or self.prefill.ended or not wait_for_prefill
-            if self.answering.begun and prefill_done:
-                return self.answering
-            self._bell = asyncio.get_running_loop().create_future()
-            try:
-                await self._bell
-            finally:
-                self._bell = None
+        """The answering leg once it is `settled`; as that one it raises."""
+        while not self.settled(wait_for_prefill=wait_for_prefill):
+            await self.bell.wait()
+        return self.answering
+
+    def settled(self, *, wait_for_prefill: bool) -> bool:
+        """Whether the answer has begun (and, if asked, prefill's is whole). `LegError` of the leg that failed."""
+        failures = [failure for leg in self._legs if (failure := leg.failure()) is not None]
+        if failures:
+            raise min(failures, key=_says_less)
+        return self.answering.begun and (self.prefill is None or self.prefill.ended or not wait_for_prefill)
 
     def watch_prefill(self, on_failure: Callable[[LegError], None]) -> None:
         """From here on bytes go to the client; `on_failure` is told if prefill fails yet.
@@ -63,12 +82,12 @@ class Race:
         if self.prefill is not None and not self.prefill.ended:
             asyncio.get_running_loop().call_later(TAIL_S, self.prefill.close)
 
-    def close(self) -> None:
-        """After `finish()` nothing is left to do; before it, end what still runs."""
+    def close(self, why: UpstreamError | None = None) -> None:
+        """After `finish()` nothing is left to do; before it, end what still runs, with that error."""
         if not self._finished:
             self._finished = True
             for leg in self._legs:
-                leg.close()
+                leg.reply.close(why)
 
     def when_prefill_ends(self, act: Callable[[], None]) -> None:
         """Call `act` once nothing more comes from the prefill worker; that may be now."""
@@ -78,8 +97,7 @@ class Race:
             self._on_prefill_end.append(act)
 
     def _ring(self) -> None:
-        if self._bell is not None and not self._bell.done():
-            self._bell.set_result(None)
+        self.bell.ring()
 
     def _on_prefill_change(self) -> None:
         self._ring()

@@ -60,6 +60,11 @@ class ParsedBody:
     output_tokens: int
     wants_input_logprobs: bool
 
+    @property
+    def streams(self) -> bool:
+        """The client wants events as they come."""
+        return _raw(self.fields, "stream") == b"true"
+
 
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])

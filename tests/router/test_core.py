@@ -20,7 +20,8 @@ from router.pool.workers import (
     WorkerTableError,
     missing_roles,
 )
-from router.requests.dispatch import backoff_s, no_worker_message
+from router.requests.dispatch import backoff_s
+from router.requests.replies import no_worker_message
 from router.requests.rooms import RoomMinter
 
 

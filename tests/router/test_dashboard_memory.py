@@ -43,9 +43,9 @@ def test_a_request_is_remembered_with_what_happened_when() -> None:
     clock = Clock()
     recorder = Recorder(clock)
     watched = begun(recorder, "mine")
-    watched.attempt(answering="http://d0", prefill="http://p0")
+    failing = watched.attempt(answering="http://d0", prefill="http://p0")
     clock.now += 0.5
-    watched.attempt_failed("decode worker http://d0: HTTP 500")
+    watched.attempt_failed("decode worker http://d0: HTTP 500", failing)
     attempt = watched.attempt(answering="http://d1", prefill="http://p0")
     clock.now += 0.25
     watched.prefill_ended(attempt)

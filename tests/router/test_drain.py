@@ -16,8 +16,8 @@ from router.pool.health import HealthMonitor
 from router.pool.reports import says_draining
 from router.pool.workers import Check, Health, Role, WorkerTable
 from router.requests.deadline import less_time
-from router.requests.dispatch import no_worker_message
 from router.requests.legs import LegError
+from router.requests.replies import no_worker_message
 from security.keys import KeyRing
 from tests.e2e.cluster import tandem
 from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until

@@ -141,8 +141,8 @@ MUTANTS = (
     ),
     Mutant(
         "keep the lease of an ended leg",
-        "router/requests/dispatch.py",
-        "            parts.table.release(decode_lease)\n",
+        "router/requests/attempt.py",
+        "        launcher.table.release(self._leases[-1])\n",
         "",
     ),
     Mutant(

@@ -138,7 +138,7 @@ class Router:
         open_things = {
             "leases": self.table.num_leases,
             "rooms": self.rooms.num_live,
-            "tails": len(self.dispatcher._tails),
+            "tails": len(self.dispatcher.launcher.tails),
         }
         return [f"{self.process.name}: {count} {what}" for what, count in open_things.items() if count]
 

@@ -1,0 +1,36 @@
+"""One client's request while it is served: what was read of it, and what was decided for good. Data, no behaviour."""
+
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from router.admission.forecast import Slo
+from router.choice.policies import Ask
+from router.dashboard.recorder import Watched
+from router.pool.workers import Role
+from router.requests.attempts import Attempts
+from router.requests.draining import LiveRequest
+from router.requests.journey import Journey
+from router.requests.legs import Call
+from router.requests.rewrite import ParsedBody
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """`hedge_after_s`: how long its answer may keep silent before a second attempt is made beside the first; None: for ever."""
+
+    request: web.BaseRequest
+    request_id: str
+    parsed: ParsedBody
+    ask: Ask
+    body: bytes
+    call: Call
+    live: LiveRequest
+    started_s: float
+    watched: Watched
+    roles: tuple[Role, ...]
+    model: str  # that its workers must serve; "": any will do
+    slo: Slo
+    journey: Journey
+    hedge_after_s: float | None = None
+    attempts: Attempts = field(default_factory=Attempts)

@@ -1,0 +1,109 @@
+"""Whether a request whose answer does not come is sent to a second pair as well, and to whom. Pure.
+
+A hedge saves a request from one slow worker, and costs another worker all of its work. So only a share of requests may be
+hedged (a bucket that fills with them, as the retry budgets of Finagle and gRPC), and never where somebody waits: a pool
+that is slow because it is full gets no more work. The idea is Dean's and Barroso's (The Tail at Scale, CACM 2013).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.pool.workers import LoadReport, Worker
+
+HEDGE_HEADER = "x-tandem-hedge-after-ms"
+MAX_SAVED = 10.0  # hedges that a quiet time may leave for a bad one
+
+_QUEUES = ("prealloc", "retracted")  # stages of a decode worker in which requests wait for memory
+
+
+class Withheld(StrEnum):
+    """Why a request that was due was not hedged."""
+
+    BUSY = "busy"  # requests wait for their turn at the router
+    NO_OTHER = "no_other"  # every other worker is busy, or there is none
+    BUDGET = "budget"
+
+
+@dataclass(slots=True)
+class Budget:
+    """Of n requests at most 1 + `share` * n are hedged, at any time."""
+
+    share: float
+    _saved: float = 1.0
+
+    def earn(self) -> None:
+        """A request came."""
+        self._saved = min(MAX_SAVED, self._saved + self.share)
+
+    def spend(self) -> bool:
+        """Whether there is enough for one more hedge; then it is taken."""
+        enough = self._saved >= 1.0
+        self._saved -= enough
+        return enough
+
+
+class Hedging:
+    """Of one router process. `after_s`: for streams that do not say it themselves."""
+
+    def __init__(self, *, after_s: float, share: float) -> None:
+        self._after_s = after_s
+        self.budget = Budget(share)
+
+    def after_s(self, headers: Mapping[str, str], *, streams: bool) -> float | None:
+        """How long this request's answer may keep silent; None: for ever. `ValueError` names the header.
+
+        An answer that is not streamed is silent until it is whole, which says nothing of how fast its workers are: it is
+        hedged where its client says after which time.
+        """
+        self.budget.earn()
+        said_s = read_hedge_after_s(headers)
+        return (said_s or None) if said_s is not None else (self._after_s if streams else None)
+
+    def withheld(self, *, waiting: bool, pools: object | None) -> Withheld | None:
+        """Why a request that is due is not hedged; None: it is, and that is paid for. `pools`: of `other_pools`."""
+        if waiting:
+            return Withheld.BUSY
+        if pools is None:
+            return Withheld.NO_OTHER
+        return None if self.budget.spend() else Withheld.BUDGET
+
+
+def read_hedge_after_s(headers: Mapping[str, str]) -> float | None:
+    """Of a request, in seconds, 0: never; None: it does not say. `ValueError` names the header."""
+    text = headers.get(HEDGE_HEADER)
+    if text is None:
+        return None
+    try:
+        value_s = float(text) / 1000
+    except ValueError:
+        value_s = -1.0
+    if not 0.0 <= value_s < math.inf:
+        raise ValueError(f"{HEDGE_HEADER}: must be a number of milliseconds, 0: no hedge; got {text[:40]!r}")
+    return value_s
+
+
+def other_pools(pools: Sequence[Sequence[Worker]], taken: Sequence[Worker]) -> list[Sequence[Worker]] | None:
+    """From each role's pool those where a hedge may go: with no queue, and others than `taken` (one of each role).
+
+    Where a role has only the one that is taken, that one is shared, should it have no queue. None: a role has nobody, or
+    all would be the same again.
+    """
+    free = [[w for w in pool if w not in taken and not has_queue(w.report)] for pool in pools]
+    if not any(free):
+        return None
+    found = [others or _alone(pool, taken) for others, pool in zip(free, pools, strict=True)]
+    return list(found) if all(found) else None
+
+
+def has_queue(report: LoadReport | None) -> bool:
+    """Whether requests wait for room at a worker, as it reported last. One that reports nothing is believed to have none."""
+    if report is None:
+        return False
+    return report.waiting_reqs > 0 or any(report.stages.get(stage, 0) for stage in _QUEUES)
+
+
+def _alone(pool: Sequence[Worker], taken: Sequence[Worker]) -> Sequence[Worker]:
+    """The one worker of a role that has no other."""
+    return [w for w in pool if len(pool) == 1 and w in taken and not has_queue(w.report)]

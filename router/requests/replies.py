@@ -1,0 +1,85 @@
+"""What the router answers where it has no worker's good answer to pass on. Pure."""
+
+from collections.abc import Mapping
+
+import msgspec
+from aiohttp import web
+
+from router.http.errors import error_kind, error_response
+from router.http.sse import error_event
+from router.pool.models import UnknownModel, serves
+from router.pool.workers import Role, WorkerTable
+from router.requests.draining import DRAINING
+from router.requests.legs import LegError
+
+RETRY_AFTER_S = "1"  # told to clients when no worker is there
+HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
+
+_ANSWER_HEADERS = {"content-type": "Content-Type", "retry-after": "Retry-After"}
+
+
+def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those of a worker's answer (names in lower case) that its client gets."""
+    return {name: headers[low] for low, name in _ANSWER_HEADERS.items() if low in headers}
+
+
+def draining_response(message: str) -> web.Response:
+    """503 of a router that ends; another one may serve the request."""
+    return error_response(503, message, code=DRAINING, headers={"Retry-After": RETRY_AFTER_S})
+
+
+def handed_back_event() -> bytes:
+    """The last event of a stream that the router could not finish before it ended."""
+    return error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING)
+
+
+def too_many_samples() -> web.Response:
+    message, headers = "the router has too many samples in flight", {"Retry-After": RETRY_AFTER_S}
+    return error_response(429, message, code="queue_full", headers=headers)
+
+
+def no_worker_response(message: str) -> web.Response:
+    return error_response(503, message, code="no_worker", headers={"Retry-After": RETRY_AFTER_S})
+
+
+def no_worker_message(table: WorkerTable, missing: list[Role], model: str = "") -> str:
+    """Which role is missing, and what is known of its workers."""
+    known = [w for w in table.workers(missing[0]) if not model or serves(w.models, model)]
+    why = "; ".join(f"{w.url}: {w.last_error or w.health.value}" for w in known[:4]) or "none was given"
+    what = f"worker for model {model!r}" if model and table.models.several else "worker"
+    return f"no {' and no '.join(missing)} {what} is alive ({why})"
+
+
+def unknown_model(err: UnknownModel) -> web.Response:
+    """404 that names the models there are."""
+    return error_response(404, str(err), param="model", code="model_not_found")
+
+
+def failure_response(failure: LegError) -> web.Response:
+    """A worker's own error as it is; else what happened to the connection."""
+    if failure.reason == "status":
+        return web.Response(status=failure.status, body=failure.body, headers=answer_headers(failure.headers))
+    status = 504 if failure.reason == "timeout" else 502
+    return error_response(status, str(failure), code=f"worker_{failure.reason}")
+
+
+def failure_event(failure: LegError) -> bytes:
+    """The same as the last event of a stream that has begun."""
+    status = failure.status or 502
+    return error_event(_message_of(failure), kind=error_kind(status), code=status)
+
+
+def _message_of(failure: LegError) -> str:
+    """What the worker said, without the JSON around it; else what happened."""
+    try:
+        return msgspec.json.decode(failure.body, type=_ErrorBody).error.message
+    except msgspec.MsgspecError:
+        return failure.body.decode(errors="replace")[:2000] or str(failure)
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
