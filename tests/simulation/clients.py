@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from router.requests.deadline import TIMEOUT_HEADER
+from router.requests.hedging import HEDGE_HEADER
 from tests.core.hash_model import expected_tokens, hidden_of, prefix_hash
 from tests.simulation.http import Call, Head, Request, call
 from tests.simulation.network import Network
@@ -118,9 +119,15 @@ class Clients:
             self._network,
             self._process,
             self._router,
-            _request(asked),
+            self._request(asked),
             asked.call,
         )
+
+    def _request(self, asked: Asked) -> Request:
+        request = _request(asked)
+        if self._options.hedge_after_ms and asked.number % 2:  # whole answers are hedged where their clients say so
+            request.headers[HEDGE_HEADER] = f"{self._options.hedge_after_ms:g}"
+        return request
 
     def leave(self, number: int) -> None:
         """The client goes away in the middle."""

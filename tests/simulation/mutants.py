@@ -212,6 +212,12 @@ MUTANTS = (
         "exchange.call.later(0.0)",
     ),
     Mutant(
+        "let the loser of a hedge run on",
+        "router/requests/contest.py",
+        "                attempt.end(None if winner",
+        "                winner or attempt.end(None if winner",
+    ),
+    Mutant(
         "find prefixes of the weights before",
         "engine/loop/control.py",
         "        self._scheduler.forget_prefixes()\n",

@@ -63,6 +63,7 @@ class Options:
     priorities: bool = False
     embeddings: bool = False
     prealloc_timeout_s: float = 10.0
+    hedge_after_ms: float = 0.0  # 0: the router hedges nothing
 
     def lines(self) -> list[str]:
         return [f"  {name:18} {value}" for name, value in asdict(self).items()]
@@ -79,6 +80,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
     later = random.Random(f"{seed}/later options")  # a stream of its own: what older seeds draw stays
     drawn += tuple(kind for kind in LATER_FAULTS if later.random() < 0.4)
     checksum, flip_rate = later.random() < 0.5, later.choice([0.0, 0.002, 0.02])
+    latest = random.Random(f"{seed}/latest options")
     chosen = drawn if faults is None else faults
     page_size = draw.choice([1, 2, 4])
     tight = draw.random() < 0.5
@@ -120,6 +122,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         priorities=later.random() < 0.4,
         embeddings=later.random() < 0.4,
         prealloc_timeout_s=later.choice([0.5, 10.0, 10.0, 10.0]),
+        hedge_after_ms=latest.choice([0.0, 0.0, 5.0, 50.0, 300.0]),
     )
 
 

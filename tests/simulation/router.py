@@ -3,7 +3,7 @@ and requests that are simulated. They are coroutines; the loop that runs them ha
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -60,6 +60,8 @@ class Router:
             connect_timeout_s=2.0,
             request_timeout_s=60.0,
             max_concurrent_requests=options.max_concurrent,
+            hedge_after=options.hedge_after_ms,
+            hedge_budget=1.0,
         )
         chooser = make_chooser(config, draw=draw.randrange)
         self.table = WorkerTable(Thresholds(), on_gone=chooser.forget)
@@ -69,6 +71,8 @@ class Router:
             network=network, process=process, aio=self.aio, request_timeout_s=config.request_timeout_s
         )
         metrics = RouterMetrics(self.table)
+        hedges: Any = _Hedges(network.world.seen)
+        metrics.hedges = hedges
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(config, api=gate.api)
         self.live = LiveRequests()
@@ -141,6 +145,20 @@ class Router:
             "tails": len(self.dispatcher.launcher.tails),
         }
         return [f"{self.process.name}: {count} {what}" for what, count in open_things.items() if count]
+
+
+class _Hedges:
+    """The metric of that name: what it counts is seen by the whole run, whatever becomes of the router."""
+
+    def __init__(self, seen: Counter[str], name: str = "") -> None:
+        self._seen = seen
+        self._name = name
+
+    def labels(self, what: str) -> "_Hedges":
+        return _Hedges(self._seen, f"hedges {what}")
+
+    def inc(self) -> None:
+        self._seen[self._name] += 1
 
 
 class _IncomingRequest(dict[Any, Any]):

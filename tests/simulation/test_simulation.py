@@ -73,6 +73,8 @@ LEAST_SEEN = {
     "copies restored, tokens": 10,
     "damaged pages found": 2,
     "early rejections": 2,
+    "hedges lost": 50,
+    "hedges won": 10,
     "late messages": 50,
     "late writes": 20,
     "notices in time": 50,
@@ -120,6 +122,13 @@ def test_workers_that_drain_one_by_one_lose_nothing() -> None:
     outcome = run(replace(options, drain_timeout_s=20.0, retry_max=5, fault_every_s=1.5))
     _must_hold(outcome)
     assert set(outcome.outcomes) == {"ok"} and outcome.injected["drain prefill"] and outcome.injected["drain decode"]
+
+
+def test_hedges_answer_for_workers_that_freeze_and_leave_nothing_behind() -> None:
+    outcome = run(replace(_calm(options_of(8, nodes=6, faults=("freeze",))), hedge_after_ms=20.0))
+    _must_hold(outcome)
+    assert outcome.seen["hedges won"] >= 5 and outcome.seen["hedges lost"] >= 5
+    assert outcome.injected["freeze prefill"] and outcome.injected["freeze decode"]
 
 
 def _calm(options: Options) -> Options:
