@@ -25,7 +25,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix churn-soak plan-error lint format clean
+.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix death-notice churn-soak plan-error lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -36,6 +36,7 @@ help:
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reliability.md"
 	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
+	@echo "make death-notice      how soon the router notices a frozen or cut worker; docs/reliability.md"
 	@echo "make churn-soak [MINUTES=10] [BACKENDS='nixl mooncake']  for each: 20,000 requests while workers and a router die and"
 	@echo "                       come; docs/reliability.md"
 	@echo "make plan-error        the same requests on real workers and in tandem plan: docs/reports/plan_error.json"
@@ -75,6 +76,10 @@ bench: $(STAMP)
 
 fault-matrix: $(STAMP)
 	$(BIN)/python -m tests.faults.matrix --jobs $(JOBS) $(if $(CELLS),--again '$(CELLS)')
+
+# About three minutes; alone on the machine, or its figures are the machine's.
+death-notice: $(STAMP)
+	$(BIN)/python -m tests.faults.death_notice $(ARGS)
 
 churn-soak: $(STAMP)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --backends $(BACKENDS)

@@ -25,6 +25,7 @@ _MAY_BE_ZERO = (
     "retry_wait_s",
     "load_poll_interval_s",
     "dead_worker_timeout_s",
+    "health_silence_s",
     "drain_timeout",
     "trace_ring",
     "shutdown_timeout_s",
@@ -71,6 +72,9 @@ class RouterConfig:
     )
     health_check_interval_s: float = flag(1.0, "seconds between health checks of a worker")
     health_check_timeout_s: float = flag(5.0, "seconds a health check may take")
+    health_silence_s: float = flag(
+        1.5, "a worker that says nothing for so long while it is asked gets requests only where no other is; 0: never"
+    )
     health_failure_threshold: int = flag(2, "failed checks in a row before a worker leaves the pool")
     health_success_threshold: int = flag(1, "good checks in a row before it comes back")
     load_poll_interval_s: float = flag(

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.pool.workers import Health, Worker, WorkerTable
+from router.pool.workers import Worker, WorkerTable
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -102,7 +102,7 @@ class _WorkerCollector(Collector):
         self._caches = caches
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        yield self._family("worker_up", "1: the worker gets requests", lambda w: w.health is Health.UP)
+        yield self._family("worker_up", "1: the worker gets requests", lambda w: w.answers)
         yield self._family("worker_inflight_requests", "Requests this router has there", lambda w: w.inflight_requests)
         yield self._family("worker_inflight_tokens", "Tokens this router has there", lambda w: w.inflight_tokens)
         yield self._family("worker_load_tokens", "Tokens that least_load compares", lambda w: w.load_tokens)
@@ -135,7 +135,7 @@ class _SglangNames(Collector):
         yield self._total("smg_http_responses", "HTTP answers by status", "status", shown="status_code")
         yield self._durations()
         workers = self._table.workers()
-        yield self._of_workers("smg_worker_health", "1: healthy", lambda w: w.health is Health.UP)
+        yield self._of_workers("smg_worker_health", "1: healthy", lambda w: w.answers)
         yield self._of_workers("smg_worker_requests_active", "requests it has", lambda w: w.inflight_requests)
         pool = GaugeMetricFamily("smg_worker_pool_size", "workers by role", labels=["worker_type"])
         for role in sorted({w.role.value for w in workers}):

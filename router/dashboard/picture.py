@@ -54,7 +54,7 @@ def show_worker(worker: Worker) -> dict[str, Any]:
     return {
         "url": worker.url,
         "role": worker.role.value,
-        "health": worker.health.value,
+        "health": "silent" if worker.silent else worker.health.value,
         "error": "" if worker.last_error is None else worker.last_error[:MAX_FAILURE_CHARS],
         "inflight_requests": worker.inflight_requests + worker.view.others_requests(worker.slot),
         "inflight_tokens": worker.inflight_tokens + worker.view.others_tokens(worker.slot),

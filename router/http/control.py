@@ -118,7 +118,7 @@ class Control:
         missing = missing_roles(self._table, self._roles)
         if missing:
             return error_response(503, no_worker_message(self._table, missing), code="no_worker")
-        healthy = sum(w.health is Health.UP for w in workers)
+        healthy = sum(w.answers for w in workers)
         return _json({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
 
     async def health_generate(self, request: web.BaseRequest) -> web.Response:
@@ -345,8 +345,9 @@ def describe(worker: Worker) -> dict[str, Any]:
         "id": worker.worker_id,
         "url": worker.url,
         "role": worker.role.value,
-        "is_healthy": worker.health is Health.UP,
+        "is_healthy": worker.answers,
         "health": worker.health.value,
+        "silent": worker.silent,
         "leaving": worker.leaving,
         "circuit": worker.circuit.state.value,
         "models": worker.models,

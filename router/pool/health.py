@@ -5,7 +5,9 @@ Owns those tasks; what the answers mean is decided by the worker table.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -16,6 +18,7 @@ from router.dashboard.recorder import Recorder
 from router.http.credentials import Credentials
 from router.pool.models import has_adapters, parse_models, says_models
 from router.pool.reports import parse_bootstrap, parse_incarnation, parse_load, parse_mode, says_draining
+from router.pool.silence import Question
 from router.pool.workers import Check, Health, Role, Worker, WorkerTable
 from router.requests.legs import LegError, Legs
 
@@ -211,11 +214,36 @@ class HealthMonitor:
         return None, error
 
     async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
+        question = self._question(worker) if self._config.health_silence_s else None
+        try:
+            status, body = await self._get_answer(worker, path)
+            self._on_silence(worker, False)
+            return status, body
+        finally:
+            if question is not None:
+                question.close()
+
+    async def _get_answer(self, worker: Worker, path: str) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=self._config.health_check_timeout_s)
         async with self._session.get(
             worker.url + path, timeout=timeout, headers=self._credentials.own(), allow_redirects=False
         ) as response:
             return response.status, await _read_bounded(response)
+
+    def _question(self, worker: Worker) -> Question:
+        legs = self._legs
+        return Question(
+            limit_s=self._config.health_silence_s,
+            heard_s=lambda: -math.inf if legs is None else legs.lifelines.heard_s(worker),
+            tell=partial(self._on_silence, worker),
+        )
+
+    def _on_silence(self, worker: Worker, silent: bool) -> None:
+        if self._table.on_silence(worker, silent) and worker.health is Health.UP:
+            level, what = (
+                (logging.WARNING, "silent: others are preferred") if silent else (logging.INFO, "heard of again")
+            )
+            log.log(level, "%s worker %s is %s", worker.role, worker.url, what)
 
 
 class _Watch:

@@ -5,6 +5,7 @@ another process answers at its worker's address and no byte came since the old o
 whose client is too slow to take them, is never given up.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,13 +13,19 @@ from router.pool.workers import Health, Worker
 
 
 class Waiting(Protocol):
-    """A leg, as far as it is known here. `waits_since_s`: nothing came since then; None: its client does not take what came."""
+    """A leg, as far as it is known here. `waits_since_s`: nothing came since then; None: its client does not take what came.
+
+    `heard_s`: when bytes came last, -inf: none did.
+    """
 
     @property
     def worker(self) -> Worker: ...
 
     @property
     def waits_since_s(self) -> float | None: ...
+
+    @property
+    def heard_s(self) -> float: ...
 
     def give_up(self, why: str) -> None:
         """End the leg; it is not told of again."""
@@ -43,6 +50,11 @@ class Lifelines:
         legs.pop(id(leg), None)
         if not legs:
             self._of.pop(leg.worker.worker_id, None)
+
+    def heard_s(self, worker: Worker) -> float:
+        """When any leg that runs there got bytes last; -inf: none did."""
+        legs = self._of.get(worker.worker_id, {})
+        return max((leg.heard_s for leg in legs.values()), default=-math.inf)
 
     def is_waited_for(self, worker: Worker) -> bool:
         """Whether any leg runs there."""

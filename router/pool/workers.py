@@ -129,6 +129,7 @@ class Worker:
     slot: int = 0
     leaving: bool = False  # it gets nothing new, whatever its health
     last_resort: bool = False  # it does, while nobody else of its role is up
+    silent: bool = False  # it is asked and says nothing: it gets requests where all others are silent too
     discovered: bool = False  # each process of this router finds it by itself
     models: tuple[str, ...] = ()  # names that it serves, its own first; none: it does not say
     circuit: Circuit = field(default_factory=Circuit)
@@ -136,6 +137,11 @@ class Worker:
     @property
     def url_host(self) -> str:
         return urlsplit(self.url).hostname or ""
+
+    @property
+    def answers(self) -> bool:
+        """All is well with it, as far as its checks say."""
+        return self.health is Health.UP and not self.silent
 
     @property
     def load_tokens(self) -> int:
@@ -236,9 +242,10 @@ class WorkerTable:
         return [w for w in up if not w.leaving] or [w for w in up if w.last_resort]
 
     def pool(self, role: Role, model: str) -> list[Worker]:
-        """Those of `alive` that serve `model`; "": any."""
+        """Those of `alive` that serve `model`; "": any. Silence narrows the choice, it never empties it."""
         alive = self.alive(role)
-        return [w for w in alive if serves(w.models, model)] if model else alive
+        serving = [w for w in alive if serves(w.models, model)] if model else alive
+        return [w for w in serving if not w.silent] or serving
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Tell the result of a check, or of a request that could not connect. True if the worker's state changed."""
@@ -253,10 +260,16 @@ class WorkerTable:
             return False
         worker.health, worker.changed_s = target, now_s
         if target is Health.DOWN:
+            worker.silent = False  # worse
             worker.report, worker.foreign_tokens = None, 0
             worker.circuit.reset()
             self.on_gone(worker)
         return True
+
+    def on_silence(self, worker: Worker, silent: bool) -> bool:
+        """Tell whether a worker has said nothing for too long while it was asked something. True if that is new."""
+        changed, worker.silent = worker.silent is not silent, silent
+        return changed
 
     def on_incarnation(self, worker: Worker, incarnation: str, *, asked_s: float) -> None:
         """Tell which process answered a check that began at `asked_s`; "": it did not say.

@@ -5,6 +5,7 @@ Decides nothing about retries between workers; a failure is one `LegError` that 
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -135,6 +136,11 @@ class Leg:
     def waits_since_s(self) -> float | None:
         """Nothing came since then (the loop's time); None: what came is not taken."""
         return None if self.reply.num_buffered else self.reply.heard_s
+
+    @property
+    def heard_s(self) -> float:
+        """When bytes came last (the loop's time); -inf: none did."""
+        return self.reply.heard_s if self.reply.status else -math.inf
 
     def give_up(self, why: str) -> None:
         """End it: nobody will answer."""

@@ -1,6 +1,7 @@
 """Writes docs/reliability.md from the results of the matrix and of the soak (JSON files; see `matrix.py`, `soak.py`)."""
 
 import json
+import statistics
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,12 +17,13 @@ PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / ".faults"  # of a run under way
 REPORTS = ROOT / "docs" / "reports"
 MATRIX = "fault_matrix.json"
+NOTICE = "death_notice.json"
 SOAKS = {backend: f"churn_soak_{backend}.json" for backend in BACKENDS}
 
 INTRO = """# Reliability
 
-What the cluster does on its worst day, with real processes. This page is written by `make fault-matrix` and
-`make churn-soak` (`tests/faults/report.py`); do not edit it. The same in virtual time, with far more faults: `make sim`.
+What the cluster does on its worst day, with real processes. This page is written by `make fault-matrix`, `make death-notice`
+and `make churn-soak` (`tests/faults/report.py`); do not edit it. The same in virtual time, with far more faults: `make sim`.
 
 ## Fault matrix
 
@@ -67,6 +69,18 @@ the error after `--disaggregation-bootstrap-grace` (5 s); a worker that stays si
 `--dead-worker-timeout-s` (30 s; docs/operations.md).
 """
 
+NOTICED = """
+## How soon silence is noticed
+
+The same parts with default flags; a worker is frozen (`stop`) or cut off (`cut`) at a random moment. Seconds from there until the
+router prefers others (`/workers` says `silent`), and from the moment the fault is over until it is used again: median; longest.
+
+| fault | victim | times | noticed | back |
+|---|---|---|---|---|
+{rows}
+False alarms: {silent} in {seconds:.0f} s with {streams} streams at a time on this machine, in which {answers} answers came.
+"""
+
 
 def about_run() -> dict[str, Any]:
     """Where and how a run is made; call it when it begins."""
@@ -81,7 +95,7 @@ def keep(name: str, value: object, reports: Path = REPORTS) -> None:
 def write_page(reports: Path = REPORTS, page: Path = PAGE) -> None:
     """From the reports that there are; the other run's part of the page stays as it was."""
     text = INTRO.format(requests=NUM_REQUESTS, fault_s=FAULT_S, long=LONG)
-    page.write_text(text + _matrix(_read(reports / MATRIX)) + _soaks(reports))
+    page.write_text(text + _matrix(_read(reports / MATRIX)) + _notice(_read(reports / NOTICE)) + _soaks(reports))
 
 
 def _matrix(report: dict[str, Any] | None) -> str:
@@ -142,6 +156,20 @@ def _figures(found: list[dict[str, Any]], about: dict[str, Any]) -> str:
         f"and right answers came {worst['serves_s']:.1f} s after that. {_where({**about, 'commit': at})} The machine was shared: load average "
         f"{min(loads):.1f} to {max(loads):.1f} during the cells, so starts and answers are slower than alone.\n"
     )
+
+
+def _notice(report: dict[str, Any] | None) -> str:
+    if report is None:
+        return ""
+    rows = "".join(
+        f"| {row['fault']} | {row['victim']} | {len(row['noticed_s'])} | {_spread(row['noticed_s'])} | {_spread(row['back_s'])} |\n"
+        for row in report["rows"]
+    )
+    return NOTICED.format(rows=rows, **report["alarms"]) + "\n" + _where(report["about"]) + "\n"
+
+
+def _spread(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.2f} s; {max(seconds):.2f} s"
 
 
 def _soaks(reports: Path) -> str:

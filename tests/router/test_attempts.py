@@ -1,5 +1,6 @@
 """Whom a request tries next, and which legs wait in vain: pure, by literals."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -79,6 +80,7 @@ class Line:
     worker: Worker
     waits_since_s: float | None
     given_up: str = ""
+    heard_s: float = -math.inf
 
     def give_up(self, why: str) -> None:
         self.given_up = why

@@ -1,0 +1,133 @@
+"""Workers that say nothing while they are asked: new requests go elsewhere at once, running ones are left alone."""
+
+import asyncio
+import math
+from typing import Any
+
+import uvloop
+
+from router.pool.lifelines import Lifelines
+from router.pool.silence import Question, quiet_for
+from router.pool.workers import Check, Health, Role, Worker, WorkerTable
+from router.requests.legs import Leg
+from tests.router.dummies import Cluster, cluster, hang, until
+from tests.router.test_failures import CHAT, STREAM, streams_on
+from tests.router.test_race import ToldReply
+
+QUICK: dict[str, Any] = {"health_check_interval_s": 0.02, "health_silence_s": 0.05}
+PATIENT: dict[str, Any] = {**QUICK, "health_check_timeout_s": 60.0}
+
+
+def state(c: Cluster, index: int) -> Worker:
+    return c.router.table.workers()[index]
+
+
+def test_a_frozen_worker_gets_no_new_requests_and_keeps_those_that_run() -> None:
+    async def scenario() -> None:
+        async with cluster(decode=2, **PATIENT) as c:
+            frozen, other = c.decodes
+            frozen.behave = hang
+            running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
+            await until(lambda: frozen.seen)
+            frozen.frozen = True
+            await until(lambda: state(c, 1).silent)
+            assert state(c, 1).health is Health.UP
+            for _ in range(5):  # least_load would have gone to each in turn
+                assert (await c.post("/v1/chat/completions", CHAT))[0] == 200
+            assert len(other.seen) == 5 and len(frozen.seen) == 1 and frozen.cancelled == 0 and not running.done()
+            async with c.client.get(c.url + "/workers") as response:
+                said = {w["url"]: (w["silent"], w["is_healthy"]) for w in (await response.json())["workers"]}
+            assert said[frozen.url] == (True, False) and said[other.url] == (False, True)
+            running.cancel()
+            await c.settled()
+
+    uvloop.run(scenario())
+
+
+def test_the_first_answer_ends_the_silence() -> None:
+    async def scenario() -> None:
+        async with cluster(decode=2, **QUICK, health_check_timeout_s=0.2, health_failure_threshold=1000) as c:
+            c.decodes[0].frozen = True
+            await until(lambda: state(c, 1).silent)
+            c.decodes[0].frozen = False
+            await until(lambda: not state(c, 1).silent)
+            assert state(c, 1).health is Health.UP
+
+    uvloop.run(scenario())
+
+
+def test_a_silent_worker_without_another_is_used_all_the_same() -> None:
+    """A pause of the only worker costs its clients that pause, not an error."""
+
+    async def scenario() -> None:
+        async with cluster(**PATIENT) as c:
+            c.decodes[0].frozen = True
+            await until(lambda: state(c, 1).silent)
+            assert (await c.post("/v1/chat/completions", CHAT))[0] == 200
+            async with c.client.get(c.url + "/readiness") as response:
+                assert response.status == 200
+            await c.settled()
+
+    uvloop.run(scenario())
+
+
+def test_silence_narrows_the_choice_within_a_model() -> None:
+    table = WorkerTable()
+    a, b, other = (table.add(f"http://{name}:1", role=Role.DECODE) for name in "abc")
+    for worker, model in ((a, "m"), (b, "m"), (other, "x")):
+        table.on_check(worker, Check.OK, now_s=0.0)
+        table.on_models(worker, (model,))
+    table.on_silence(a, True)
+    assert table.pool(Role.DECODE, "m") == [b]
+    table.on_silence(b, True)
+    assert table.pool(Role.DECODE, "m") == [a, b] and table.pool(Role.DECODE, "") == [other]
+    for _ in range(2):
+        table.on_check(a, Check.FAILED, now_s=1.0)
+    assert (a.health, a.silent) == (Health.DOWN, False) and table.pool(Role.DECODE, "m") == [b]
+
+
+def test_a_worker_of_which_bytes_come_is_not_silent() -> None:
+    async def scenario() -> None:
+        loop, told = asyncio.get_running_loop(), list[bool]()
+        question = Question(limit_s=0.01, heard_s=loop.time, tell=told.append)
+        await until(lambda: len(told) >= 5)
+        question.close()
+        assert set(told) == {False}
+        question = Question(limit_s=0.01, heard_s=lambda: -math.inf, tell=told.append)
+        await until(lambda: told[-1])
+        question.close()
+
+    asyncio.run(scenario())
+
+
+def test_silence_counts_from_the_question_or_from_what_came_later() -> None:
+    assert quiet_for(asked_s=5.0, heard_s=-math.inf, now_s=6.0) == 1.0
+    assert quiet_for(asked_s=5.0, heard_s=4.0, now_s=6.0) == 1.0
+    assert quiet_for(asked_s=5.0, heard_s=5.75, now_s=6.0) == 0.25
+
+
+def test_only_bytes_of_an_answer_are_a_sign_of_life_not_that_it_was_asked_for() -> None:
+    worker, lifelines = WorkerTable().add("http://w:1", role=Role.DECODE), Lifelines(timeout_s=30.0)
+    reply = ToldReply()
+    leg = Leg(worker, reply, stream=True)
+    reply.heard_s = 7.0  # when it was sent
+    lifelines.begin(leg)
+    assert lifelines.heard_s(worker) == -math.inf
+    reply.status = 200
+    assert lifelines.heard_s(worker) == 7.0
+    lifelines.over(leg)
+    assert lifelines.heard_s(worker) == -math.inf
+
+
+def test_a_stream_of_a_silent_worker_goes_on() -> None:
+    async def scenario() -> None:
+        async with cluster(decode=2, **PATIENT) as c:
+            c.decodes[0].behave = streams_on
+            async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
+                await response.content.readuntil(b"\n\n")
+                c.decodes[0].frozen = True
+                await until(lambda: state(c, 1).silent)
+                assert c.decodes[0].cancelled == 0 and not response.content.at_eof()
+            await c.settled()
+
+    uvloop.run(scenario())
