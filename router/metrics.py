@@ -10,8 +10,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.admission.fit import Fit
+from router.admission.forecast import Forecast
+from router.admission.line import Line
+from router.pool.breaker import State
 from router.pool.workers import Worker, WorkerTable
 
+CIRCUITS = {State.CLOSED: 0, State.OPEN: 1, State.HALF_OPEN: 2}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -29,6 +34,7 @@ class RouterMetrics:
     """What happened to requests; `exposition()` is the text of /metrics."""
 
     def __init__(self, table: WorkerTable, caches: "Caches | None" = None) -> None:
+        self._table = table
         self._registry = CollectorRegistry()
         registry = self._registry
         self.requests = Counter(
@@ -76,6 +82,10 @@ class RouterMetrics:
         self._answered: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self._first_byte: dict[str, Histogram] = {}
 
+    def show_admission(self, forecast: Forecast, line: Line) -> None:
+        """Export what is known there, too."""
+        self._registry.register(_AdmissionCollector(forecast, line, self._table))
+
     def on_answered(self, path: str, status: str, seconds: float) -> None:
         """A request ended. `path`: one of few; children are kept, finding one takes longer than counting."""
         children = self._answered.get((path, status))
@@ -107,6 +117,9 @@ class _WorkerCollector(Collector):
         yield self._family("worker_inflight_tokens", "Tokens this router has there", lambda w: w.inflight_tokens)
         yield self._family("worker_load_tokens", "Tokens that least_load compares", lambda w: w.load_tokens)
         yield self._family("worker_assigned", "Requests it was given so far", lambda w: w.assigned_total)
+        yield self._family(
+            "worker_circuit", "Its circuit breaker: 0 closed, 1 open, 2 half open", lambda w: CIRCUITS[w.circuit.state]
+        )
         if self._caches is not None:
             caches = self._caches
             yield self._family("worker_prefix_blocks", "Prefixes of prompts known to be there", caches.num_prefixes)
@@ -114,12 +127,44 @@ class _WorkerCollector(Collector):
             yield self._family("worker_kv_event_gaps", "Times that KV events were lost", caches.num_event_gaps)
 
     def _family(self, name: str, text: str, value: Callable[[Worker], float | None]) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"tandem_router_{name}", text, labels=["url", "role"])
-        for worker in self._table.workers():
-            number = value(worker)
-            if number is not None:
-                family.add_metric([worker.url, worker.role.value], float(number))
-        return family
+        return _of_workers(self._table, name, text, value)
+
+
+class _AdmissionCollector(Collector):
+    """The line at the door, and the two straight lines of each worker (admission/forecast.py)."""
+
+    def __init__(self, forecast: Forecast, line: Line, table: WorkerTable) -> None:
+        self._fits = forecast.fits
+        self._line = line
+        self._table = table
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        fits = self._fits
+        waiting = GaugeMetricFamily(
+            "tandem_router_waiting_requests", "Requests that wait for their turn (--queue-size)"
+        )
+        waiting.add_metric([], self._line.num_waiting)
+        yield waiting
+        for name, text, value in (
+            ("ttft_base_seconds", "Foretold TTFT with nothing to compute", lambda w: _known(fits(w)[0], "intercept")),
+            ("ttft_seconds_per_token", "... and for each token ahead", lambda w: _known(fits(w)[0], "slope")),
+            ("itl_base_seconds", "Foretold time between events, alone", lambda w: _known(fits(w)[1], "intercept")),
+            ("itl_seconds_per_request", "... and for each request there", lambda w: _known(fits(w)[1], "slope")),
+        ):
+            yield _of_workers(self._table, f"worker_forecast_{name}", text, value)
+
+
+def _known(fit: Fit, what: str) -> float | None:
+    return getattr(fit, what) if fit.is_known else None
+
+
+def _of_workers(table: WorkerTable, name: str, text: str, value: Callable[[Worker], float | None]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"tandem_router_{name}", text, labels=["url", "role"])
+    for worker in table.workers():
+        number = value(worker)
+        if number is not None:
+            family.add_metric([worker.url, worker.role.value], float(number))
+    return family
 
 
 class _SglangNames(Collector):
@@ -136,6 +181,7 @@ class _SglangNames(Collector):
         yield self._durations()
         workers = self._table.workers()
         yield self._of_workers("smg_worker_health", "1: healthy", lambda w: w.answers)
+        yield self._of_workers("smg_worker_cb_state", "circuit breaker", lambda w: CIRCUITS[w.circuit.state])
         yield self._of_workers("smg_worker_requests_active", "requests it has", lambda w: w.inflight_requests)
         pool = GaugeMetricFamily("smg_worker_pool_size", "workers by role", labels=["worker_type"])
         for role in sorted({w.role.value for w in workers}):

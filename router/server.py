@@ -147,6 +147,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     recorder = Recorder(time.monotonic, place=0 if place is None else place.row)
     live = LiveRequests()
     admission = Admission(config, view=view, chooser=chooser)
+    metrics.show_admission(admission.forecast, admission.door.line)
     client = {
         "connect_timeout_s": config.connect_timeout_s,
         "request_timeout_s": config.request_timeout_s,

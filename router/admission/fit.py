@@ -37,6 +37,11 @@ class Fit:
     def intercept(self) -> float:
         return max(0.0, self._y - self.slope * self._x)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether there are points enough to say anything."""
+        return self.num_points >= MIN_POINTS
+
     def at(self, x: float) -> float | None:
         """y there; None while too little is known."""
-        return None if self.num_points < MIN_POINTS else self.intercept + self.slope * x
+        return self.intercept + self.slope * x if self.is_known else None

@@ -108,6 +108,11 @@ class Forecast:
         """For one more request there."""
         return self._of(worker).itl.at(requests_at(worker) + 1)
 
+    def fits(self, worker: Worker) -> tuple[Fit, Fit]:
+        """(TTFT by tokens, ITL by requests), as far as they are known."""
+        known = self._of(worker)
+        return known.ttft, known.itl
+
     def in_time(self, pool: Sequence[Worker], slo: Slo, *, tokens: Mapping[int, int], now_s: float) -> list[Worker]:
         """Those of `pool` (of one role) that would keep `slo`, or of which too little is known. `TooLate` if none would.
 

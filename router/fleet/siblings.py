@@ -30,6 +30,7 @@ _ADDED = (
     "_sum",
     "_inflight_requests",
     "_inflight_tokens",
+    "_waiting_requests",
     "_created",
     "_assigned",
     "_active",

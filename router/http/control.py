@@ -19,7 +19,7 @@ from router.http.openapi import make_document
 from router.metrics import RouterMetrics
 from router.pool.discovery import Discovery
 from router.pool.health import HealthMonitor
-from router.pool.models import UnknownModel, join_models
+from router.pool.models import UnknownModel, join_models, serves
 from router.pool.workers import Health, Role, Worker, WorkerTable, missing_roles
 from router.requests.draining import DRAINING, LiveRequests
 from router.requests.replies import no_worker_message, unknown_model
@@ -34,12 +34,10 @@ PASSED_TO_ALL = (
     "/pause_generation",
     "/continue_generation",
     "/update_weights_from_disk",
-    "/load_lora_adapter",
-    "/unload_lora_adapter",
     "/start_profile",
     "/stop_profile",
 )
-SLOW = ("/update_weights_from_disk", "/load_lora_adapter", "/unload_lora_adapter")
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/load_lora_adapter", "/unload_lora_adapter"
 
 _MODEL = "/v1/models/"
 _ROLE_WORDS = {"regular": "unified", "null": "unified"}  # SGLang's router calls a unified worker regular
@@ -98,6 +96,7 @@ class Control:
             web.post("/flush_cache", self.flush_cache),
             web.post("/abort_request", self.abort_request),
             *(web.post(path, self.pass_to_all) for path in PASSED_TO_ALL),
+            *(web.post(path, self.pass_adapter) for path in (LOAD_ADAPTER, UNLOAD_ADAPTER)),
             web.get("/metrics", self.get_metrics),
             web.post("/traces", self.traces),
             web.get("/openapi.json", self.openapi),
@@ -220,12 +219,33 @@ class Control:
         return await self._fan_out("POST", "/abort_request", headers, body)
 
     async def pass_to_all(self, request: web.BaseRequest) -> web.Response:
-        """Pause, continue, weights, adapters, profiles: every worker does it, at the same time."""
-        timeout_s = UPDATE_TIMEOUT_S if request.path in SLOW else FAN_OUT_TIMEOUT_S
+        """Pause, continue, weights, profiles: every worker does it, at the same time."""
+        renames = request.path == "/update_weights_from_disk"  # models may have other names then
+        timeout_s = UPDATE_TIMEOUT_S if renames else FAN_OUT_TIMEOUT_S
         headers = self._credentials.for_admin(_authorization(request))
         answer = await self._fan_out("POST", request.path, headers, await request.read(), timeout_s=timeout_s)
-        if request.path in SLOW:  # names of models may have come or gone
+        if renames:
             self._monitor.refresh()
+        return answer
+
+    async def pass_adapter(self, request: web.BaseRequest) -> web.Response:
+        """An adapter comes or goes at the workers of one model: of several, that which `model` names (unloaded: that has it)."""
+        body = await request.read()
+        asked = _decoded(body)
+        fields = asked if isinstance(asked, dict) else {}
+        try:
+            name = self._table.models.of_adapter(
+                model=fields.get("model"), adapter=fields.get("lora_name"), loads=request.path == LOAD_ADAPTER
+            )
+        except UnknownModel as err:
+            return unknown_model(err)
+        except ValueError as err:
+            return error_response(400, str(err), param="model")
+        if "model" in fields:  # ours: a worker has one
+            body = msgspec.json.encode({key: value for key, value in fields.items() if key != "model"})
+        headers = self._credentials.for_admin(_authorization(request))
+        answer = await self._fan_out("POST", request.path, headers, body, timeout_s=UPDATE_TIMEOUT_S, model=name)
+        self._monitor.refresh()  # names have come or gone
         return answer
 
     async def get_metrics(self, request: web.BaseRequest) -> web.Response:
@@ -296,9 +316,13 @@ class Control:
         body: bytes = b"",
         *,
         timeout_s: float = FAN_OUT_TIMEOUT_S,
+        model: str = "",
     ) -> web.Response:
-        """Call every worker that is not down; the worst status of all, with each one's answer."""
-        workers = [w for w in self._table.workers() if w.health in (Health.UP, Health.DRAINING)]
+        """Call every worker (that serves `model`) that is not down; the worst status of all, with each one's answer."""
+        known = [w for w in self._table.workers() if not model or serves(w.models, model)]
+        workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
+        if model and not workers:
+            return error_response(503, no_worker_message(self._table, list(self._roles), model), code="no_worker")
         answers = await asyncio.gather(
             *(self._call(w, method, path, headers, body, timeout_s=timeout_s) for w in workers)
         )

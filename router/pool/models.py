@@ -52,6 +52,25 @@ class Catalogue:
             raise UnknownModel(model, self.names)
         return next(iter(ready or ()), self.bases[0])
 
+    def of_adapter(self, *, model: object, adapter: object, loads: bool) -> str:
+        """The name to look for among the workers that load (or unload) an adapter, "": all. `UnknownModel`; `ValueError`.
+
+        Of several models somebody has to say which: the adapter's own name does where it is loaded already.
+        """
+        if model is not None and not isinstance(model, str):
+            raise ValueError("model: must be the name of a model that is served here")
+        if model:
+            if self.names and model not in self.names:
+                raise UnknownModel(model, self.names)
+            return model if self.names else ""
+        if not self.several:
+            return ""
+        if loads:
+            raise ValueError(f"model: name the one that the adapter belongs to; there are: {', '.join(self.bases)}")
+        if adapter not in self.names:
+            raise UnknownModel(str(adapter), self.names)
+        return str(adapter)
+
 
 def serves(names: Names, model: str) -> bool:
     return not names or model in names

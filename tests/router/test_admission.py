@@ -14,6 +14,8 @@ from router.admission.fit import MIN_POINTS, Fit
 from router.admission.forecast import STALE_S, Forecast, Pace, Slo, TooLate
 from router.admission.line import Limits, Line, Stand
 from router.fleet.shared_load import SharedLoad
+from router.metrics import RouterMetrics
+from router.pool.breaker import Event
 from router.pool.workers import Role, Worker, WorkerTable
 from tests.router.dummies import DummyWorker, cluster, stream, until
 
@@ -331,3 +333,38 @@ def test_prompts_that_wait_at_a_prefill_worker_count() -> None:
             await c.settled()
 
     uvloop.run(scenario())
+
+
+def test_metrics_show_circuits_what_is_foretold_and_who_waits() -> None:
+    table = WorkerTable()
+    known, unknown = (table.add(f"http://{name}:1", role=Role.PREFILL) for name in "ab")
+    forecast, door = Forecast(), line(running=1)
+    metrics = RouterMetrics(table)
+    metrics.show_admission(forecast, door)
+    ttft, itl = forecast.fits(known)
+    for i in range(MIN_POINTS):
+        ttft.add(1000.0 * i, 0.25 + 0.5 * i)
+        itl.add(1.0 + i, 0.02 + 0.01 * i)
+    for _ in range(3):
+        door.arrive("", priority=0, now_s=0.0)
+    for _ in range(table.breaker.failure):
+        unknown.circuit.tell(Event.FAULT, 0.0)
+    samples = {
+        row.rpartition(" ")[0]: float(row.rpartition(" ")[2])
+        for row in metrics.exposition().decode().splitlines()
+        if not row.startswith("#")
+    }
+    of_known = '{role="prefill",url="http://a:1"}'
+    assert samples["tandem_router_waiting_requests"] == 2.0
+    assert samples["tandem_router_worker_circuit" + of_known] == 0.0
+    assert samples['tandem_router_worker_circuit{role="prefill",url="http://b:1"}'] == 1.0
+    assert samples['smg_worker_cb_state{worker="http://b:1"}'] == 1.0
+    told = {
+        "ttft_base_seconds": 0.25,
+        "ttft_seconds_per_token": 0.0005,
+        "itl_base_seconds": 0.01,
+        "itl_seconds_per_request": 0.01,
+    }
+    for name, value in told.items():
+        assert samples[f"tandem_router_worker_forecast_{name}{of_known}"] == pytest.approx(value)
+        assert f'tandem_router_worker_forecast_{name}{{role="prefill",url="http://b:1"}}' not in samples

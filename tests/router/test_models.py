@@ -137,6 +137,63 @@ def test_an_adapter_leads_to_the_workers_that_have_it() -> None:
     uvloop.run(scenario())
 
 
+def test_an_adapter_is_loaded_and_unloaded_at_the_workers_of_its_model_alone() -> None:
+    async def scenario() -> None:
+        async with cluster(prefill=2, decode=2) as c:
+            name_models(c, ["a", "b"], ["a", "b"])
+            await known(c, "a", "b")
+            load = {"lora_name": "tuned", "lora_path": "/x"}
+            status, _, answer = await c.post("/load_lora_adapter", load)
+            error = json.loads(answer)["error"]
+            assert status == 400 and error["param"] == "model" and "there are: a, b" in error["message"]
+            status, _, answer = await c.post("/load_lora_adapter", {**load, "model": "c"})
+            assert status == 404 and "there are: a, b" in json.loads(answer)["error"]["message"]
+            assert not any(w.seen for w in (*c.prefills, *c.decodes))
+            for worker in (c.prefills[1], c.decodes[1]):
+                worker.info["enable_lora"], worker.name = True, "tuned"  # in /v1/models, once it is loaded
+            status, _, answer = await c.post("/load_lora_adapter", {**load, "model": "b"})
+            assert status == 200, answer
+            for worker in (c.prefills[1], c.decodes[1]):
+                assert [s.body for s in worker.seen] == [load]
+            await known(c, "a", "b", "tuned")
+            assert (await c.post("/unload_lora_adapter", {"lora_name": "tuned"}))[0] == 200
+            assert (await c.post("/unload_lora_adapter", {"lora_name": "other"}))[0] == 404
+            assert not c.prefills[0].seen and not c.decodes[0].seen
+            assert [len(w.seen) for w in (c.prefills[1], c.decodes[1])] == [2, 2]
+
+    uvloop.run(scenario())
+
+
+def test_an_adapter_of_a_model_whose_workers_are_dead_is_a_503() -> None:
+    async def scenario() -> None:
+        async with cluster(unified=2) as c:
+            name_models(c, [], ["a", "b"])
+            await known(c, "a", "b")
+            await c.decodes[0].stop()
+            await until(lambda: c.router.table.workers()[0].health is Health.DOWN)
+            status, _, answer = await c.post("/load_lora_adapter", {"lora_name": "x", "lora_path": "/x", "model": "a"})
+            assert status == 503 and "for model 'a' is alive" in json.loads(answer)["error"]["message"]
+            assert not c.decodes[1].seen
+
+    uvloop.run(scenario())
+
+
+def test_which_workers_an_adapter_belongs_to() -> None:
+    nobody, one, two = Catalogue(), Catalogue.of([("a", "tuned")]), Catalogue.of([("a", "tuned"), ("b",)])
+    assert nobody.of_adapter(model="any", adapter="x", loads=True) == ""
+    assert (
+        one.of_adapter(model=None, adapter="x", loads=True)
+        == one.of_adapter(model=None, adapter="x", loads=False)
+        == ""
+    )
+    assert one.of_adapter(model="a", adapter="x", loads=True) == "a"
+    assert two.of_adapter(model=None, adapter="tuned", loads=False) == "tuned"
+    with pytest.raises(ValueError, match="model: must be"):
+        two.of_adapter(model=7, adapter="x", loads=True)
+    with pytest.raises(UnknownModel, match="'x' is not served here; there are: a, tuned, b"):
+        two.of_adapter(model=None, adapter="x", loads=False)
+
+
 def test_a_web_server_that_is_no_worker_never_gets_a_request() -> None:
     """It answers 200 to everything, as many do."""
 
