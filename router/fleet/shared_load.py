@@ -1,4 +1,4 @@
-"""What the processes of one router have in flight, in memory that they share: one view of the load for all of them.
+"""What the processes of one router have in flight, and whose circuits they hold open, in memory that they share.
 
 Each process writes its own row and reads the others'; a number is one aligned word, so no lock is needed for them. Workers
 are found by a hash of their URL, in whatever order each process learnt of them; only taking a place is done under a lock.
@@ -15,13 +15,15 @@ from pathlib import Path
 
 NUM_SLOTS = 8192  # places for workers; at most MAX_WORKERS are in one table
 _WORD = 8
-_PER_SLOT = 3  # of one row: whether its table holds the worker, tokens, requests
+_PER_SLOT = (
+    4  # of one row: whether its table holds the worker, tokens, requests, until when its circuit is open (monotonic ms)
+)
 # Requests of each client, in a count-min sketch (Cormode, Muthukrishnan 2005): a client counts in one cell of each depth, and
 # its number is the least of those. It is never too low; too high only where clients that are busy meet in every depth.
 _DEPTH, _WIDTH = 3, 4096
 _CLIENTS = 1 + _PER_SLOT * NUM_SLOTS
 _ROW_WORDS = _CLIENTS + _DEPTH * _WIDTH  # live requests, then the slots, then the clients
-_USED, _TOKENS, _REQUESTS = range(_PER_SLOT)
+_USED, _TOKENS, _REQUESTS, _OPEN = range(_PER_SLOT)
 
 
 class SharedLoad:
@@ -52,6 +54,7 @@ class SharedLoad:
         """This process does not know the worker any more."""
         self._words[self._at(self._begin, slot, _USED)] = 0
         self.publish(slot, tokens=0, requests=0)
+        self.publish_open(slot, 0.0)
 
     def publish(self, slot: int, *, tokens: int, requests: int) -> None:
         """What this process has in flight there."""
@@ -71,6 +74,15 @@ class SharedLoad:
     def others_requests(self, slot: int) -> int:
         at, words = 1 + _PER_SLOT * slot + _REQUESTS, self._words
         return sum([words[begin + at] for begin in self._others])
+
+    def publish_open(self, slot: int, until_s: float) -> None:
+        """This process has found the worker faulty, and leaves it out until then (of the machine's monotonic clock); 0: no more."""
+        self._words[self._at(self._begin, slot, _OPEN)] = int(until_s * 1000)
+
+    def others_open(self, slot: int, now_s: float) -> bool:
+        """Whether another process leaves it out."""
+        at, words, now_ms = 1 + _PER_SLOT * slot + _OPEN, self._words, now_s * 1000
+        return any([words[begin + at] > now_ms for begin in self._others])
 
     def others_live(self) -> int:
         """How many requests the other processes serve."""

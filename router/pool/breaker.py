@@ -8,7 +8,7 @@ Only what is the worker's own fault is told here (`is_fault`). Names and default
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -64,6 +64,7 @@ class Circuit:
     settings: BreakerSettings = field(default_factory=BreakerSettings)
     state: State = State.CLOSED
     num_opened: int = 0
+    on_open: Callable[[float], None] = lambda until_s: None  # told until when it is open; 0.0: no longer
     _since_s: float = -math.inf  # when it came into this state
     _faults_s: list[float] = field(default_factory=list)  # in a row, not older than the window
     _num_begun: int = 0  # while half open
@@ -99,11 +100,13 @@ class Circuit:
         self.state, self._since_s, self._num_begun = target, now_s, 0
         self._faults_s.clear()
         self.num_opened += target is State.OPEN
+        self.on_open(now_s + self.settings.timeout_s if target is State.OPEN else 0.0)
 
     def reset(self) -> None:
         """It is another process now, or was found dead: what it did before says nothing."""
         self.state, self._num_begun = State.CLOSED, 0
         self._faults_s.clear()
+        self.on_open(0.0)
 
     def _count(self, event: Event, now_s: float) -> int:
         """How many of these there are by now."""

@@ -20,6 +20,10 @@ class LoadView(Protocol):
 
     def others_live(self) -> int: ...
 
+    def publish_open(self, slot: int, until_s: float) -> None: ...
+
+    def others_open(self, slot: int, now_s: float) -> bool: ...
+
     def add_client(self, client: str, step: int) -> None: ...
 
     def others_of_client(self, client: str) -> int: ...
@@ -48,6 +52,12 @@ class Alone:
 
     def others_live(self) -> int:
         return 0
+
+    def publish_open(self, slot: int, until_s: float) -> None:
+        """Nobody looks."""
+
+    def others_open(self, slot: int, now_s: float) -> bool:
+        return False
 
     def add_client(self, client: str, step: int) -> None:
         """Nobody looks."""

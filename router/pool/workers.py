@@ -143,6 +143,10 @@ class Worker:
         """All is well with it, as far as its checks say."""
         return self.health is Health.UP and not self.silent
 
+    def takes(self, now_s: float) -> bool:
+        """Whether no circuit keeps requests from it: not its own, and none of this router's other processes."""
+        return self.circuit.takes(now_s) and not self.view.others_open(self.slot, now_s)
+
     @property
     def load_tokens(self) -> int:
         """Tokens this router has in flight there, plus those the worker reports that came from elsewhere."""
@@ -203,6 +207,7 @@ class WorkerTable:
             discovered=discovered,
             circuit=Circuit(self.breaker),
         )
+        worker.circuit.on_open = lambda until_s: worker.view.publish_open(worker.slot, until_s)
         self._next_id += 1
         self._workers.append(worker)
         return worker

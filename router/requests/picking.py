@@ -87,4 +87,4 @@ class Picker:
     def _pool(self, role: Role, model: str) -> Sequence[Worker]:
         """Who may be sent to. Circuits narrow the choice, they never empty it: where all are open, all are tried."""
         pool, now_s = self._table.pool(role, model), self._clock()
-        return [worker for worker in pool if worker.circuit.takes(now_s)] or pool
+        return [worker for worker in pool if worker.takes(now_s)] or pool

@@ -18,7 +18,8 @@ import psutil
 import pytest
 import uvloop
 
-from tests.router.dummies import DummyWorker, hang
+from tests.router.dummies import DummyWorker, always, answer_ok, hang
+from tests.router.kube_server import NAMESPACE, kube_server, pod
 
 DEADLINE_S = 60.0
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -69,27 +70,32 @@ async def until(condition: Callable[[], Any]) -> Any:
 
 @asynccontextmanager
 async def fleet(tmp_path: Path, *args: str, workers: int = 3, decode: int = 2) -> AsyncIterator[Fleet]:
+    prefills = [DummyWorker("p0", "prefill", info={"disaggregation_bootstrap_port": 8998})]
+    decodes = [DummyWorker(f"d{i}", "decode") for i in range(decode)]
     async with AsyncExitStack() as stack:
-        prefills = [DummyWorker("p0", "prefill", info={"disaggregation_bootstrap_port": 8998})]
-        decodes = [DummyWorker(f"d{i}", "decode") for i in range(decode)]
         for worker in (*prefills, *decodes):
             await worker.start()
             stack.push_async_callback(worker.stop)
-        ready = tmp_path / "ready.json"
-        ready.unlink(missing_ok=True)
-        argv = [
-            *(sys.executable, "-m", "deploy", "router", "--port", "0", "--workers", str(workers)),
-            *("--ready-file", str(ready), "--prefill", prefills[0].url, *args),
-            *(word for worker in decodes for word in ("--decode", worker.url)),
-        ]
-        process = subprocess.Popen(argv)
-        stack.callback(end, process)
-        await until(lambda: ready.exists() or process.poll() is not None)
-        assert process.poll() is None
-        running = Fleet(json.loads(ready.read_text())["router"], process, decodes, prefills)
+        named = [word for worker in decodes for word in ("--decode", worker.url)]
+        process, url = await launch(stack, tmp_path, "--prefill", prefills[0].url, *named, *args, workers=workers)
+        running = Fleet(url, process, decodes, prefills)
         await until(lambda: len(running.members()) == workers)
         running.children = psutil.Process(process.pid).children()
         yield running
+
+
+async def launch(
+    stack: AsyncExitStack, tmp_path: Path, *args: str, workers: int
+) -> "tuple[subprocess.Popen[bytes], str]":
+    """A router of so many processes that listens at the URL; it ends with `stack`."""
+    ready = tmp_path / "ready.json"
+    ready.unlink(missing_ok=True)
+    argv = [sys.executable, "-m", "deploy", "router", "--port", "0", "--workers", str(workers)]
+    process = subprocess.Popen([*argv, "--ready-file", str(ready), *args])
+    stack.callback(end, process)
+    await until(lambda: ready.exists() or process.poll() is not None)
+    assert process.poll() is None
+    return process, json.loads(ready.read_text())["router"]
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
@@ -109,9 +115,9 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-def test_processes_share_the_load_the_pool_and_the_metrics(tmp_path: Path) -> None:
+def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with fleet(tmp_path) as f:
+        async with fleet(tmp_path, "--cb-failure-threshold", "1") as f:
             for _ in range(12):
                 assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
             traced = (await f.call("POST", "/traces", {"last": 12}))[1]["records"]  # whichever process served them
@@ -134,6 +140,18 @@ def test_processes_share_the_load_the_pool_and_the_metrics(tmp_path: Path) -> No
             text = (await f.call("GET", "/metrics"))[1]
             answered = 'tandem_router_requests_total{path="/v1/chat/completions",status="200"} 12.0'
             assert answered in text and 'status="499"} 8.0' in text
+
+            faulty, well = f.decodes
+            f.prefills[0].behave, well.behave, faulty.behave = answer_ok, answer_ok, always(500, {})
+            for worker in f.decodes:
+                worker.seen = []
+            for _ in range(30):  # one process finds it faulty, and none of them sends there any more
+                assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
+            assert (len(faulty.seen), len(well.seen)) == (1, 30)
+            assert (
+                f'tandem_router_worker_circuit{{role="decode",url="{faulty.url}"}} 1.0'
+                in (await f.call("GET", "/metrics"))[1]
+            )
 
             extra = DummyWorker("d9", "decode")
             await extra.start()
@@ -166,6 +184,52 @@ async def told(f: Fleet, holds: Callable[[list[str]], bool]) -> None:
         return True
 
     await until(all_say_so)
+
+
+def test_every_process_finds_the_pods_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "kubeconfig"
+    monkeypatch.setenv("KUBECONFIG", str(config))
+    prefill = DummyWorker("p0", "prefill", host="127.0.0.31")
+    decodes = [DummyWorker(f"d{i}", "decode", host=f"127.0.0.{32 + i}") for i in range(2)]
+    roles = {worker.name: worker.mode for worker in (prefill, *decodes)}
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            kube = await stack.enter_async_context(kube_server(config))
+            for worker in (prefill, *decodes):
+                worker.port = prefill.port  # pods listen on one port, each at its own address
+                await worker.start()
+                stack.push_async_callback(worker.stop)
+            discovery = ["--service-discovery", "--service-discovery-namespace", NAMESPACE]
+            discovery += ["--prefill-selector", "role=prefill", "--decode-selector", "role=decode"]
+            discovery += ["--service-discovery-port", str(prefill.port)]
+            discovery += ["--health-check-interval-s", "0.05"]
+            process, url = await launch(stack, tmp_path, "--pd-disaggregation", *discovery, workers=2)
+            f = Fleet(url, process, decodes, [prefill])
+            await until(lambda: kube.num_watching == 4)  # a watch for each role and process
+            for worker in (prefill, decodes[0]):
+                await kube.put(pod(worker.name, worker.host, labels={"role": roles[worker.name]}))
+            await told(f, lambda urls: sorted(urls) == sorted((prefill.url, decodes[0].url)))
+            await told_ready(f)
+            await kube.put(pod(decodes[1].name, decodes[1].host, labels={"role": "decode"}))
+            await told(f, lambda urls: decodes[1].url in urls)
+            await kube.delete(decodes[0].name)
+            await told(f, lambda urls: decodes[0].url not in urls)
+            await told_ready(f)
+            for _ in range(10):
+                assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
+            assert len(decodes[1].seen) == 10 and not decodes[0].seen
+
+    uvloop.run(scenario())
+
+
+async def told_ready(f: Fleet) -> None:
+    """Until twenty answers in a row say that a request would find its workers."""
+
+    async def all_ready() -> bool:
+        return all([(await f.call("GET", "/readiness"))[0] == 200 for _ in range(20)])
+
+    await until(all_ready)
 
 
 def test_sigterm_drains_every_process_though_all_of_them_get_it(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import router.fleet.shared_load
-from router.fleet.shared_load import SharedLoad
+from router.fleet.shared_load import _PER_SLOT, SharedLoad
 from router.fleet.siblings import merge_expositions
+from router.pool.breaker import BreakerSettings, Event, State
+from router.pool.workers import Role, WorkerTable
 
 
 def rows(path: Path, count: int) -> list[SharedLoad]:
@@ -29,6 +31,27 @@ def test_each_sees_what_the_others_have_in_flight(tmp_path: Path) -> None:
     assert [r.others_live() for r in (first, second, third)] == [0, 7, 7]
 
 
+def test_a_circuit_that_one_process_opens_keeps_the_others_away_until_its_time_is_over(tmp_path: Path) -> None:
+    breaker = BreakerSettings(failure=1, timeout_s=60.0)
+    tables = [WorkerTable(view=view, breaker=breaker) for view in rows(tmp_path, 2)]
+    (finder, other) = (table.add("http://a:1", role=Role.DECODE) for table in tables)
+    bystander = tables[1].add("http://b:1", role=Role.DECODE)
+    finder.circuit.tell(Event.FAULT, 100.0)
+    assert not finder.takes(101.0) and not other.takes(101.0) and bystander.takes(101.0)
+    assert other.circuit.state is State.CLOSED, "it was not this one's finding"
+    assert not other.takes(159.9) and other.takes(160.0)
+    finder.circuit.tell(Event.FAULT, 200.0)  # open already: it is tried first
+    assert other.takes(201.0) and finder.takes(202.0) and finder.circuit.state is State.HALF_OPEN
+    finder.circuit.tell(Event.FAULT, 203.0)
+    assert not other.takes(204.0)
+    finder.circuit.reset()  # another process answers there
+    assert other.takes(204.0)
+    finder.circuit.tell(Event.FAULT, 205.0)
+    assert not other.takes(206.0)
+    tables[0].remove("http://a:1")
+    assert other.takes(206.0)
+
+
 def test_a_process_that_starts_again_has_nothing_in_flight(tmp_path: Path) -> None:
     first, second = rows(tmp_path, 2)
     slot = first.take("http://a:1")
@@ -41,7 +64,7 @@ def test_a_process_that_starts_again_has_nothing_in_flight(tmp_path: Path) -> No
 
 def test_a_place_is_free_again_when_no_process_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router.fleet.shared_load, "NUM_SLOTS", 4)
-    monkeypatch.setattr(router.fleet.shared_load, "_ROW_WORDS", 1 + 3 * 4)
+    monkeypatch.setattr(router.fleet.shared_load, "_ROW_WORDS", 1 + _PER_SLOT * 4)
     first, second = rows(tmp_path, 2)
     slots = {url: first.take(url) for url in "abcd"}
     assert sorted(slots.values()) == [0, 1, 2, 3]
