@@ -173,8 +173,7 @@ def _dispatch_parts(base: Base, legs: Legs, monitor: HealthMonitor) -> Parts:
         live=base.live,
         admission=base.admission,
         on_unreachable=monitor.on_unreachable,
-        recorder=base.recorder,
-        journeys=Journeys(base.tracer, log_requests=base.config.log_requests),
+        journeys=Journeys(base.tracer, base.recorder, log_requests=base.config.log_requests),
     )
 
 

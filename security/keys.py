@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+import msgspec
+
 from security.addresses import SecurityConfigError
 from security.secret import warn_if_others_read
 
@@ -106,8 +108,7 @@ class Access(IntEnum):
     ADMIN = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """`name`: of its key, fit for logs and tables; empty without one."""
 
     access: Access

@@ -7,7 +7,7 @@ taken: rooms, leases, tasks and connections.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,7 +19,6 @@ from router.admission.forecast import ITL_HEADER, TTFT_HEADER, Pace, Slo, Trip, 
 from router.choice.chooser import Chooser, cost_tokens
 from router.choice.policies import Ask, Choice
 from router.config import RouterConfig
-from router.dashboard.recorder import Recorder, Watched
 from router.http.credentials import Credentials
 from router.http.errors import error_kind, error_response
 from router.http.guard import REQUEST_ID
@@ -39,7 +38,6 @@ from router.requests.race import Race
 from router.requests.rewrite import Api, BadBody, ParsedBody, named_model, parse_body, write_bodies
 from router.requests.rooms import RoomMinter
 from security.voucher import VOUCHER_HEADER, vouch
-from telemetry.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +74,8 @@ class Parts:
     live: LiveRequests
     admission: Admission
     on_unreachable: Callable[[LegError], None]
-    recorder: Recorder
+    journeys: Journeys
     clock: Callable[[], float] = time.monotonic
-    journeys: Journeys = field(default_factory=lambda: Journeys(Tracer(ring_size=0)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +90,6 @@ class _Exchange:
     call: Call
     live: LiveRequest
     started_s: float
-    watched: Watched
     roles: tuple[Role, ...]
     model: str  # that its workers must serve; "": any will do
     slo: Slo
@@ -117,13 +113,15 @@ class Dispatcher:
             return draining_response("the router is draining: it takes no new requests")
         try:
             self._parts.admission.refuse_early(request)
-            with self._parts.live.request() as live:
-                try:
-                    return await self._handle(request, live)
-                except asyncio.CancelledError:
-                    if not live.took_cancel():
-                        raise
-                    return _handed_back()
+            live = self._parts.live.begin()
+            try:
+                return await self._handle(request, live)
+            except asyncio.CancelledError:
+                if not live.took_cancel():
+                    raise
+                return _handed_back()
+            finally:
+                self._parts.live.end(live)
         except Refused as refused:
             self._parts.metrics.refused.labels(refused.why).inc()
             return refused.response
@@ -132,10 +130,9 @@ class Dispatcher:
         started_s, request_id = self._parts.clock(), request[REQUEST_ID]
         traceparent = request.headers.get("traceparent", "")
         journey = self._parts.journeys.begin(request_id, request.path, traceparent, now_s=started_s)
-        status, exchange = CLIENT_GONE, None
+        status = CLIENT_GONE
         try:
-            exchange = await self._exchange(request, live, journey, started_s)
-            response = await self._serve_in_turn(exchange)
+            response = await self._serve_in_turn(await self._exchange(request, live, journey, started_s))
             status = response.status
             return response
         except Refused as refused:
@@ -145,9 +142,8 @@ class Dispatcher:
             status = 400
             raise
         finally:
-            journey.end(status)
-            if exchange is not None:
-                exchange.watched.end(503 if live.handed_back and status == CLIENT_GONE else status)
+            answered = 503 if live.handed_back and status == CLIENT_GONE else status
+            journey.end(answered, now_s=self._parts.clock())
 
     async def _exchange(
         self, request: web.BaseRequest, live: LiveRequest, journey: Journey, started_s: float
@@ -155,14 +151,17 @@ class Dispatcher:
         body = await request.read()
         request_id = request[REQUEST_ID]
         parsed = parse_body(Api(request.path), body)
-        journey.asked(parsed.num_samples, bytes(parsed.fields.get("model", b"")))
-        begin = self._parts.recorder.begin
+        journey.asked(
+            num_samples=parsed.num_samples,
+            prompt_tokens=parsed.prompt_tokens,
+            model=bytes(parsed.fields.get("model", b"")),
+        )
         roles = self._embedding_roles if parsed.api is Api.EMBEDDINGS else self.roles
         try:
             model = self._model_of(parsed, roles)
         except UnknownModel as err:
             raise Refused(unknown_model(err), "model") from None
-        return _Exchange(
+        exchange = _Exchange(
             request=request,
             request_id=request_id,
             parsed=parsed,
@@ -175,8 +174,9 @@ class Dispatcher:
             model=model,
             slo=self._parts.admission.slo_of(request),
             journey=journey,
-            watched=begin(request_id, request.path, prompt_tokens=parsed.prompt_tokens, started_s=started_s),
         )
+        journey.routed()
+        return exchange
 
     async def _serve_in_turn(self, exchange: _Exchange) -> web.StreamResponse:
         """`_serve`, once the request may run."""
@@ -210,7 +210,7 @@ class Dispatcher:
                 return await self._attempt(exchange, call, chosen)
             except LegError as failure:
                 exchange.attempts.note(failure, [choice.worker for choice in chosen])
-                exchange.watched.attempt_failed(str(failure))
+                exchange.journey.attempt_failed(str(failure), now_s=self._parts.clock())
                 self._note(failure)
                 if not failure.retryable or attempt == config.retry_max:
                     return _failure_response(failure)
@@ -218,17 +218,17 @@ class Dispatcher:
             await asyncio.sleep(backoff_s(attempt, base_s=config.retry_backoff_s))
         raise AssertionError("the last attempt returns")
 
-    async def _attempt(self, exchange: _Exchange, call: Call, chosen: tuple[Choice, ...]) -> web.StreamResponse:
+    def _attempt(self, exchange: _Exchange, call: Call, chosen: tuple[Choice, ...]) -> Awaitable[web.StreamResponse]:
         if len(chosen) == 2:
-            return await self._attempt_pair(exchange, call, chosen[0], chosen[1])
-        return await self._attempt_single(exchange, call, chosen[0])
+            return self._attempt_pair(exchange, call, chosen[0], chosen[1])
+        return self._attempt_single(exchange, call, chosen[0])
 
     async def _attempt_single(self, exchange: _Exchange, call: Call, choice: Choice) -> web.StreamResponse:
-        trip = self._depart(choice, exchange.ask)
+        now_s = self._parts.clock()
+        trip = self._depart(choice, exchange.ask, now_s)
         lease = self._charge(choice, exchange.ask)
         leg = self._parts.legs.send(choice.worker, call, exchange.body, stream=True)
-        exchange.journey.sent(leg)
-        exchange.watched.attempt(answering=choice.worker.url)
+        exchange.journey.sent(leg, now_s=now_s)
         race = Race(leg)
         try:
             await race.answer(wait_for_prefill=False)
@@ -249,14 +249,13 @@ class Dispatcher:
         prefill_body, decode_body = write_bodies(
             parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms
         )
-        trip, answer_trip = self._depart(compute, exchange.ask), self._depart(answer_by, exchange.ask)
+        now_s = parts.clock()
+        trip, answer_trip = self._depart(compute, exchange.ask, now_s), self._depart(answer_by, exchange.ask, now_s)
         prefill_lease, decode_lease = self._charge(compute, exchange.ask), self._charge(answer_by, exchange.ask)
         first = parts.legs.send(prefill, call, prefill_body, stream=False)
         second = parts.legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
-        exchange.journey.sent(first, second, rooms=rooms)
+        exchange.journey.sent(first, second, rooms=rooms, now_s=now_s)
         race = Race(second, prefill=first)
-        watched, attempt = exchange.watched, exchange.watched.attempt(answering=decode.url, prefill=prefill.url)
-        race.when_prefill_ends(lambda: watched.prefill_ended(attempt))
         # However the prefill leg ends, `race.close` at the latest; an answer that is not streamed ends long after it.
         race.when_prefill_ends(lambda: parts.table.release(prefill_lease))
         try:
@@ -288,7 +287,7 @@ class Dispatcher:
         leg = race.answering
         headers = _answer_headers(leg.reply.headers)
         if not leg.streaming:
-            self._first_byte(exchange)
+            self._first_byte(exchange, self._parts.clock())
             body = leg.reply.take()
             body = merger.merge_answer(body) if merger else body
             return web.Response(status=leg.reply.status, body=body, headers=headers)
@@ -299,12 +298,14 @@ class Dispatcher:
         pace, requests, clock = Pace(), requests_at(leg.worker), self._parts.clock
 
         def on_first(chunk: bytes) -> None:
-            self._first_byte(exchange)
-            pace.on_chunk(chunk, clock())
+            now_s = clock()
+            self._first_byte(exchange, now_s)
+            pace.on_chunk(chunk, now_s)
 
         def on_more(chunk: bytes) -> None:
-            exchange.watched.event()
-            pace.on_chunk(chunk, clock())
+            now_s = clock()
+            exchange.journey.event(now_s)
+            pace.on_chunk(chunk, now_s)
 
         try:
             out = await relay_stream(
@@ -330,7 +331,7 @@ class Dispatcher:
 
     async def _end_handed_back(self, exchange: _Exchange, out: web.StreamResponse, race: Race) -> web.StreamResponse:
         race.close()
-        exchange.watched.broke(HANDED_BACK)
+        exchange.journey.broke(HANDED_BACK)
         return await end_with_event(out, error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING))
 
     async def _end_broken(
@@ -342,7 +343,7 @@ class Dispatcher:
         else:
             self._note(failure)
         race.close()
-        exchange.watched.broke(str(failure))
+        exchange.journey.broke(str(failure))
         return await end_with_event(out, _failure_event(failure))
 
     def _vouched(self, call: Call, prefill: Worker, rooms: Sequence[int]) -> Call:
@@ -394,9 +395,9 @@ class Dispatcher:
     def _missing(self, exchange: _Exchange) -> list[Role]:
         return missing_roles(self._parts.table, exchange.roles, exchange.model)
 
-    def _depart(self, choice: Choice, ask: Ask) -> Trip:
+    def _depart(self, choice: Choice, ask: Ask, now_s: float) -> Trip:
         tokens = 0 if choice.worker.role is Role.DECODE else ask.prompt_tokens - choice.cached_tokens
-        return self._parts.admission.forecast.depart(choice.worker, tokens, now_s=self._parts.clock())
+        return self._parts.admission.forecast.depart(choice.worker, tokens, now_s=now_s)
 
     def _charge(self, choice: Choice, ask: Ask) -> Lease:
         return self._parts.table.charge(choice.worker, cost_tokens(choice, ask))
@@ -405,7 +406,7 @@ class Dispatcher:
         """Count a failure; a worker that could not be reached is looked at."""
         reason = f"http_{failure.status}" if failure.reason == "status" else failure.reason
         self._parts.metrics.errors.labels(reason, failure.worker.role.value).inc()
-        self._parts.recorder.on_failure(reason, failure.worker.role.value)
+        self._parts.journeys.recorder.on_failure(reason, failure.worker.role.value)
         if failure.is_fault:
             failure.worker.circuit.tell(Event.FAULT, self._parts.clock())
         if failure.reason in ("refused", "lost") or failure.draining:
@@ -431,14 +432,13 @@ class Dispatcher:
         if exchange.attempts.last is not None and not missing:
             return _failure_response(exchange.attempts.last)
         self._parts.metrics.errors.labels("no_worker", ",".join(missing)).inc()
-        self._parts.recorder.on_failure("no_worker", ",".join(missing))
+        self._parts.journeys.recorder.on_failure("no_worker", ",".join(missing))
         message = no_worker_message(self._parts.table, missing, exchange.model)
         return error_response(503, message, code="no_worker", headers={"Retry-After": RETRY_AFTER_S})
 
-    def _first_byte(self, exchange: _Exchange) -> None:
-        exchange.journey.first_byte()
-        self._parts.metrics.on_first_byte(exchange.call.path, self._parts.clock() - exchange.started_s)
-        exchange.watched.first_byte()
+    def _first_byte(self, exchange: _Exchange, now_s: float) -> None:
+        exchange.journey.first_byte(now_s)
+        self._parts.metrics.on_first_byte(exchange.call.path, now_s - exchange.started_s)
 
     def _headers(self, request: web.BaseRequest, request_id: str, traceparent: str) -> dict[str, str]:
         """What workers get of the client's headers; `traceparent` instead of its own, where it is not ""."""

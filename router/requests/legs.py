@@ -6,8 +6,9 @@ Decides nothing about retries between workers; a failure is one `LegError` that 
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from router.http.upstream import STREAM_TYPE, Reply, Upstream, UpstreamError
 from router.pool.breaker import UNJOINED, is_fault
@@ -69,8 +70,7 @@ class LegError(Exception):
         return self.reason in ("refused", "lost", "down") or self.status in RETRYABLE_STATUSES
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """What is sent: the same path and headers for both legs."""
 
     path: str

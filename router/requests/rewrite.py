@@ -6,7 +6,6 @@ field or not. What is wrong with a value is for the workers to say, except where
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -44,8 +43,7 @@ class _Sampling(msgspec.Struct):
     max_new_tokens: Any = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedBody:
+class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
     """`fields`: top-level name -> its JSON text. Token counts are estimates, over all samples.
 
     `num_prompts` prompts give `num_samples` answers. `wants_input_logprobs`: the prefill worker's answer holds
