@@ -25,6 +25,7 @@ class Race:
         self.refused: LegError | None = None
         self._legs = (answering,) if prefill is None else (prefill, answering)
         self._bell: asyncio.Future[None] | None = None
+        self._wait_for_prefill = False
         self._finished = False
         self._on_prefill_end: list[Callable[[], None]] = []
         self._on_failure: Callable[[LegError], None] | None = None
@@ -34,18 +35,17 @@ class Race:
 
     async def answer(self, *, wait_for_prefill: bool) -> Leg:
         """The answering leg as soon as its answer begins (and, if asked, prefill's is whole). `LegError` of the leg that failed."""
-        while True:
-            failures = [failure for leg in self._legs if (failure := leg.failure()) is not None]
-            if failures:
-                raise min(failures, key=_says_less)
-            prefill_done = self.prefill is None or self.prefill.ended or not wait_for_prefill
-            if self.answering.begun and prefill_done:
-                return self.answering
+        self._wait_for_prefill = wait_for_prefill
+        while not self._decided():
             self._bell = asyncio.get_running_loop().create_future()
             try:
                 await self._bell
             finally:
                 self._bell = None
+        failures = [failure for leg in self._legs if (failure := leg.failure()) is not None]
+        if failures:
+            raise min(failures, key=_says_less)
+        return self.answering
 
     def watch_prefill(self, on_failure: Callable[[LegError], None]) -> None:
         """From here on bytes go to the client; `on_failure` is told if prefill fails yet.
@@ -77,8 +77,15 @@ class Race:
         else:
             self._on_prefill_end.append(act)
 
+    def _decided(self) -> bool:
+        """Whether there is an answer, or will be none."""
+        if self.answering.begun and (self.prefill is None or self.prefill.ended or not self._wait_for_prefill):
+            return True
+        return any([leg.failure() is not None for leg in self._legs])
+
     def _ring(self) -> None:
-        if self._bell is not None and not self._bell.done():
+        """Wakes who waits only when it is decided: a good end of prefill, which comes first, is no news."""
+        if self._bell is not None and not self._bell.done() and self._decided():
             self._bell.set_result(None)
 
     def _on_prefill_change(self) -> None:

@@ -79,7 +79,11 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
         raise BadBody(None, f"one request may hold at most {MAX_SAMPLES} prompts, this one holds {prompts}")
     samplings = _samplings(fields) if api is Api.GENERATE else [_openai_sampling(fields)]
     per_prompt = samplings if len(samplings) == prompts else samplings[:1] * prompts
-    samples = sum(_count(s.n) for s in per_prompt)
+    samples = output_tokens = 0
+    for sampling in per_prompt:
+        count = _count(sampling.n)
+        samples += count
+        output_tokens += count * _output_tokens(sampling.max_new_tokens)
     if samples > MAX_SAMPLES:
         raise BadBody("n", f"one request may ask for at most {MAX_SAMPLES} samples, this one asks for {samples}")
     return ParsedBody(
@@ -88,7 +92,7 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
         num_prompts=prompts,
         num_samples=samples,
         prompt_tokens=prompt_tokens,
-        output_tokens=sum(_count(s.n) * _output_tokens(s.max_new_tokens) for s in per_prompt),
+        output_tokens=output_tokens,
         wants_input_logprobs=_wants_input_logprobs(api, fields),
     )
 
