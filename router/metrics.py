@@ -3,10 +3,12 @@
 Beside `tandem_router_*` stand the names of SGLang's router (`smg_*`) for the same quantities, made when somebody scrapes.
 """
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -18,6 +20,9 @@ from router.pool.workers import Worker, WorkerTable
 
 CIRCUITS = {State.CLOSED: 0, State.OPEN: 1, State.HALF_OPEN: 2}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+_BOUNDS = (*(str(float(bound)) for bound in _SECONDS), "+Inf")
 
 
 class Caches(Protocol):
@@ -37,12 +42,6 @@ class RouterMetrics:
         self._table = table
         self._registry = CollectorRegistry()
         registry = self._registry
-        self.requests = Counter(
-            "tandem_router_requests",
-            "Requests answered, by path and HTTP status",
-            ["path", "status"],
-            registry=registry,
-        )
         self.errors = Counter(
             "tandem_router_errors", "Failures seen while serving requests", ["reason", "role"], registry=registry
         )
@@ -62,48 +61,79 @@ class RouterMetrics:
             ["why"],
             registry=registry,
         )
-        self.inflight = Gauge("tandem_router_inflight_requests", "Requests being served", registry=registry)
-        self.ttfb_s = Histogram(
-            "tandem_router_ttfb_seconds",
-            "From a request's arrival to the first byte of its answer",
-            ["path"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.duration_s = Histogram(
-            "tandem_router_request_duration_seconds",
-            "From a request's arrival to the end of its answer",
-            ["path"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._registry.register(_WorkerCollector(table, caches))
-        self._registry.register(_SglangNames(self.requests, self.duration_s, table))
-        self._answered: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
-        self._first_byte: dict[str, Histogram] = {}
+        self._tally = _Tally()
+        registry.register(self._tally)
+        registry.register(_WorkerCollector(table, caches))
+        registry.register(_SglangNames(self._tally, table))
 
     def show_admission(self, forecast: Forecast, line: Line) -> None:
         """Export what is known there, too."""
         self._registry.register(_AdmissionCollector(forecast, line, self._table))
 
-    def on_answered(self, path: str, status: str, seconds: float) -> None:
-        """A request ended. `path`: one of few; children are kept, finding one takes longer than counting."""
-        children = self._answered.get((path, status))
-        if children is None:
-            children = self.requests.labels(path, status), self.duration_s.labels(path)
-            self._answered[path, status] = children
-        children[0].inc()
-        children[1].observe(seconds)
+    def on_begin(self) -> None:
+        """A request came."""
+        self._tally.inflight += 1
+
+    def on_answered(self, path: str, status: int, seconds: float) -> None:
+        """It ended. `path`: one of few."""
+        tally = self._tally
+        tally.inflight -= 1
+        tally.answered[path, status] = tally.answered.get((path, status), 0) + 1
+        tally.duration_s.observe(path, seconds)
 
     def on_first_byte(self, path: str, seconds: float) -> None:
         """A request's answer began."""
-        child = self._first_byte.get(path)
-        if child is None:
-            child = self._first_byte[path] = self.ttfb_s.labels(path)
-        child.observe(seconds)
+        self._tally.ttfb_s.observe(path, seconds)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class _Seconds:
+    """A histogram by path."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[int]] = {}  # by bucket, the last one: longer than all
+        self._sums: dict[str, float] = {}
+
+    def observe(self, path: str, seconds: float) -> None:
+        counts = self._counts.get(path)
+        if counts is None:
+            counts = self._counts[path] = [0] * (len(_SECONDS) + 1)
+            self._sums[path] = 0.0
+        counts[bisect_left(_SECONDS, seconds)] += 1
+        self._sums[path] += seconds
+
+    def family(self, name: str, text: str, **labels: str) -> HistogramMetricFamily:
+        """`labels`: on every sample, before its path."""
+        family = HistogramMetricFamily(name, text, labels=[*labels, "path"])
+        for path, counts in self._counts.items():
+            buckets = zip(_BOUNDS, accumulate(counts), strict=True)
+            family.add_metric([*labels.values(), path], [*buckets], self._sums[path])
+        return family
+
+
+class _Tally(Collector):
+    """What every request counts. Plain numbers: the library's own counters take a lock and eight calls for each."""
+
+    def __init__(self) -> None:
+        self.inflight = 0
+        self.answered: dict[tuple[str, int], int] = {}
+        self.ttfb_s = _Seconds()
+        self.duration_s = _Seconds()
+
+    def collect(self) -> Iterator[Metric]:
+        answered = CounterMetricFamily(
+            "tandem_router_requests", "Requests answered, by path and HTTP status", labels=["path", "status"]
+        )
+        for (path, status), count in self.answered.items():
+            answered.add_metric([path, str(status)], count)
+        yield answered
+        yield GaugeMetricFamily("tandem_router_inflight_requests", "Requests being served", value=self.inflight)
+        began = "From a request's arrival to the first byte of its answer"
+        yield self.ttfb_s.family("tandem_router_ttfb_seconds", began)
+        ended = "From a request's arrival to the end of its answer"
+        yield self.duration_s.family("tandem_router_request_duration_seconds", ended)
 
 
 class _WorkerCollector(Collector):
@@ -170,15 +200,19 @@ def _of_workers(table: WorkerTable, name: str, text: str, value: Callable[[Worke
 class _SglangNames(Collector):
     """What SGLang's router 0.3.2 exports, under its labels; of its paths those that generate."""
 
-    def __init__(self, requests: Counter, duration_s: Histogram, table: WorkerTable) -> None:
-        self._requests = requests
-        self._duration_s = duration_s
+    def __init__(self, tally: _Tally, table: WorkerTable) -> None:
+        self._tally = tally
         self._table = table
 
     def collect(self) -> Iterator[Metric]:
-        yield self._total("smg_http_requests", "HTTP requests by method and path", "path")
-        yield self._total("smg_http_responses", "HTTP answers by status", "status", shown="status_code")
-        yield self._durations()
+        answered = self._tally.answered.items()
+        yield _total(
+            "smg_http_requests", "HTTP requests by method and path", "path", ((p, n) for (p, _), n in answered)
+        )
+        by_status = ((str(status), count) for (_, status), count in answered)
+        yield _total("smg_http_responses", "HTTP answers by status", "status_code", by_status)
+        text = "arrival to the end of the answer"
+        yield self._tally.duration_s.family("smg_http_request_duration_seconds", text, method="POST")
         workers = self._table.workers()
         yield self._of_workers("smg_worker_health", "1: healthy", lambda w: w.answers)
         yield self._of_workers("smg_worker_cb_state", "circuit breaker", lambda w: CIRCUITS[w.circuit.state])
@@ -188,27 +222,19 @@ class _SglangNames(Collector):
             pool.add_metric([role], sum(w.role.value == role for w in workers))
         yield pool
 
-    def _total(self, name: str, text: str, label: str, *, shown: str = "") -> CounterMetricFamily:
-        """`requests`, summed over its other label."""
-        family = CounterMetricFamily(name, text, labels=["method", shown or label])
-        totals: dict[str, float] = {}
-        for sample in next(iter(self._requests.collect())).samples:
-            if sample.name.endswith("_total"):
-                totals[sample.labels[label]] = totals.get(sample.labels[label], 0.0) + sample.value
-        for value, total in sorted(totals.items()):
-            family.add_metric(["POST", value], total)
-        return family
-
-    def _durations(self) -> Metric:
-        family = HistogramMetricFamily("smg_http_request_duration_seconds", "arrival to the end of the answer")
-        for sample in next(iter(self._duration_s.collect())).samples:
-            if not sample.name.endswith("_created"):
-                name = family.name + sample.name.removeprefix("tandem_router_request_duration_seconds")
-                family.samples.append(sample._replace(name=name, labels={"method": "POST", **sample.labels}))
-        return family
-
     def _of_workers(self, name: str, text: str, value: Callable[[Worker], float]) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=["worker"])
         for worker in self._table.workers():
             family.add_metric([worker.url], float(value(worker)))
         return family
+
+
+def _total(name: str, text: str, label: str, counts: Iterable[tuple[str, int]]) -> CounterMetricFamily:
+    """Counts with the same label added up."""
+    family = CounterMetricFamily(name, text, labels=["method", label])
+    totals: dict[str, int] = {}
+    for value, count in counts:
+        totals[value] = totals.get(value, 0) + count
+    for value, total in sorted(totals.items()):
+        family.add_metric(["POST", value], total)
+    return family

@@ -1,12 +1,11 @@
-"""Puts the router together and runs it. The only place that builds its parts, listens, and handles signals."""
+"""Runs a router, as one process or several: listens, and handles signals. What it is made of: compose.py."""
 
 import json
 import logging
 import os
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,43 +13,11 @@ import uvloop
 from aiohttp import web
 
 from lifecycle.stop_signals import StopSignals
-from router.admission.admission import Admission
-from router.admission.rate_limit import make_limiter
-from router.choice.chooser import make_chooser
-from router.choice.kv_feed import KVEventFeed
-from router.config import RouterConfig, RouterConfigError, check_config
-from router.dashboard.page import Dashboard
-from router.dashboard.recorder import Recorder
+from router.compose import Base, Serving, build_base, build_guard, build_routes, build_serving, check_exposure
+from router.config import RouterConfig, check_config
 from router.fleet.processes import Place, obey_parent, run_fleet
-from router.fleet.shared_load import SharedLoad
-from router.fleet.siblings import Siblings
-from router.http.control import Control
-from router.http.credentials import Credentials
-from router.http.guard import make_guard
 from router.http.listening import http_server, listen, url_host
-from router.http.routes import Routes
-from router.http.session import open_session
-from router.http.upstream import HttpUpstream
-from router.metrics import RouterMetrics
-from router.pool.breaker import BreakerSettings
-from router.pool.discovery import open_discovery
-from router.pool.health import HealthMonitor
-from router.pool.lifelines import Lifelines
-from router.pool.load_view import ALONE, LoadView
-from router.pool.workers import Role, Thresholds, Worker, WorkerTable
-from router.requests.dispatch import Dispatcher, Parts
-from router.requests.draining import LiveRequests
-from router.requests.entropy import Entropy
-from router.requests.journey import Journeys
-from router.requests.legs import Legs
-from router.requests.rewrite import Api
-from router.requests.rooms import RoomMinter
-from security.addresses import require_secret
-from security.keys import Gate, open_gate
-from security.secret import read_secret_file
 from telemetry.logs import set_up_logging
-from telemetry.otlp import open_exporter
-from telemetry.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -58,28 +25,16 @@ log = logging.getLogger(__name__)
 class RunningRouter:
     """A router that listens at `url`; its state, for tests and for the launcher."""
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        table: WorkerTable,
-        rooms: RoomMinter,
-        gate: Gate,
-        live: LiveRequests,
-        lifelines: Lifelines,
-        monitor: HealthMonitor,
-        recorder: Recorder,
-        admission: Admission,
-    ) -> None:
-        self.recorder = recorder
+    def __init__(self, url: str, base: Base, serving: Serving) -> None:
         self.url = url
-        self.admission = admission
-        self.lifelines = lifelines
-        self.monitor = monitor
-        self.gate = gate
-        self.table = table
-        self.rooms = rooms
-        self.live = live
+        self.table = base.table
+        self.rooms = base.rooms
+        self.gate = base.gate
+        self.live = base.live
+        self.recorder = base.recorder
+        self.admission = base.admission
+        self.lifelines = serving.legs.lifelines
+        self.monitor = serving.monitor
 
 
 async def run_router(
@@ -106,7 +61,7 @@ def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None
     if config.workers == 1:
         return uvloop.run(run_router(config, on_ready=on_ready))
     check_config(config)
-    _check_exposure(config)
+    check_exposure(config)
 
     def on_port(port: int) -> None:
         _tell_ready(config, _url(config, port), on_ready)
@@ -124,175 +79,29 @@ def serve_in_place(place: Place, config: RouterConfig) -> None:
 async def start_router(config: RouterConfig, *, place: Place | None = None) -> AsyncIterator[RunningRouter]:
     """A listening router; leaving the block stops it. `place`: it is one process of several."""
     check_config(config)
-    secret, gate = _check_exposure(config)
-    credentials = Credentials(config, api=gate.api)
-    view: LoadView = ALONE
-    if place is not None:
-        view = SharedLoad(place.load_file, row=place.row, num_rows=place.num_rows)
-    siblings = Siblings(place)
-    exporter = open_exporter(enable=config.enable_trace, endpoint=config.otlp_traces_endpoint, process="router")
-    tracer = Tracer(ring_size=config.trace_ring, exporter=exporter)
-    entropy = Entropy()
-    chooser = make_chooser(config, draw=secrets.randbelow)
-    table = _table(config, view)
-    feed = KVEventFeed(chooser, secret=secret, enabled=not config.disable_kv_events)
-
-    def on_gone(worker: Worker) -> None:
-        feed.on_gone(worker)
-        admission.forecast.forget(worker)
-
-    table.on_gone = on_gone
-    rooms = RoomMinter(entropy.bits)
-    metrics = RouterMetrics(table, feed)
-    recorder = Recorder(time.monotonic, place=0 if place is None else place.row)
-    live = LiveRequests()
-    admission = Admission(config, view=view, chooser=chooser)
-    metrics.show_admission(admission.forecast, admission.door.line)
-    client = {
-        "connect_timeout_s": config.connect_timeout_s,
-        "request_timeout_s": config.request_timeout_s,
-        "dead_timeout_s": config.dead_worker_timeout_s,
-    }
-    upstream = HttpUpstream(**client)
-    async with open_session(**client) as session:
-        legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
-        monitor = HealthMonitor(
-            config=config,
-            table=table,
-            session=session,
-            credentials=credentials,
-            legs=legs,
-            on_info=feed.on_info,
-            recorder=recorder,
-        )
-        discovery = await open_discovery(config, table=table, monitor=monitor)
-        dispatcher = Dispatcher(
-            Parts(
-                config=config,
-                table=table,
-                rooms=rooms,
-                chooser=chooser,
-                legs=legs,
-                metrics=metrics,
-                credentials=credentials,
-                secret=secret,
-                live=live,
-                admission=admission,
-                on_unreachable=monitor.on_unreachable,
-                recorder=recorder,
-                journeys=Journeys(tracer, log_requests=config.log_requests),
-            )
-        )
-        control = Control(
-            config=config,
-            table=table,
-            monitor=monitor,
-            session=session,
-            metrics=metrics,
-            gate=gate,
-            credentials=credentials,
-            roles=dispatcher.roles,
-            live=live,
-            siblings=siblings,
-            tracer=tracer,
-            discovery=discovery,
-        )
-        dashboard = Dashboard(
-            config=config,
-            table=table,
-            recorder=recorder,
-            live=live,
-            num_running=lambda: admission.door.line.num_everywhere,
-            siblings=siblings,
-        )
-        routes = Routes(
-            [
-                *(web.post(api.value, dispatcher.handle) for api in Api),
-                web.put(Api.GENERATE.value, dispatcher.handle),
-                *control.routes(),
-                *dashboard.routes(),
-            ]
-        )
-        share = config.workers if place is not None else 1
-        limiter = make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share))
-        guard = make_guard(gate=gate, limiter=limiter, metrics=metrics, new_id=entropy.name, is_sibling=siblings.is_one)
-        runner = http_server(config, routes, guard)
+    async with AsyncExitStack() as stack:
+        base = build_base(config, place, stack)
+        serving = await build_serving(base, stack)
+        runner = http_server(config, build_routes(base, serving), build_guard(base))
+        stack.push_async_callback(
+            runner.cleanup
+        )  # the first to end: takes no new connection, waits for running requests
         await runner.setup()
-        try:
-            if place is not None:  # before it asks who the workers are: no change of the pool is missed
-                await web.UnixSite(runner, str(place.socket(place.row))).start()
-                await siblings.catch_up(table, now_s=time.monotonic())
-            port = await listen(runner, config, shared=place is not None)
-            for worker in table.workers():
-                monitor.watch(worker)
-            await monitor.first_round()
-            if discovery is not None:
-                discovery.start()
-            yield RunningRouter(
-                url=_url(config, port),
-                table=table,
-                rooms=rooms,
-                gate=gate,
-                live=live,
-                lifelines=legs.lifelines,
-                monitor=monitor,
-                recorder=recorder,
-                admission=admission,
-            )
-        finally:
-            await runner.cleanup()  # takes no new connection, and waits for running requests
-            if discovery is not None:
-                await discovery.close()
-            dispatcher.close()
-            await upstream.close()
-            await monitor.close()
-            await feed.close()
-            await siblings.close()
-            tracer.close()
+        if place is not None:  # before it asks who the workers are: no change of the pool is missed
+            await web.UnixSite(runner, str(place.socket(place.row))).start()
+            await base.siblings.catch_up(base.table, now_s=time.monotonic())
+        port = await listen(runner, config, shared=place is not None)
+        await _meet_workers(base, serving)
+        yield RunningRouter(_url(config, port), base, serving)
 
 
-def _check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
-    """The cluster's secret, and who may call. Raises `SecurityConfigError` where anybody could, from anywhere."""
-    gate = open_gate(
-        api_key=config.api_key,
-        api_key_file=config.api_key_file,
-        admin_api_key=config.admin_api_key,
-        admin_api_key_file=config.admin_api_key_file,
-    )
-    warning = require_secret(
-        config.host,
-        flag="--host",
-        what="the router",
-        remedy="--api-key-file (or --api-key)",
-        has_secret=gate.is_set,
-        allow_insecure=config.allow_insecure,
-    )
-    if warning is not None:
-        log.warning(warning)
-    return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file), gate
-
-
-def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
-    thresholds = Thresholds(failure=config.health_failure_threshold, success=config.health_success_threshold)
-    breaker = BreakerSettings(
-        failure=config.cb_failure_threshold,
-        success=config.cb_success_threshold,
-        timeout_s=config.cb_timeout_duration_secs,
-        window_s=config.cb_window_duration_secs,
-        enabled=not config.disable_circuit_breaker,
-    )
-    table = WorkerTable(thresholds, view, breaker=breaker)
-    now_s = time.monotonic()
-    try:
-        for url, port in config.prefill:
-            table.add(url, role=Role.PREFILL, bootstrap_port=port, now_s=now_s)
-        for url in config.decode:
-            table.add(url, role=Role.DECODE, now_s=now_s)
-        for url in config.worker_urls:
-            table.add(url, role=Role.UNIFIED, now_s=now_s)
-    except ValueError as err:
-        raise RouterConfigError(f"--prefill/--decode/--worker-urls: {err}; name each worker once") from None
-    return table
+async def _meet_workers(base: Base, serving: Serving) -> None:
+    """Each known worker was looked at once; from now on all are watched."""
+    for worker in base.table.workers():
+        serving.monitor.watch(worker)
+    await serving.monitor.first_round()
+    if serving.discovery is not None:
+        serving.discovery.start()
 
 
 def _url(config: RouterConfig, port: int) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+import msgspec
+
 from security.addresses import SecurityConfigError
 from security.secret import warn_if_others_read
 
@@ -47,13 +49,18 @@ class KeyRing:
         return bool(self._keys)
 
     @property
+    def has_file(self) -> bool:
+        """Its keys may change."""
+        return self._file is not None
+
+    @property
     def first(self) -> str | None:
         """The one to send to others."""
         return self._keys[0] if self._keys else None
 
     def holder(self, authorization: str) -> str | None:
         """A short name of the key in an Authorization header, fit for logs and tables; None when it is not one of ours."""
-        if len(authorization) > MAX_HEADER_CHARS or authorization[: len(SCHEME)].lower() != SCHEME:
+        if not authorization or len(authorization) > MAX_HEADER_CHARS or authorization[: len(SCHEME)].lower() != SCHEME:
             return None
         given = _digest(authorization[len(SCHEME) :].strip())
         matches = [hmac.compare_digest(given, known) for known in self._digests]
@@ -106,8 +113,7 @@ class Access(IntEnum):
     ADMIN = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """`name`: of its key, fit for logs and tables; empty without one."""
 
     access: Access

@@ -7,6 +7,8 @@ import re
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import msgspec
+
 _HEADER = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _SAMPLED = 1
 
@@ -32,8 +34,7 @@ def parse_traceparent(header: str) -> TraceParent | None:
     return TraceParent(trace_id, span_id, bool(int(match[3], 16) & _SAMPLED)) if trace_id and span_id else None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(msgspec.Struct, frozen=True):
     """`operation`: gen_ai.operation.name ("chat", "text_completion", "embeddings"); "": not a generation."""
 
     request_id: str

@@ -1,7 +1,7 @@
 """Whether a request is served at all, now: limits and priority (door.py), objectives (forecast.py). Reads requests; picks no worker."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from aiohttp import web
 
@@ -41,9 +41,9 @@ class Admission:
         """Before its body is read. `Refused`."""
         self.door.refuse_early(self._client(request))
 
-    async def enter(self, request: web.BaseRequest, parsed: ParsedBody) -> Ticket:
+    def enter(self, request: web.BaseRequest, parsed: ParsedBody) -> Awaitable[Ticket]:
         """Waits until the request may run; it must `leave`. `Refused`; `BadBody` for a priority that is none."""
-        return await self.door.enter(self._client(request), priority=_priority(request, parsed))
+        return self.door.enter(self._client(request), priority=_priority(request, parsed))
 
     def leave(self, ticket: Ticket) -> None:
         """The request is over."""

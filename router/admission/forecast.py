@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from router.admission.fit import Fit
 from router.pool.workers import Role, Worker
 
@@ -21,8 +23,7 @@ MIN_EVENTS = 4  # of a stream that says something of pace
 STALE_S = 30.0  # without news for so long a worker is tried once, whatever was foretold: it may be faster now
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
+class Slo(msgspec.Struct, frozen=True):
     """What a request's client wants, in seconds; inf: nothing."""
 
     ttft_s: float = math.inf
@@ -172,6 +173,8 @@ def requests_at(worker: Worker) -> int:
 
 def read_slo(headers: Mapping[str, str], default: Slo) -> Slo:
     """A request's own objectives, else the router's. `ValueError` names the header that is no positive number."""
+    if TTFT_HEADER not in headers and ITL_HEADER not in headers:
+        return default
     return Slo(_seconds(headers, TTFT_HEADER, default.ttft_s), _seconds(headers, ITL_HEADER, default.itl_s))
 
 

@@ -5,9 +5,10 @@ Ties are broken by an explicit key. Names are those of SGLang's router where it 
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
+
+import msgspec
 
 from router.choice.load import comparable_by_share, least_loaded, load_key
 from router.pool.workers import Role, Worker
@@ -16,8 +17,7 @@ _MASK = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may know of a request. `keys`: of its prompt's prefixes; `session`: whose it is, "" unknown.
 
     Both are left empty where no policy asks for them.
@@ -29,8 +29,7 @@ class Ask:
     session: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """`cached_tokens`: of the prompt, that the worker has already, as far as we know."""
 
     worker: Worker

@@ -17,6 +17,8 @@ class Credentials:
             key=config.worker_admin_api_key, file=config.worker_admin_api_key_file, flag="--worker-admin-api-key"
         )
 
+        self._read_anew = [ring for ring in (self._api, self._worker, self._admin) if ring.has_file]
+
     def own(self) -> dict[str, str]:
         """For what the router asks by itself: health, load, information."""
         self._refresh()
@@ -40,6 +42,8 @@ class Credentials:
         return {"Authorization": authorization} if known else bearer(self._admin.first)
 
     def _refresh(self) -> None:
+        if not self._read_anew:
+            return
         now_s = time.monotonic()
-        for ring in (self._api, self._worker, self._admin):
+        for ring in self._read_anew:
             ring.refresh(now_s)

@@ -13,6 +13,7 @@ from router.http.errors import error_response
 from router.http.routes import Handler
 from router.metrics import RouterMetrics
 from router.pool.workers import WorkerTableError
+from router.requests.journey import CLIENT_GONE
 from router.requests.rewrite import Api, BadBody
 from security.keys import Access, Caller, Gate
 
@@ -88,14 +89,13 @@ def make_guard(
 
 async def _counted(request: web.BaseRequest, handler: Handler, metrics: RouterMetrics) -> web.StreamResponse:
     """A generation request; one whose client went away counts as status 499."""
-    started_s, status = time.monotonic(), "499"
-    metrics.inflight.inc()
+    started_s, status = time.monotonic(), CLIENT_GONE
+    metrics.on_begin()
     try:
         response = await _answered(request, handler)
-        status = str(response.status)
+        status = response.status
         return response
     finally:
-        metrics.inflight.dec()
         metrics.on_answered(request.path, status, time.monotonic() - started_s)
 
 

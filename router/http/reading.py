@@ -116,10 +116,18 @@ class TimedRequest(web.BaseRequest):
     async def read(self) -> bytes:
         if self.content_length is not None and self.content_length > self._client_max_size:
             raise web.HTTPRequestEntityTooLarge(max_size=self._client_max_size, actual_size=self.content_length)
-        if self.content.is_eof():
-            return await super().read()
+        if self.content.is_eof():  # it came with the head, as most do: no loop, no copy
+            return self._read_now()
         try:
             async with asyncio.timeout(self.body_timeout_s):
                 return await super().read()
         except TimeoutError:
             raise web.HTTPRequestTimeout from None
+
+    def _read_now(self) -> bytes:
+        if self._read_bytes is None:
+            body = self.content.read_nowait()
+            if len(body) > self._client_max_size:
+                raise web.HTTPRequestEntityTooLarge(max_size=self._client_max_size, actual_size=len(body))
+            self._read_bytes = body
+        return self._read_bytes

@@ -95,11 +95,15 @@ class HttpUpstream:
         self._connecting: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._sweep: asyncio.TimerHandle | None = None
+        self._headers: Mapping[str, str] = {}  # of the last request
+        self._lines = ""
 
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
         """As `Upstream.post`. The worker's answer has the whole of the request's timeout to come and to end."""
         origin = self._origin(url)
-        head = _head(path, origin.name, headers, len(body))
+        if headers is not self._headers:  # both legs of a request have the same: their text is made once
+            self._headers, self._lines = headers, _lines(headers)
+        head = _head(path, origin.name, self._lines, len(body))
         reply = HttpReply(self._loop, timeout_s=self._request_timeout_s)
         connection = self._free(origin)
         if connection is not None:
@@ -238,8 +242,9 @@ class HttpReply:
     def close(self, error: UpstreamError | None = None) -> None:
         """As `Reply.close`."""
         if not self.complete and self.error is None:
+            end_connection = self.end_connection
             self.fail(error or UpstreamError("lost", "the request was ended here"))
-            self.end_connection()
+            end_connection()
 
     def feed(self, data: bytes) -> bool:
         """A piece of the body came; False: enough for now."""
@@ -251,16 +256,20 @@ class HttpReply:
         """All of it came."""
         self._timer.cancel()
         self.complete = True
-        self.on_end()
-        self.wake()
+        self._tell_end()
 
     def fail(self, error: UpstreamError) -> None:
         """Nothing more comes; what came before is still there to be read."""
         if not self.complete and self.error is None:
             self._timer.cancel()
             self.error = error
-            self.on_end()
-            self.wake()
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        """And let go of who listened, who mostly knows this reply: a circle would keep bodies until the collector comes."""
+        self.on_end()
+        self.wake()
+        self.listener = self.on_end = self.resume = self.end_connection = _nothing
 
     def wake(self) -> None:
         """Something changed that a reader or the listener may wait for."""
@@ -390,11 +399,15 @@ class _Connection(asyncio.Protocol):
         reply.finish()
 
 
-def _head(path: str, host: str, headers: Mapping[str, str], length: int) -> bytes:
-    """The head of a request. `ValueError` for a header that is more than one line."""
-    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {length}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    text = "\r\n".join(lines)
-    if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
+def _lines(headers: Mapping[str, str]) -> str:
+    """Headers as they are sent. `ValueError` for one that is more than one line."""
+    text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if text.count("\n") != len(headers) or text.count("\r") != len(headers):
         raise ValueError("a header holds a line break")
-    return (text + "\r\n\r\n").encode("utf-8", "surrogateescape")
+    return text
+
+
+def _head(path: str, host: str, lines: str, length: int) -> bytes:
+    """The head of a request; `lines`: its other headers."""
+    text = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n{lines}\r\n"
+    return text.encode("utf-8", "surrogateescape")

@@ -93,6 +93,8 @@ class Circuit:
         """Something happened. `BEGUN`, `WELL` and `FAULT` are of requests."""
         if not self.settings.enabled:
             return
+        if self.state is State.CLOSED and event is not Event.FAULT and not self._faults_s:
+            return  # all is well, and was: nearly every call
         target, needed = TRANSITIONS[self.state, event]
         count = self._count(event, now_s)
         if target is self.state or (needed and count < getattr(self.settings, needed)):

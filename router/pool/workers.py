@@ -11,6 +11,8 @@ from enum import StrEnum
 from functools import lru_cache
 from urllib.parse import urlsplit
 
+import msgspec
+
 from router.pool.breaker import BreakerSettings, Circuit
 from router.pool.load_view import ALONE, LoadView
 from router.pool.models import Catalogue, serves
@@ -153,8 +155,7 @@ class Worker:
         return self.inflight_tokens + self.view.others_tokens(self.slot) + self.foreign_tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Lease:
+class Lease(msgspec.Struct, frozen=True, eq=False):
     """`tokens` of work charged to `worker` until released. `trial`: it tries a worker whose circuit is half open."""
 
     worker: Worker

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from router.admission.forecast import Forecast, Trip
 from router.choice.chooser import cost_tokens
 from router.choice.policies import Ask, Choice
-from router.dashboard.records import Attempt as Shown
 from router.http.upstream import UpstreamError
 from router.pool.breaker import Event
 from router.pool.workers import Lease, Role, Worker, WorkerTable
 from router.requests.exchange import Exchange
+from router.requests.journey import Attempt as Told
 from router.requests.legs import Call, Leg, Legs
 from router.requests.race import Race
 from router.requests.rewrite import write_bodies
@@ -24,7 +24,7 @@ from security.voucher import VOUCHER_HEADER, vouch
 class Attempt:
     """`trip`: at the worker that computes the prompt; `answer_trip`: at the one that answers. `end` must be called, once."""
 
-    __slots__ = ("_launcher", "_leases", "_rooms", "answer_trip", "race", "shown", "trip", "workers")
+    __slots__ = ("_launcher", "_leases", "_rooms", "answer_trip", "race", "told", "trip", "workers")
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Attempt:
         trips: Sequence[Trip],
         leases: Sequence[Lease],
         rooms: Sequence[int],
-        shown: Shown,
+        told: Told,
     ) -> None:
         self._launcher = launcher
         self._leases = leases
@@ -43,7 +43,7 @@ class Attempt:
         self.race = race
         self.workers = workers
         self.trip, self.answer_trip = trips[0], trips[-1]
-        self.shown = shown
+        self.told = told
 
     def begun(self) -> None:
         """Its answer has begun."""
@@ -87,12 +87,11 @@ class Launcher:
         """Send a request to those. `hedge`: beside another attempt that goes on."""
         if len(chosen) == 2:
             return self._begin_pair(exchange, call, chosen[0], chosen[1], hedge=hedge)
-        (choice,) = chosen
-        trip, lease = self._depart(choice, exchange.ask), self._charge(choice, exchange.ask)
+        (choice,), now_s = chosen, self._clock()
+        trip, lease = self._depart(choice, exchange.ask, now_s), self._charge(choice, exchange.ask)
         leg = self._legs.send(choice.worker, call, exchange.body, stream=True)
-        exchange.journey.sent(leg)
-        shown = exchange.watched.attempt(answering=choice.worker.url, hedge=hedge)
-        return Attempt(self, Race(leg), workers=(choice.worker,), trips=(trip,), leases=(lease,), rooms=(), shown=shown)
+        told = exchange.journey.sent(leg, now_s=now_s, hedge=hedge)
+        return Attempt(self, Race(leg), workers=(choice.worker,), trips=(trip,), leases=(lease,), rooms=(), told=told)
 
     def _begin_pair(
         self, exchange: Exchange, call: Call, compute: Choice, answer_by: Choice, *, hedge: bool
@@ -102,17 +101,16 @@ class Launcher:
         prefill_body, decode_body = write_bodies(
             parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms
         )
-        trips = self._depart(compute, exchange.ask), self._depart(answer_by, exchange.ask)
+        now_s = self._clock()
+        trips = self._depart(compute, exchange.ask, now_s), self._depart(answer_by, exchange.ask, now_s)
         leases = self._charge(compute, exchange.ask), self._charge(answer_by, exchange.ask)
         first = self._legs.send(prefill, call, prefill_body, stream=False)
         second = self._legs.send(decode, self._vouched(call, prefill, rooms), decode_body, stream=True)
-        exchange.journey.sent(first, second, rooms=rooms)
-        race, watched = Race(second, prefill=first), exchange.watched
-        shown = watched.attempt(answering=decode.url, prefill=prefill.url, hedge=hedge)
-        race.when_prefill_ends(lambda: watched.prefill_ended(shown))
+        told = exchange.journey.sent(first, second, rooms=rooms, now_s=now_s, hedge=hedge)
+        race = Race(second, prefill=first)
         # However the prefill leg ends, `race.close` at the latest; an answer that is not streamed ends long after it.
         race.when_prefill_ends(lambda: self.table.release(leases[0]))
-        return Attempt(self, race, workers=(prefill, decode), trips=trips, leases=leases, rooms=rooms, shown=shown)
+        return Attempt(self, race, workers=(prefill, decode), trips=trips, leases=leases, rooms=rooms, told=told)
 
     def close(self) -> None:
         """End what prefill legs still run after their clients were served."""
@@ -150,9 +148,9 @@ class Launcher:
         voucher = vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)
         return Call(call.path, {**call.headers, VOUCHER_HEADER: voucher})
 
-    def _depart(self, choice: Choice, ask: Ask) -> Trip:
+    def _depart(self, choice: Choice, ask: Ask, now_s: float) -> Trip:
         tokens = 0 if choice.worker.role is Role.DECODE else ask.prompt_tokens - choice.cached_tokens
-        return self.forecast.depart(choice.worker, tokens, now_s=self._clock())
+        return self.forecast.depart(choice.worker, tokens, now_s=now_s)
 
     def _charge(self, choice: Choice, ask: Ask) -> Lease:
         return self.table.charge(choice.worker, cost_tokens(choice, ask))

@@ -5,7 +5,6 @@ side, or to the bootstrap server between them: decode has asked there again and 
 first, and one server gets `MAX_JOINS` tries in all.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +22,7 @@ class Attempts:
 
     last: LegError | None = None
     _failed: set[int] = field(default_factory=set)
-    _unjoined: Counter[Server] = field(default_factory=Counter)
+    _unjoined: dict[Server, int] = field(default_factory=dict)
 
     def note(self, failure: LegError, workers: Sequence[Worker]) -> None:
         """`failure` ended the attempt on `workers`. Only the leg that failed is blamed, if it can be told which."""
@@ -31,10 +30,13 @@ class Attempts:
         self._failed.add(failure.worker.worker_id)
         if failure.unjoined:
             self._failed.update(w.worker_id for w in workers)
-            self._unjoined.update(server for w in workers if (server := _server_of(w)) is not None)
+            for server in filter(None, map(_server_of, workers)):
+                self._unjoined[server] = self._unjoined.get(server, 0) + 1
 
     def candidates(self, alive: Sequence[Worker]) -> Sequence[Worker]:
         """Those of `alive`, all of one role, that are best tried next; none: it would be in vain."""
+        if self.last is None:  # nearly every request has no other attempt
+            return alive
         left = [w for w in alive if self._num_unjoined(w) < MAX_JOINS]
         fresh = [w for w in left if w.worker_id not in self._failed]
         elsewhere = [w for w in fresh if not self._num_unjoined(w)]
@@ -42,7 +44,7 @@ class Attempts:
 
     def _num_unjoined(self, worker: Worker) -> int:
         server = _server_of(worker)
-        return 0 if server is None else self._unjoined[server]
+        return 0 if server is None else self._unjoined.get(server, 0)
 
 
 def _server_of(worker: Worker) -> Server | None:

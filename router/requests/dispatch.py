@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -17,7 +17,6 @@ from router.admission.door import Refused
 from router.admission.forecast import ITL_HEADER, TTFT_HEADER, Pace, requests_at
 from router.choice.chooser import Chooser
 from router.config import RouterConfig
-from router.dashboard.recorder import Recorder
 from router.http.credentials import Credentials
 from router.http.guard import REQUEST_ID
 from router.http.relay import StreamBroken, end_with_event, relay_stream
@@ -50,7 +49,6 @@ from router.requests.replies import (
 )
 from router.requests.rewrite import Api, BadBody, ParsedBody, parse_body
 from router.requests.rooms import RoomMinter
-from telemetry.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +80,8 @@ class Parts:
     live: LiveRequests
     admission: Admission
     on_unreachable: Callable[[LegError], None]
-    recorder: Recorder
+    journeys: Journeys
     clock: Callable[[], float] = time.monotonic
-    journeys: Journeys = field(default_factory=lambda: Journeys(Tracer(ring_size=0)))
 
 
 class Dispatcher:
@@ -119,13 +116,15 @@ class Dispatcher:
             return draining_response("the router is draining: it takes no new requests")
         try:
             self._parts.admission.refuse_early(request)
-            with self._parts.live.request() as live:
-                try:
-                    return await self._handle(request, live)
-                except asyncio.CancelledError:
-                    if not live.took_cancel():
-                        raise
-                    return draining_response(HANDED_BACK)
+            live = self._parts.live.begin()
+            try:
+                return await self._handle(request, live)
+            except asyncio.CancelledError:
+                if not live.took_cancel():
+                    raise
+                return draining_response(HANDED_BACK)
+            finally:
+                self._parts.live.end(live)
         except Refused as refused:
             self._parts.metrics.refused.labels(refused.why).inc()
             return refused.response
@@ -134,10 +133,9 @@ class Dispatcher:
         started_s, request_id = self._parts.clock(), request[REQUEST_ID]
         traceparent = request.headers.get("traceparent", "")
         journey = self._parts.journeys.begin(request_id, request.path, traceparent, now_s=started_s)
-        status, exchange = CLIENT_GONE, None
+        status = CLIENT_GONE
         try:
-            exchange = await self._exchange(request, live, journey, started_s)
-            response = await self._serve_in_turn(exchange)
+            response = await self._serve_in_turn(await self._exchange(request, live, journey, started_s))
             status = response.status
             return response
         except Refused as refused:
@@ -147,9 +145,8 @@ class Dispatcher:
             status = 400
             raise
         finally:
-            journey.end(status)
-            if exchange is not None:
-                exchange.watched.end(503 if live.handed_back and status == CLIENT_GONE else status)
+            answered = 503 if live.handed_back and status == CLIENT_GONE else status
+            journey.end(answered, now_s=self._parts.clock())
 
     async def _exchange(
         self, request: web.BaseRequest, live: LiveRequest, journey: Journey, started_s: float
@@ -157,14 +154,17 @@ class Dispatcher:
         body = await request.read()
         request_id = request[REQUEST_ID]
         parsed = parse_body(Api(request.path), body)
-        journey.asked(parsed.num_samples, bytes(parsed.fields.get("model", b"")))
-        begin = self._parts.recorder.begin
+        journey.asked(
+            num_samples=parsed.num_samples,
+            prompt_tokens=parsed.prompt_tokens,
+            model=bytes(parsed.fields.get("model", b"")),
+        )
         roles = self._embedding_roles if parsed.api is Api.EMBEDDINGS else self.roles
         try:
             model = self._picker.model_of(parsed, roles)
         except UnknownModel as err:
             raise Refused(unknown_model(err), "model") from None
-        return Exchange(
+        exchange = Exchange(
             request=request,
             request_id=request_id,
             parsed=parsed,
@@ -178,8 +178,9 @@ class Dispatcher:
             slo=self._parts.admission.slo_of(request),
             hedge_after_s=None if self._hedging is None else _hedge_after_s(self._hedging, request, parsed),
             journey=journey,
-            watched=begin(request_id, request.path, prompt_tokens=parsed.prompt_tokens, started_s=started_s),
         )
+        journey.routed()
+        return exchange
 
     async def _serve_in_turn(self, exchange: Exchange) -> web.StreamResponse:
         """`_serve`, once the request may run."""
@@ -234,7 +235,7 @@ class Dispatcher:
         contest = Contest(
             first,
             on_failed=lambda attempt, failure: self._on_failed(exchange, attempt, failure),
-            on_lost=lambda attempt: exchange.watched.attempt_cancelled(attempt.shown),
+            on_lost=lambda lost: exchange.journey.attempt_cancelled(lost.told, now_s=self._parts.clock()),
         )
         won = "lost"
         try:
@@ -277,7 +278,7 @@ class Dispatcher:
 
     def _on_failed(self, exchange: Exchange, attempt: Attempt, failure: LegError) -> None:
         exchange.attempts.note(failure, attempt.workers)
-        exchange.watched.attempt_failed(str(failure), attempt.shown)
+        exchange.journey.attempt_failed(str(failure), attempt.told, now_s=self._parts.clock())
         self._note(failure)
 
     async def _answer(self, exchange: Exchange, attempt: Attempt, *, merger: Merger | None) -> web.StreamResponse:
@@ -286,7 +287,7 @@ class Dispatcher:
         leg = race.answering
         headers = answer_headers(leg.reply.headers)
         if not leg.streaming:
-            self._first_byte(exchange)
+            self._first_byte(exchange, self._parts.clock())
             body = leg.reply.take()
             body = merger.merge_answer(body) if merger else body
             return web.Response(status=leg.reply.status, body=body, headers=headers)
@@ -297,12 +298,14 @@ class Dispatcher:
         pace, requests, clock = Pace(), requests_at(leg.worker), self._parts.clock
 
         def on_first(chunk: bytes) -> None:
-            self._first_byte(exchange)
-            pace.on_chunk(chunk, clock())
+            now_s = clock()
+            self._first_byte(exchange, now_s)
+            pace.on_chunk(chunk, now_s)
 
         def on_more(chunk: bytes) -> None:
-            exchange.watched.event()
-            pace.on_chunk(chunk, clock())
+            now_s = clock()
+            exchange.journey.event(now_s)
+            pace.on_chunk(chunk, now_s)
 
         try:
             out = await relay_stream(
@@ -328,7 +331,7 @@ class Dispatcher:
 
     async def _end_handed_back(self, exchange: Exchange, out: web.StreamResponse, race: Race) -> web.StreamResponse:
         race.close()
-        exchange.watched.broke(HANDED_BACK)
+        exchange.journey.broke(HANDED_BACK)
         return await end_with_event(out, handed_back_event())
 
     async def _end_broken(
@@ -340,14 +343,14 @@ class Dispatcher:
         else:
             self._note(failure)
         race.close()
-        exchange.watched.broke(str(failure))
+        exchange.journey.broke(str(failure))
         return await end_with_event(out, failure_event(failure))
 
     def _note(self, failure: LegError) -> None:
         """Count a failure; a worker that could not be reached is looked at."""
         reason = f"http_{failure.status}" if failure.reason == "status" else failure.reason
         self._parts.metrics.errors.labels(reason, failure.worker.role.value).inc()
-        self._parts.recorder.on_failure(reason, failure.worker.role.value)
+        self._parts.journeys.recorder.on_failure(reason, failure.worker.role.value)
         if failure.is_fault:
             failure.worker.circuit.tell(Event.FAULT, self._parts.clock())
         if failure.reason in ("refused", "lost") or failure.draining:
@@ -360,14 +363,13 @@ class Dispatcher:
         if exchange.attempts.last is not None and not missing:
             return failure_response(exchange.attempts.last)
         self._parts.metrics.errors.labels("no_worker", ",".join(missing)).inc()
-        self._parts.recorder.on_failure("no_worker", ",".join(missing))
+        self._parts.journeys.recorder.on_failure("no_worker", ",".join(missing))
         message = no_worker_message(self._parts.table, missing, exchange.model)
         return no_worker_response(message)
 
-    def _first_byte(self, exchange: Exchange) -> None:
-        exchange.journey.first_byte()
-        self._parts.metrics.on_first_byte(exchange.call.path, self._parts.clock() - exchange.started_s)
-        exchange.watched.first_byte()
+    def _first_byte(self, exchange: Exchange, now_s: float) -> None:
+        exchange.journey.first_byte(now_s)
+        self._parts.metrics.on_first_byte(exchange.call.path, now_s - exchange.started_s)
 
     def _headers(self, request: web.BaseRequest, request_id: str, traceparent: str) -> dict[str, str]:
         """What workers get of the client's headers; `traceparent` instead of its own, where it is not ""."""

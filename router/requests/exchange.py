@@ -6,7 +6,6 @@ from aiohttp import web
 
 from router.admission.forecast import Slo
 from router.choice.policies import Ask
-from router.dashboard.recorder import Watched
 from router.pool.workers import Role
 from router.requests.attempts import Attempts
 from router.requests.draining import LiveRequest
@@ -27,7 +26,6 @@ class Exchange:
     call: Call
     live: LiveRequest
     started_s: float
-    watched: Watched
     roles: tuple[Role, ...]
     model: str  # that its workers must serve; "": any will do
     slo: Slo

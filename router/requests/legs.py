@@ -7,8 +7,9 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from router.http.upstream import STREAM_TYPE, Reply, Upstream, UpstreamError
 from router.pool.breaker import UNJOINED, is_fault
@@ -70,8 +71,7 @@ class LegError(Exception):
         return self.reason in ("refused", "lost", "down") or self.status in RETRYABLE_STATUSES
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """What is sent: the same path and headers for both legs."""
 
     path: str

@@ -22,6 +22,11 @@ class Bell:
     def __init__(self) -> None:
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def heard(self) -> bool:
+        """Somebody waits for it."""
+        return self._waiter is not None and not self._waiter.done()
+
     def ring(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -46,6 +51,7 @@ class Race:
         self.refused: LegError | None = None
         self._legs = (answering,) if prefill is None else (prefill, answering)
         self.bell = Bell()
+        self._wait_for_prefill = False
         self._finished = False
         self._on_prefill_end: list[Callable[[], None]] = []
         self._on_failure: Callable[[LegError], None] | None = None
@@ -61,10 +67,13 @@ class Race:
 
     def settled(self, *, wait_for_prefill: bool) -> bool:
         """Whether the answer has begun (and, if asked, prefill's is whole). `LegError` of the leg that failed."""
+        self._wait_for_prefill = wait_for_prefill
+        if not self._decided():
+            return False
         failures = [failure for leg in self._legs if (failure := leg.failure()) is not None]
         if failures:
             raise min(failures, key=_says_less)
-        return self.answering.begun and (self.prefill is None or self.prefill.ended or not wait_for_prefill)
+        return True
 
     def watch_prefill(self, on_failure: Callable[[LegError], None]) -> None:
         """From here on bytes go to the client; `on_failure` is told if prefill fails yet.
@@ -96,8 +105,16 @@ class Race:
         else:
             self._on_prefill_end.append(act)
 
+    def _decided(self) -> bool:
+        """Whether there is an answer, or will be none."""
+        if self.answering.begun and (self.prefill is None or self.prefill.ended or not self._wait_for_prefill):
+            return True
+        return any([leg.failure() is not None for leg in self._legs])
+
     def _ring(self) -> None:
-        self.bell.ring()
+        """Wakes who waits only when it is decided: a good end of prefill, which comes first, is no news."""
+        if self.bell.heard and self._decided():
+            self.bell.ring()
 
     def _on_prefill_change(self) -> None:
         self._ring()

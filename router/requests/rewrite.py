@@ -6,7 +6,6 @@ field or not. What is wrong with a value is for the workers to say, except where
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -44,8 +43,7 @@ class _Sampling(msgspec.Struct):
     max_new_tokens: Any = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedBody:
+class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
     """`fields`: top-level name -> its JSON text. Token counts are estimates, over all samples.
 
     `num_prompts` prompts give `num_samples` answers. `wants_input_logprobs`: the prefill worker's answer holds
@@ -86,7 +84,11 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
         raise BadBody(None, f"one request may hold at most {MAX_SAMPLES} prompts, this one holds {prompts}")
     samplings = _samplings(fields) if api is Api.GENERATE else [_openai_sampling(fields)]
     per_prompt = samplings if len(samplings) == prompts else samplings[:1] * prompts
-    samples = sum(_count(s.n) for s in per_prompt)
+    samples = output_tokens = 0
+    for sampling in per_prompt:
+        count = _count(sampling.n)
+        samples += count
+        output_tokens += count * _output_tokens(sampling.max_new_tokens)
     if samples > MAX_SAMPLES:
         raise BadBody("n", f"one request may ask for at most {MAX_SAMPLES} samples, this one asks for {samples}")
     return ParsedBody(
@@ -95,7 +97,7 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
         num_prompts=prompts,
         num_samples=samples,
         prompt_tokens=prompt_tokens,
-        output_tokens=sum(_count(s.n) * _output_tokens(s.max_new_tokens) for s in per_prompt),
+        output_tokens=output_tokens,
         wants_input_logprobs=_wants_input_logprobs(api, fields),
     )
 

@@ -23,7 +23,7 @@ class RoomMinter:
     def mint(self, count: int) -> tuple[int, ...]:
         """`count` fresh rooms; they live until released."""
         assert count >= 1, count
-        return tuple(self._mint_one() for _ in range(count))
+        return tuple([self._mint_one() for _ in range(count)])
 
     def _mint_one(self) -> int:
         room = 0

@@ -1,13 +1,20 @@
 """What the dashboard remembers and makes of it: quantiles, the recorder, the picture. No sockets."""
 
+from typing import Any
+
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.dashboard.picture import SHOWN_REQUESTS, SHOWN_SECONDS, decode_snapshot, draw, merge, pick_records
 from router.dashboard.quantiles import MIN_S, add, bucket_of, middle_of, quantile
-from router.dashboard.recorder import KEPT_REQUESTS, KEPT_SECONDS, MAX_RUNNING, Recorder, Watched
+from router.dashboard.recorder import KEPT_REQUESTS, KEPT_SECONDS, MAX_RUNNING, Recorder
+from router.http.upstream import UpstreamError
 from router.pool.workers import LoadReport, Role, WorkerTable
+from router.requests.journey import Journey, Journeys
+from router.requests.legs import Leg
+from telemetry.records import TracesQuery
+from telemetry.tracer import Tracer
 
 
 class Clock:
@@ -18,8 +25,25 @@ class Clock:
         return self.now
 
 
-def begun(recorder: Recorder, name: str = "id") -> Watched:
-    return recorder.begin(name, "/generate", prompt_tokens=5, started_s=recorder.now_s())
+class Reply:
+    """What a journey reads of an answer."""
+
+    def __init__(self) -> None:
+        self.status, self.complete, self.heard_s = 200, False, 0.0
+        self.error: UpstreamError | None = None
+
+
+def leg(role: Role, url: str) -> tuple[Leg, Reply]:
+    reply: Any = Reply()
+    return Leg(WorkerTable().add(url, role=role), reply, stream=True), reply
+
+
+def begun(recorder: Recorder, name: str = "id", *, tracer: Tracer | None = None) -> Journey:
+    journeys = Journeys(tracer or Tracer(ring_size=0), recorder)
+    journey = journeys.begin(name, "/generate", "", now_s=recorder.now_s())
+    journey.asked(num_samples=1, prompt_tokens=5, model=b'"m"')
+    journey.routed()
+    return journey
 
 
 @settings(max_examples=100, deadline=None)
@@ -41,21 +65,26 @@ def test_latencies_beyond_all_bounds_stay_in_bounds() -> None:
 
 def test_a_request_is_remembered_with_what_happened_when() -> None:
     clock = Clock()
-    recorder = Recorder(clock)
-    watched = begun(recorder, "mine")
-    failing = watched.attempt(answering="http://d0", prefill="http://p0")
+    recorder, tracer = Recorder(clock), Tracer(ring_size=4)
+    journey = begun(recorder, "mine", tracer=tracer)
+    (prefill, prefill_reply), (decode, reply) = leg(Role.PREFILL, "http://p0"), leg(Role.DECODE, "http://d0")
+    first = journey.sent(prefill, decode, rooms=(7,), now_s=clock.now)
     clock.now += 0.5
-    watched.attempt_failed("decode worker http://d0: HTTP 500", failing)
-    attempt = watched.attempt(answering="http://d1", prefill="http://p0")
+    reply.complete, reply.status, reply.heard_s = True, 500, clock.now
+    journey.attempt_failed("decode worker http://d0: HTTP 500", first, now_s=clock.now)
+    (prefill, prefill_reply), (decode, reply) = leg(Role.PREFILL, "http://p0"), leg(Role.DECODE, "http://d1")
+    journey.sent(prefill, decode, rooms=(8,), now_s=clock.now)
     clock.now += 0.25
-    watched.prefill_ended(attempt)
+    assert recorder.snapshot().records[0].attempts[1].prefill_ended_s is None
+    prefill_reply.complete, prefill_reply.heard_s = True, clock.now
+    assert recorder.snapshot().records[0].attempts[1].prefill_ended_s == 1001.0
     clock.now += 0.25
-    watched.first_byte()
+    journey.first_byte(clock.now)
     for _ in range(3):
         clock.now += 0.125
-        watched.event()
-    watched.prefill_ended(attempt)  # told twice: the first time counts
-    watched.end(200)
+        journey.event(clock.now)
+    assert recorder.snapshot().records[0].last_byte_s is None  # more may come
+    journey.end(200, now_s=clock.now)
     (record,) = recorder.snapshot().records
     assert record.request_id == "mine" and record.status == 200 and record.failure == ""
     first, second = record.attempts
@@ -71,17 +100,28 @@ def test_a_request_is_remembered_with_what_happened_when() -> None:
     assert (before.at, before.arrived, before.retried) == (1000, 1, 1)
     assert (after.at, after.ended, after.failed) == (1001, 1, 0)
     assert after.ttft == {bucket_of(1.0): 1} and after.gaps == {bucket_of(0.125): 3}
+    (traced,) = tracer.ring.find(TracesQuery(ids=["mine"]))  # the same, as `tandem trace` tells it
+    spans = [(s.name, s.attributes.get("url.full"), s.attributes.get("error.type")) for s in traced.spans]
+    assert spans == [
+        ("prefill leg", "http://p0", None),
+        ("decode leg", "http://d0", "500"),
+        ("prefill leg", "http://p0", None),
+        ("decode leg", "http://d1", None),
+        ("answer", None, None),
+    ]
+    assert traced.model == "m" and traced.attributes["tandem.bootstrap_room"] == "8"
+    assert round(traced.spans[2].end_s - traced.start_s, 3) == 0.75
 
 
 def test_what_counts_as_a_failure() -> None:
     recorder = Recorder(Clock())
     said = []
     for status, broken in ((200, ""), (400, ""), (429, ""), (499, ""), (499, "cut"), (502, ""), (200, "broke off")):
-        watched = begun(recorder)
+        journey = begun(recorder)
         if broken:
-            watched.broke(broken)
-        watched.end(status)
-        said.append(watched.record.failure)
+            journey.broke(broken)
+        journey.end(status, now_s=recorder.now_s())
+        said.append(journey.shown().failure)
     assert said == ["", "HTTP 400", "HTTP 429", "the client went away", "cut", "HTTP 502", "broke off"]
     (second,) = recorder.snapshot().seconds
     assert (second.ended, second.failed) == (7, 2)  # not the client's own mistakes, nor those who left
@@ -92,10 +132,10 @@ def test_memory_is_bounded() -> None:
     recorder = Recorder(clock)
     running = [begun(recorder, "x" * 1000) for _ in range(MAX_RUNNING + 5)]
     assert len(recorder.snapshot().records) == MAX_RUNNING
-    for watched in running:
+    for journey in running:
         clock.now += 1.0
-        watched.broke("y" * 1000)
-        watched.end(200)
+        journey.broke("y" * 1000)
+        journey.end(200, now_s=clock.now)
     snapshot = recorder.snapshot()
     assert len(snapshot.records) == KEPT_REQUESTS and len(snapshot.seconds) == KEPT_SECONDS
     assert max(len(r.request_id) + len(r.failure) for r in snapshot.records) < 500
@@ -118,9 +158,9 @@ def test_processes_are_added_up_but_for_what_all_of_them_hear() -> None:
     clock = Clock()
     pair = [Recorder(clock, place=place) for place in (0, 1)]
     for recorder in pair:
-        watched = begun(recorder)
-        watched.first_byte()
-        watched.end(200)
+        journey = begun(recorder)
+        journey.first_byte(clock.now)
+        journey.end(200, now_s=clock.now)
         recorder.on_failure("lost", "decode")
         recorder.on_report(Role.UNIFIED, LoadReport(), LoadReport(output_tokens_total=7))
     encoded = [msgspec.json.encode(recorder.snapshot()) for recorder in pair]
@@ -136,10 +176,10 @@ def test_the_picture_speaks_of_the_last_minute_and_draws_two() -> None:
     clock = Clock()
     recorder = Recorder(clock)
     for _ in range(200):  # one a second, 0.5 s to the first token
-        watched = begun(recorder)
+        journey = begun(recorder)
         clock.now += 0.5
-        watched.first_byte()
-        watched.end(200)
+        journey.first_byte(clock.now)
+        journey.end(200, now_s=clock.now)
         clock.now += 0.5
     table = WorkerTable()
     table.on_report(table.add("http://w:1", role=Role.UNIFIED), LoadReport(stages={"running": 3}))
@@ -159,7 +199,7 @@ def test_a_router_that_just_began_divides_by_the_time_it_has_run() -> None:
     clock = Clock()
     recorder = Recorder(clock)
     for _ in range(6):
-        begun(recorder).end(200)
+        begun(recorder).end(200, now_s=clock.now)
     clock.now += 3.0
     window = draw(recorder.snapshot(), [], now_s=clock.now)["window"]
     assert (window["seconds"], window["requests_per_s"]) == (3, 2.0)
@@ -169,6 +209,6 @@ def test_running_requests_are_shown_before_ended_ones() -> None:
     recorder = Recorder(Clock())
     running = begun(recorder, "runs")
     for i in range(KEPT_REQUESTS):
-        begun(recorder, f"{i}").end(200)
+        begun(recorder, f"{i}").end(200, now_s=1000.25)
     shown = pick_records(recorder.snapshot().records)
-    assert shown[0] is running.record and len(shown) == SHOWN_REQUESTS
+    assert shown[0] == running.shown() and len(shown) == SHOWN_REQUESTS

@@ -27,10 +27,12 @@ from router.pool.lifelines import Lifelines
 from router.pool.workers import Role, Thresholds, WorkerTable
 from router.requests.dispatch import Dispatcher, Parts
 from router.requests.draining import LiveRequests
+from router.requests.journey import Journeys
 from router.requests.legs import Legs
 from router.requests.rewrite import Api
 from router.requests.rooms import RoomMinter
 from security.keys import open_gate
+from telemetry.tracer import Tracer
 from tests.simulation.aio import VirtualLoop
 from tests.simulation.http import Call, Head, Reply, Request, call, serve
 from tests.simulation.network import Network
@@ -94,7 +96,7 @@ class Router:
                 live=self.live,
                 admission=Admission(config, chooser=chooser),
                 on_unreachable=self.monitor.on_unreachable,
-                recorder=Recorder(self.aio.time),
+                journeys=Journeys(Tracer(ring_size=0), Recorder(self.aio.time)),
                 clock=self.aio.time,
             )
         )

@@ -1,0 +1,149 @@
+"""What the router's own code costs for one request: everything from the client's bytes to the answer's, without sockets.
+
+usage: python -m benchmarks.router_path [--seconds S] [--stream] [--parts]
+
+Clients and workers are transports that answer in place, so no system call and no other process is in the figure: it is the
+part that is ours to mend, and on a busy machine the least of many short windows is steady to a few per cent. `--parts`
+lists where the time goes (cProfile; its own cost falls on small functions, so read shares against each other).
+"""
+
+import argparse
+import asyncio
+import cProfile
+import pstats
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import uvloop
+
+from benchmarks.instant_worker import ANSWER, DONE, EVENT, STREAM_HEAD, chunk, whole
+from benchmarks.router_load import request_bytes
+from router.compose import Base, Serving, build_base, build_guard, build_routes, build_serving
+from router.config import RouterConfig
+from router.http.listening import http_server
+from router.http.upstream import HttpUpstream, _Connection
+from router.pool.workers import Check
+
+WINDOW = 100  # requests: so short that one of many is not disturbed
+EVENTS = 64
+
+
+class Wire(asyncio.Transport):
+    """A transport whose other end is a function of what is written."""
+
+    def __init__(self, on_write: Callable[[bytes], None]) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1)})
+        self._on_write = on_write
+
+    def write(self, data: Any) -> None:
+        self._on_write(bytes(data))
+
+    def writelines(self, list_of_data: Any) -> None:
+        self._on_write(b"".join(list_of_data))
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+def join_worker(upstream: HttpUpstream, url: str, *, answer: bytes) -> None:
+    """A free connection to a worker that says `answer` to whatever comes."""
+    loop, origin = asyncio.get_running_loop(), upstream._origin(url)
+    connection = _Connection(upstream, origin)
+    connection.connection_made(Wire(lambda data: _later(loop, connection.data_received, answer)))
+    connection.free_since_s = loop.time()
+    upstream.on_free(connection)
+
+
+def _later(loop: asyncio.AbstractEventLoop, act: Callable[[bytes], None], data: bytes) -> None:
+    loop.call_soon(act, data)
+
+
+class Client:
+    """One request after the other over one connection; `serve(n)` returns when n were answered."""
+
+    def __init__(self, server: Any, *, stream: bool) -> None:
+        self._request = request_bytes("h", stream=stream)
+        self._stream = stream
+        self._left = 0
+        self._done: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._protocol = server()
+        self._protocol.connection_made(Wire(self._on_answer))
+
+    async def serve(self, count: int) -> None:
+        self._left, self._done = count, self._loop.create_future()
+        self._protocol.data_received(self._request)
+        await self._done
+
+    def _on_answer(self, data: bytes) -> None:
+        if not data.startswith(b"HTTP/1.1 200 OK") and not self._stream:
+            raise AssertionError(data[:200])
+        if self._stream and not data.endswith(b"0\r\n\r\n"):
+            return
+        self._left -= 1
+        if self._left:
+            self._loop.call_soon(self._protocol.data_received, self._request)
+        elif self._done is not None:
+            self._done.set_result(None)
+
+
+async def _build(stack: AsyncExitStack, *, stream: bool) -> tuple[Base, Serving, Client]:
+    prefill, decode = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    config = RouterConfig(pd_disaggregation=True, prefill=((prefill, 8998),), decode=(decode,))
+    base = build_base(config, None, stack)
+    serving = await build_serving(base, stack)
+    for worker in base.table.workers():
+        base.table.on_check(worker, Check.OK, now_s=0.0)
+    upstream: Any = serving.legs._upstream
+    events = STREAM_HEAD + chunk(EVENT) * EVENTS + chunk(DONE) + b"0\r\n\r\n"
+    join_worker(upstream, prefill, answer=whole(ANSWER))
+    join_worker(upstream, decode, answer=events if stream else whole(ANSWER))
+    runner = http_server(config, build_routes(base, serving), build_guard(base))
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    return base, serving, Client(runner.server, stream=stream)
+
+
+async def measure(*, seconds: float, stream: bool, parts: bool) -> list[float]:
+    """CPU seconds a request, one entry a window."""
+    async with AsyncExitStack() as stack:
+        _, _, client = await _build(stack, stream=stream)
+        await client.serve(10 * WINDOW)
+        if parts:
+            profile = cProfile.Profile(time.process_time)
+            profile.enable()
+            await client.serve(50 * WINDOW)
+            profile.disable()
+            pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(60)
+        until_s, windows = time.perf_counter() + seconds, []
+        while time.perf_counter() < until_s:
+            before_s = time.process_time()
+            await client.serve(WINDOW)
+            windows.append((time.process_time() - before_s) / WINDOW)
+        return windows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--parts", action="store_true")
+    args = parser.parse_args()
+    windows = sorted(uvloop.run(measure(seconds=args.seconds, stream=args.stream, parts=args.parts)))
+    print(
+        f"least {windows[0] * 1e6:.1f} us/request, median {windows[len(windows) // 2] * 1e6:.1f}, {len(windows)} windows"
+    )
+
+
+if __name__ == "__main__":
+    main()

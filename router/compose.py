@@ -1,0 +1,270 @@
+"""Builds the parts of a router and joins them; `server.py` listens with what is built here. Decides nothing, handles nothing.
+
+    Base       what needs no socket: keys, the pool, choice, admission, rooms, what is remembered
+    Serving    what asks workers: the clients, health checks, discovery, and the dispatcher that uses them all
+    routes     which handler has which path, and the guard before them
+
+A new part has its place by what it needs. Each is closed by the exit stack, in the reverse order of its building.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+
+from router.admission.admission import Admission
+from router.admission.rate_limit import make_limiter
+from router.choice.chooser import Chooser, make_chooser
+from router.choice.kv_feed import KVEventFeed
+from router.config import RouterConfig, RouterConfigError
+from router.dashboard.page import Dashboard
+from router.dashboard.recorder import Recorder
+from router.fleet.processes import Place
+from router.fleet.shared_load import SharedLoad
+from router.fleet.siblings import Siblings
+from router.http.control import Control
+from router.http.credentials import Credentials
+from router.http.guard import make_guard
+from router.http.routes import Handler, Routes
+from router.http.session import open_session
+from router.http.upstream import HttpUpstream
+from router.metrics import RouterMetrics
+from router.pool.breaker import BreakerSettings
+from router.pool.discovery import Discovery, open_discovery
+from router.pool.health import HealthMonitor
+from router.pool.lifelines import Lifelines
+from router.pool.load_view import ALONE, LoadView
+from router.pool.workers import Role, Thresholds, Worker, WorkerTable
+from router.requests.dispatch import Dispatcher, Parts
+from router.requests.draining import LiveRequests
+from router.requests.entropy import Entropy
+from router.requests.journey import Journeys
+from router.requests.legs import Legs
+from router.requests.rewrite import Api
+from router.requests.rooms import RoomMinter
+from security.addresses import require_secret
+from security.keys import Gate, open_gate
+from security.secret import read_secret_file
+from telemetry.otlp import open_exporter
+from telemetry.tracer import Tracer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """What needs no socket. `place`: it is one process of several; `secret`: the cluster's, None without."""
+
+    config: RouterConfig
+    place: Place | None
+    secret: bytes | None
+    gate: Gate
+    credentials: Credentials
+    entropy: Entropy
+    table: WorkerTable
+    chooser: Chooser
+    admission: Admission
+    rooms: RoomMinter
+    live: LiveRequests
+    feed: KVEventFeed
+    siblings: Siblings
+    metrics: RouterMetrics
+    recorder: Recorder
+    tracer: Tracer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What asks workers."""
+
+    session: aiohttp.ClientSession
+    legs: Legs
+    monitor: HealthMonitor
+    discovery: Discovery | None
+    dispatcher: Dispatcher
+
+
+def build_base(config: RouterConfig, place: Place | None, stack: AsyncExitStack) -> Base:
+    """Raises `RouterConfigError`, `SecurityConfigError`."""
+    secret, gate = check_exposure(config)
+    view: LoadView = ALONE
+    if place is not None:
+        view = SharedLoad(place.load_file, row=place.row, num_rows=place.num_rows)
+    exporter = open_exporter(enable=config.enable_trace, endpoint=config.otlp_traces_endpoint, process="router")
+    tracer = Tracer(ring_size=config.trace_ring, exporter=exporter)
+    stack.callback(tracer.close)
+    siblings = Siblings(place)
+    stack.push_async_callback(siblings.close)
+    chooser = make_chooser(config, draw=secrets.randbelow)
+    feed = KVEventFeed(chooser, secret=secret, enabled=not config.disable_kv_events)
+    stack.push_async_callback(feed.close)
+    table, admission, entropy = _table(config, view), Admission(config, view=view, chooser=chooser), Entropy()
+
+    def on_gone(worker: Worker) -> None:
+        feed.on_gone(worker)
+        admission.forecast.forget(worker)
+
+    table.on_gone = on_gone
+    metrics = RouterMetrics(table, feed)
+    metrics.show_admission(admission.forecast, admission.door.line)
+    return Base(
+        config=config,
+        place=place,
+        secret=secret,
+        gate=gate,
+        credentials=Credentials(config, api=gate.api),
+        entropy=entropy,
+        table=table,
+        chooser=chooser,
+        admission=admission,
+        rooms=RoomMinter(entropy.bits),
+        live=LiveRequests(),
+        feed=feed,
+        siblings=siblings,
+        metrics=metrics,
+        recorder=Recorder(time.monotonic, place=0 if place is None else place.row),
+        tracer=tracer,
+    )
+
+
+async def build_serving(base: Base, stack: AsyncExitStack) -> Serving:
+    """Nothing is asked of workers yet: that begins with `monitor.watch` and `discovery.start`."""
+    config = base.config
+    client = {
+        "connect_timeout_s": config.connect_timeout_s,
+        "request_timeout_s": config.request_timeout_s,
+        "dead_timeout_s": config.dead_worker_timeout_s,
+    }
+    session = await stack.enter_async_context(open_session(**client))
+    upstream = HttpUpstream(**client)
+    stack.push_async_callback(upstream.close)
+    legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
+    monitor = HealthMonitor(
+        config=config,
+        table=base.table,
+        session=session,
+        credentials=base.credentials,
+        legs=legs,
+        on_info=base.feed.on_info,
+        recorder=base.recorder,
+    )
+    stack.push_async_callback(monitor.close)
+    discovery = await open_discovery(config, table=base.table, monitor=monitor)
+    if discovery is not None:
+        stack.push_async_callback(discovery.close)
+    dispatcher = Dispatcher(_dispatch_parts(base, legs, monitor))
+    stack.callback(dispatcher.close)
+    return Serving(session=session, legs=legs, monitor=monitor, discovery=discovery, dispatcher=dispatcher)
+
+
+def _dispatch_parts(base: Base, legs: Legs, monitor: HealthMonitor) -> Parts:
+    return Parts(
+        config=base.config,
+        table=base.table,
+        rooms=base.rooms,
+        chooser=base.chooser,
+        legs=legs,
+        metrics=base.metrics,
+        credentials=base.credentials,
+        secret=base.secret,
+        live=base.live,
+        admission=base.admission,
+        on_unreachable=monitor.on_unreachable,
+        journeys=Journeys(base.tracer, base.recorder, log_requests=base.config.log_requests),
+    )
+
+
+def build_routes(base: Base, serving: Serving) -> Routes:
+    """Every path that is served."""
+    control = Control(
+        config=base.config,
+        table=base.table,
+        monitor=serving.monitor,
+        session=serving.session,
+        metrics=base.metrics,
+        gate=base.gate,
+        credentials=base.credentials,
+        roles=serving.dispatcher.roles,
+        live=base.live,
+        siblings=base.siblings,
+        tracer=base.tracer,
+        discovery=serving.discovery,
+    )
+    dashboard = Dashboard(
+        config=base.config,
+        table=base.table,
+        recorder=base.recorder,
+        live=base.live,
+        num_running=lambda: base.admission.door.line.num_everywhere,
+        siblings=base.siblings,
+    )
+    generate = serving.dispatcher.handle
+    return Routes(
+        [
+            *(web.post(api.value, generate) for api in Api),
+            web.put(Api.GENERATE.value, generate),
+            *control.routes(),
+            *dashboard.routes(),
+        ]
+    )
+
+
+def build_guard(base: Base) -> Callable[[web.BaseRequest, Handler], Awaitable[web.StreamResponse]]:
+    """What stands before every route. Each of several processes sees its share of a client's requests."""
+    config, share = base.config, base.config.workers if base.place is not None else 1
+    return make_guard(
+        gate=base.gate,
+        limiter=make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share)),
+        metrics=base.metrics,
+        new_id=base.entropy.name,
+        is_sibling=base.siblings.is_one,
+    )
+
+
+def check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
+    """The cluster's secret, and who may call. Raises `SecurityConfigError` where anybody could, from anywhere."""
+    gate = open_gate(
+        api_key=config.api_key,
+        api_key_file=config.api_key_file,
+        admin_api_key=config.admin_api_key,
+        admin_api_key_file=config.admin_api_key_file,
+    )
+    warning = require_secret(
+        config.host,
+        flag="--host",
+        what="the router",
+        remedy="--api-key-file (or --api-key)",
+        has_secret=gate.is_set,
+        allow_insecure=config.allow_insecure,
+    )
+    if warning is not None:
+        log.warning(warning)
+    return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file), gate
+
+
+def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
+    thresholds = Thresholds(failure=config.health_failure_threshold, success=config.health_success_threshold)
+    breaker = BreakerSettings(
+        failure=config.cb_failure_threshold,
+        success=config.cb_success_threshold,
+        timeout_s=config.cb_timeout_duration_secs,
+        window_s=config.cb_window_duration_secs,
+        enabled=not config.disable_circuit_breaker,
+    )
+    table = WorkerTable(thresholds, view, breaker=breaker)
+    now_s = time.monotonic()
+    try:
+        for url, port in config.prefill:
+            table.add(url, role=Role.PREFILL, bootstrap_port=port, now_s=now_s)
+        for url in config.decode:
+            table.add(url, role=Role.DECODE, now_s=now_s)
+        for url in config.worker_urls:
+            table.add(url, role=Role.UNIFIED, now_s=now_s)
+    except ValueError as err:
+        raise RouterConfigError(f"--prefill/--decode/--worker-urls: {err}; name each worker once") from None
+    return table
