@@ -8,6 +8,8 @@ answer ends it. Bytes of any answer that runs there are signs of life too, so a 
 import asyncio
 from collections.abc import Callable
 
+ROUNDING_S = 0.001  # timers are no more exact than this
+
 
 class Question:
     """A question that was just asked. `close()` must be called, whatever came of it.
@@ -31,7 +33,7 @@ class Question:
 
     def _on_timer(self) -> None:
         quiet_s = quiet_for(asked_s=self._asked_s, heard_s=self._heard_s(), now_s=self._loop.time())
-        silent = quiet_s >= self._limit_s
+        silent = quiet_s >= self._limit_s - ROUNDING_S  # or the rest would be too short for any clock to pass
         self._tell(silent)
         self._timer = self._loop.call_later(self._limit_s - (0.0 if silent else quiet_s), self._on_timer)
 

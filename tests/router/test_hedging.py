@@ -257,22 +257,32 @@ def test_unified_workers_are_hedged_too() -> None:
 
 def test_both_attempts_failing_leaves_the_request_to_a_retry_without_a_hedge() -> None:
     async def scenario() -> None:
-        async with cluster(prefill=1, decode=3, retry_backoff_s=0.0, **SOON) as c:
-            first, second, third = c.decodes
-            gate = asyncio.Event()
+        async with cluster(prefill=1, decode=4, retry_backoff_s=0.0, **SOON) as c:
+            first, second, third, fourth = c.decodes
+            fail, answer = asyncio.Event(), asyncio.Event()
 
             async def fails(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                await gate.wait()
+                await fail.wait()
                 return web.json_response({}, status=500)
 
-            for worker in (first, second):
-                worker.behave = fails
+            async def answers_late(
+                worker: DummyWorker, request: web.Request, body: dict[str, Any]
+            ) -> web.StreamResponse:
+                await answer.wait()
+                return await answer_ok(worker, request, body)
+
+            first.behave, second.behave, third.behave, fourth.behave = fails, fails, answers_late, hang
             ask = asyncio.create_task(c.post("/v1/chat/completions", STREAM))
             await until(lambda: first.seen and second.seen)
-            gate.set()
-            status, _, answer = await ask
-            assert status == 200 and events_of(answer)[0]["from"] == third.name
-            assert await hedges(c) == (1, 0, 1)
+            fail.set()
+            await until(lambda: third.seen)
+            first.behave = second.behave = answer_ok
+            assert (await c.post("/v1/chat/completions", STREAM))[0] == 200  # due later, and hedged by now
+            assert len(fourth.seen) == 1 and await hedges(c) == (2, 1, 1)
+            answer.set()
+            status, _, body = await ask
+            assert status == 200 and events_of(body)[0]["from"] == third.name
+            assert await hedges(c) == (2, 1, 1)
             await c.settled()
 
     uvloop.run(scenario())

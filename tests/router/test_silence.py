@@ -4,6 +4,7 @@ import asyncio
 import math
 from typing import Any
 
+import pytest
 import uvloop
 
 from router.pool.lifelines import Lifelines
@@ -96,6 +97,22 @@ def test_a_worker_of_which_bytes_come_is_not_silent() -> None:
         question = Question(limit_s=0.01, heard_s=lambda: -math.inf, tell=told.append)
         await until(lambda: told[-1])
         question.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_timer_that_comes_a_hair_too_early_is_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulation's clock stood still: the rest was so short that no time passed in it, again and again."""
+
+    async def scenario() -> None:
+        loop, told = asyncio.get_running_loop(), list[bool]()
+        question = Question(limit_s=60.0, heard_s=lambda: -math.inf, tell=told.append)
+        at_s = loop.time() + 60.0 - 1e-5
+        monkeypatch.setattr(loop, "time", lambda: at_s)
+        question._on_timer()
+        question.close()
+        monkeypatch.undo()
+        assert told == [True]
 
     asyncio.run(scenario())
 
