@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -78,8 +78,7 @@ class Parts:
     clock: Callable[[], float] = time.monotonic
 
 
-@dataclass(slots=True, kw_only=True)
-class _Exchange:
+class _Exchange(msgspec.Struct, kw_only=True):
     """One client's request while it is served."""
 
     request: web.BaseRequest
@@ -94,7 +93,7 @@ class _Exchange:
     model: str  # that its workers must serve; "": any will do
     slo: Slo
     journey: Journey
-    attempts: Attempts = field(default_factory=Attempts)
+    attempts: Attempts = msgspec.field(default_factory=Attempts)
 
 
 class Dispatcher:
@@ -382,10 +381,10 @@ class Dispatcher:
         pools = [exchange.attempts.candidates(self._pool(role, exchange.model)) for role in exchange.roles]
         if not all(pools):
             return None  # before a policy remembers what then is sent to nobody
-        if exchange.attempts.last is None:  # who was let in is not turned away later
+        if exchange.attempts.last is None and exchange.slo.is_set:  # who was let in is not turned away later
             now_s = self._parts.clock()
             pools = [self._parts.admission.in_time(p, exchange.ask, exchange.slo, now_s=now_s) for p in pools]
-        return tuple(self._parts.chooser.choose(workers, exchange.ask) for workers in pools)
+        return tuple([self._parts.chooser.choose(workers, exchange.ask) for workers in pools])
 
     def _pool(self, role: Role, model: str) -> Sequence[Worker]:
         """Who may be sent to. Circuits narrow the choice, they never empty it: where all are open, all are tried."""
