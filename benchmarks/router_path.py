@@ -1,26 +1,30 @@
 """What the router's own code costs for one request: everything from the client's bytes to the answer's, without sockets.
 
-usage: python -m benchmarks.router_path [--seconds S] [--stream] [--parts]
+usage: python -m benchmarks.router_path [--seconds S] [--output FILE]
 
 Clients and workers are transports that answer in place, so no system call and no other process is in the figure: it is the
-part that is ours to mend, and on a busy machine the least of many short windows is steady to a few per cent. `--parts`
-lists where the time goes (cProfile; its own cost falls on small functions, so read shares against each other).
+part that is ours to mend, and on a busy machine the least of many short windows is steady to a few per cent. Where it goes is
+told by cProfile, whose own cost falls on small functions: shares are to be read against each other.
 """
 
 import argparse
 import asyncio
 import cProfile
-import pstats
+import json
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from benchmarks.instant_worker import ANSWER, DONE, EVENT, STREAM_HEAD, chunk, whole
 from benchmarks.router_load import request_bytes
-from router.compose import Base, Serving, build_base, build_guard, build_routes, build_serving
+from deploy.bench.environment import describe
+from router.compose import build_base, build_guard, build_routes, build_serving
 from router.config import RouterConfig
 from router.http.listening import http_server
 from router.http.upstream import HttpUpstream, _Connection
@@ -97,7 +101,7 @@ class Client:
             self._done.set_result(None)
 
 
-async def _build(stack: AsyncExitStack, *, stream: bool) -> tuple[Base, Serving, Client]:
+async def _build(stack: AsyncExitStack, *, stream: bool) -> Client:
     prefill, decode = "http://127.0.0.1:1", "http://127.0.0.1:2"
     config = RouterConfig(pd_disaggregation=True, prefill=((prefill, 8998),), decode=(decode,))
     base = build_base(config, None, stack)
@@ -111,38 +115,90 @@ async def _build(stack: AsyncExitStack, *, stream: bool) -> tuple[Base, Serving,
     runner = http_server(config, build_routes(base, serving), build_guard(base))
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    return base, serving, Client(runner.server, stream=stream)
+    return Client(runner.server, stream=stream)
 
 
-async def measure(*, seconds: float, stream: bool, parts: bool) -> list[float]:
-    """CPU seconds a request, one entry a window."""
+async def measure(*, seconds: float, stream: bool) -> dict[str, Any]:
+    """The least and the median CPU time of a request over windows, and the parts' shares."""
     async with AsyncExitStack() as stack:
-        _, _, client = await _build(stack, stream=stream)
+        client = await _build(stack, stream=stream)
         await client.serve(10 * WINDOW)
-        if parts:
-            profile = cProfile.Profile(time.process_time)
-            profile.enable()
-            await client.serve(50 * WINDOW)
-            profile.disable()
-            pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(60)
         until_s, windows = time.perf_counter() + seconds, []
         while time.perf_counter() < until_s:
             before_s = time.process_time()
             await client.serve(WINDOW)
-            windows.append((time.process_time() - before_s) / WINDOW)
-        return windows
+            windows.append((time.process_time() - before_s) / WINDOW * 1e6)
+        return {"least_us": min(windows), "median_us": statistics.median(windows), "parts": await _parts_of(client)}
+
+
+PARTS = (  # the first that is in a file's path has its time
+    (
+        "the client's side: aiohttp's server, deadlines, guard",
+        ("aiohttp", "multidict", "http/guard", "http/reading", "http/l", "http/routes"),
+    ),
+    (
+        "the workers' side: our client, legs, race",
+        ("http/upstream", "requests/legs", "requests/race", "pool/lifelines"),
+    ),
+    (
+        "the dispatcher, answers",
+        ("requests/dispatch", "http/relay", "http/sse", "http/errors", "requests/draining", "requests/attempts"),
+    ),
+    ("bodies", ("requests/rewrite", "json_depth", "requests/rooms", "requests/entropy")),
+    ("keys", ("security/", "http/credentials")),
+    ("admission, forecast", ("admission/",)),
+    ("choice, load, breakers", ("choice/", "pool/")),
+    (
+        "what is remembered: metrics, journey, dashboard, trace",
+        ("metrics", "prometheus", "requests/journey", "dashboard/", "telemetry/"),
+    ),
+)
+
+
+async def _parts_of(client: Client) -> dict[str, float]:
+    """Share of each part; what C code takes counts for who called it."""
+    profile = cProfile.Profile(time.process_time)
+    profile.enable()
+    await client.serve(50 * WINDOW)
+    profile.disable()
+    spent: Counter[str] = Counter()
+    for entry in profile.getstats():
+        if isinstance(entry.code, str):
+            continue
+        inside = sum(call.inlinetime for call in entry.calls or () if isinstance(call.code, str))
+        if "benchmarks/" not in entry.code.co_filename:
+            spent[_part(entry.code.co_filename)] += entry.inlinetime + inside
+    return {part: spent[part] / spent.total() for part in [*(name for name, _ in PARTS), "the rest: asyncio, Python"]}
+
+
+def _part(filename: str) -> str:
+    return next((name for name, marks in PARTS if any(mark in filename for mark in marks)), "the rest: asyncio, Python")
+
+
+def render(result: dict[str, Any]) -> str:
+    """The section of docs/benchmarks.md."""
+    rows = result["rows"]
+    lines = [f"| | {' | '.join(rows)} |", "|---" + "|---:" * len(rows) + "|"]
+    for name, title in (("least_us", "CPU us/request, the least of many windows"), ("median_us", "median")):
+        lines.append(f"| {title} | {' | '.join(format(row[name], '.0f') for row in rows.values())} |")
+    for part in next(iter(rows.values()))["parts"]:
+        lines.append(f"| {part} | {' | '.join(format(row['parts'][part], '.0%') for row in rows.values())} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--stream", action="store_true")
-    parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    windows = sorted(uvloop.run(measure(seconds=args.seconds, stream=args.stream, parts=args.parts)))
-    print(
-        f"least {windows[0] * 1e6:.1f} us/request, median {windows[len(windows) // 2] * 1e6:.1f}, {len(windows)} windows"
-    )
+    rows = {
+        name: uvloop.run(measure(seconds=args.seconds, stream=stream))
+        for name, stream in (("whole answer", False), ("64 events at once", True))
+    }
+    result = {"environment": describe(), "rows": rows}
+    print(render(result))
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

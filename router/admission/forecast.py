@@ -55,8 +55,7 @@ class _Known:
     news_s: dict[str, float] = field(default_factory=dict)  # "ttft", "itl": when we last learnt, or tried to
 
 
-@dataclass(slots=True)
-class Trip:
+class Trip(msgspec.Struct):
     """One request at one worker. `ahead_tokens`: that had to be computed for its first token, its own included."""
 
     known: _Known  # of that worker, in the life that the request was sent to

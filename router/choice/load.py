@@ -20,6 +20,8 @@ def load_key(worker: Worker, *, by_share: bool = False) -> LoadKey:
 
 def least_loaded(candidates: Sequence[Worker]) -> Worker:
     """The one with the least load."""
+    if len(candidates) == 1:
+        return candidates[0]
     by_share = comparable_by_share(candidates)
     return min(candidates, key=lambda worker: load_key(worker, by_share=by_share))
 

@@ -244,8 +244,9 @@ class WorkerTable:
 
     def alive(self, role: Role) -> list[Worker]:
         """Who gets requests."""
-        up = [w for w in self._workers if w.role is role and w.health is Health.UP]
-        return [w for w in up if not w.leaving] or [w for w in up if w.last_resort]
+        up = Health.UP
+        staying = [w for w in self._workers if w.role is role and w.health is up and not w.leaving]
+        return staying or [w for w in self._workers if w.role is role and w.health is up and w.last_resort]
 
     def pool(self, role: Role, model: str) -> list[Worker]:
         """Those of `alive` that serve `model`; "": any. Silence narrows the choice, it never empties it."""

@@ -6,7 +6,8 @@ first, and one server gets `MAX_JOINS` tries in all.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from router.pool.workers import Role, Worker
 from router.requests.legs import LegError
@@ -16,13 +17,12 @@ MAX_JOINS = 2
 Server = tuple[str, int | None]
 
 
-@dataclass(slots=True)
-class Attempts:
+class Attempts(msgspec.Struct):
     """The failed attempts of one request; `last`: the latest failure."""
 
     last: LegError | None = None
-    _failed: set[int] = field(default_factory=set)
-    _unjoined: dict[Server, int] = field(default_factory=dict)
+    _failed: set[int] = msgspec.field(default_factory=set)
+    _unjoined: dict[Server, int] = msgspec.field(default_factory=dict)
 
     def note(self, failure: LegError, workers: Sequence[Worker]) -> None:
         """`failure` ended the attempt on `workers`. Only the leg that failed is blamed, if it can be told which."""

@@ -1,7 +1,6 @@
 """One client's request while it is served: what was read of it, and what was decided for good. Data, no behaviour."""
 
-from dataclasses import dataclass, field
-
+import msgspec
 from aiohttp import web
 
 from router.admission.forecast import Slo
@@ -14,8 +13,7 @@ from router.requests.legs import Call
 from router.requests.rewrite import ParsedBody
 
 
-@dataclass(slots=True, kw_only=True)
-class Exchange:
+class Exchange(msgspec.Struct, kw_only=True):
     """`hedge_after_s`: how long its answer may keep silent before a second attempt is made beside the first; None: for ever."""
 
     request: web.BaseRequest
@@ -31,4 +29,4 @@ class Exchange:
     slo: Slo
     journey: Journey
     hedge_after_s: float | None = None
-    attempts: Attempts = field(default_factory=Attempts)
+    attempts: Attempts = msgspec.field(default_factory=Attempts)

@@ -65,7 +65,7 @@ class Picker:
         pools = self._pools(exchange)
         if not all(pools):
             return None  # before a policy remembers what then is sent to nobody
-        if exchange.attempts.last is None:  # who was let in is not turned away later
+        if exchange.attempts.last is None and exchange.slo.is_set:  # who was let in is not turned away later
             now_s = self._clock()
             pools = [self._admission.in_time(p, exchange.ask, exchange.slo, now_s=now_s) for p in pools]
         return self.choose(exchange, pools)
@@ -76,7 +76,7 @@ class Picker:
 
     def choose(self, exchange: Exchange, pools: Iterable[Sequence[Worker]]) -> Chosen:
         """One of each, as the policies say; they will remember that the request goes there."""
-        return tuple(self._chooser.choose(workers, exchange.ask) for workers in pools)
+        return tuple([self._chooser.choose(workers, exchange.ask) for workers in pools])
 
     def missing(self, exchange: Exchange) -> list[Role]:
         return missing_roles(self._table, exchange.roles, exchange.model)

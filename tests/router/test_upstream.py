@@ -262,3 +262,16 @@ def test_a_header_of_two_lines_is_refused() -> None:
             assert not server.requests
 
     asyncio.run(scenario())
+
+
+def test_headers_are_those_of_the_request_also_where_the_last_one_had_others() -> None:
+    async def scenario() -> None:
+        async with upstream(says(OK), says(OK), says(OK)) as (client, server):
+            first, second = {"X-Request-Id": "a"}, {"X-Request-Id": "b", "Traceparent": "t"}
+            for headers in (first, first, second):
+                reply = client.post(server.url, "/generate", headers=headers, body=b"")
+                assert await whole(reply) == b"ok"
+            heads = [str(request).count("X-Request-Id: a") for request in server.requests]
+            assert heads == [1, 1, 0] and "Traceparent: t" in str(server.requests[2])
+
+    asyncio.run(scenario())
