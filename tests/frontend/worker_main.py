@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import uvloop
 
 from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.frontend.ipc import IpcPaths
+from engine.frontend.listening import Listener, open_listener
 from engine.frontend.meeting import MeetingPlaces
-from engine.frontend.server import FrontendAddress, WorkerDied, run_frontend
+from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
+from lifecycle.stop_signals import StopSignals
 from security.addresses import AllowedAddresses
 
 
@@ -21,10 +24,16 @@ def main(args: dict[str, Any]) -> int:
         (folder / "listening.tmp").write_text(address.url)
         (folder / "listening.tmp").rename(folder / "listening")
 
-    try:
-        uvloop.run(
-            run_frontend(
-                server=ServerConfig(**args["server"]),
+    server = ServerConfig(**args["server"])
+
+    async def serve(listener: Listener) -> None:
+        signals, gate = StopSignals(), open_worker_gate(server)
+        with signals.caught(on_hangup=lambda: gate.reload(time.monotonic())):
+            await run_frontend(
+                server=server,
+                signals=signals,
+                gate=gate,
+                listener=listener,
                 engine=EngineConfig(**args["engine"]),
                 ipc=IpcPaths(args["ipc_dir"]),
                 mode=args["mode"],
@@ -36,7 +45,10 @@ def main(args: dict[str, Any]) -> int:
                 drain_s=args["drain_s"],
                 health_timeout_s=0.5,
             )
-        )
+
+    try:
+        with open_listener(server.host, server.port) as listener:
+            uvloop.run(serve(listener))
     except (ConfigError, WorkerDied) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
