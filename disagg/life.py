@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgspec
 
@@ -26,6 +27,7 @@ from engine.frontend.ipc import IpcPaths
 from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.succession import Handover
 from engine.frontend.tokenizer import load_tokenizer
+from engine.lora.names import named_paths
 from engine.model_config import load_model_config
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
@@ -77,8 +79,20 @@ def next_life(plan: LifePlan, to: Handover) -> LifePlan:
         enable_lora=plan.engine.enable_lora or bool(plan.engine.lora_paths),
         lora_paths=tuple(f"{name}={path}" for name, path in to.adapters.items()),
     )
+    _check_adapters(engine, to)
     disagg = replace(plan.disagg, disaggregation_mode=to.role)
     return plan_life(engine=engine, server=plan.server, disagg=disagg)
+
+
+def _check_adapters(engine: EngineConfig, to: Handover) -> None:
+    """Raises ConfigError for one that was loaded at run time and could not be loaded by a flag."""
+    if named_paths(engine) != to.adapters:
+        raise ConfigError("an adapter's name has a '=' in it, so it cannot be loaded again; unload it")
+    for name, path in to.adapters.items():
+        if not Path(path).is_dir():
+            raise ConfigError(
+                f"the adapter {name!r} cannot be loaded again: {path} is no directory any more; unload it"
+            )
 
 
 def check_next_life(plan: LifePlan, to: Handover) -> None:

@@ -45,6 +45,7 @@ from router.requests.journey import Journeys
 from router.requests.legs import Legs
 from router.requests.rewrite import Api
 from router.requests.rooms import RoomMinter
+from router.roles.switch import Switch
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
 from security.secret import read_secret_file
@@ -182,6 +183,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
                 journeys=Journeys(tracer, log_requests=config.log_requests),
             )
         )
+        switch = Switch(table=table, monitor=monitor, session=session, credentials=credentials, siblings=siblings)
         control = Control(
             config=config,
             table=table,
@@ -194,6 +196,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             live=live,
             siblings=siblings,
             tracer=tracer,
+            switch=switch,
             discovery=discovery,
         )
         dashboard = Dashboard(
@@ -242,6 +245,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             await runner.cleanup()  # takes no new connection, and waits for running requests
             if discovery is not None:
                 await discovery.close()
+            await switch.close()
             dispatcher.close()
             await upstream.close()
             await monitor.close()
