@@ -14,7 +14,7 @@ import pytest
 
 from engine.frontend.forecast import MIN_STARTED
 from engine.frontend.ipc import IpcPaths
-from tests.frontend.conftest import ROOT, start_worker, wait_for, write_checkpoint
+from tests.frontend.conftest import ROOT, Worker, start_worker, wait_for, write_checkpoint
 
 
 def test_health_is_503_until_ready_and_when_the_scheduler_is_silent(tmp_path: Path) -> None:
@@ -102,6 +102,14 @@ def test_a_draining_worker_says_so_takes_nothing_new_and_goes_on_with_what_runs(
         assert w.http.get("/health").json() == {**said, "num_live_reqs": 0}
         w.scheduler.prealloc = 0
         assert w.process.wait(10) == 0
+
+
+def test_a_unified_worker_has_no_role_to_change(worker: Worker) -> None:
+    refused = worker.post("/switch_role", {"role": "decode"})
+    assert (
+        refused.status_code == 400 and "--disaggregation-mode prefill or decode" in refused.json()["error"]["message"]
+    )
+    assert worker.http.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])

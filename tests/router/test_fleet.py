@@ -18,7 +18,7 @@ import psutil
 import pytest
 import uvloop
 
-from tests.router.dummies import DummyWorker, hang
+from tests.router.dummies import DummyWorker, hang, obey
 
 DEADLINE_S = 60.0
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -142,17 +142,20 @@ def test_processes_share_the_load_the_pool_and_the_metrics(tmp_path: Path) -> No
                 await told(f, lambda urls: extra.url in urls)
                 assert (await f.call("DELETE", "/workers", {"url": f.decodes[0].url}))[0] == 200
                 await told(f, lambda urls: f.decodes[0].url not in urls)
+                extra.behave = obey  # one process moves it, all know
+                assert (await f.call("POST", "/workers/role", {"url": extra.url, "role": "prefill"}))[0] == 200
+                await told(f, lambda roles: roles.get(extra.url) == "prefill")
                 (victim, *_) = f.members()
                 victim.kill()
                 await until(lambda: victim not in f.members() and len(f.members()) == 3)
-                await told(f, lambda urls: extra.url in urls and f.decodes[0].url not in urls)
+                await told(f, lambda roles: roles.get(extra.url) == "prefill" and f.decodes[0].url not in roles)
             finally:
                 await extra.stop()
 
     uvloop.run(scenario())
 
 
-async def told(f: Fleet, holds: Callable[[list[str]], bool]) -> None:
+async def told(f: Fleet, holds: Callable[[dict[str, str]], bool]) -> None:
     """Until twenty answers in a row, each to a connection of its own, say so."""
 
     async def all_say_so() -> bool:
@@ -161,7 +164,7 @@ async def told(f: Fleet, holds: Callable[[list[str]], bool]) -> None:
                 _, answer = await f.call("GET", "/workers")
             except aiohttp.ClientError:  # it was for a process that is just dead
                 return False
-            if not holds([w["url"] for w in answer["workers"]]):
+            if not holds({w["url"]: w["role"] for w in answer["workers"]}):
                 return False
         return True
 
