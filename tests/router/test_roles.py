@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from router.config import RouterConfig
+from router.fleet.siblings import Siblings
+from router.http.credentials import Credentials
 from router.pool.workers import Check, Health, LoadReport, Role, Worker, WorkerTable
 from router.roles.rules import Progress, objection, progress
+from router.roles.switch import Switch, SwitchRefused
+from security.keys import KeyRing
 from tests.router.dummies import Cluster, DummyWorker, cluster, obey, until
 
 Steps = Callable[[Cluster], Awaitable[None]]
@@ -184,8 +189,9 @@ def test_an_admin_moves_a_worker_and_requests_follow_it() -> None:
     in_a_cluster(steps)
 
 
-def test_the_router_sees_by_itself_that_somebody_else_moved_a_worker() -> None:
+def test_the_router_sees_by_itself_that_somebody_else_moved_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """However seldom it reads what a worker says of itself: another life is a reason to."""
+    monkeypatch.setattr("router.pool.health.BOOTSTRAP_REFRESH_S", 1e9)
 
     async def steps(c: Cluster) -> None:
         worker = c.router.table.workers()[0]
@@ -264,13 +270,23 @@ def test_a_move_goes_on_when_its_caller_leaves() -> None:
             return await obey(dummy, request, body)
 
         c.prefills[0].behave = obey_later
-        caller = asyncio.create_task(ask(c, {"url": worker.url, "role": "decode"}))
+        switch = Switch(
+            table=c.router.table,
+            monitor=c.router.monitor,
+            session=c.client,
+            credentials=Credentials(RouterConfig(), api=KeyRing(key="k", file=None, flag="")),
+            siblings=Siblings(None),
+        )
+        caller = asyncio.create_task(switch.move(worker, Role.DECODE))
         await asked.wait()
         assert worker.switching_to is Role.DECODE and worker not in c.router.table.alive(Role.PREFILL)
-        assert (await ask(c, {"url": worker.url, "role": "decode"}))[0] == 409
+        with pytest.raises(SwitchRefused, match="already"):
+            await switch.move(worker, Role.DECODE)
         caller.cancel()
         await asyncio.wait([caller])
         may_go_on.set()
         await until(lambda: worker.role is Role.DECODE and worker.switching_to is None)
+        assert c.prefills[0].seen[-1].headers["authorization"] == "Bearer k", "the router's own key"
+        await switch.close()
 
     in_a_cluster(steps)
