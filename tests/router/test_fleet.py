@@ -111,7 +111,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 def test_processes_share_the_load_the_pool_and_the_metrics(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with fleet(tmp_path, "--health-check-interval-s=60") as f:  # what they know they are told
+        async with fleet(tmp_path, "--health-check-interval-s=600") as f:  # what they know they are told
             for _ in range(12):
                 assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
             traced = (await f.call("POST", "/traces", {"last": 12}))[1]["records"]  # whichever process served them
