@@ -22,7 +22,7 @@ from engine.frontend.app import make_app
 from engine.frontend.chat_template import load_chat_template
 from engine.frontend.client import EngineClient
 from engine.frontend.draining import drain
-from engine.frontend.errors import ApiError
+from engine.frontend.errors import ApiError, draining
 from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.frontend.listening import Listener
 from engine.frontend.meeting import MeetingPlaces
@@ -133,6 +133,7 @@ async def run_frontend(
                     raise WorkerDied(reason)
                 if asked.next_life() is None:
                     return None
+                services.client.end(draining("the server is changing its role"))
                 await asyncio.to_thread(end_engine)
                 return asked.next_life()
             finally:

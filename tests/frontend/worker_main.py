@@ -13,6 +13,7 @@ from engine.frontend.ipc import IpcPaths
 from engine.frontend.listening import Listener, open_listener
 from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
+from engine.frontend.succession import RoleSwitch
 from lifecycle.stop_signals import StopSignals
 from security.addresses import AllowedAddresses
 
@@ -29,7 +30,7 @@ def main(args: dict[str, Any]) -> int:
     async def serve(listener: Listener) -> None:
         signals, gate = StopSignals(), open_worker_gate(server)
         with signals.caught(on_hangup=lambda: gate.reload(time.monotonic())):
-            await run_frontend(
+            to = await run_frontend(
                 server=server,
                 signals=signals,
                 gate=gate,
@@ -44,7 +45,10 @@ def main(args: dict[str, Any]) -> int:
                 children_alive=lambda: "the scheduler process died" if (folder / "dead").exists() else None,
                 drain_s=args["drain_s"],
                 health_timeout_s=0.5,
+                switch=None if args["mode"] == "null" else RoleSwitch(check=lambda to: None),
             )
+        if to is not None:
+            (folder / "next").write_text(to.role)
 
     try:
         with open_listener(server.host, server.port) as listener:
