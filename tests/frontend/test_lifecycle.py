@@ -142,10 +142,10 @@ def test_nobody_waits_for_an_engine_that_is_being_ended() -> None:
         client = EngineClient(
             send=lambda message: None, now_s=time.monotonic, observer=Metrics(model_name="m", mode="decode"), max_live=1
         )
-        waits = asyncio.create_task(client.state(timeout_s=600.0))
+        waits = asyncio.create_task(client.state(timeout_s=5.0))
         await asyncio.sleep(0)
         client.end(draining("it changes its role"))
-        for call in (waits, client.state(timeout_s=600.0)):
+        for call in (waits, client.state(timeout_s=5.0)):
             with pytest.raises(ApiError, match="it changes its role"):
                 await call
         assert client.is_draining
