@@ -1,4 +1,11 @@
-"""One worker: this process serves HTTP; scheduler and detokenizer run beside it. Ends when told, or when one of them does."""
+"""One worker: this process serves HTTP; scheduler and detokenizer run beside it. Ends when told, or when one of them does.
+
+    life as prefill --POST /switch_role--> life as decode --...--> ended (signal, or a child died)
+         ^                                      |
+         +-------- it could not start ----------+
+
+Owns the worker's lives and what outlasts them: signals, keys and the HTTP port. A life is disagg/life.py's.
+"""
 
 import asyncio
 import json
@@ -6,67 +13,46 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import asdict, replace
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import uvloop
 
-from bootstrap_server.app import BootstrapServer
-from bootstrap_server.config import BootstrapConfig
-from disagg.children import Children
 from disagg.config import DisaggConfig, role_name
-from disagg.exposure import check_events_exposure, check_exposure, meeting_places
-from disagg.scheduler_process import SchedulerSpec
-from disagg.secret import read_secret
+from disagg.life import Life, LifePlan, begun, check_next_life, next_life, plan_life
 from engine.config import ConfigError, EngineConfig, ServerConfig
-from engine.detokenizer.process import DetokenizerConfig
-from engine.frontend.ipc import IpcPaths
+from engine.frontend.listening import Listener, open_listener
 from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
-from engine.model_config import load_model_config
+from engine.frontend.succession import Handover, RoleSwitch
 from engine.resolve import with_model_path
+from lifecycle.stop_signals import StopSignals
+from security.addresses import SecurityConfigError
+from security.keys import Gate
 from telemetry.logs import set_up_logging
 
-ANY_ADDRESS = ("0.0.0.0", "::", "")
-PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (`tandem up`)
+log = logging.getLogger(__name__)
 
 
 def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
     """Serve until SIGTERM (after a drain) or SIGINT; returns the exit status. Raises ConfigError before anything is started."""
     set_up_logging(level=server.log_level, format=server.log_format, process=role_name(disagg))
-    engine = with_model_path(engine)
-    load_model_config(engine.model_path)  # a broken checkpoint is told before processes are started
     if not server.drain_timeout >= 0:
         raise ConfigError(f"--drain-timeout: must be at least 0, got {server.drain_timeout:g}")
     if server.default_deadline is not None and not server.default_deadline > 0:
         raise ConfigError(f"--default-deadline: must be greater than 0, got {server.default_deadline:g}")
-    control_host = _control_host(server, disagg)
-    check_exposure(server, disagg, control_host=control_host)
-    check_events_exposure(server, engine, disagg)
-    meeting_places(server, disagg, control_host=control_host)  # wrong files and rules are told before anything starts
-    open_worker_gate(server)
-    bootstrap = _embedded_bootstrap_server(server, disagg)
-    ipc, children = IpcPaths.create(), Children()
-    signal.signal(signal.SIGTERM, _leave)  # until the frontend catches signals: what is begun is undone in order
+    plan = plan_life(engine=with_model_path(engine), server=server, disagg=disagg)
+    gate = open_worker_gate(server)
+    signal.signal(signal.SIGTERM, _leave)  # until the loop catches signals: what is begun is undone in order
     signal.signal(signal.SIGINT, _leave)
     try:
-        if bootstrap is not None:
-            _listen(bootstrap, disagg)
-            disagg = replace(disagg, disaggregation_bootstrap_port=bootstrap.port)
-        _start(children, ipc, engine=engine, server=server, disagg=disagg, control_host=control_host)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(children, ipc, engine=engine, server=server, disagg=disagg, control_host=control_host))
-        return 0
-    except WorkerDied as error:
-        if not children.told():
-            print(f"tandem serve: error: {error}", file=sys.stderr, flush=True)
-        return 1
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        with open_listener(server.host, server.port) as listener, runner:
+            return runner.run(_live(plan, gate, listener))
     finally:
-        _ignore_signals()  # the rest is bounded, and what it removes nobody else would
-        children.end()
-        ipc.remove()
-        if bootstrap is not None:
-            bootstrap.close()
+        _ignore_signals()
 
 
 def _leave(signum: int, frame: object) -> None:
@@ -79,92 +65,109 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _start(
-    children: Children,
-    ipc: IpcPaths,
-    *,
-    engine: EngineConfig,
-    server: ServerConfig,
-    disagg: DisaggConfig,
-    control_host: str,
-) -> None:
-    own = f"{control_host}:{disagg.disaggregation_bootstrap_port}"
-    spec = SchedulerSpec(
-        engine=engine,
-        disagg=disagg,
-        ipc_dir=ipc.dir,
-        control_host=control_host,
-        bootstrap=disagg.disaggregation_bootstrap_server or own,
-        log_level=server.log_level,
-        log_format=server.log_format,
-        progress=sys.stderr.isatty() or PROGRESS_ENV in os.environ,
-    )
-    text = DetokenizerConfig(
-        ipc_dir=ipc.dir, model_path=engine.model_path, log_level=server.log_level, log_format=server.log_format
-    )
-    threads = engine.num_threads
-    children.start("scheduler", "disagg.scheduler_process", ["--spec-json", _json(spec)], num_threads=threads)
-    children.start("detokenizer", "engine.detokenizer", ["--config-json", _json(text)], num_threads=1)
+async def _live(plan: LifePlan, gate: Gate, listener: Listener) -> int:
+    worker = _Worker(gate, listener, StopSignals())
+    with worker.signals.caught(on_hangup=lambda: gate.reload(time.monotonic())):
+        return await worker.live(plan)
 
 
-async def _serve(
-    children: Children,
-    ipc: IpcPaths,
-    *,
-    engine: EngineConfig,
-    server: ServerConfig,
-    disagg: DisaggConfig,
-    control_host: str,
-) -> None:
-    await run_frontend(
-        server=server,
-        engine=engine,
-        ipc=ipc,
-        mode=disagg.disaggregation_mode,
-        extra_info=asdict(disagg),
-        default_bootstrap_port=disagg.disaggregation_bootstrap_port,
-        on_ready=lambda address: _say_ready(address, server, disagg),
-        children_alive=children.dead,
-        meeting=meeting_places(server, disagg, control_host=control_host),
-        drain_s=server.drain_timeout,
-    )
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    """How a life ended. `to`: what the next one is to be. `error`: it was not asked to end; `told`: the operator knows why."""
+
+    to: Handover | None = None
+    error: Exception | None = None
+    told: bool = False
+    was_ready: bool = False
 
 
-def _say_ready(address: FrontendAddress, server: ServerConfig, disagg: DisaggConfig) -> None:
-    logging.getLogger(__name__).info("serving at %s (%s)", address.url, disagg.disaggregation_mode)
-    if server.ready_file is None:
-        return
-    text = json.dumps({"url": address.url, "role": disagg.disaggregation_mode, "pid": os.getpid()})
-    partial = Path(f"{server.ready_file}.{os.getpid()}.partial")
-    partial.write_text(text)
-    partial.replace(server.ready_file)  # readers see all of it or nothing
+@dataclass(frozen=True)
+class _Worker:
+    """What its lives have in common."""
 
+    gate: Gate
+    listener: Listener
+    signals: StopSignals
 
-def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:
-    """The address that peers reach this worker at."""
-    host = disagg.disaggregation_control_host or server.host
-    if disagg.disaggregation_mode != "null" and host in ANY_ADDRESS:
-        raise ConfigError(
-            f"--host {server.host}: peers need one address of this worker; name it with --disaggregation-control-host"
+    async def live(self, plan: LifePlan) -> int:
+        """One life after another; the exit status. Raises what a first life raises that cannot begin."""
+        back: LifePlan | None = None  # the life before, should this one not start
+        last: Mapping[str, Any] | None = None
+        while True:
+            end = await self._one_life(plan, last)
+            if end.to is not None:
+                last = _switch(plan, end.to.role)
+                plan, back = next_life(plan, end.to), next_life(plan, replace(end.to, role=plan.role))
+                log.info("switching from %s to %s", last["from"], last["to"])
+            elif end.error is not None and back is not None and not (end.was_ready or self.signals.asked.is_set()):
+                log.error("it cannot be a %s worker (%s); it goes back to %s", plan.role, end.error, back.role)
+                last = {**_switch(back, plan.role), "error": f"{end.error}; the worker's log may say more"}
+                plan, back = back, None
+            else:
+                return _status(end)
+            set_up_logging(level=plan.server.log_level, format=plan.server.log_format, process=plan.role)
+
+    async def _one_life(self, plan: LifePlan, last: Mapping[str, Any] | None) -> _End:
+        if self.signals.asked.is_set():
+            return _End()
+        life: Life | None = None
+        try:
+            with begun(plan) as life:
+                return _End(to=await self._serve(life, last))
+        except (WorkerDied, ConfigError, SecurityConfigError) as error:
+            if life is None:
+                return _End(error=error)
+            return _End(error=error, told=life.children.told(), was_ready=life.was_ready)
+
+    async def _serve(self, life: Life, last: Mapping[str, Any] | None) -> Handover | None:
+        plan = life.plan
+
+        def on_ready(address: FrontendAddress) -> None:
+            life.was_ready = True
+            _say_ready(address, plan)
+
+        can_switch = plan.role != "null"
+        return await run_frontend(
+            server=plan.server,
+            engine=plan.engine,
+            ipc=life.ipc,
+            signals=self.signals,
+            gate=self.gate,
+            listener=self.listener,
+            mode=plan.role,
+            extra_info=asdict(plan.disagg),
+            default_bootstrap_port=plan.disagg.disaggregation_bootstrap_port,
+            on_ready=on_ready,
+            children_alive=life.children.dead,
+            meeting=plan.meeting,
+            drain_s=plan.server.drain_timeout,
+            switch=RoleSwitch(check=lambda to: check_next_life(plan, to), last=last) if can_switch else None,
+            end_engine=life.children.end,
         )
-    return host
 
 
-def _embedded_bootstrap_server(server: ServerConfig, disagg: DisaggConfig) -> BootstrapServer | None:
-    """The one inside a prefill worker; None for the others, and where a server on its own is named."""
-    if disagg.disaggregation_mode != "prefill" or disagg.disaggregation_bootstrap_server is not None:
-        return None
-    config = BootstrapConfig(host=server.host, port=disagg.disaggregation_bootstrap_port)
-    return BootstrapServer(config, shared=False, secret=read_secret(disagg))
+def _status(end: _End) -> int:
+    """Exit status of a worker whose last life ended so. Raises what is wrong with its flags or files."""
+    if end.error is None:
+        return 0
+    if not isinstance(end.error, WorkerDied):
+        raise end.error
+    if not end.told:
+        print(f"tandem serve: error: {end.error}", file=sys.stderr, flush=True)
+    return 1
 
 
-def _listen(bootstrap: BootstrapServer, disagg: DisaggConfig) -> None:
-    try:
-        bootstrap.start()
-    except OSError as error:
-        port = disagg.disaggregation_bootstrap_port
-        raise ConfigError(f"--disaggregation-bootstrap-port {port}: {error.strerror or error}") from error
+def _switch(plan: LifePlan, role: str) -> dict[str, Any]:
+    """For /server_info."""
+    return {"from": plan.role, "to": role, "error": None}
 
 
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+def _say_ready(address: FrontendAddress, plan: LifePlan) -> None:
+    log.info("serving at %s (%s)", address.url, plan.role)
+    ready_file = plan.server.ready_file
+    if ready_file is None:
+        return
+    text = json.dumps({"url": address.url, "role": plan.role, "pid": os.getpid()})
+    partial = Path(f"{ready_file}.{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.replace(ready_file)  # readers see all of it or nothing

@@ -47,6 +47,7 @@ from router.requests.journey import Journeys
 from router.requests.legs import Legs
 from router.requests.rewrite import Api
 from router.requests.rooms import RoomMinter
+from router.roles.switch import Switch
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
 from security.secret import read_secret_file
@@ -86,6 +87,7 @@ class Serving:
     legs: Legs
     monitor: HealthMonitor
     discovery: Discovery | None
+    switch: Switch
     dispatcher: Dispatcher
 
 
@@ -157,9 +159,15 @@ async def build_serving(base: Base, stack: AsyncExitStack) -> Serving:
     discovery = await open_discovery(config, table=base.table, monitor=monitor)
     if discovery is not None:
         stack.push_async_callback(discovery.close)
+    switch = Switch(
+        table=base.table, monitor=monitor, session=session, credentials=base.credentials, siblings=base.siblings
+    )
+    stack.push_async_callback(switch.close)
     dispatcher = Dispatcher(_dispatch_parts(base, legs, monitor))
     stack.callback(dispatcher.close)
-    return Serving(session=session, legs=legs, monitor=monitor, discovery=discovery, dispatcher=dispatcher)
+    return Serving(
+        session=session, legs=legs, monitor=monitor, discovery=discovery, switch=switch, dispatcher=dispatcher
+    )
 
 
 def _dispatch_parts(base: Base, legs: Legs, monitor: HealthMonitor) -> Parts:
@@ -193,6 +201,7 @@ def build_routes(base: Base, serving: Serving) -> Routes:
         live=base.live,
         siblings=base.siblings,
         tracer=base.tracer,
+        switch=serving.switch,
         discovery=serving.discovery,
     )
     dashboard = Dashboard(

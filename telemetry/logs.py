@@ -15,15 +15,19 @@ from telemetry.context import CURRENT
 
 FORMATS = ("text", "json")
 _ABOUT = "about"
+_OURS = "tandem"  # marks the handler that `set_up_logging` added
 
 
 def set_up_logging(*, level: str, format: str, process: str) -> None:
-    """Lines to stderr. `format`: one of `FORMATS`; `process`: who speaks."""
+    """Lines to stderr. `format`: one of `FORMATS`; `process`: who speaks; a second call says who does from now on."""
     handler = logging.StreamHandler()
     if format == "json":
         handler.setFormatter(JsonFormatter(process))
     else:
         handler.setFormatter(logging.Formatter(f"%(asctime)s {process} %(levelname)s %(message)s"))
+    for before in [h for h in logging.root.handlers if getattr(h, _OURS, False)]:
+        logging.root.removeHandler(before)
+    setattr(handler, _OURS, True)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each piece of junk would fill logs
 

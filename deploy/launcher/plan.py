@@ -35,24 +35,22 @@ class ProcessSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """Ports that were free when asked. `prefill` pairs: (HTTP, bootstrap server)."""
+    """Ports that were free when asked. Pairs: (HTTP, bootstrap server); a decode worker's is for when it becomes prefill."""
 
     front: int
     prefill: tuple[tuple[int, int], ...]
-    decode: tuple[int, ...]
+    decode: tuple[tuple[int, int], ...]
 
 
 def num_ports(config: ClusterConfig) -> int:
     """How many free ports a cluster needs besides the front one."""
-    return 0 if config.unified else 2 * config.prefill + config.decode
+    return 0 if config.unified else 2 * (config.prefill + config.decode)
 
 
 def assign_ports(config: ClusterConfig, *, front: int, free: Sequence[int]) -> Ports:
     """Deal `num_ports(config)` free ports out to the workers."""
-    http, bootstrap = free[: config.prefill], free[config.prefill : 2 * config.prefill]
-    return Ports(
-        front=front, prefill=tuple(zip(http, bootstrap, strict=True)), decode=tuple(free[2 * config.prefill :])
-    )
+    pairs = tuple(zip(free[::2], free[1::2], strict=True))
+    return Ports(front=front, prefill=pairs[: config.prefill], decode=pairs[config.prefill :])
 
 
 def plan_cluster(
@@ -62,12 +60,12 @@ def plan_cluster(
     if config.unified:
         return [_unified(config, ports, worker_args)]
     common = (f"--disaggregation-transfer-backend={config.transfer_backend}", *worker_args)
-    prefill = [
-        _worker(f"prefill-{i}", "prefill", http, [f"--disaggregation-bootstrap-port={bootstrap}", *common])
-        for i, (http, bootstrap) in enumerate(ports.prefill)
+    workers = [
+        _worker(f"{role}-{i}", role, http, [f"--disaggregation-bootstrap-port={bootstrap}", *common])
+        for role, pairs in (("prefill", ports.prefill), ("decode", ports.decode))
+        for i, (http, bootstrap) in enumerate(pairs)
     ]
-    decode = [_worker(f"decode-{i}", "decode", http, common) for i, http in enumerate(ports.decode)]
-    return [*prefill, *decode, _router(config, ports, router_args)]
+    return [*workers, _router(config, ports, router_args)]
 
 
 def front_url(config: ClusterConfig, port: int) -> str:
@@ -90,7 +88,7 @@ def _router(config: ClusterConfig, ports: Ports, args: Sequence[str]) -> Process
     argv = [f"--host={config.host}", f"--port={ports.front}", "--pd-disaggregation"]
     for http, bootstrap in ports.prefill:
         argv += ["--prefill", _url(LOOPBACK, http), str(bootstrap)]
-    for http in ports.decode:
+    for http, _ in ports.decode:
         argv += ["--decode", _url(LOOPBACK, http)]
     return ProcessSpec(
         name="router",

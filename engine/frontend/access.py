@@ -31,6 +31,7 @@ ADMIN_PATHS = frozenset(
         "/traces",
         "/load_lora_adapter",
         "/unload_lora_adapter",
+        "/switch_role",
     )
 )
 

@@ -10,6 +10,7 @@ from aiohttp import web
 from engine.frontend.access import require
 from engine.frontend.errors import DRAINING, ApiError, bad_field, decode_body, not_ready
 from engine.frontend.load import get_load, load_summary, v1_loads_entry
+from engine.frontend.role_switch import said_of_switches, switching_to
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import json_response
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply
@@ -42,13 +43,13 @@ async def health(request: web.Request) -> web.Response:
     """200 when scheduler and detokenizer answer (or text just came through both); no token is generated. A worker that drains
     says so, with 503.
 
-    `incarnation`: another process at this address has another one.
+    `incarnation`: another process at this address has another one, or the same one in another role.
     """
     s = request.app[SERVICES]
     if s.client.is_draining:
-        answer = json_response(
-            {"status": DRAINING, "num_live_reqs": s.client.num_live, "incarnation": s.incarnation}, status=503
-        )
+        said = {"status": DRAINING, "num_live_reqs": s.client.num_live, "incarnation": s.incarnation}
+        to = switching_to(s)
+        answer = json_response(said if to is None else {**said, "switching_to": to}, status=503)
         answer.headers["Retry-After"] = "1"
         return answer
     _check_up(s)
@@ -106,6 +107,7 @@ async def server_info(request: web.Request) -> web.Response:
         {
             **info,
             "disaggregation_mode": s.mode,
+            **said_of_switches(s),
             "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
             **load,
             "internal_states": [load] if load else [],

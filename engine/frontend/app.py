@@ -10,7 +10,16 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from engine.frontend import adapters, admin_api, control_api, embeddings_api, native_api, openai_api, traces_api
+from engine.frontend import (
+    adapters,
+    admin_api,
+    control_api,
+    embeddings_api,
+    native_api,
+    openai_api,
+    role_switch,
+    traces_api,
+)
 from engine.frontend.access import OPEN_PATHS, check_access
 from engine.frontend.errors import ApiError
 from engine.frontend.openapi import DOCUMENT, make_document, openapi
@@ -78,6 +87,7 @@ _POSTS: dict[str, Handler] = {
     "/unload_lora_adapter": adapters.unload_lora_adapter,
     "/start_profile": control_api.start_profile,
     "/stop_profile": control_api.stop_profile,
+    "/switch_role": role_switch.switch_role,
     "/tokenize": admin_api.tokenize,
     "/v1/tokenize": admin_api.tokenize,
     "/detokenize": admin_api.detokenize,

@@ -194,6 +194,7 @@ class EngineClient:
         self._early_rejection = early_rejection
         self.forecast = PrefillForecast()
         self._closed: ApiError | None = None
+        self._ended = False  # nobody is there to be asked
         self._live: dict[str, tuple[Generation, int]] = {}
         self._names: dict[str, list[str]] = {}  # user's name -> wire rids, of live samples
         self._calls: dict[str, asyncio.Future[Reply]] = {}
@@ -309,6 +310,11 @@ class EngineClient:
         """Accept nothing more; samples that are live go on."""
         self._closed = self._closed or error
 
+    def end(self, error: ApiError) -> None:
+        """The engine is being ended in good order: who asks it anything fails with `error`, now and later."""
+        self._ended = True
+        self.fail_all(error)
+
     def fail_all(self, error: ApiError) -> None:
         """The engine is gone: everything that waits fails with `error`."""
         self._closed = error
@@ -344,7 +350,7 @@ class EngineClient:
     async def _call(
         self, message: GetState | FlushCache | Control, reply: type[R], timeout_s: float, *, who: str = "scheduler"
     ) -> R:
-        if self._closed is not None and self._closed.code == "engine_dead":
+        if self._closed is not None and (self._ended or self._closed.code == "engine_dead"):
             raise self._closed
         if len(self._calls) >= MAX_CALLS:
             raise ApiError(

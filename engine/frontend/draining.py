@@ -22,25 +22,54 @@ STATE_TIMEOUT_S = 2.0
 
 
 async def drain(
-    client: EngineClient, *, signals: StopSignals, timeout_s: float, dead: Callable[[], str | None]
+    client: EngineClient,
+    *,
+    signals: StopSignals,
+    timeout_s: float,
+    dead: Callable[[], str | None],
+    switch_timeout_s: float | None = None,
 ) -> None:
-    """Returns when all has ended, by itself or handed back. `dead`: what of the worker has died (None: nothing)."""
+    """Returns when all has ended, by itself or handed back. `dead`: what of the worker has died (None: nothing).
+
+    `timeout_s`: from the moment that the signals ask; `switch_timeout_s`: as long as they do not.
+    """
     client.close(draining("the server is draining: it takes no new requests"))
     client.announce_drain()
     loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + timeout_s
+    patience = Patience(timeout_s, switch_timeout_s)
 
     def may_wait() -> bool:
-        return loop.time() < deadline_s and not signals.at_once.is_set() and dead() is None
+        return (
+            patience.lasts(loop.time(), ends=signals.asked.is_set()) and not signals.at_once.is_set() and dead() is None
+        )
 
-    if client.num_live:
-        log.info("draining: %d requests run, for up to %g s (--drain-timeout)", client.num_live, timeout_s)
+    if may_wait() and client.num_live:
+        log.info("draining: %d requests run", client.num_live)
     while client.num_live and may_wait():
         await _pause(signals)
     if client.num_live:
-        await _hand_back(client, dead() or f"not ended within {timeout_s:g} s")
+        await _hand_back(client, dead() or "not ended in time")
     elif client.ready.is_set():
         await _until_at_rest(client, signals=signals, may_wait=may_wait)
+
+
+class Patience:
+    """How long running requests may go on. Pure: told the time, and whether the process is to end.
+
+    A worker that drains to change its role has `switch_timeout_s`; once it is to end, `end_timeout_s` from then.
+    """
+
+    def __init__(self, end_timeout_s: float, switch_timeout_s: float | None) -> None:
+        self._end_timeout_s, self._switch_timeout_s = end_timeout_s, switch_timeout_s
+        self._deadline_s: float | None = None
+
+    def lasts(self, now_s: float, *, ends: bool) -> bool:
+        if self._switch_timeout_s is not None and ends:
+            self._switch_timeout_s = self._deadline_s = None
+        if self._deadline_s is None:
+            given_s = self._end_timeout_s if self._switch_timeout_s is None else self._switch_timeout_s
+            self._deadline_s = now_s + given_s
+        return now_s < self._deadline_s
 
 
 async def _hand_back(client: EngineClient, why: str) -> None:

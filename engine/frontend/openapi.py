@@ -18,6 +18,7 @@ from engine.frontend.control_api import PauseBody, StartProfileBody, UpdateWeigh
 from engine.frontend.embeddings_api import EmbeddingBody
 from engine.frontend.native_api import GenerateBody
 from engine.frontend.openai_bodies import ChatBody, CompletionBody
+from engine.frontend.role_switch import SwitchBody
 from security.keys import Access
 from telemetry.records import TracesQuery
 
@@ -33,6 +34,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/load_lora_adapter": LoadBody,
     "/unload_lora_adapter": UnloadBody,
     "/start_profile": StartProfileBody,
+    "/switch_role": SwitchBody,
     "/tokenize": TokenizeBody,
     "/v1/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
@@ -42,13 +44,14 @@ STREAMING = ("/v1/completions", "/v1/chat/completions", "/generate")
 OPTIONAL_BODIES = ("/abort_request", "/pause_generation", "/start_profile")
 EMPTY_BODIES = ("/flush_cache", "/continue_generation", "/stop_profile")
 PLAIN_TEXT = ("/metrics", "/flush_cache")
+BEGUN = ("/switch_role",)  # what goes on when the answer is there
 EMPTY_ANSWERS = ("/abort_request",)
 STATUSES = {
     "400": "a field is wrong; `param` names it",
     "401": "the API key is missing or wrong",
     "403": "this needs the admin key",
     "404": "there is no such model or path",
-    "409": "the room is in use",
+    "409": "the room is in use, or the worker is changing its role",
     "413": "the body is too long",
     "503": "the server is loading, full or going down; try again later",
 }
@@ -117,11 +120,15 @@ def _operation(path: str, error: dict[str, Any], *, body: dict[str, Any] | None)
     names = _PATTERN.findall(path)
     parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
     return {
-        "responses": {"200": _good(path), **failures},
+        "responses": {"200": _good(path), **_accepted(path), **failures},
         **({"requestBody": body} if body else {}),
         **({"parameters": parameters} if parameters else {}),
         **({"security": [{"key": []}, {}]} if need_of(path) is not Access.NONE else {}),
     }
+
+
+def _accepted(path: str) -> dict[str, Any]:
+    return {"202": {"description": "begun", "content": _json({})}} if path in BEGUN else {}
 
 
 def _good(path: str) -> dict[str, Any]:

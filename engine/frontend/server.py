@@ -22,11 +22,13 @@ from engine.frontend.app import make_app
 from engine.frontend.chat_template import load_chat_template
 from engine.frontend.client import EngineClient
 from engine.frontend.draining import drain
-from engine.frontend.errors import ApiError
+from engine.frontend.errors import ApiError, draining
 from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
+from engine.frontend.listening import Listener
 from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.metrics import Metrics
 from engine.frontend.services import ANY_MODEL, Services
+from engine.frontend.succession import Handover, RoleSwitch
 from engine.frontend.tokenizer import load_tokenizer, read_json
 from engine.frontend.tracing import Traces
 from engine.lora.names import lora_enabled, named_paths
@@ -71,6 +73,9 @@ async def run_frontend(
     mode: str = "null",
     extra_info: Mapping[str, Any] | None = None,
     default_bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT,
+    signals: StopSignals,
+    gate: Gate,
+    listener: Listener,
     on_listening: Callable[[FrontendAddress], None] = lambda address: None,
     on_ready: Callable[[FrontendAddress], None] = lambda address: None,
     children_alive: Callable[[], str | None] = lambda: None,
@@ -78,19 +83,22 @@ async def run_frontend(
     drain_s: float = 30.0,
     health_timeout_s: float = HEALTH_TIMEOUT_S,
     meeting: MeetingPlaces | None = None,
-) -> None:
-    """Serve until SIGTERM (drain), SIGINT or a second signal (end at once). Call it in the main thread: it sets handlers.
+    switch: RoleSwitch | None = None,
+    end_engine: Callable[[], None] = lambda: None,
+) -> Handover | None:
+    """Serve until SIGTERM (drain), SIGINT or a second signal (end at once), which come by `signals`: None. Or until
+    `switch` is asked for: after a drain, what the next life is to be; then call it again with the same `listener`.
 
+    end_engine: called (in a thread) before HTTP closes for a switch, so that probes are answered until the next life can.
     on_listening: HTTP answers now (health: 503). on_ready: the scheduler said `SchedulerReady`.
     children_alive: None, or what died; then everything live fails with 503 and WorkerDied is raised.
     extras: entered before HTTP listens and left after it has closed (the prefill worker's bootstrap server).
     extra_info: shown flat by /server_info; no secrets. meeting: bootstrap servers that requests may name (default: none is
-    ever dialled by this worker). drain_s: how long running requests may go on after SIGTERM.
-    Raises ConfigError for a checkpoint or port that cannot be used, WorkerDied.
+    ever dialled by this worker). drain_s: how long running requests may go on after SIGTERM. switch: None: the role is for good.
+    Raises ConfigError for a checkpoint that cannot be used, WorkerDied.
     """
     loop = asyncio.get_running_loop()
-    signals, gate = StopSignals(), open_worker_gate(server)
-    with signals.caught(on_hangup=lambda: gate.reload(time.monotonic())), _sockets(ipc) as (push, pull):
+    with _sockets(ipc) as (push, pull):
         services = make_services(
             server=server,
             engine=engine,
@@ -103,18 +111,31 @@ async def run_frontend(
             health_timeout_s=health_timeout_s,
             gate=gate,
             meeting=meeting,
+            switch=switch,
         )
         pull.attach(loop, services.client.on_message)
         async with AsyncExitStack() as stack:
             for extra in extras:
                 await stack.enter_async_context(extra())
-            address = await stack.enter_async_context(_serving(services, server))
+            address = await stack.enter_async_context(_serving(services, server, listener))
             on_listening(address)
             try:
-                await _until_over(services.client, signals, children_alive, on_ready=lambda: on_ready(address))
-                await drain(services.client, signals=signals, timeout_s=drain_s, dead=children_alive)
+                asked = _Asked(signals, switch)
+                await _until_over(services.client, asked, children_alive, on_ready=lambda: on_ready(address))
+                await drain(
+                    services.client,
+                    signals=signals,
+                    timeout_s=drain_s,
+                    dead=children_alive,
+                    switch_timeout_s=asked.switch_timeout_s(drain_s),
+                )
                 if (reason := children_alive()) is not None:
                     raise WorkerDied(reason)
+                if asked.next_life() is None:
+                    return None
+                services.client.end(draining("the server is changing its role"))
+                await asyncio.to_thread(end_engine)
+                return asked.next_life()
             finally:
                 services.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
                 services.tracer.close()
@@ -147,6 +168,7 @@ def make_services(
     health_timeout_s: float,
     gate: Gate | None = None,
     meeting: MeetingPlaces | None = None,
+    switch: RoleSwitch | None = None,
 ) -> Services:
     """Load tokenizer, template and limits of the checkpoint. Raises ConfigError, SecurityConfigError."""
     model_path = engine.model_path or DEFAULT_MODEL_PATH
@@ -205,6 +227,7 @@ def make_services(
         default_deadline_s=server.default_deadline,
         lora=lora_enabled(engine),
         tracer=tracer,
+        switch=switch,
     )
 
 
@@ -264,34 +287,50 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 @asynccontextmanager
-async def _serving(services: Services, server: ServerConfig) -> AsyncIterator[FrontendAddress]:
+async def _serving(services: Services, server: ServerConfig, listener: Listener) -> AsyncIterator[FrontendAddress]:
     app = make_app(services, max_body_bytes=server.max_body_bytes, max_open=services.client.max_live + SPARE_REQUESTS)
     runner = web.AppRunner(
         app, handler_cancellation=True, access_log=None, logger=_http_log(), shutdown_timeout=HTTP_CLOSE_S
     )
     await runner.setup()
     try:
-        try:
-            await web.TCPSite(runner, server.host, server.port, backlog=1024).start()
-        except OSError as e:
-            raise ConfigError(
-                f"--port {server.port}: cannot listen on {server.host}:{server.port} ({e.strerror or e}); choose another with --port"
-            ) from None
-        yield FrontendAddress(server.host, runner.addresses[0][1])
+        await listener.serve(runner)
+        yield FrontendAddress(server.host, listener.port)
     finally:
         await runner.cleanup()
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What ends a life: signals, which win, or a switch of its role."""
+
+    signals: StopSignals
+    switch: RoleSwitch | None
+
+    @property
+    def is_over(self) -> bool:
+        return self.signals.asked.is_set() or (self.switch is not None and self.switch.to is not None)
+
+    def next_life(self) -> Handover | None:
+        return None if self.switch is None or self.signals.asked.is_set() else self.switch.to
+
+    def switch_timeout_s(self, default_s: float) -> float | None:
+        """None: no switch was asked for."""
+        if self.switch is None or self.switch.to is None:
+            return None
+        return default_s if self.switch.timeout_s is None else self.switch.timeout_s
+
+
 async def _until_over(
     client: EngineClient,
-    signals: StopSignals,
+    asked: _Asked,
     children_alive: Callable[[], str | None],
     *,
     on_ready: Callable[[], None],
 ) -> None:
     """Return when asked to end. Raises WorkerDied."""
     told = False
-    while not signals.asked.is_set():
+    while not asked.is_over:
         dead = children_alive()
         if dead is not None:
             client.fail_all(ApiError(503, dead, code="engine_dead", retry_after_s=1))
@@ -300,4 +339,4 @@ async def _until_over(
             told = True
             on_ready()
         with suppress(TimeoutError):
-            await asyncio.wait_for(signals.asked.wait(), WATCH_INTERVAL_S)
+            await asyncio.wait_for(asked.signals.asked.wait(), WATCH_INTERVAL_S)

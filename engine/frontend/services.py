@@ -20,6 +20,7 @@ from engine.frontend.deadline import request_timeout_s
 from engine.frontend.errors import bad_field
 from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.metrics import Metrics
+from engine.frontend.succession import RoleSwitch
 from engine.frontend.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
 from security.keys import Gate
@@ -52,12 +53,13 @@ class Services:
     health_timeout_s: float
     started_unix_s: int
     prng: random.Random
-    incarnation: str = field(default_factory=lambda: secrets.token_hex(16))  # of this process
+    incarnation: str = field(default_factory=lambda: secrets.token_hex(16))  # of this life of the process
     tool_call_parser: str | None = None
     return_hidden_states: bool = False  # requests may ask for them
     embedding_pooling: str = "last"
     default_deadline_s: float | None = None
     lora: bool = False  # requests may name adapters
+    switch: RoleSwitch | None = None  # None: this worker's role is for good
     tracer: Tracer = field(default_factory=lambda: Tracer(ring_size=0))
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
 

@@ -58,6 +58,10 @@ class Siblings:
         if self._sessions and not self.is_one(request):
             await self._ask_all(request.method, request.path, msgspec.json.encode(asked))
 
+    async def announce(self, path: str, said: dict[str, Any]) -> None:
+        """POST to each what it cannot know: something is done here that no request asked for."""
+        await self._ask_all("POST", path, msgspec.json.encode(said))
+
     async def answers(self, path: str) -> list[bytes]:
         """What each that answers says to GET `path`."""
         return await self._ask_all("GET", path, b"")

@@ -1,6 +1,7 @@
 """Routes beside generation: health of the router, what is behind it, changes of the pool, calls to every worker."""
 
 import asyncio
+import math
 import time
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +24,7 @@ from router.pool.models import UnknownModel, join_models, serves
 from router.pool.workers import Health, Role, Worker, WorkerTable, missing_roles
 from router.requests.draining import DRAINING, LiveRequests
 from router.requests.replies import no_worker_message, unknown_model
+from router.roles.switch import Switch, SwitchFailed, SwitchRefused
 from security.keys import Gate
 from telemetry.records import Record, Records, TracesQuery, last_ids, query_error
 from telemetry.tracer import Tracer
@@ -60,8 +62,10 @@ class Control:
         live: LiveRequests,
         siblings: Siblings,
         tracer: Tracer,
+        switch: Switch,
         discovery: Discovery | None = None,
     ) -> None:
+        self._switch = switch
         self._tracer = tracer
         self._siblings = siblings
         self._config = config
@@ -91,6 +95,7 @@ class Control:
             web.get("/workers", self.list_workers),
             web.post("/workers", self.add_worker),
             web.delete("/workers", self.remove_worker),
+            web.post("/workers/role", self.switch_role),
             web.get("/get_loads", self.get_loads),
             web.get("/flush_cache", self.flush_cache),
             web.post("/flush_cache", self.flush_cache),
@@ -199,6 +204,36 @@ class Control:
         worker = self._table.remove(url)
         self._monitor.retire(worker)
         await self._siblings.tell(request, asked)
+        return _json(describe(worker))
+
+    async def switch_role(self, request: web.BaseRequest) -> web.Response:
+        """{"url", "role": prefill|decode, "force", "timeout"}: 200 once the worker serves in that role.
+
+        409: it may not, or says that it cannot, and nothing has changed; 502: it did not come back in that role.
+        """
+        asked = await _read_object(request)
+        role = self._asked_role(asked)
+        if not isinstance(role, Role):
+            return role
+        url = _asked_url(asked)
+        if isinstance(url, web.Response):
+            return url
+        force, drain_s = asked.get("force", False), asked.get("timeout")
+        if force is not None and not isinstance(force, bool):
+            return error_response(400, f"force: must be true or false, got {force!r}", param="force")
+        if drain_s is not None and not (_is_number(drain_s) and drain_s >= 0):
+            return error_response(400, f"timeout: must be seconds, at least 0, got {drain_s!r}", param="timeout")
+        worker = self._table.find(url)
+        if self._siblings.is_one(request):  # which moves it: see for ourselves
+            self._monitor.look(worker)
+            return _json(describe(worker))
+        headers = self._credentials.for_admin(_authorization(request))
+        try:
+            await self._switch.move(worker, role, force=bool(force), drain_s=drain_s, headers=headers)
+        except SwitchRefused as err:
+            return error_response(409, str(err), code="switch_refused")
+        except SwitchFailed as err:
+            return error_response(502, str(err), code="switch_failed")
         return _json(describe(worker))
 
     async def get_loads(self, request: web.BaseRequest) -> web.Response:
@@ -373,6 +408,7 @@ def describe(worker: Worker) -> dict[str, Any]:
         "health": worker.health.value,
         "silent": worker.silent,
         "leaving": worker.leaving,
+        "switching_to": None if worker.switching_to is None else worker.switching_to.value,
         "circuit": worker.circuit.state.value,
         "models": worker.models,
         "discovered": worker.discovered,
@@ -389,6 +425,10 @@ def describe(worker: Worker) -> dict[str, Any]:
 
 def _authorization(request: web.BaseRequest) -> str:
     return request.headers.get("Authorization", "")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _decoded(body: bytes) -> Any:

@@ -24,6 +24,11 @@ class Credentials:
         self._refresh()
         return bearer(self._worker.first or self._api.first)
 
+    def own_admin(self) -> dict[str, str]:
+        """For what the router does by itself that needs an admin's key."""
+        self._refresh()
+        return bearer(self._admin.first or self._worker.first or self._api.first)
+
     def for_client(self, authorization: str) -> dict[str, str]:
         """For a client's request; `authorization`: the header it sent. A key that workers have, too, is passed on: while
         one is rotated out, the client knows better than this router which one every worker has.

@@ -37,6 +37,7 @@ _ADMIN_PATHS = frozenset(
         "/load_lora_adapter",
         "/unload_lora_adapter",
         "/traces",
+        "/workers/role",
     )
 )
 _COUNTED_PATHS = frozenset(Api)

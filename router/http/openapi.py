@@ -18,7 +18,7 @@ _STATUSES = {
     "403": "this needs the admin key",
     "404": "there is no such path or model",
     "408": "the body did not come in time",
-    "409": "a worker refused the request for now",
+    "409": "a worker refused the request for now, or may not change its role",
     "413": "the body is too long",
     "429": "too many requests; Retry-After says when to come again",
     "502": "a worker could not be reached or broke off",
@@ -43,6 +43,18 @@ _OWN: dict[str, dict[str, Any]] = {
         "get": None,
         "post": {"type": "object", "properties": _WORKER, "required": ["url"]},
         "delete": {"type": "object", "properties": _URL, "required": ["url"]},
+    },
+    "/workers/role": {
+        "post": {
+            "type": "object",
+            "properties": {
+                **_URL,
+                "role": {"enum": ["prefill", "decode"]},
+                "force": {"type": ["boolean", "null"], "default": False},
+                "timeout": {"type": ["number", "null"], "minimum": 0},
+            },
+            "required": ["url", "role"],
+        }
     },
     "/flush_cache": {"get": None, "post": None},
     "/traces": {

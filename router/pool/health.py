@@ -29,7 +29,7 @@ _LOAD_PATHS = ("/v1/loads", "/get_load")  # the richer one first
 _INFO_PATHS = ("/server_info", "/get_server_info")
 _MODEL_PATHS = ("/v1/models",)
 _MODEL_INFO_PATHS = ("/get_model_info", "/model_info")
-_EXPECTED_MODE = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.UNIFIED: "null"}
+_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "null": Role.UNIFIED}  # by --disaggregation-mode
 MAX_ANSWER_BYTES = 4 << 20
 NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"
 
@@ -102,9 +102,13 @@ class HealthMonitor:
             self._tell(worker, Check.REFUSED, str(failure))
         elif failure.draining:
             self._tell(worker, Check.DRAINING, "it is draining")
+        self.look(worker)  # it may have been restarted, with another bootstrap port
+
+    def look(self, worker: Worker) -> None:
+        """Check it now, and read anew what it says of itself."""
         watch = self._watches.get(worker.worker_id)
         if watch is not None:
-            watch.info_due_s = 0.0  # it may have been restarted, with another bootstrap port
+            watch.info_due_s = 0.0
             watch.wake.set()
 
     async def _run(self, watch: "_Watch") -> None:
@@ -126,9 +130,11 @@ class HealthMonitor:
     async def _check(self, watch: "_Watch") -> None:
         """One round: health, then what else is due. A worker comes up with its bootstrap address known."""
         worker = watch.worker
+        known = worker.incarnation
         result, error = await self._ask_health(worker)
         now_s = _now_s()
-        if result is Check.OK and (worker.health is not Health.UP or now_s >= watch.info_due_s):
+        is_new = worker.health is not Health.UP or worker.incarnation != known
+        if result is Check.OK and (is_new or now_s >= watch.info_due_s):
             error = await self._read_info(worker) or ""
             result = Check.FAILED if error else Check.OK
             watch.info_due_s = now_s + BOOTSTRAP_REFRESH_S
@@ -168,9 +174,8 @@ class HealthMonitor:
             return error
         if error := await self._read_models(worker, info):
             return error
-        mode, expected = parse_mode(info), _EXPECTED_MODE[worker.role]
-        if mode is not None and mode != expected:
-            return f"runs with --disaggregation-mode {mode}, but was given as a {worker.role} worker"
+        if error := self._read_role(worker, parse_mode(info)):
+            return error
         if info is not None and worker.role is Role.PREFILL and worker.given_bootstrap_port is None:
             host, port = parse_bootstrap(info, url_host=worker.url_host)
             self._table.on_bootstrap(worker, host=host, port=port)
@@ -178,6 +183,19 @@ class HealthMonitor:
         if watch is not None and not watch.retired:
             self._on_info(worker, info)
         return None
+
+    def _read_role(self, worker: Worker, mode: str | None) -> str:
+        """Which role it has; returns what is wrong. A worker may change between prefill and decode, and knows best."""
+        said = worker.role if mode is None else _ROLES.get(mode)
+        if said is worker.role:
+            return ""
+        if said is None or Role.UNIFIED in (said, worker.role):
+            return f"runs with --disaggregation-mode {mode}, but was given as a {worker.role} worker"
+        log.warning(
+            "worker %s was taken for a %s worker, and says that it is a %s worker", worker.url, worker.role, said
+        )
+        self._table.on_role(worker, said)
+        return ""
 
     async def _read_models(self, worker: Worker, info: object) -> str:
         """Read which models it serves; returns what is wrong: a server that says nothing at all of itself is no worker."""
@@ -196,8 +214,7 @@ class HealthMonitor:
     def refresh(self) -> None:
         """Ask all workers anew what they serve: it may just have changed."""
         for watch in self._watches.values():
-            watch.info_due_s = 0.0
-            watch.wake.set()
+            self.look(watch.worker)
 
     async def _first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:
         """(the first JSON answer of `paths`, ""); (None, "") when it has none; (None, why) when one could not be asked."""

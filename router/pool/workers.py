@@ -132,6 +132,7 @@ class Worker:
     leaving: bool = False  # it gets nothing new, whatever its health
     last_resort: bool = False  # it does, while nobody else of its role is up
     silent: bool = False  # it is asked and says nothing: it gets requests where all others are silent too
+    switching_to: Role | None = None  # this router has asked it to change; it gets nothing new until it has
     discovered: bool = False  # each process of this router finds it by itself
     models: tuple[str, ...] = ()  # names that it serves, its own first; none: it does not say
     circuit: Circuit = field(default_factory=Circuit)
@@ -167,7 +168,8 @@ class Lease(msgspec.Struct, frozen=True, eq=False):
 class WorkerTable:
     """All workers of one router, in the order they were added.
 
-    `on_gone` is told of a worker that was removed, went down, or is another process now: what it had cached is lost.
+    `on_gone` is told of a worker that was removed, went down, is another process now, or has another role: what it had cached
+    is lost.
     """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
@@ -215,7 +217,7 @@ class WorkerTable:
 
     def remove(self, url: str) -> Worker:
         """Take a worker out. Its running requests go on; their leases are still released. `WorkerTableError` if unknown."""
-        worker = self._find(url)
+        worker = self.find(url)
         self._workers.remove(worker)
         worker.view.give_back(worker.slot)
         worker.view, worker.slot = ALONE, 0
@@ -228,11 +230,12 @@ class WorkerTable:
 
         `last_resort`: as long as it is up it serves, should nobody else of its role be: better than no answer.
         """
-        worker = self._find(url)
+        worker = self.find(url)
         worker.leaving, worker.last_resort = True, last_resort
         return worker
 
-    def _find(self, url: str) -> Worker:
+    def find(self, url: str) -> Worker:
+        """The worker at this address, however it is written. `WorkerTableError` if unknown."""
         name = same_url(url)
         for worker in self._workers:
             if same_url(worker.url) == name:
@@ -245,8 +248,8 @@ class WorkerTable:
     def alive(self, role: Role) -> list[Worker]:
         """Who gets requests."""
         up = Health.UP
-        staying = [w for w in self._workers if w.role is role and w.health is up and not w.leaving]
-        return staying or [w for w in self._workers if w.role is role and w.health is up and w.last_resort]
+        here = [w for w in self._workers if w.role is role and w.health is up and w.switching_to is None]
+        return [w for w in here if not w.leaving] or [w for w in here if w.last_resort]
 
     def pool(self, role: Role, model: str) -> list[Worker]:
         """Those of `alive` that serve `model`; "": any. Silence narrows the choice, it never empties it."""
@@ -291,6 +294,26 @@ class WorkerTable:
                 self.on_gone(worker)
         if incarnation:
             worker.incarnation, worker.incarnation_s = incarnation, asked_s
+
+    def begin_switch(self, worker: Worker, role: Role) -> None:
+        """It is asked to change its role: nothing new goes there until `end_switch`."""
+        assert worker.switching_to is None and worker.role is not role, (worker.url, worker.role, worker.switching_to)
+        worker.switching_to = role
+
+    def end_switch(self, worker: Worker) -> None:
+        """However it ended."""
+        worker.switching_to = None
+
+    def on_role(self, worker: Worker, role: Role) -> None:
+        """Tell that a worker says it has another role than was thought. What was known of it in the old one is forgotten.
+
+        So is the bootstrap port that was named for it: from now on it counts what the worker says.
+        """
+        worker.role = role
+        worker.given_bootstrap_port = None
+        worker.report, worker.foreign_tokens = None, 0
+        worker.circuit.reset()
+        self.on_gone(worker)
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
         """Tell what a worker reports (None: it does not say). Only what this router did not send itself is added."""

@@ -14,7 +14,7 @@ from deploy.launcher.plan import Ports, ProcessSpec, assign_ports, num_ports, pl
 from deploy.launcher.ports import free_ports, require_free
 from engine.config import ConfigError
 
-PORTS = Ports(front=8000, prefill=((1, 11), (2, 12)), decode=(3,))
+PORTS = Ports(front=8000, prefill=((1, 11), (2, 12)), decode=((3, 13),))
 
 
 def by_name(specs: list[ProcessSpec]) -> dict[str, ProcessSpec]:
@@ -52,7 +52,8 @@ def test_unified_is_one_worker_at_the_front_port() -> None:
 def test_ports_are_dealt_out_once_each() -> None:
     config = ClusterConfig(prefill=2, decode=3)
     dealt = assign_ports(config, front=9, free=range(100, 100 + num_ports(config)))
-    assert dealt == Ports(front=9, prefill=((100, 102), (101, 103)), decode=(104, 105, 106))
+    decode = ((104, 105), (106, 107), (108, 109))
+    assert dealt == Ports(front=9, prefill=((100, 101), (102, 103)), decode=decode)
 
 
 @pytest.mark.parametrize(

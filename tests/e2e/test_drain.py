@@ -1,25 +1,29 @@
-"""Drains with real processes, NIXL and the shipped model: requests that run when a signal comes end right."""
+"""Drains with real processes, NIXL and the shipped model: requests that run when a worker leaves, or its role, end right."""
 
 import asyncio
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
 
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
-from tests.e2e.client import assert_all_back
+from tests.e2e.client import assert_all_back, session
 from tests.e2e.cluster import Cluster, cluster, tandem, wait_until
 from tests.e2e.conftest import SHIPPED
 from tests.e2e.leftovers import Leftovers
+from tests.e2e.roles import move, num_served, server_info, streams
 from tests.e2e.test_cluster_life import BOUNDED_S, start_load
 
 NUM_REQUESTS = 12
 NEW_TOKENS = 150
+SWITCHES_S = 120.0  # for two, each with the start of a worker
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,55 @@ def two_pairs(temp: Path) -> Iterator[Cluster]:
     with cluster(temp / "up", "--run-dir", str(temp / "logs"), *extra, *SHIPPED) as c:
         patch.undo()
         yield c
+
+
+# ---- a role is left
+
+
+def test_a_prefill_worker_becomes_decode_and_comes_back_under_load(two_pairs: Cluster, temp: Path) -> None:
+    """Nothing is lost, every token is right, and it serves in each role."""
+    mover = two_pairs.of("prefill")[0]
+
+    async def there_and_back() -> None:
+        async with session() as http, streams(two_pairs.router) as more:
+            for role in ("decode", "prefill"):
+                await more()
+                told = await move(http, two_pairs, mover, role)
+                assert (told["role"], told["health"], told["switching_to"]) == (role, "up", None)
+                info = server_info(mover)
+                assert info["disaggregation_mode"] == role and info["last_switch"]["to"] == role
+                await more()
+                assert num_served(mover, role) > 0
+            assert told["bootstrap_port"] == info["disaggregation_bootstrap_port"]
+
+    asyncio.run(asyncio.wait_for(there_and_back(), SWITCHES_S))
+    asyncio.run(assert_all_back(two_pairs))
+    assert "Traceback" not in (temp / "logs" / "prefill-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({}, 400, "missing required field `role`"),
+        ({"role": "null"}, 400, "role: must be prefill or decode, got 'null'"),
+        ({"role": "prefill", "timeout": -1}, 400, "timeout: must be a number of seconds, at least 0"),
+        ({"role": "prefill", "timeout": "1"}, 400, "timeout: "),
+        ({"role": "prefill"}, 400, "role: this worker cannot be a prefill worker: --disaggregation-bootstrap-port"),
+        ({"role": "decode"}, 200, "this is a decode worker"),
+    ],
+)
+def test_what_cannot_be_changes_nothing(two_pairs: Cluster, body: dict[str, Any], status: int, says: str) -> None:
+    """Somebody else listens at the port that its bootstrap server would have."""
+    worker = two_pairs.of("decode")[0]
+    lived = httpx.get(f"{worker.url}/health").json()["incarnation"]
+    with socket.create_server(("127.0.0.1", server_info(worker)["disaggregation_bootstrap_port"])):
+        answer = httpx.post(f"{worker.url}/switch_role", json=body)
+    assert answer.status_code == status and says in answer.text
+    health = httpx.get(f"{worker.url}/health")
+    assert health.status_code == 200 and health.json()["incarnation"] == lived
+
+
+# ---- workers are left for good
 
 
 def test_no_request_notices_that_workers_leave(two_pairs: Cluster, temp: Path) -> None:

@@ -1,5 +1,6 @@
 """Start, stop and failures of the processes around the frontend."""
 
+import asyncio
 import json
 import os
 import signal
@@ -12,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from engine.frontend.client import EngineClient
+from engine.frontend.errors import ApiError, draining
 from engine.frontend.forecast import MIN_STARTED
 from engine.frontend.ipc import IpcPaths
-from tests.frontend.conftest import ROOT, start_worker, wait_for, write_checkpoint
+from engine.frontend.metrics import Metrics
+from tests.frontend.conftest import ROOT, Worker, start_worker, wait_for, write_checkpoint
 
 
 def test_health_is_503_until_ready_and_when_the_scheduler_is_silent(tmp_path: Path) -> None:
@@ -102,6 +106,59 @@ def test_a_draining_worker_says_so_takes_nothing_new_and_goes_on_with_what_runs(
         assert w.http.get("/health").json() == {**said, "num_live_reqs": 0}
         w.scheduler.prealloc = 0
         assert w.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("sigterm", [False, True])
+def test_a_switch_lets_running_requests_finish_and_sigterm_in_the_middle_ends_the_worker(
+    tmp_path: Path, sigterm: bool
+) -> None:
+    with start_worker(tmp_path, mode="prefill", drain_s=60.0) as w:
+        w.scheduler.may_break.clear()
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
+        with w.http.stream("POST", "/generate", json={"text": "BREAK", "stream": True, **room}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            assert w.post("/switch_role", {"role": "decode", "timeout": 600}).status_code == 202
+            health = wait_for(lambda: (r := w.http.get("/health")).status_code == 503 and r).json()
+            assert (health["status"], health["switching_to"], health["num_live_reqs"]) == ("draining", "decode", 1)
+            assert w.http.get("/server_info").json()["switching_to"] == "decode"
+            refused = w.post("/generate", {"text": "a", **room, "bootstrap_room": 2})
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+            if sigterm:
+                w.process.send_signal(signal.SIGTERM)
+            w.scheduler.may_break.set()
+            last = [line for line in lines if line.startswith("data: ")][-1]
+        assert json.loads(last[6:])["error"]["message"] == "the transfer broke"
+        w.scheduler.prealloc = 0
+        assert w.process.wait(10) == 0
+        assert (tmp_path / "next").exists() is not sigterm
+    assert "Traceback" not in w.stderr.read_text()
+
+
+def test_nobody_waits_for_an_engine_that_is_being_ended() -> None:
+    """Neither who has asked it already nor who asks now; routers still read that the worker drains."""
+
+    async def scenario() -> None:
+        client = EngineClient(
+            send=lambda message: None, now_s=time.monotonic, observer=Metrics(model_name="m", mode="decode"), max_live=1
+        )
+        waits = asyncio.create_task(client.state(timeout_s=5.0))
+        await asyncio.sleep(0)
+        client.end(draining("it changes its role"))
+        for call in (waits, client.state(timeout_s=5.0)):
+            with pytest.raises(ApiError, match="it changes its role"):
+                await call
+        assert client.is_draining
+
+    asyncio.run(scenario())
+
+
+def test_a_unified_worker_has_no_role_to_change(worker: Worker) -> None:
+    refused = worker.post("/switch_role", {"role": "decode"})
+    assert (
+        refused.status_code == 400 and "--disaggregation-mode prefill or decode" in refused.json()["error"]["message"]
+    )
+    assert worker.http.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])

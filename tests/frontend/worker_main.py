@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import uvloop
 
 from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.frontend.ipc import IpcPaths
+from engine.frontend.listening import Listener, open_listener
 from engine.frontend.meeting import MeetingPlaces
-from engine.frontend.server import FrontendAddress, WorkerDied, run_frontend
+from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
+from engine.frontend.succession import RoleSwitch
+from lifecycle.stop_signals import StopSignals
 from security.addresses import AllowedAddresses
 
 
@@ -21,10 +25,16 @@ def main(args: dict[str, Any]) -> int:
         (folder / "listening.tmp").write_text(address.url)
         (folder / "listening.tmp").rename(folder / "listening")
 
-    try:
-        uvloop.run(
-            run_frontend(
-                server=ServerConfig(**args["server"]),
+    server = ServerConfig(**args["server"])
+
+    async def serve(listener: Listener) -> None:
+        signals, gate = StopSignals(), open_worker_gate(server)
+        with signals.caught(on_hangup=lambda: gate.reload(time.monotonic())):
+            to = await run_frontend(
+                server=server,
+                signals=signals,
+                gate=gate,
+                listener=listener,
                 engine=EngineConfig(**args["engine"]),
                 ipc=IpcPaths(args["ipc_dir"]),
                 mode=args["mode"],
@@ -35,8 +45,14 @@ def main(args: dict[str, Any]) -> int:
                 children_alive=lambda: "the scheduler process died" if (folder / "dead").exists() else None,
                 drain_s=args["drain_s"],
                 health_timeout_s=0.5,
+                switch=None if args["mode"] == "null" else RoleSwitch(check=lambda to: None),
             )
-        )
+        if to is not None:
+            (folder / "next").write_text(to.role)
+
+    try:
+        with open_listener(server.host, server.port) as listener:
+            uvloop.run(serve(listener))
     except (ConfigError, WorkerDied) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

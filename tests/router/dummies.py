@@ -50,6 +50,14 @@ def always(status: int, body: dict[str, Any], **headers: str) -> Behaviour:
     return behave
 
 
+async def obey(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Changes its role when told to, and quicker than anybody looks."""
+    if request.path != "/switch_role":
+        return await answer_ok(worker, request, body)
+    worker.mode, worker.incarnation = body["role"], worker.incarnation + "+"
+    return web.json_response({}, status=202)
+
+
 async def hang(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """Never answers; ends only when its client goes away."""
     await asyncio.Event().wait()

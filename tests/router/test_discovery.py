@@ -298,6 +298,36 @@ def test_a_pod_that_is_relabelled_changes_its_pool(tmp_path: Path, monkeypatch: 
     play(tmp_path, monkeypatch, scene)
 
 
+def test_a_worker_that_changed_its_role_stays_where_it_says_whatever_its_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither an event of its pod nor a new list moves it back, or takes it out."""
+
+    async def scene(setup: Setup) -> None:
+        await setup.watched()
+        await setup.show_all()
+        await setup.alive(Role.DECODE, *setup.decodes)
+        mover, kube = setup.decodes[0], setup.kube
+        worker = setup.router.table.find(mover.url)
+        mover.mode, mover.incarnation = "prefill", "another life"
+        await setup.alive(Role.PREFILL, setup.prefill, mover)
+        await setup.show(mover, Role.DECODE, annotations={"any": "change"})
+        lists = len(kube.lists)
+        kube.refuse = 410
+        kube.cut()
+        await until(lambda: len(kube.lists) > lists)
+        kube.refuse = None
+        await setup.watched()
+        await kube.delete(setup.decodes[1].name)  # what came before this was seen as well
+        await setup.alive(Role.DECODE)
+        assert setup.router.table.find(mover.url) is worker and not worker.leaving
+        await setup.alive(Role.PREFILL, setup.prefill, mover)
+        await kube.delete(mover.name)
+        await setup.alive(Role.PREFILL, setup.prefill)
+
+    play(tmp_path, monkeypatch, scene)
+
+
 def test_while_the_api_server_refuses_the_pool_stays_and_the_reason_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import uvloop
 
-from tests.router.dummies import DummyWorker, always, answer_ok, hang
+from tests.router.dummies import DummyWorker, always, answer_ok, hang, obey
 from tests.router.kube_server import NAMESPACE, kube_server, pod
 
 DEADLINE_S = 60.0
@@ -117,7 +117,8 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with fleet(tmp_path, "--cb-failure-threshold", "1") as f:
+        # what they know they are told
+        async with fleet(tmp_path, "--cb-failure-threshold", "1", "--health-check-interval-s=600") as f:
             for _ in range(12):
                 assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
             traced = (await f.call("POST", "/traces", {"last": 12}))[1]["records"]  # whichever process served them
@@ -160,17 +161,20 @@ def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tmp_path
                 await told(f, lambda urls: extra.url in urls)
                 assert (await f.call("DELETE", "/workers", {"url": f.decodes[0].url}))[0] == 200
                 await told(f, lambda urls: f.decodes[0].url not in urls)
+                extra.behave = obey  # one process moves it, all know
+                assert (await f.call("POST", "/workers/role", {"url": extra.url, "role": "prefill"}))[0] == 200
+                await told(f, lambda roles: roles.get(extra.url) == "prefill")
                 (victim, *_) = f.members()
                 victim.kill()
                 await until(lambda: victim not in f.members() and len(f.members()) == 3)
-                await told(f, lambda urls: extra.url in urls and f.decodes[0].url not in urls)
+                await told(f, lambda roles: roles.get(extra.url) == "prefill" and f.decodes[0].url not in roles)
             finally:
                 await extra.stop()
 
     uvloop.run(scenario())
 
 
-async def told(f: Fleet, holds: Callable[[list[str]], bool]) -> None:
+async def told(f: Fleet, holds: Callable[[dict[str, str]], bool]) -> None:
     """Until twenty answers in a row, each to a connection of its own, say so."""
 
     async def all_say_so() -> bool:
@@ -179,7 +183,7 @@ async def told(f: Fleet, holds: Callable[[list[str]], bool]) -> None:
                 _, answer = await f.call("GET", "/workers")
             except aiohttp.ClientError:  # it was for a process that is just dead
                 return False
-            if not holds([w["url"] for w in answer["workers"]]):
+            if not holds({w["url"]: w["role"] for w in answer["workers"]}):
                 return False
         return True
 

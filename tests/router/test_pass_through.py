@@ -17,6 +17,7 @@ import uvloop
 from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError
+from router.pool.workers import Role
 from router.server import start_router
 from tests.router.dummies import DummyWorker, always, cluster, events_of, hang, stream, until, workers
 
@@ -252,9 +253,9 @@ def test_workers_join_and_leave_at_run_time() -> None:
     uvloop.run(scenario())
 
 
-def test_a_worker_of_the_wrong_role_never_joins() -> None:
+def test_a_unified_worker_never_joins_a_disaggregated_pool() -> None:
     async def scenario() -> None:
-        async with workers(2, mode="decode") as (one, two):
+        async with workers(1, mode="null") as (one,), workers(1, mode="decode") as (two,):
             config = RouterConfig(pd_disaggregation=True, prefill=((one.url, 7),), decode=(two.url,), port=0)
             async with (
                 start_router(config) as router,
@@ -263,7 +264,20 @@ def test_a_worker_of_the_wrong_role_never_joins() -> None:
             ):
                 message = (await response.json())["error"]["message"]
                 assert response.status == 503 and "no prefill worker is alive" in message
-                assert "--disaggregation-mode decode" in message
+                assert "--disaggregation-mode null" in message
+
+    uvloop.run(scenario())
+
+
+def test_a_worker_given_in_the_other_role_serves_as_what_it_says() -> None:
+    """It may have changed since the flags were written."""
+
+    async def scenario() -> None:
+        async with workers(2, mode="decode") as (one, two):
+            config = RouterConfig(pd_disaggregation=True, prefill=((one.url, 7),), decode=(two.url,), port=0)
+            async with start_router(config) as router:
+                assert [w.url for w in router.table.alive(Role.DECODE)] == [one.url, two.url]
+                assert not router.table.workers(Role.PREFILL)
 
     uvloop.run(scenario())
 

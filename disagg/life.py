@@ -1,0 +1,197 @@
+"""One life of a worker in one role: what it needs is checked, its processes are started, and end with it.
+
+A worker that changes its role (`POST /switch_role`) ends one life and begins the next, in the same process and at the same
+HTTP port; nothing else outlives the role. Must not know when lives end, or how many there are (disagg/worker.py).
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from bootstrap_server.app import BootstrapServer
+from bootstrap_server.config import BootstrapConfig
+from disagg.children import Children
+from disagg.config import DisaggConfig
+from disagg.exposure import check_events_exposure, check_exposure, meeting_places
+from disagg.scheduler_process import SchedulerSpec
+from disagg.secret import read_secret
+from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.detokenizer.process import DetokenizerConfig
+from engine.frontend.ipc import IpcPaths
+from engine.frontend.meeting import MeetingPlaces
+from engine.frontend.succession import Handover
+from engine.frontend.tokenizer import load_tokenizer
+from engine.lora.names import named_paths
+from engine.model_config import load_model_config
+
+ANY_ADDRESS = ("0.0.0.0", "::", "")
+PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (`tandem up`)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifePlan:
+    """Flags of one life, found good. `control_host`: the address that peers reach this worker at."""
+
+    engine: EngineConfig
+    server: ServerConfig
+    disagg: DisaggConfig
+    control_host: str
+    meeting: MeetingPlaces
+
+    @property
+    def role(self) -> str:
+        return self.disagg.disaggregation_mode
+
+    @property
+    def has_bootstrap_server(self) -> bool:
+        """A prefill worker has one inside, unless a server on its own is named."""
+        return self.role == "prefill" and self.disagg.disaggregation_bootstrap_server is None
+
+
+def plan_life(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> LifePlan:
+    """Wrong files, flags and rules are told before anything is started. Raises ConfigError, SecurityConfigError.
+
+    `engine.model_path` names the checkpoint.
+    """
+    load_model_config(engine.model_path)
+    control_host = _control_host(server, disagg)
+    check_exposure(server, disagg, control_host=control_host)
+    check_events_exposure(server, engine, disagg)
+    meeting = meeting_places(server, disagg, control_host=control_host)
+    return LifePlan(engine=engine, server=server, disagg=disagg, control_host=control_host, meeting=meeting)
+
+
+def next_life(plan: LifePlan, to: Handover) -> LifePlan:
+    """The life after `plan`, with the weights and adapters that were loaded meanwhile. Raises as `plan_life` does."""
+    if to.model_path != plan.engine.model_path:
+        load_tokenizer(to.model_path)  # new weights came without being asked for one
+    engine = replace(
+        plan.engine,
+        model_path=to.model_path,
+        served_model_name=to.served_name,
+        weight_version=to.weight_version,
+        enable_lora=plan.engine.enable_lora or bool(plan.engine.lora_paths),
+        lora_paths=tuple(f"{name}={path}" for name, path in to.adapters.items()),
+    )
+    _check_adapters(engine, to)
+    disagg = replace(plan.disagg, disaggregation_mode=to.role)
+    return plan_life(engine=engine, server=plan.server, disagg=disagg)
+
+
+def _check_adapters(engine: EngineConfig, to: Handover) -> None:
+    """Raises ConfigError for one that was loaded at run time and could not be loaded by a flag."""
+    if named_paths(engine) != to.adapters:
+        raise ConfigError("an adapter's name has a '=' in it, so it cannot be loaded again; unload it")
+    for name, path in to.adapters.items():
+        if not Path(path).is_dir():
+            raise ConfigError(
+                f"the adapter {name!r} cannot be loaded again: {path} is no directory any more; unload it"
+            )
+
+
+def check_next_life(plan: LifePlan, to: Handover) -> None:
+    """As `next_life`, and the port of its bootstrap server must be free now."""
+    following = next_life(plan, to)
+    if following.has_bootstrap_server and not plan.has_bootstrap_server:
+        _check_free(following.server.host, following.disagg.disaggregation_bootstrap_port)
+
+
+@dataclass(kw_only=True)
+class Life:
+    """Use `begun`."""
+
+    plan: LifePlan
+    ipc: IpcPaths
+    children: Children = field(default_factory=Children)
+    was_ready: bool = False  # it served
+
+
+@contextmanager
+def begun(plan: LifePlan) -> Iterator[Life]:
+    """A life whose processes run; none is left at the end of the block. Raises ConfigError."""
+    bootstrap = _embedded_bootstrap_server(plan)
+    life = Life(plan=plan, ipc=IpcPaths.create())
+    try:
+        if bootstrap is not None:
+            _listen(bootstrap, plan.disagg)
+            disagg = replace(plan.disagg, disaggregation_bootstrap_port=bootstrap.port)
+            life.plan = replace(plan, disagg=disagg)
+        _start(life)
+        yield life
+    finally:
+        life.children.end()
+        life.ipc.remove()
+        if bootstrap is not None:
+            bootstrap.close()
+
+
+def _start(life: Life) -> None:
+    plan = life.plan
+    engine, server, disagg = plan.engine, plan.server, plan.disagg
+    own = f"{plan.control_host}:{disagg.disaggregation_bootstrap_port}"
+    spec = SchedulerSpec(
+        engine=engine,
+        disagg=disagg,
+        ipc_dir=life.ipc.dir,
+        control_host=plan.control_host,
+        bootstrap=disagg.disaggregation_bootstrap_server or own,
+        log_level=server.log_level,
+        log_format=server.log_format,
+        progress=sys.stderr.isatty() or PROGRESS_ENV in os.environ,
+    )
+    text = DetokenizerConfig(
+        ipc_dir=life.ipc.dir, model_path=engine.model_path, log_level=server.log_level, log_format=server.log_format
+    )
+    threads = engine.num_threads
+    life.children.start("scheduler", "disagg.scheduler_process", ["--spec-json", _json(spec)], num_threads=threads)
+    life.children.start("detokenizer", "engine.detokenizer", ["--config-json", _json(text)], num_threads=1)
+
+
+def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:
+    host = disagg.disaggregation_control_host or server.host
+    if disagg.disaggregation_mode != "null" and host in ANY_ADDRESS:
+        raise ConfigError(
+            f"--host {server.host}: peers need one address of this worker; name it with --disaggregation-control-host"
+        )
+    return host
+
+
+def _embedded_bootstrap_server(plan: LifePlan) -> BootstrapServer | None:
+    if not plan.has_bootstrap_server:
+        return None
+    config = BootstrapConfig(host=plan.server.host, port=plan.disagg.disaggregation_bootstrap_port)
+    return BootstrapServer(config, shared=False, secret=read_secret(plan.disagg))
+
+
+def _listen(bootstrap: BootstrapServer, disagg: DisaggConfig) -> None:
+    try:
+        bootstrap.start()
+    except OSError as error:
+        raise _no_bootstrap_port(disagg.disaggregation_bootstrap_port, error) from error
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raises ConfigError where nobody could listen at `port` now."""
+    family, kind, _, _, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise _no_bootstrap_port(port, error) from None
+
+
+def _no_bootstrap_port(port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"--disaggregation-bootstrap-port {port}: {error.strerror or error}")
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,1 @@
+"""Dynamic roles: workers move between prefill and decode; by whose order, when, and how."""

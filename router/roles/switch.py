@@ -1,0 +1,170 @@
+"""Moves a worker from one role to the other: asks it, waits for it, and it is in the other pool when `move` returns.
+
+What may move, and what has, is decided by router/roles/rules.py. Who looks is the health monitor: a worker that somebody
+else has told to change is moved by it in the same way.
+"""
+
+import asyncio
+import logging
+
+import aiohttp
+import msgspec
+
+from router.fleet.siblings import Siblings
+from router.http.credentials import Credentials
+from router.pool.health import HealthMonitor
+from router.pool.workers import Role, Worker, WorkerTable
+from router.roles.rules import Progress, objection, progress
+
+log = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 900.0  # for the drain and for a model to be loaded
+POLL_S = 0.2
+PATH = "/workers/role"
+
+
+class SwitchRefused(Exception):
+    """The worker may not move, or says that it cannot; nothing has changed."""
+
+
+class SwitchFailed(Exception):
+    """The worker was asked to move and did not come back in the other role; says how it ended."""
+
+
+class Switch:
+    """Owns the moves that are under way."""
+
+    def __init__(
+        self,
+        *,
+        table: WorkerTable,
+        monitor: HealthMonitor,
+        session: aiohttp.ClientSession,
+        credentials: Credentials,
+        siblings: Siblings,
+    ) -> None:
+        self._table = table
+        self._monitor = monitor
+        self._session = session
+        self._credentials = credentials
+        self._siblings = siblings
+        self._moves: set[asyncio.Task[None]] = set()
+
+    async def move(
+        self,
+        worker: Worker,
+        role: Role,
+        *,
+        force: bool = False,
+        drain_s: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """Returns when `worker` serves as `role`; at once if it does. Raises `SwitchRefused`, `SwitchFailed`.
+
+        `force`: though its pool is empty then. `drain_s`: how long its requests may go on; None: its --drain-timeout.
+        `headers`: whose admin's key it is shown; None: the router's. It goes on, however the caller ends.
+        """
+        if worker.role is role and worker.switching_to is None:
+            return
+        if why := objection(self._table, worker, role, force=force):
+            raise SwitchRefused(f"{worker.url}: {why}")
+        self._table.begin_switch(worker, role)
+        shown = self._credentials.own_admin() if headers is None else headers
+        task = asyncio.create_task(self._move(worker, role, drain_s, shown), name=f"switch {worker.url}")
+        self._moves.add(task)
+        task.add_done_callback(self._over)
+        await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """What is under way goes on at the workers; nobody waits for it."""
+        for task in self._moves:
+            task.cancel()
+        await asyncio.gather(*self._moves, return_exceptions=True)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._moves.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("%s: %s", task.get_name(), error)
+
+    async def _move(self, worker: Worker, role: Role, drain_s: float | None, headers: dict[str, str]) -> None:
+        try:
+            was, old = worker.incarnation, worker.role
+            await self._ask(worker, role, drain_s, headers)
+            await self._tell_siblings(worker, role)
+            await self._until_there(worker, role, was=was, timeout_s=START_TIMEOUT_S + (drain_s or 0.0))
+            log.info("worker %s has changed from %s to %s", worker.url, old, role)
+        finally:
+            self._table.end_switch(worker)
+            self._monitor.look(worker)
+        await self._tell_siblings(worker, role)
+
+    async def _ask(self, worker: Worker, role: Role, drain_s: float | None, headers: dict[str, str]) -> None:
+        body = {"role": role.value, **({} if drain_s is None else {"timeout": drain_s})}
+        try:
+            async with self._session.post(
+                worker.url + "/switch_role",
+                data=msgspec.json.encode(body),
+                headers={**headers, "Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S),
+                allow_redirects=False,
+            ) as response:
+                status, answer = response.status, await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as err:
+            raise SwitchFailed(f"{worker.url} could not be asked: {str(err) or type(err).__name__}") from None
+        if status in (404, 405):
+            raise SwitchRefused(f"{worker.url} has no /switch_role: a worker of another make or version")
+        if status not in (200, 202):
+            raise SwitchRefused(f"{worker.url} answers {status}: {_message(answer)}")
+
+    async def _until_there(self, worker: Worker, role: Role, *, was: str, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (now := progress(self._table, worker, role, was=was)) is Progress.UNDER_WAY:
+                    self._monitor.look(worker)
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise SwitchFailed(f"{worker.url} is not back after {timeout_s:g} s: {worker.last_error}") from None
+        if now is Progress.WENT_BACK:
+            raise SwitchFailed(f"{worker.url}: {now}: {await self._why(worker)}")
+        if now is not Progress.THERE:
+            raise SwitchFailed(f"{worker.url}: {now}: {worker.last_error}")
+
+    async def _why(self, worker: Worker) -> str:
+        """What a worker that went back to its old role says of it."""
+        timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+        try:
+            async with self._session.get(
+                worker.url + "/server_info", headers=self._credentials.own(), timeout=timeout, allow_redirects=False
+            ) as response:
+                said = msgspec.json.decode(await response.read(), type=_Info).last_switch
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            said = None
+        return "it was started anew" if said is None or said.error is None else said.error
+
+    async def _tell_siblings(self, worker: Worker, role: Role) -> None:
+        await self._siblings.announce(PATH, {"url": worker.url, "role": role.value})
+
+
+class _LastSwitch(msgspec.Struct):
+    error: str | None = None
+
+
+class _Info(msgspec.Struct):
+    last_switch: _LastSwitch | None = None
+
+
+class _ErrorDetail(msgspec.Struct):
+    message: str
+
+
+class _Error(msgspec.Struct):
+    error: _ErrorDetail
+
+
+def _message(answer: bytes) -> str:
+    """Of an error in OpenAI's shape; else its beginning as it came."""
+    try:
+        return msgspec.json.decode(answer, type=_Error).error.message
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return answer[:200].decode(errors="replace")

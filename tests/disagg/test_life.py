@@ -1,0 +1,83 @@
+"""What one life of a worker leaves to the next: flags stay, weights and adapters are those it had at its end."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from disagg.config import DisaggConfig
+from disagg.life import LifePlan, next_life, plan_life
+from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.frontend.draining import Patience
+from engine.frontend.succession import Handover
+from engine.model_config import DEFAULT_MODEL_PATH
+from security.addresses import SecurityConfigError
+
+
+def plan(*, engine: EngineConfig | None = None, server: ServerConfig | None = None) -> LifePlan:
+    return plan_life(
+        engine=engine or EngineConfig(model_path=DEFAULT_MODEL_PATH),
+        server=server or ServerConfig(),
+        disagg=DisaggConfig(disaggregation_mode="prefill", disaggregation_bootstrap_port=7),
+    )
+
+
+UNCHANGED = Handover(
+    role="decode", model_path=DEFAULT_MODEL_PATH, served_name="recall", weight_version="default", adapters={}
+)
+
+
+def test_flags_stay_and_the_role_changes() -> None:
+    before = plan()
+    after = next_life(before, UNCHANGED)
+    assert after.role == "decode" and not after.has_bootstrap_server and before.has_bootstrap_server
+    assert replace(after.disagg, disaggregation_mode="prefill") == before.disagg
+    assert replace(after.engine, served_model_name=None) == before.engine
+    assert next_life(after, replace(UNCHANGED, role="prefill")).has_bootstrap_server
+
+
+def test_weights_and_adapters_that_came_while_it_ran_go_with_it(tmp_path: Path) -> None:
+    """Loaded: two. Unloaded: the one that a flag named."""
+    engine = EngineConfig(model_path=DEFAULT_MODEL_PATH, lora_paths=(f"gone={tmp_path}",))
+    to = replace(UNCHANGED, weight_version="7", adapters={"a": str(tmp_path), "b": str(tmp_path)})
+    after = next_life(plan(engine=engine), to).engine
+    assert (after.weight_version, after.lora_paths) == ("7", (f"a={tmp_path}", f"b={tmp_path}"))
+    assert next_life(plan(engine=engine), UNCHANGED).engine.enable_lora, "adapters may still be loaded"
+
+
+@pytest.mark.parametrize(
+    ("adapters", "says"),
+    [({"a": "/no/such/directory"}, "'a' cannot be loaded again: /no/such/directory"), ({"a=b": "/tmp"}, "a '=' in it")],
+)
+def test_adapters_that_cannot_be_loaded_again_are_told_before_anything_is_drained(
+    adapters: dict[str, str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        next_life(plan(), replace(UNCHANGED, adapters=adapters))
+
+
+def test_new_weights_without_a_tokenizer_or_without_a_model_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        next_life(plan(), replace(UNCHANGED, model_path=str(tmp_path)))
+    (tmp_path / "config.json").write_bytes((Path(DEFAULT_MODEL_PATH) / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match="tokenizer"):
+        next_life(plan(), replace(UNCHANGED, model_path=str(tmp_path)))
+
+
+def test_rules_of_the_new_role_hold() -> None:
+    """A bootstrap server that strangers could reach needs a secret; a decode worker has none of its own."""
+    disagg = DisaggConfig(disaggregation_mode="decode", disaggregation_control_host="127.0.0.1")
+    server = ServerConfig(host="10.0.0.1", api_key="k")
+    decode = plan_life(engine=EngineConfig(model_path=DEFAULT_MODEL_PATH), server=server, disagg=disagg)
+    with pytest.raises(SecurityConfigError, match="--cluster-secret-file"):
+        next_life(decode, replace(UNCHANGED, role="prefill"))
+
+
+def test_a_drain_for_a_switch_has_its_own_time_until_the_worker_is_to_end() -> None:
+    patience = Patience(30.0, 600.0)
+    assert patience.lasts(0.0, ends=False) and patience.lasts(599.0, ends=False)
+    assert patience.lasts(599.5, ends=True) and patience.lasts(629.0, ends=True)
+    assert not patience.lasts(629.5, ends=True)
+    assert not Patience(30.0, 0.0).lasts(0.0, ends=False)
+    only_end = Patience(30.0, None)
+    assert only_end.lasts(0.0, ends=True) and not only_end.lasts(30.0, ends=True)
