@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from deploy.bench.stats import Record
+from deploy.plan.host import Host
 from deploy.plan.layout import Layout
 from deploy.plan.timeline import Timeline
 from deploy.plan.transfer import Network
@@ -21,13 +22,19 @@ LATE = "late"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """`workers`: by role. `outside_s`: of each request, in HTTP and tokenizer, before a scheduler sees it."""
+    """`workers`: by role. `outside_s`: of each request, in HTTP and tokenizer, before a scheduler sees it.
+
+    `cores`: of the host that all share (None: nobody shares); its CPU seconds a request and an output token beside the steps.
+    """
 
     layout: Layout
     workers: dict[str, WorkerSpec]
     control_s: float
     latency_s: float
     outside_s: float
+    cores: float | None = None
+    host_request_s: float = 0.0
+    host_token_s: float = 0.0
 
 
 class _Placed:
@@ -53,9 +60,14 @@ class PlannedCluster:
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self._timeline = Timeline()
+        self._host = Host(spec.cores)
         page_bytes = next(iter(spec.workers.values())).page_bytes
         self._network = Network(
-            self._timeline, page_bytes=page_bytes, control_s=spec.control_s, latency_s=spec.latency_s
+            self._timeline,
+            page_bytes=page_bytes,
+            control_s=spec.control_s,
+            latency_s=spec.latency_s,
+            host=self._host,
         )
         self._pools: dict[str, list[_Placed]] = {}
         for role in spec.layout.roles:
@@ -97,6 +109,7 @@ class PlannedCluster:
                 self._spec.workers[role],
                 timeline=self._timeline,
                 network=self._network,
+                host=self._host,
                 say=lambda outputs, now_s: self._hear(placed, outputs, now_s),
             )
         )
@@ -104,6 +117,7 @@ class PlannedCluster:
 
     def _send(self, asked: Asked, record: Record) -> None:
         legs = [min(pool, key=lambda placed: placed.tokens) for pool in self._pools.values()]
+        self._host.finish("frontends", at_s=self._timeline.now_s, work_s=self._spec.host_request_s)
         rid, room = f"r{record.idx}", None
         if len(legs) > 1:
             room = Bootstrap("planned", 1, record.idx + 1)
@@ -120,6 +134,8 @@ class PlannedCluster:
             leg.worker.receive(message)
 
     def _hear(self, placed: _Placed, outputs: list[TokenOutput], now_s: float) -> None:
+        told = sum(len(output.new_ids) for output in outputs)
+        self._host.finish("frontends", at_s=now_s, work_s=told * self._spec.host_token_s)
         for output in outputs:
             life = self._lives[output.rid]
             if placed is life.legs[-1]:  # decode's: the client's answer is there

@@ -19,16 +19,28 @@ class PlanConfig:
     fit: tuple[str, ...] = flag(
         (), "measure step times from these reports of `tandem bench --output` (docs/planning.md says which to make)"
     )
-    save_profile: str | None = flag(None, "write the step times of --fit here")
+    fit_pair: str | None = flag(
+        None, "with --fit: measure the hand-over from this report of one prefill and one decode worker"
+    )
+    save_profile: str | None = flag(None, "write what --fit measured here")
     gpu_memory_gb: float | None = flag(None, "memory of a worker in GB (of 10^9 bytes); default: the GPU's")
     transfer_gb_s: float | None = flag(
-        None, "bandwidth of each worker's network port in GB/s; default: the GPU table's"
+        None, "bandwidth of each worker's network port in GB/s; default: as measured (--fit-pair), or the GPU table's"
     )
-    transfer_latency_ms: float = flag(0.5, "from a transfer's last byte sent to its arrival")
+    transfer_latency_ms: float | None = flag(
+        None, "from a transfer's last byte sent to its arrival; default: 0.5, or as measured (--fit-pair)"
+    )
     control_latency_ms: float = flag(1.0, "one message between a prefill and a decode worker")
     request_overhead_ms: float | None = flag(
         None, "HTTP, router and tokenizer before a request reaches a scheduler; default: 5, or as measured"
     )
+    host_cores: float | None = flag(
+        None, "all workers compute on one machine with so many cores (CPU workers); default: each has its own device"
+    )
+    step_cores: int = flag(1, "with --host-cores: cores that a step takes (a worker's --num-threads)")
+    host_request_ms: float = flag(0.0, "with --host-cores: CPU time of router, HTTP and tokenizers, a request")
+    host_token_ms: float = flag(0.0, "with --host-cores: CPU time of detokenizers, HTTP and router, an output token")
+
     compute_efficiency: float = flag(0.55, "part of the data sheet's FLOP/s that a prefill reaches")
     memory_efficiency: float = flag(0.75, "part of the data sheet's bandwidth that a decode step reaches")
     step_overhead_ms: float = flag(2.0, "what each step takes beside the model: launches, sampling, scheduler")
@@ -82,6 +94,8 @@ POSITIVE = (
     "gpu_memory_gb",
     "transfer_gb_s",
     "total_rate",
+    "host_cores",
+    "step_cores",
     "input_len",
     "output_len",
     "shared_prefix_groups",
@@ -93,6 +107,8 @@ NOT_NEGATIVE = (
     "control_latency_ms",
     "request_overhead_ms",
     "step_overhead_ms",
+    "host_request_ms",
+    "host_token_ms",
     "shared_prefix_len",
 )
 
@@ -107,6 +123,11 @@ def check_plan(config: PlanConfig) -> None:
         raise ConfigError(f"--gpu: say what the workers run on ({', '.join(GPUS)}), or give --profile or --fit")
     if config.save_profile and not config.fit:
         raise ConfigError("--save-profile: needs --fit; there is nothing measured to save")
+    if config.fit_pair and not config.fit:
+        raise ConfigError("--fit-pair: needs --fit; what a pair takes longer is told by a unified worker's times")
+    for name in ("host_request_ms", "host_token_ms"):
+        if getattr(config, name) and config.host_cores is None:
+            raise ConfigError(f"--{name.replace('_', '-')}: needs --host-cores; nothing is shared without it")
     for name in POSITIVE:
         _require(name, getattr(config, name), lambda value: value > 0, "must be greater than 0")
     for name in NOT_NEGATIVE:

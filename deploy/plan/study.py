@@ -37,7 +37,10 @@ class Study:
     hardware: Hardware
     slo: Slo
     control_s: float
-    latency_s: float
+    cores: float | None
+    step_cores: int
+    host_request_s: float
+    host_token_s: float
     requests: Sequence[Asked]
     history: Sequence[Asked]
     num_pages: int
@@ -77,7 +80,10 @@ def study_of(config: PlanConfig) -> Study:
             share=config.slo_percent / 100,
         ),
         control_s=config.control_latency_ms / 1000,
-        latency_s=config.transfer_latency_ms / 1000,
+        cores=config.host_cores,
+        step_cores=config.step_cores,
+        host_request_s=config.host_request_ms / 1000,
+        host_token_s=config.host_token_ms / 1000,
         requests=requests,
         history=history,
         num_pages=pages,
@@ -130,6 +136,7 @@ def cluster_spec(study: Study, layout: Layout) -> ClusterSpec:
             page_bytes=study.shape.kv_bytes * engine.page_size,
             link_bytes_per_s=study.hardware.link_bytes_per_s,
             step_time=study.hardware.step_time,
+            threads=study.step_cores,
         )
         for role in layout.roles
     }
@@ -137,8 +144,11 @@ def cluster_spec(study: Study, layout: Layout) -> ClusterSpec:
         layout=layout,
         workers=workers,
         control_s=study.control_s,
-        latency_s=study.latency_s,
+        latency_s=study.hardware.latency_s,
         outside_s=study.hardware.outside_s,
+        cores=study.cores,
+        host_request_s=study.host_request_s,
+        host_token_s=study.host_token_s,
     )
 
 
