@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from deploy.plan.gpus import GPUS
 from engine.config import ConfigError, flag
-from engine.core.policy import POLICIES
+from engine.core.policy import POLICIES as SCHEDULE_POLICIES
+from router.config import POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +71,15 @@ class PlanConfig:
     )
     total_rate: float | None = flag(None, "also say how many workers serve so many requests a second")
 
+    policy: str = flag("least_load", "how the router chooses who computes a prompt (docs/router.md)", choices=POLICIES)
+
     page_size: int = flag(64, "tokens in a KV page (larger ones plan faster)")
     chunked_prefill_size: int = flag(8192, "most prompt tokens in one step; -1: no chunking")
     mixed_chunk_size: int = flag(1024, "the same of -mixed layouts, where decodes ride along in prefill steps")
     max_running_requests: int = flag(256, "requests in the running batch")
     mem_fraction_static: float = flag(0.85, "share of the memory that weights leave which holds KV")
     max_total_tokens: int | None = flag(None, "KV capacity of a worker in tokens; default: by --mem-fraction-static")
-    schedule_policy: str = flag("fcfs", "order of the waiting queue", choices=POLICIES)
+    schedule_policy: str = flag("fcfs", "order of the waiting queue", choices=SCHEDULE_POLICIES)
     schedule_conservativeness: float = flag(1.0, "above 1: fewer requests run at once, fewer are retracted")
     disable_overlap_schedule: bool = flag(False, "each step is collected before the next is launched")
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")

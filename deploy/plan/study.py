@@ -41,6 +41,7 @@ class Study:
     step_cores: int
     host_request_s: float
     host_token_s: float
+    policy: str
     requests: Sequence[Asked]
     history: Sequence[Asked]
     num_pages: int
@@ -84,6 +85,7 @@ def study_of(config: PlanConfig) -> Study:
         step_cores=config.step_cores,
         host_request_s=config.host_request_ms / 1000,
         host_token_s=config.host_token_ms / 1000,
+        policy=config.policy,
         requests=requests,
         history=history,
         num_pages=pages,
@@ -149,6 +151,7 @@ def cluster_spec(study: Study, layout: Layout) -> ClusterSpec:
         cores=study.cores,
         host_request_s=study.host_request_s,
         host_token_s=study.host_token_s,
+        policy=study.policy,
     )
 
 
