@@ -4,14 +4,14 @@ What a request saw says how long steps took, where no other request disturbed it
 
     prefill   a request that was alone until its first token:  TTFT = outside + step + a x prompt + b x prompt^2 / 2
     decode    gaps between two tokens while nobody waited for a first one:  step + c x requests + d x KV tokens
-    hand-over the same through a prefill and a decode worker: what its TTFT has more than the prefill fit says, e + f x prompt
+    hand-over what the TTFT of the same prompt has more through a prefill and a decode worker:  e + f x prompt
 
 All are linear, so least squares find the first two. Errors count relative to the time that the fit says: relative to the
 measured time, tokens that came in clumps (nine at once, then a long gap) would make steps look shorter than their mean. For
 the same reason gaps are summed to stretches. A negative coefficient becomes 0 (its column leaves). `outside` and `step` cannot
 be told apart by TTFT alone: a prefill step costs at least what a decode step does besides its requests, the rest of the
-constant is taken to be outside of the engine. The hand-over is a small difference of two noisy times, so its line is that of
-Theil and Sen: the median of all slopes (Sen, JASA 1968).
+constant is taken to be outside of the engine. The hand-over is a small difference of two noisy times, so both are measured in
+turns, and its line is that of Theil and Sen: the median of all slopes (Sen, JASA 1968).
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from deploy.bench.stats import Record
-from deploy.plan.step_time import Fitted, StepLoad
+from deploy.plan.step_time import Fitted
 from engine.config import ConfigError
 
 LEAST_PREFILLS, LEAST_GAPS, MOST_STRETCHES = 8, 64, 4000
@@ -81,15 +81,12 @@ class Fit:
 
 def read_records(path: str) -> list[Record]:
     """The records of the first target of a report; raises `ConfigError` naming the flag and the file."""
-    try:
-        report = msgspec.json.decode(Path(path).read_bytes(), type=Report)
-    except OSError as error:
-        raise ConfigError(f"--fit {path}: cannot be read: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"--fit {path}: is no report of `tandem bench --output`: {error}") from None
-    if not report.targets:
-        raise ConfigError(f"--fit {path}: is no report of `tandem bench --output`: it has no target")
-    return [record for record in report.targets[0].records if record.error is None and record.ttft_s is not None]
+    return _read(path, flag="--fit", targets=1)[0]
+
+
+def read_pair(path: str) -> list[list[Record]]:
+    """Those of both targets of a report of `tandem bench --compare`."""
+    return _read(path, flag="--fit-pair", targets=2)
 
 
 def fit(reports: Sequence[Sequence[Record]]) -> Fit:
@@ -138,18 +135,19 @@ def fit(reports: Sequence[Sequence[Record]]) -> Fit:
     )
 
 
-def fit_handover(found: Fit, records: Sequence[Record]) -> Handover:
-    """`found`: of a unified worker. `records`: requests one after another through a prefill and a decode worker, prompts of one
+def fit_handover(unified: Sequence[Record], pair: Sequence[Record]) -> Handover:
+    """The same requests, each alone, on a unified worker and through a prefill and a decode worker, in turns; prompts of one
 
     chunk. Raises `ConfigError` when they say too little.
     """
-    alone = _prefills(records)
-    if len(alone) < LEAST_PREFILLS or len({tokens for tokens, _ in alone}) < 3:
+    before = {record.idx: _ttft(record) for record in _alone(unified)}
+    more = [(r.prompt_tokens, _ttft(r) - before[r.idx]) for r in _alone(pair) if r.idx in before]
+    if len(more) < LEAST_PREFILLS or len({tokens for tokens, _ in more}) < 3:
         raise ConfigError(
-            f"--fit-pair: {len(alone)} requests were alone until their first token, {LEAST_PREFILLS} of three lengths or "
-            "more are needed; make it with `tandem bench --concurrency 1 --random-range-ratio 0.1`"
+            f"--fit-pair: {len(more)} requests were alone until their first token on both, {LEAST_PREFILLS} of three lengths or "
+            "more are needed; make it with `tandem bench --url UNIFIED --compare ROUTER --concurrency 1 --rounds 40 "
+            "--random-range-ratio 0.1`"
         )
-    more = [(tokens, seconds - _predicted(found, tokens)) for tokens, seconds in alone]
     token_s = max(0.0, median((b - a) / (n - m) for (m, a), (n, b) in combinations(more, 2) if m != n))
     return Handover(request_s=max(0.0, median(s - token_s * tokens for tokens, s in more)), token_s=token_s)
 
@@ -169,6 +167,20 @@ def quiet_stretches(records: Sequence[Record]) -> list[Stretch]:
 
 
 # ---- inside
+
+
+def _read(path: str, *, flag: str, targets: int) -> list[list[Record]]:
+    try:
+        report = msgspec.json.decode(Path(path).read_bytes(), type=Report)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{flag} {path}: is no report of `tandem bench --output`: {error}") from None
+    if len(report.targets) < targets:
+        lacks = "it has no target" if targets == 1 else "it has no second target (--compare)"
+        raise ConfigError(f"{flag} {path}: is no report of `tandem bench --output`: {lacks}")
+    answered = [[r for r in one.records if r.error is None and r.ttft_s is not None] for one in report.targets]
+    return answered[:targets]
 
 
 def _ttft(record: Record) -> float:
@@ -194,12 +206,6 @@ def _alone(records: Sequence[Record]) -> list[Record]:
 def _prefills(records: Sequence[Record]) -> list[tuple[int, float]]:
     """(tokens computed, TTFT) of those that were alone."""
     return [(r.prompt_tokens - r.cached_tokens, _ttft(r)) for r in _alone(records)]
-
-
-def _predicted(found: Fit, tokens: int) -> float:
-    """TTFT of a lone prompt on a unified worker."""
-    load = StepLoad(prefill_tokens=tokens, prefill_pairs=tokens * (tokens + 1) / 2, prefill_context=tokens, draws=1)
-    return found.outside_s + found.step_time.seconds(load)
 
 
 def _stretches(times: Sequence[float], is_quiet: Callable[[float, float], bool]) -> Iterator[Sequence[float]]:

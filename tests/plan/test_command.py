@@ -53,7 +53,7 @@ def test_measured_step_times_are_fitted_saved_and_used(tmp_path: Path, capsys: p
     fitted = capsys.readouterr().out
     saved = json.loads(profile.read_bytes())
     assert saved["step_time"]["prefill_token_s"] == pytest.approx(STEP_TIME.prefill_token_s, rel=0.02)
-    assert main(["plan", *MODEL, *LOAD, *machine, "--profile", str(profile)]) == 0
+    assert main(["plan", *MODEL, *LOAD, *machine, "--gpu-profile", str(profile)]) == 0
     again = capsys.readouterr().out
     assert again == fitted and again.count("| 1U ") == 2 and "measured: 20 prefills" in again
 
@@ -70,7 +70,7 @@ def test_step_times_are_not_all(
 ) -> None:
     profile = tmp_path / "profile.json"
     profile.write_bytes(msgspec.json.encode({"step_time": STEP_TIME, "outside_s": 0.0}))
-    assert main(["plan", *MODEL, "--profile", str(profile), *flags]) == 1
+    assert main(["plan", *MODEL, "--gpu-profile", str(profile), *flags]) == 1
     assert said in capsys.readouterr().err
 
 
@@ -99,9 +99,9 @@ BAD = [
     (["--model-path", "/no/such", "--gpu", "L4"], "--model-path /no/such: no such directory"),
     ([*MODEL], "--gpu: say what the workers run on (A100, "),
     ([*MODEL, "--fit", "/no/such.json", "--gpu", "L4"], "--fit /no/such.json: cannot be read"),
-    ([*MODEL, "--profile", "/no/such.json", "--gpu", "L4"], "--profile /no/such.json: cannot be read"),
-    ([*MODEL, "--profile", "pyproject.toml", "--gpu", "L4"], "--profile pyproject.toml: is no profile"),
-    ([*MODEL, "--profile", "x", "--fit", "y"], "--fit: step times come from --profile already"),
+    ([*MODEL, "--gpu-profile", "/no/such.json", "--gpu", "L4"], "--gpu-profile /no/such.json: cannot be read"),
+    ([*MODEL, "--gpu-profile", "pyproject.toml", "--gpu", "L4"], "--gpu-profile pyproject.toml: is no profile"),
+    ([*MODEL, "--gpu-profile", "x", "--fit", "y"], "--fit: step times come from --gpu-profile already"),
     ([*MODEL, "--gpu", "L4", "--save-profile", "x"], "--save-profile: needs --fit"),
     ([*MODEL, "--gpu", "L4", "--gpu-memory-gb", "0.0001"], "--gpu-memory-gb: 0 GB do not hold the model's"),
     ([*MODEL, "--gpu", "L4", "--layouts", "PD"], "--layouts PD: write 2P3D"),

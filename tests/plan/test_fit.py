@@ -71,14 +71,13 @@ def test_tokens_that_come_in_clumps_are_no_shorter_steps() -> None:
 
 def test_what_the_hand_over_adds() -> None:
     """Four messages and a latency a request; a token's bytes over the link."""
-    measured = fit([one_after_another(), together()])
     requests = [asked(i, 60 + 61 * (i * 7 % 20), 12, block=i) for i in range(20)]
     records = cluster("1P1D", link=LINK / 4).run(requests, rate=1, until_s=FOREVER)
-    found = fit_handover(measured, records)
+    found = fit_handover(one_after_another(), records)
     assert found.token_s == pytest.approx(PAGE_BYTES / PAGE_SIZE / (LINK / 4), rel=0.02)
     assert found.request_s == pytest.approx(4 * CONTROL_S + LATENCY_S, rel=0.5)  # pages are whole
     with pytest.raises(ConfigError, match=r"^--fit-pair: 0 requests were alone"):
-        fit_handover(measured, [])
+        fit_handover([], records)
 
 
 def test_too_little_is_refused() -> None:
