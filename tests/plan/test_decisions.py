@@ -144,7 +144,17 @@ def test_layouts() -> None:
     assert [layout.name for layout in candidates(3)] == ["3U", "3U-mixed", "1P2D", "2P1D"]
 
 
-@pytest.mark.parametrize("text", ["", "P", "0P1D", "1P", "2U-x", "1P1D1U", "-1U", "1000U"])
+def test_degrees_of_tensor_parallelism_are_compared_on_as_many_gpus() -> None:
+    layouts = candidates(2, tps=(2, 3, 4))  # 8 GPUs; threes do not fill them
+    assert {layout.num_gpus for layout in layouts} == {8} and {layout.tp for layout in layouts} == {2, 4}
+    assert [layout.name for layout in layouts if layout.tp == 4] == ["2U-tp4", "2U-mixed-tp4", "1P1D-tp4"]
+    for layout in layouts:
+        assert parse_layout(layout.name) == layout
+
+
+@pytest.mark.parametrize(
+    "text", ["", "P", "0P1D", "1P", "2U-x", "1P1D1U", "-1U", "1000U", "2U-tp", "2U-tp0", "2U-tp33"]
+)
 def test_what_is_no_layout(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--layouts .*: write 2P3D"):
         parse_layout(text)
