@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from deploy.cli import main
+from deploy.plan.config import PlanConfig
 from deploy.plan.fit import Report, ReportTarget
+from deploy.plan.study import cluster_spec, study_of, try_rate
 from engine.model_config import DEFAULT_MODEL_PATH
 from tests.plan.planned import LINK, STEP_TIME, asked, cluster
 from tests.plan.test_fit import one_after_another, together
@@ -121,6 +123,31 @@ def test_a_gpu_of_no_table_and_what_is_assumed_of_it(tmp_path: Path, capsys: pyt
     assert "has neither `step_time` nor `gpu`" in capsys.readouterr().err
 
 
+def test_rates_and_ports_are_of_gpus(tmp_path: Path) -> None:
+    """Workers of two GPUs get twice a GPU's rate, and send by two ports."""
+    points, links = {}, {}
+    for tp in (1, 2):
+        profile = tmp_path / f"tp{tp}.json"
+        profile.write_bytes(msgspec.json.encode({"step_time": STEP_TIME, "outside_s": 0.0, "tp_size": tp}))
+        study = study_of(
+            PlanConfig(
+                model_path=DEFAULT_MODEL_PATH,
+                gpu_profile=str(profile),
+                gpu="L4",
+                layouts=("1P1D",),
+                num_requests=40,
+                input_len=400,
+                output_len=20,
+            )
+        )
+        (layout,) = study.layouts
+        assert layout.tp == tp
+        points[tp] = try_rate(study, layout, 4.0 / tp)
+        links[tp] = cluster_spec(study, layout).workers["prefill"].link_bytes_per_s
+    assert links == {1: 12.5e9, 2: 25e9}
+    assert points[2].busy["prefill"] == pytest.approx(points[1].busy["prefill"], rel=0.01)
+
+
 def test_requests_that_no_worker_can_hold_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--gpu", "L4", "--max-total-tokens", "384", "--layouts", "1U", "--rates", "1"]
     assert main(["plan", *MODEL, *LOAD, *flags]) == 0
@@ -222,7 +249,6 @@ def test_planning_needs_no_torch() -> None:
 
 def test_a_child_that_dies_is_no_riddle(tmp_path: Path) -> None:
     """Its end is an error of the run, and no process is left behind."""
-    from deploy.plan.config import PlanConfig
     from deploy.plan.layout import parse_layout
     from deploy.plan.pool import Pool
 
