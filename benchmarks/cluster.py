@@ -17,6 +17,7 @@ from typing import Any
 from deploy.bench.config import BenchConfig
 from deploy.bench.run import measure
 from deploy.bench.stats import Summary, summarize
+from disagg.die_with_parent import die_with_parent
 
 START_S = 300.0
 END_S = 10.0
@@ -38,7 +39,9 @@ def tandem_up(*args: str) -> Iterator[Cluster]:
         ready_file = Path(folder) / "ready.json"
         argv = [sys.executable, "-m", "deploy", "up", "--port", "0", "--ready-file", str(ready_file), *args]
         begin = time.monotonic()
-        process = subprocess.Popen(argv, stdout=sys.stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            argv, stdout=sys.stderr, env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=die_with_parent()
+        )
         try:
             ready = _wait_ready(process, ready_file, argv)
             workers = tuple((worker["role"], worker["url"]) for worker in ready["workers"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 REPO = Path(__file__).parents[2]
-EXTRAS = ("k8s", "engine", "nixl", "mooncake-cpu", "mooncake")
+EXTRAS = ("k8s", "otel", "engine", "nixl", "mooncake-cpu", "mooncake")
 BUILD = ("setuptools",)
 LEFT_TO_TORCH = re.compile(r"^(nvidia-|cuda-|triton$)")
 

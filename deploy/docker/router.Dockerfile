@@ -10,7 +10,7 @@ RUN python -m venv /opt/tandem
 ENV PATH=/opt/tandem/bin:$PATH
 # What we need, in a layer of its own: other sources leave it as it is.
 COPY pyproject.toml deploy/docker/constraints.txt ./
-RUN pip install --constraint constraints.txt ".[k8s]"
+RUN pip install --constraint constraints.txt ".[k8s,otel]"
 COPY security ./security
 COPY lifecycle ./lifecycle
 COPY telemetry ./telemetry

@@ -1,6 +1,6 @@
 """One run: a layout's workers, the requests of a workload at one rate, and when each of their tokens came.
 
-It places requests as the router's least_load does by what it sent: where the fewest tokens are in flight.
+The router's own policies say where a request goes (deploy/plan/routing.py).
 """
 
 from collections.abc import Sequence
@@ -8,26 +8,36 @@ from dataclasses import dataclass
 from functools import partial
 
 from deploy.bench.stats import Record
+from deploy.plan.host import Host
 from deploy.plan.layout import Layout
+from deploy.plan.routing import Routing
 from deploy.plan.timeline import Timeline
 from deploy.plan.transfer import Network
 from deploy.plan.worker import PlanWorker, WorkerSpec
 from deploy.plan.workload import Asked
 from engine.messages import AbortRequest, Bootstrap, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
+from router.pool.workers import Lease
 
 LATE = "late"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """`workers`: by role. `outside_s`: of each request, in HTTP and tokenizer, before a scheduler sees it."""
+    """`workers`: by role. `outside_s`: of each request, in HTTP and tokenizer, before a scheduler sees it.
+
+    `cores`: of the host that all share (None: nobody shares); its CPU seconds a request and an output token beside the steps.
+    """
 
     layout: Layout
     workers: dict[str, WorkerSpec]
     control_s: float
     latency_s: float
     outside_s: float
+    cores: float | None = None
+    host_request_s: float = 0.0
+    host_token_s: float = 0.0
+    policy: str = "least_load"
 
 
 class _Placed:
@@ -41,10 +51,11 @@ class _Placed:
 class _Life:
     """One request on its way. `open_legs`: workers that have not ended it yet."""
 
-    def __init__(self, asked: Asked, record: Record, legs: list[_Placed]) -> None:
+    def __init__(self, asked: Asked, record: Record, legs: list[_Placed], leases: list[Lease]) -> None:
         self.asked = asked
         self.record = record
         self.legs = legs
+        self.leases = leases
         self.open_legs = list(legs)
         self.last_s = 0.0
 
@@ -53,9 +64,15 @@ class PlannedCluster:
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self._timeline = Timeline()
+        self._host = Host(spec.cores)
+        self._routing = Routing[_Placed](spec.policy)
         page_bytes = next(iter(spec.workers.values())).page_bytes
         self._network = Network(
-            self._timeline, page_bytes=page_bytes, control_s=spec.control_s, latency_s=spec.latency_s
+            self._timeline,
+            page_bytes=page_bytes,
+            control_s=spec.control_s,
+            latency_s=spec.latency_s,
+            host=self._host,
         )
         self._pools: dict[str, list[_Placed]] = {}
         for role in spec.layout.roles:
@@ -76,10 +93,12 @@ class PlannedCluster:
         return records
 
     def warm(self, history: Sequence[Asked]) -> None:
-        """Prefixes of earlier requests are where prompts are computed, dealt out in turn."""
-        pool = next(iter(self._pools.values()))
-        for number, asked in enumerate(history):
-            pool[number % len(pool)].worker.remember(asked.tokens())
+        """Prefixes of earlier requests are where prompts are computed, one after another."""
+        role, pool = next(iter(self._pools.items()))
+        for asked in history:
+            placed, lease = self._routing.choose(role, pool, asked)
+            placed.worker.remember(asked.tokens())
+            self._routing.release(lease)
 
     @property
     def now_s(self) -> float:
@@ -97,17 +116,20 @@ class PlannedCluster:
                 self._spec.workers[role],
                 timeline=self._timeline,
                 network=self._network,
+                host=self._host,
                 say=lambda outputs, now_s: self._hear(placed, outputs, now_s),
             )
         )
         return placed
 
     def _send(self, asked: Asked, record: Record) -> None:
-        legs = [min(pool, key=lambda placed: placed.tokens) for pool in self._pools.values()]
+        chosen = [self._routing.choose(role, pool, asked) for role, pool in self._pools.items()]
+        legs = [placed for placed, _ in chosen]
+        self._host.finish("frontends", at_s=self._timeline.now_s, work_s=self._spec.host_request_s)
         rid, room = f"r{record.idx}", None
         if len(legs) > 1:
             room = Bootstrap("planned", 1, record.idx + 1)
-        self._lives[rid] = _Life(asked, record, legs)
+        self._lives[rid] = _Life(asked, record, legs, [lease for _, lease in chosen])
         message = GenerateRequest(
             rid=rid,
             input_ids=asked.tokens(),
@@ -120,6 +142,8 @@ class PlannedCluster:
             leg.worker.receive(message)
 
     def _hear(self, placed: _Placed, outputs: list[TokenOutput], now_s: float) -> None:
+        told = sum(len(output.new_ids) for output in outputs)
+        self._host.finish("frontends", at_s=now_s, work_s=told * self._spec.host_token_s)
         for output in outputs:
             life = self._lives[output.rid]
             if placed is life.legs[-1]:  # decode's: the client's answer is there
@@ -129,6 +153,7 @@ class PlannedCluster:
 
     def _end_leg(self, life: _Life, placed: _Placed, output: TokenOutput) -> None:
         life.open_legs.remove(placed)
+        self._routing.release(life.leases[life.legs.index(placed)])
         placed.tokens -= life.asked.input_len + life.asked.output_len
         assert output.finish is not None
         if output.finish.kind == "abort":

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from deploy.plan.gpus import GPUS
 from engine.config import ConfigError, flag
-from engine.core.policy import POLICIES
+from engine.core.policy import POLICIES as SCHEDULE_POLICIES
+from router.config import POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,23 +16,47 @@ class PlanConfig:
 
     model_path: str = flag("", "directory with the model's config.json (nothing else is read), or that file itself")
     gpu: str | None = flag(None, "GPU of each worker, from the table of known ones", choices=tuple(GPUS))
-    profile: str | None = flag(None, "JSON of measured step times (--save-profile writes one) instead of a data sheet")
+    gpu_profile: str | None = flag(
+        None,
+        "JSON of measured step times (--save-profile writes one), or of a GPU that is in no table (docs/planning.md)",
+    )
     fit: tuple[str, ...] = flag(
         (), "measure step times from these reports of `tandem bench --output` (docs/planning.md says which to make)"
     )
-    save_profile: str | None = flag(None, "write the step times of --fit here")
+    fit_pair: str | None = flag(
+        None, "with --fit: measure the hand-over from this report of a unified worker and, by --compare, a pair"
+    )
+    save_profile: str | None = flag(None, "write what --fit measured here")
     gpu_memory_gb: float | None = flag(None, "memory of a worker in GB (of 10^9 bytes); default: the GPU's")
     transfer_gb_s: float | None = flag(
-        None, "bandwidth of each worker's network port in GB/s; default: the GPU table's"
+        None, "bandwidth of each worker's network port in GB/s; default: as measured (--fit-pair), or the GPU table's"
     )
-    transfer_latency_ms: float = flag(0.5, "from a transfer's last byte sent to its arrival")
+    transfer_latency_ms: float | None = flag(
+        None, "from a transfer's last byte sent to its arrival; default: 0.5, or as measured (--fit-pair)"
+    )
     control_latency_ms: float = flag(1.0, "one message between a prefill and a decode worker")
     request_overhead_ms: float | None = flag(
         None, "HTTP, router and tokenizer before a request reaches a scheduler; default: 5, or as measured"
     )
-    compute_efficiency: float = flag(0.55, "part of the data sheet's FLOP/s that a prefill reaches")
-    memory_efficiency: float = flag(0.75, "part of the data sheet's bandwidth that a decode step reaches")
-    step_overhead_ms: float = flag(2.0, "what each step takes beside the model: launches, sampling, scheduler")
+    host_cores: float | None = flag(
+        None, "all workers compute on one machine with so many cores (CPU workers); default: each has its own device"
+    )
+    step_cores: int = flag(1, "with --host-cores: cores that a step takes (a worker's --num-threads)")
+    host_request_ms: float = flag(0.0, "with --host-cores: CPU time of router, HTTP and tokenizers, a request")
+    host_token_ms: float = flag(0.0, "with --host-cores: CPU time of detokenizers, HTTP and router, an output token")
+
+    compute_efficiency: float | None = flag(
+        None, "part of the data sheet's FLOP/s that a prefill reaches; default: the profile's, or 0.55"
+    )
+    memory_efficiency: float | None = flag(
+        None, "part of the data sheet's bandwidths that a decode step reaches; default: the profile's, or 0.75"
+    )
+    step_overhead_ms: float | None = flag(
+        None, "what each step takes beside the model: launches, sampling, scheduler; default: the profile's, or 2"
+    )
+    all_reduce_us: float | None = flag(
+        None, "with --tp-size: what an all-reduce takes beside its bytes; default: the profile's, or 10"
+    )
 
     trace: str | None = flag(
         None, "requests of this trace: JSON lines of timestamp (ms), input_length, output_length, hash_ids; may be .gz"
@@ -52,11 +77,16 @@ class PlanConfig:
     slo_percent: float = flag(90.0, "of all requests so many must be good")
 
     layouts: tuple[str, ...] = flag((), "clusters to try: 2P3D, 4U (unified), 4U-mixed; default: by --num-workers")
-    num_workers: int = flag(4, "default layouts: so many GPUs, split into prefill and decode in every way, or unified")
-    rates: tuple[float, ...] = flag(
-        (), "try these rates alone (requests a second and worker); default: search the best"
+    num_workers: int = flag(
+        4, "default layouts: so many workers, split into prefill and decode in every way, or unified"
     )
-    total_rate: float | None = flag(None, "also say how many workers serve so many requests a second")
+    tp_size: tuple[int, ...] = flag(
+        (), "GPUs of each worker (tensor parallelism); of several the layouts are tried with each; default: 1"
+    )
+    rates: tuple[float, ...] = flag((), "try these rates alone (requests a second and GPU); default: search the best")
+    total_rate: float | None = flag(None, "also say how many GPUs serve so many requests a second")
+
+    policy: str = flag("least_load", "how the router chooses who computes a prompt (docs/router.md)", choices=POLICIES)
 
     page_size: int = flag(64, "tokens in a KV page (larger ones plan faster)")
     chunked_prefill_size: int = flag(8192, "most prompt tokens in one step; -1: no chunking")
@@ -64,7 +94,7 @@ class PlanConfig:
     max_running_requests: int = flag(256, "requests in the running batch")
     mem_fraction_static: float = flag(0.85, "share of the memory that weights leave which holds KV")
     max_total_tokens: int | None = flag(None, "KV capacity of a worker in tokens; default: by --mem-fraction-static")
-    schedule_policy: str = flag("fcfs", "order of the waiting queue", choices=POLICIES)
+    schedule_policy: str = flag("fcfs", "order of the waiting queue", choices=SCHEDULE_POLICIES)
     schedule_conservativeness: float = flag(1.0, "above 1: fewer requests run at once, fewer are retracted")
     disable_overlap_schedule: bool = flag(False, "each step is collected before the next is launched")
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
@@ -82,6 +112,8 @@ POSITIVE = (
     "gpu_memory_gb",
     "transfer_gb_s",
     "total_rate",
+    "host_cores",
+    "step_cores",
     "input_len",
     "output_len",
     "shared_prefix_groups",
@@ -93,6 +125,9 @@ NOT_NEGATIVE = (
     "control_latency_ms",
     "request_overhead_ms",
     "step_overhead_ms",
+    "all_reduce_us",
+    "host_request_ms",
+    "host_token_ms",
     "shared_prefix_len",
 )
 
@@ -101,12 +136,17 @@ def check_plan(config: PlanConfig) -> None:
     """Raise `ConfigError` for the first flag that cannot be honoured."""
     if not config.model_path:
         raise ConfigError("--model-path: say which model; a directory with its config.json is enough")
-    if sum((bool(config.fit), config.profile is not None)) > 1:
-        raise ConfigError("--fit: step times come from --profile already; give one of them")
-    if not (config.gpu or config.fit or config.profile):
-        raise ConfigError(f"--gpu: say what the workers run on ({', '.join(GPUS)}), or give --profile or --fit")
+    if config.fit and config.gpu_profile is not None:
+        raise ConfigError("--fit: step times come from --gpu-profile already; give one of them")
+    if not (config.gpu or config.fit or config.gpu_profile):
+        raise ConfigError(f"--gpu: say what the workers run on ({', '.join(GPUS)}), or give --gpu-profile or --fit")
     if config.save_profile and not config.fit:
         raise ConfigError("--save-profile: needs --fit; there is nothing measured to save")
+    if config.fit_pair and not config.fit:
+        raise ConfigError("--fit-pair: needs --fit; what a pair takes longer is told by a unified worker's times")
+    for name in ("host_request_ms", "host_token_ms"):
+        if getattr(config, name) and config.host_cores is None:
+            raise ConfigError(f"--{name.replace('_', '-')}: needs --host-cores; nothing is shared without it")
     for name in POSITIVE:
         _require(name, getattr(config, name), lambda value: value > 0, "must be greater than 0")
     for name in NOT_NEGATIVE:
@@ -116,6 +156,8 @@ def check_plan(config: PlanConfig) -> None:
     _require("random_range_ratio", config.random_range_ratio, lambda value: 0 <= value <= 1, "must be 0 to 1")
     _require("slo_percent", config.slo_percent, lambda value: 0 < value <= 100, "must be above 0 and at most 100")
     _require("num_workers", config.num_workers, lambda value: 2 <= value <= 64, "must be 2 to 64")
+    for tp in config.tp_size:
+        _require("tp_size", tp, lambda value: 1 <= value <= 32, "must be 1 to 32")
     for rate in config.rates:
         _require("rates", rate, lambda value: value > 0, "must be greater than 0")
     if config.num_requests < 10:

@@ -5,6 +5,7 @@ It stands where engine/executor/executor.py stands. Tokens are all the same: len
 
 from dataclasses import dataclass
 
+from deploy.plan.host import Host
 from deploy.plan.step_time import StepTime, load_of
 from engine.core.plan import ItemResult, Plan, StepResult
 
@@ -30,16 +31,20 @@ class TimedLaunch:
 class TimedExecutor:
     """A step begins when it is launched and the one before it has ended; to collect it is to wait for its end."""
 
-    def __init__(self, step_time: StepTime, clock: WorkerClock) -> None:
+    def __init__(self, step_time: StepTime, clock: WorkerClock, *, host: Host, threads: int) -> None:
+        """`threads`: cores of `host` that a step takes."""
         self._step_time = step_time
         self._clock = clock
+        self._host = host
+        self._threads = threads
         self._free_s = 0.0
         self.busy_s = 0.0
 
     def launch(self, plan: Plan) -> TimedLaunch:
-        taken_s = self._step_time.seconds(load_of(plan))
-        self.busy_s += taken_s
-        self._free_s = max(self._clock.now_s, self._free_s) + taken_s
+        begin_s = max(self._clock.now_s, self._free_s)
+        work_s = self._step_time.seconds(load_of(plan))
+        self._free_s = self._host.finish(self, at_s=begin_s, work_s=work_s, threads=self._threads)
+        self.busy_s += self._free_s - begin_s
         return TimedLaunch(plan, self._free_s)
 
     def launch_forward(self, plan: Plan) -> TimedLaunch:

@@ -3,19 +3,24 @@
 What a request saw says how long steps took, where no other request disturbed it:
 
     prefill   a request that was alone until its first token:  TTFT = outside + step + a x prompt + b x prompt^2 / 2
-    decode    a gap between two tokens while nobody waited for a first one:  step + c x requests + d x KV tokens
+    decode    gaps between two tokens while nobody waited for a first one:  step + c x requests + d x KV tokens
+    hand-over what the TTFT of the same prompt has more through a prefill and a decode worker:  e + f x prompt
 
-Both are linear, so least squares find them; errors count relative to the time, a negative coefficient becomes 0 (its
-column leaves). `outside` and `step` cannot be told apart by TTFT alone: a prefill step costs at least what a decode step
-does besides its requests, the rest of the constant is taken to be outside of the engine.
+All are linear, so least squares find the first two. Errors count relative to the time that the fit says: relative to the
+measured time, tokens that came in clumps (nine at once, then a long gap) would make steps look shorter than their mean. For
+the same reason gaps are summed to stretches. A negative coefficient becomes 0 (its column leaves). `outside` and `step` cannot
+be told apart by TTFT alone: a prefill step costs at least what a decode step does besides its requests, the rest of the
+constant is taken to be outside of the engine. The hand-over is a small difference of two noisy times, so both are measured in
+turns, and its line is that of Theil and Sen: the median of all slopes (Sen, JASA 1968).
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,7 +29,9 @@ from deploy.bench.stats import Record
 from deploy.plan.step_time import Fitted
 from engine.config import ConfigError
 
-LEAST_PREFILLS, LEAST_GAPS, MOST_GAPS = 8, 64, 4000
+LEAST_PREFILLS, LEAST_GAPS, MOST_STRETCHES = 8, 64, 4000
+STRETCH = 16  # gaps at most
+ROUNDS = 5  # of least squares, each with the last one's times as weights
 
 
 class ReportTarget(msgspec.Struct):
@@ -40,12 +47,24 @@ class Report(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """One gap between two tokens: how long, of how many requests at once, which read how many KV tokens together."""
+class Stretch:
+    """Gaps between tokens of one request, one after another; means of each: how long, of how many requests at once, which
 
+    read how many KV tokens together.
+    """
+
+    gaps: int
     seconds: float
-    requests: int
-    context: int
+    requests: float
+    context: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """From prefill to decode, beside the computing: seconds a request, and seconds a token of its prompt."""
+
+    request_s: float
+    token_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,36 +81,34 @@ class Fit:
 
 def read_records(path: str) -> list[Record]:
     """The records of the first target of a report; raises `ConfigError` naming the flag and the file."""
-    try:
-        report = msgspec.json.decode(Path(path).read_bytes(), type=Report)
-    except OSError as error:
-        raise ConfigError(f"--fit {path}: cannot be read: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"--fit {path}: is no report of `tandem bench --output`: {error}") from None
-    if not report.targets:
-        raise ConfigError(f"--fit {path}: is no report of `tandem bench --output`: it has no target")
-    return [record for record in report.targets[0].records if record.error is None and record.ttft_s is not None]
+    return _read(path, flag="--fit", targets=1)[0]
+
+
+def read_pair(path: str) -> list[list[Record]]:
+    """Those of both targets of a report of `tandem bench --compare`."""
+    return _read(path, flag="--fit-pair", targets=2)
 
 
 def fit(reports: Sequence[Sequence[Record]]) -> Fit:
     """`reports`: the records of each run. Raises `ConfigError` when they say too little."""
-    alone = [(r.prompt_tokens - r.cached_tokens, _ttft(r)) for records in reports for r in _alone(records)]
-    gaps = [gap for records in reports for gap in quiet_gaps(records)]
+    alone = [pair for records in reports for pair in _prefills(records)]
+    stretches = [stretch for records in reports for stretch in quiet_stretches(records)]
+    num_gaps = sum(stretch.gaps for stretch in stretches)
     if len(alone) < LEAST_PREFILLS or len({tokens for tokens, _ in alone}) < 3:
         raise ConfigError(
             f"--fit: {len(alone)} requests were alone until their first token, {LEAST_PREFILLS} of three lengths or more "
             "are needed; add a report of `tandem bench --concurrency 1 --random-range-ratio 0.1`"
         )
-    if len(gaps) < LEAST_GAPS:
+    if num_gaps < LEAST_GAPS:
         raise ConfigError(
-            f"--fit: {len(gaps)} gaps between tokens were undisturbed, {LEAST_GAPS} are needed; "
+            f"--fit: {num_gaps} gaps between tokens were undisturbed, {LEAST_GAPS} are needed; "
             "add a report of `tandem bench --concurrency 8 --output-len 128`"
         )
     constant, per_token, per_pair = _least_squares(
         [[1.0, tokens, tokens * (tokens + 1) / 2] for tokens, _ in alone], [seconds for _, seconds in alone]
     )
     step, per_request, per_context = _least_squares(
-        [[1.0, gap.requests, gap.context] for gap in gaps], [gap.seconds for gap in gaps]
+        [[1.0, s.requests, s.context] for s in stretches], [s.seconds for s in stretches]
     )
     prefill_step = min(constant, step)
     model = Fitted(
@@ -104,7 +121,9 @@ def fit(reports: Sequence[Sequence[Record]]) -> Fit:
     )
     prefill_errors = [abs(constant + per_token * n + per_pair * n * (n + 1) / 2 - s) / s for n, s in alone]
     decode_errors = [
-        abs(step + per_request * g.requests + per_context * g.context - g.seconds) / g.seconds for g in gaps
+        abs(step + per_request * s.requests + per_context * s.context - s.seconds) / s.seconds
+        for s in stretches
+        if s.seconds > 0
     ]
     return Fit(
         step_time=model,
@@ -112,27 +131,56 @@ def fit(reports: Sequence[Sequence[Record]]) -> Fit:
         prefill_error=median(prefill_errors),
         decode_error=median(decode_errors),
         num_prefills=len(alone),
-        num_gaps=len(gaps),
+        num_gaps=num_gaps,
     )
 
 
-def quiet_gaps(records: Sequence[Record]) -> list[Gap]:
-    """Gaps in which no request was between its sending and its first token; of very many, some, evenly taken."""
+def fit_handover(unified: Sequence[Record], pair: Sequence[Record]) -> Handover:
+    """The same requests, each alone, on a unified worker and through a prefill and a decode worker, in turns; prompts of one
+
+    chunk. Raises `ConfigError` when they say too little.
+    """
+    before = {record.idx: _ttft(record) for record in _alone(unified)}
+    more = [(r.prompt_tokens, _ttft(r) - before[r.idx]) for r in _alone(pair) if r.idx in before]
+    if len(more) < LEAST_PREFILLS or len({tokens for tokens, _ in more}) < 3:
+        raise ConfigError(
+            f"--fit-pair: {len(more)} requests were alone until their first token on both, {LEAST_PREFILLS} of three lengths or "
+            "more are needed; make it with `tandem bench --url UNIFIED --compare ROUTER --concurrency 1 --rounds 40 "
+            "--random-range-ratio 0.1`"
+        )
+    token_s = max(0.0, median((b - a) / (n - m) for (m, a), (n, b) in combinations(more, 2) if m != n))
+    return Handover(request_s=max(0.0, median(s - token_s * tokens for tokens, s in more)), token_s=token_s)
+
+
+def quiet_stretches(records: Sequence[Record]) -> list[Stretch]:
+    """Gaps in which no request was between its sending and its first token, in stretches; of very many, some, evenly taken."""
     begins = sorted(r.sent_s for r in records)
     firsts = sorted(r.sent_s + _ttft(r) for r in records)
     tokens = [_token_times(r) for r in records]
-    quiet = []
-    for times in tokens:
-        for begin_s, end_s in pairwise(times):
-            waiting = bisect_right(begins, end_s) - bisect_right(
-                firsts, begin_s
-            )  # sent by its end, silent at its begin
-            if waiting == 0 and end_s > begin_s:
-                quiet.append((begin_s, end_s))
-    return [_gap(records, tokens, *times) for times in quiet[:: 1 + len(quiet) // MOST_GAPS]]
+
+    def is_quiet(begin_s: float, end_s: float) -> bool:
+        """Who was sent by its end had its first token by its begin."""
+        return bisect_right(begins, end_s) == bisect_right(firsts, begin_s)
+
+    found = [stretch for times in tokens for stretch in _stretches(times, is_quiet)]
+    return [_measured(records, tokens, times) for times in found[:: 1 + len(found) // MOST_STRETCHES]]
 
 
 # ---- inside
+
+
+def _read(path: str, *, flag: str, targets: int) -> list[list[Record]]:
+    try:
+        report = msgspec.json.decode(Path(path).read_bytes(), type=Report)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{flag} {path}: is no report of `tandem bench --output`: {error}") from None
+    if len(report.targets) < targets:
+        lacks = "it has no target" if targets == 1 else "it has no second target (--compare)"
+        raise ConfigError(f"{flag} {path}: is no report of `tandem bench --output`: {lacks}")
+    answered = [[r for r in one.records if r.error is None and r.ttft_s is not None] for one in report.targets]
+    return answered[:targets]
 
 
 def _ttft(record: Record) -> float:
@@ -155,27 +203,57 @@ def _alone(records: Sequence[Record]) -> list[Record]:
     return [record for record, num in zip(records, there, strict=True) if num == 1]
 
 
-def _gap(records: Sequence[Record], tokens: Sequence[Sequence[float]], begin_s: float, end_s: float) -> Gap:
+def _prefills(records: Sequence[Record]) -> list[tuple[int, float]]:
+    """(tokens computed, TTFT) of those that were alone."""
+    return [(r.prompt_tokens - r.cached_tokens, _ttft(r)) for r in _alone(records)]
+
+
+def _stretches(times: Sequence[float], is_quiet: Callable[[float, float], bool]) -> Iterator[Sequence[float]]:
+    """The times of tokens with only quiet gaps between them, at most `STRETCH` gaps each."""
+    begin = 0
+    for end in range(1, len(times)):
+        if not is_quiet(times[end - 1], times[end]):
+            if end - 1 > begin:
+                yield times[begin:end]
+            begin = end
+        elif end - begin == STRETCH:
+            yield times[begin : end + 1]
+            begin = end
+    if len(times) - 1 > begin:
+        yield times[begin:]
+
+
+def _measured(records: Sequence[Record], tokens: Sequence[Sequence[float]], times: Sequence[float]) -> Stretch:
     requests = context = 0
-    for record, times in zip(records, tokens, strict=True):
-        if times[0] <= begin_s < times[-1]:
-            requests += 1
-            context += record.prompt_tokens + bisect_right(times, begin_s)
-    return Gap(seconds=end_s - begin_s, requests=requests, context=context)
+    for record, theirs in zip(records, tokens, strict=True):
+        for begin_s in times[:-1]:
+            if theirs[0] <= begin_s < theirs[-1]:
+                requests += 1
+                context += record.prompt_tokens + bisect_right(theirs, begin_s)
+    gaps = len(times) - 1
+    return Stretch(gaps=gaps, seconds=(times[-1] - times[0]) / gaps, requests=requests / gaps, context=context / gaps)
 
 
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Coefficients of three columns, none negative, by least squares of relative errors."""
+    """Coefficients of three columns, none negative, by least squares of errors relative to what they say."""
     target = np.asarray(seconds, np.float64)
-    matrix = np.asarray(rows, np.float64) / target[:, None]
+    matrix = np.asarray(rows, np.float64)
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
-    keep = [0, 1, 2]
+    weights = np.ones(len(target))
+    for _ in range(ROUNDS):
+        values = _without_negatives(matrix / scale / weights[:, None], target / weights)
+        weights = np.maximum(matrix / scale @ values, 0.01 * np.median(target))
+    first, second, third = (float(value) for value in values / scale)
+    return first, second, third
+
+
+def _without_negatives(matrix: Any, target: Any) -> Any:
+    """Least squares; the most negative column leaves until there is none."""
+    values, keep = np.zeros(3), [0, 1, 2]
     while keep:
-        found = np.linalg.lstsq(matrix[:, keep] / scale[keep], np.ones(len(target)), rcond=None)[0]
+        found = np.linalg.lstsq(matrix[:, keep], target, rcond=None)[0]
         if (found >= 0).all():
+            values[keep] = found
             break
         keep.remove(keep[int(found.argmin())])
-    values = [0.0, 0.0, 0.0]
-    for column, value in zip(keep, found if keep else (), strict=True):
-        values[column] = float(value / scale[column])
-    return values[0], values[1], values[2]
+    return values

@@ -37,7 +37,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One run. Rates in requests a second and worker. Latencies in seconds, at the SLO's percentile; None: no answer.
+    """One run. Rates in requests a second and GPU. Latencies in seconds, at the SLO's percentile; None: no answer.
 
     `busy`: of each role's devices, the part of the time. `cached_share`: of the prompts' tokens.
     """

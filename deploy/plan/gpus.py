@@ -2,7 +2,8 @@
 
 Sources, data sheets of the makers: NVIDIA A100 (80 GB SXM), L4, L40S, H100 (SXM5), H200 (SXM), HGX B200 (an eighth of the
 board's; its "sparse" figures halved); AMD Instinct MI300X. `link_gb_s` is an assumption, not a property of the GPU: one
-400 Gb/s network port for each (200 Gb/s for A100, 100 Gb/s for L4 and L40S), as the usual servers have them.
+400 Gb/s network port for each (200 Gb/s for A100, 100 Gb/s for L4 and L40S), as the usual servers have them. `peer_gb_s`, in one
+direction: NVLink (half of what its data sheet adds up), Infinity Fabric to seven others; L4 and L40S have PCIe 4 x16.
 """
 
 from dataclasses import dataclass
@@ -10,24 +11,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """`tflops`: dense bf16 TFLOP/s. `memory_gb_s`: of its own memory. GB are 10^9 bytes."""
+    """`tflops`: dense bf16 TFLOP/s. `memory_gb_s`: of its own memory. `link_gb_s`: to other machines, `peer_gb_s`: to the
+
+    other GPUs of its machine. GB are 10^9 bytes.
+    """
 
     name: str
     tflops: float
     memory_gb: float
     memory_gb_s: float
     link_gb_s: float
+    peer_gb_s: float
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu(name="A100", tflops=312, memory_gb=80, memory_gb_s=2039, link_gb_s=25),
-        Gpu(name="L4", tflops=121, memory_gb=24, memory_gb_s=300, link_gb_s=12.5),
-        Gpu(name="L40S", tflops=362, memory_gb=48, memory_gb_s=864, link_gb_s=12.5),
-        Gpu(name="H100", tflops=989, memory_gb=80, memory_gb_s=3350, link_gb_s=50),
-        Gpu(name="H200", tflops=989, memory_gb=141, memory_gb_s=4800, link_gb_s=50),
-        Gpu(name="B200", tflops=2250, memory_gb=180, memory_gb_s=8000, link_gb_s=50),
-        Gpu(name="MI300X", tflops=1307, memory_gb=192, memory_gb_s=5300, link_gb_s=50),
+        Gpu(name="A100", tflops=312, memory_gb=80, memory_gb_s=2039, link_gb_s=25, peer_gb_s=300),
+        Gpu(name="L4", tflops=121, memory_gb=24, memory_gb_s=300, link_gb_s=12.5, peer_gb_s=32),
+        Gpu(name="L40S", tflops=362, memory_gb=48, memory_gb_s=864, link_gb_s=12.5, peer_gb_s=32),
+        Gpu(name="H100", tflops=989, memory_gb=80, memory_gb_s=3350, link_gb_s=50, peer_gb_s=450),
+        Gpu(name="H200", tflops=989, memory_gb=141, memory_gb_s=4800, link_gb_s=50, peer_gb_s=450),
+        Gpu(name="B200", tflops=2250, memory_gb=180, memory_gb_s=8000, link_gb_s=50, peer_gb_s=900),
+        Gpu(name="MI300X", tflops=1307, memory_gb=192, memory_gb_s=5300, link_gb_s=50, peer_gb_s=448),
     )
 }

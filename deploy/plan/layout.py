@@ -1,29 +1,39 @@
-"""Which clusters are compared: xPyD, and workers that do both. Pure."""
+"""Which clusters are compared: xPyD, and workers that do both, each worker on one GPU or on several. Pure."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.config import ConfigError
 
+MOST_WORKERS, MOST_GPUS = 999, 32  # of a pool; of a worker
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """`prefill` and `decode` workers, or `unified` ones. `mixed`: their decodes ride along in prefill steps."""
+    """`prefill` and `decode` workers, or `unified` ones. `mixed`: their decodes ride along in prefill steps.
+
+    `tp`: GPUs of each worker (tensor parallelism).
+    """
 
     prefill: int = 0
     decode: int = 0
     unified: int = 0
     mixed: bool = False
+    tp: int = 1
 
     @property
     def name(self) -> str:
-        if self.unified:
-            return f"{self.unified}U" + ("-mixed" if self.mixed else "")
-        return f"{self.prefill}P{self.decode}D"
+        pools = f"{self.unified}U" if self.unified else f"{self.prefill}P{self.decode}D"
+        return pools + ("-mixed" if self.mixed else "") + (f"-tp{self.tp}" if self.tp > 1 else "")
 
     @property
     def num_workers(self) -> int:
         return self.prefill + self.decode + self.unified
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_workers * self.tp
 
     @property
     def roles(self) -> list[str]:
@@ -31,15 +41,35 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """ "2P3D", "4U" or "4U-mixed"."""
-    if pair := re.fullmatch(r"([1-9]\d{0,2})P([1-9]\d{0,2})D", text, re.IGNORECASE):
-        return Layout(prefill=int(pair[1]), decode=int(pair[2]))
-    if alone := re.fullmatch(r"([1-9]\d{0,2})U(-mixed)?", text, re.IGNORECASE):
-        return Layout(unified=int(alone[1]), mixed=alone[2] is not None)
-    raise ConfigError(f"--layouts {text}: write 2P3D (prefill and decode workers), 4U (unified ones) or 4U-mixed")
+    """ "2P3D", "4U" or "4U-mixed", each with or without "-tp2"."""
+    found = re.fullmatch(r"(?:(\d+)P(\d+)D|(\d+)U(-mixed)?)(?:-tp(\d+))?", text, re.IGNORECASE)
+    if found is None:
+        raise _unknown(text)
+    prefill, decode, unified, mixed, tp = found.groups()
+    pools = [int(size) for size in (prefill, decode, unified) if size is not None]
+    if not all(1 <= size <= MOST_WORKERS for size in pools) or not 1 <= int(tp or 1) <= MOST_GPUS:
+        raise _unknown(text)
+    if unified:
+        return Layout(unified=int(unified), mixed=mixed is not None, tp=int(tp or 1))
+    return Layout(prefill=int(prefill), decode=int(decode), tp=int(tp or 1))
 
 
-def candidates(num_workers: int) -> list[Layout]:
-    """All of one size, so that their goodput per worker can be compared: larger pools queue better than small ones."""
-    split = [Layout(prefill=p, decode=num_workers - p) for p in range(1, num_workers)]
-    return [Layout(unified=num_workers), Layout(unified=num_workers, mixed=True), *split]
+def _unknown(text: str) -> ConfigError:
+    return ConfigError(
+        f"--layouts {text}: write 2P3D (prefill and decode workers), 4U (unified ones) or 4U-mixed; "
+        "2P3D-tp2: of two GPUs each"
+    )
+
+
+def candidates(num_workers: int, *, tps: Sequence[int] = (1,)) -> list[Layout]:
+    """All of as many GPUs as `num_workers` of the largest degree have, so that their goodput per GPU can be compared: larger
+
+    pools queue better than small ones. A degree that does not divide them is left out.
+    """
+    gpus = num_workers * max(tps)
+    return [layout for tp in tps if gpus % tp == 0 for layout in _of_size(gpus // tp, tp)]
+
+
+def _of_size(workers: int, tp: int) -> list[Layout]:
+    split = [Layout(prefill=p, decode=workers - p, tp=tp) for p in range(1, workers)]
+    return [Layout(unified=workers, tp=tp), Layout(unified=workers, mixed=True, tp=tp), *split]

@@ -17,7 +17,7 @@ HEADER = ("layout", "req/s/GPU", "good", "TTFT ms", "TPOT ms", "cached", "busy")
 
 def report_text(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig) -> str:
     """The best rate of each layout, best first; what each rate of `--rates` gave; and the recommendation."""
-    lines = [_about(study), ""]
+    lines = [_about(study, outcomes), ""]
     if config.rates:
         rows = [[o.layout.name, *_cells(p)] for o in outcomes for p in o.points]
     else:
@@ -34,48 +34,70 @@ def report_json(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig
         "environment": environment,
         "config": config,
         "hardware": study.hardware.text,
-        "kv_tokens": study.num_pages * study.engine.page_size,
-        "step_time": study.hardware.step_time,
+        "assumed": study.hardware.assumed,
+        "step_time": study.hardware.step_times,
         "layouts": [
-            {"layout": o.layout.name, "workers": o.layout.num_workers, "best": o.best, "points": o.points}
+            {
+                "layout": o.layout.name,
+                "workers": o.layout.num_workers,
+                "gpus": o.layout.num_gpus,
+                "kv_tokens": study.kv_tokens(o.layout),
+                "best": o.best,
+                "points": o.points,
+            }
             for o in outcomes
         ],
     }
     return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
 
 
-def workers_for(outcome: Outcome, total_rate: float) -> tuple[int, int]:
-    """(copies of the layout, workers in all) that serve `total_rate` requests a second."""
-    copies = math.ceil(total_rate / (outcome.rate * outcome.layout.num_workers))
-    return copies, copies * outcome.layout.num_workers
+def gpus_for(outcome: Outcome, total_rate: float) -> tuple[int, int]:
+    """(copies of the layout, GPUs in all) that serve `total_rate` requests a second."""
+    copies = math.ceil(total_rate / (outcome.rate * outcome.layout.num_gpus))
+    return copies, copies * outcome.layout.num_gpus
 
 
 def _doubts(outcomes: Sequence[Outcome], study: Study) -> list[str]:
     """A run must be long against the limits: what comes all at once says how deep queues are, not how fast they move."""
     size = len(study.requests)
-    seconds = {o: size / (o.rate * o.layout.num_workers) for o in outcomes if o.best}
+    long = [
+        f"warning: {num} requests need more KV than a worker of {o.layout.name} has; they fail there"
+        for o in {outcome.layout.tp: outcome for outcome in outcomes}.values()
+        if (num := sum(a.input_len + a.output_len > study.kv_tokens(o.layout) for a in study.requests))
+    ]
+    seconds = {o: size / (o.rate * o.layout.num_gpus) for o in outcomes if o.best}
     short = [o for o, lasted_s in seconds.items() if lasted_s < LONG * study.slo.ttft_s]
     if not short:
-        return []
+        return long
     need = max(math.ceil(size * LONG * study.slo.ttft_s / seconds[o]) for o in short)
     names = ", ".join(o.layout.name for o in short)
     return [
+        *long,
         f"warning: at the best rate of {names} all {size} requests came within {LONG} x the TTFT limit, so it may be "
-        f"overstated; use --num-requests {need}"
+        f"overstated; use --num-requests {need}",
     ]
 
 
-def _about(study: Study) -> str:
+def _about(study: Study, outcomes: Sequence[Outcome]) -> str:
     size = len(study.requests)
     prompt = sum(a.input_len for a in study.requests) / size
     output = sum(a.output_len for a in study.requests) / size
     slo = study.slo
+    assumed = f"assumed, not measured: {study.hardware.assumed}\n" if study.hardware.assumed else ""
     itl = "" if slo.itl_s is None else f", ITL {1000 * slo.itl_s:g} ms"
     return (
-        f"{study.hardware.text}; {study.num_pages * study.engine.page_size:,} tokens of KV a worker\n"
+        f"{study.hardware.text}; KV a worker: {_capacities(study, outcomes)}\n{assumed}"
         f"{size} requests, {prompt:,.0f} tokens in, {output:,.0f} out on average; good: TTFT {1000 * slo.ttft_s:g} ms, "
         f"TPOT {1000 * slo.tpot_s:g} ms{itl}, for {100 * slo.share:g} % of them"
     )
+
+
+def _capacities(study: Study, outcomes: Sequence[Outcome]) -> str:
+    """In tokens, for each degree of tensor parallelism."""
+    found = {o.layout.tp: study.kv_tokens(o.layout) for o in outcomes}
+    if list(found) == [1]:
+        return f"{found[1]:,} tokens"
+    return ", ".join(f"{tokens:,} tokens on {tp} GPU{'s' * (tp > 1)}" for tp, tokens in found.items())
 
 
 def _cells(point: Any) -> list[str]:
@@ -107,6 +129,6 @@ def _advice(outcomes: Sequence[Outcome], config: PlanConfig) -> list[str]:
     if unified and not best.layout.unified:
         lines[0] += f", {best.rate / unified:.2f} x the best unified layout"
     if config.total_rate is not None:
-        copies, workers = workers_for(best, config.total_rate)
-        lines.append(f"for {config.total_rate:g} requests a second: {workers} GPUs, {copies} x {best.layout.name}")
+        copies, gpus = gpus_for(best, config.total_rate)
+        lines.append(f"for {config.total_rate:g} requests a second: {gpus} GPUs, {copies} x {best.layout.name}")
     return lines

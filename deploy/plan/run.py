@@ -10,7 +10,7 @@ from deploy.plan.config import PlanConfig
 from deploy.plan.goodput import Grid, Point, Search
 from deploy.plan.layout import Layout
 from deploy.plan.pool import Pool
-from deploy.plan.study import Study, guess_rate, layouts_of
+from deploy.plan.study import Study, guess_rate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,13 +23,13 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """The highest good one, in requests a second and worker; 0: there is none."""
+        """The highest good one, in requests a second and GPU; 0: there is none."""
         return self.best.rate if self.best else 0.0
 
 
 def run_plan(config: PlanConfig, study: Study) -> list[Outcome]:
     """The outcome of each layout, in the order of the flags. `study`: that of `config`."""
-    searches = {layout: _search(config, study, layout) for layout in layouts_of(config)}
+    searches = {layout: _search(config, study, layout) for layout in study.layouts}
     with (
         Pool(config, jobs=min(config.jobs, len(searches))) as pool,
         tqdm(unit="run", disable=config.disable_progress or None) as bar,

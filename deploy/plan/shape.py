@@ -12,7 +12,7 @@ class Shape:
     """`layer_params`: weights of all layers, each used once a token. `head_params`: of the output layer, once a draw.
 
     `weight_bytes`: all of the checkpoint in memory. `kv_bytes`: of one token, all layers. `pair_flops`: attention's
-    arithmetic for one query token and one key token, all layers and heads.
+    arithmetic for one query token and one key token, all layers and heads. `hidden_bytes`: of one token between layers.
     """
 
     layer_params: int
@@ -21,6 +21,10 @@ class Shape:
     kv_bytes: int
     pair_flops: int
     element_bytes: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden_bytes: int
 
 
 def shape_of(model: ModelConfig) -> Shape:
@@ -38,4 +42,8 @@ def shape_of(model: ModelConfig) -> Shape:
         kv_bytes=2 * model.num_layers * key * size,
         pair_flops=4 * model.num_layers * query,
         element_bytes=size,
+        layers=model.num_layers,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        hidden_bytes=model.hidden_size * size,
     )

@@ -50,32 +50,56 @@ def load_of(plan: Plan) -> StepLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """What part of a data sheet is reached, and what each step costs besides (launches, sampling, scheduler)."""
+    """What part of a data sheet is reached, and what each step costs besides (launches, sampling, scheduler).
+
+    `memory`: of all bandwidths. `reduce_s`: an all-reduce between GPUs, however small.
+    """
 
     compute: float
     memory: float
     step_s: float
+    reduce_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """The slower of arithmetic and memory, for the linear layers and for attention apart (Williams et al. 2009)."""
+    """The slower of arithmetic and memory, for the linear layers and for attention apart (Williams et al. 2009).
+
+    Over `tp` GPUs each has its part of the weights, of the heads and their KV, and of the arithmetic (a KV head is not
+    divided: more GPUs than that hold copies). After attention and after the MLP of each layer they add up what they have of
+    each token's hidden state (Shoeybi et al. 2019), by a ring: 2 (tp - 1) / tp of its bytes leave each GPU.
+    """
 
     gpu: Gpu
     shape: Shape
     efficiency: Efficiency
+    tp: int = 1
 
     def seconds(self, load: StepLoad) -> float:
         if not load.draws and not load.prefill_tokens:
             return 0.0
-        flops_s = self.gpu.tflops * 1e12 * self.efficiency.compute
-        bytes_s = self.gpu.memory_gb_s * 1e9 * self.efficiency.memory
+        flops_s = self.tp * self.gpu.tflops * 1e12 * self.efficiency.compute
+        bytes_s = self.tp * self.gpu.memory_gb_s * 1e9 * self.efficiency.memory
         shape, tokens = self.shape, load.prefill_tokens + load.decodes
         read = (shape.layer_params + shape.head_params) * shape.element_bytes
         linear = 2 * (shape.layer_params * tokens + shape.head_params * load.draws)
-        prefill = max(load.prefill_pairs * shape.pair_flops / flops_s, load.prefill_context * shape.kv_bytes / bytes_s)
-        decode = load.decode_context * shape.kv_bytes / bytes_s
-        return self.efficiency.step_s + max(linear / flops_s, read / bytes_s) + prefill + decode
+        kv_bytes = shape.kv_bytes * kv_copies(shape, self.tp)
+        prefill = max(load.prefill_pairs * shape.pair_flops / flops_s, load.prefill_context * kv_bytes / bytes_s)
+        decode = load.decode_context * kv_bytes / bytes_s
+        return self.efficiency.step_s + max(linear / flops_s, read / bytes_s) + prefill + decode + self._sums_s(tokens)
+
+    def _sums_s(self, tokens: int) -> float:
+        """The all-reduces of a step."""
+        if self.tp == 1:
+            return 0.0
+        moved = 2 * (self.tp - 1) / self.tp * tokens * self.shape.hidden_bytes
+        once_s = moved / (self.gpu.peer_gb_s * 1e9 * self.efficiency.memory) + self.efficiency.reduce_s
+        return 2 * self.shape.layers * once_s
+
+
+def kv_copies(shape: Shape, tp: int) -> float:
+    """How often KV is held by `tp` GPUs together."""
+    return max(1.0, tp / shape.kv_heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,15 +12,16 @@ from statistics import mean
 from deploy.plan.cluster import ClusterSpec, PlannedCluster
 from deploy.plan.config import PlanConfig
 from deploy.plan.goodput import Point, Slo, point_of
-from deploy.plan.hardware import Hardware, hardware_of
+from deploy.plan.hardware import Hardware, hardware_of, profile_of
 from deploy.plan.layout import Layout, candidates, parse_layout
+from deploy.plan.memory import kv_pages
 from deploy.plan.shape import Shape, shape_of
 from deploy.plan.step_time import StepLoad
 from deploy.plan.worker import WorkerSpec
 from deploy.plan.workload import Asked, workload_of
 from engine.config import ConfigError, EngineConfig
 from engine.model_config import load_model_config
-from engine.resolve import num_pages, resolve
+from engine.resolve import resolve
 
 GUESSED_BATCH = 32
 GUESSED_LOAD = 0.6
@@ -28,7 +29,7 @@ GUESSED_LOAD = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """`history`: requests before `requests`, which caches have seen."""
+    """`history`: requests before `requests`, which caches have seen. `num_pages`: of a worker, by its GPUs."""
 
     model: str
     engine: EngineConfig
@@ -37,10 +38,19 @@ class Study:
     hardware: Hardware
     slo: Slo
     control_s: float
-    latency_s: float
+    cores: float | None
+    step_cores: int
+    host_request_s: float
+    host_token_s: float
+    policy: str
     requests: Sequence[Asked]
     history: Sequence[Asked]
-    num_pages: int
+    num_pages: dict[int, int]
+    layouts: Sequence[Layout]
+
+    def kv_tokens(self, layout: Layout) -> int:
+        """That a worker holds."""
+        return self.num_pages[layout.tp] * self.engine.page_size
 
 
 def study_of(config: PlanConfig) -> Study:
@@ -48,16 +58,12 @@ def study_of(config: PlanConfig) -> Study:
     path = Path(config.model_path)
     model = load_model_config(str(path.parent if path.name == "config.json" else path))
     shape = shape_of(model)
-    hardware = hardware_of(config, shape)
+    profile = profile_of(config)
+    layouts = _layouts(config, tps=config.tp_size or ((profile.tp_size,) if profile else (1,)))
+    tps = sorted({layout.tp for layout in layouts})
+    hardware = hardware_of(config, shape, tps=tps, profile=profile)
     history, requests = workload_of(config)
     engine = resolve(_engine(config), model, cuda=True)
-    free_bytes = (hardware.memory_bytes or 0) - shape.weight_bytes
-    if hardware.memory_bytes is not None and free_bytes <= 0:
-        raise ConfigError(
-            f"--gpu-memory-gb: {hardware.memory_bytes / 1e9:.0f} GB do not hold the model's "
-            f"{shape.weight_bytes / 1e9:.0f} GB of weights; a worker is one GPU: take a larger one"
-        )
-    pages = num_pages(engine, page_bytes=shape.kv_bytes * engine.page_size, free_bytes=free_bytes)
     longest = max(asked.input_len + asked.output_len for asked in requests)
     assert engine.context_length is not None, "resolved"
     if longest > engine.context_length:
@@ -77,24 +83,41 @@ def study_of(config: PlanConfig) -> Study:
             share=config.slo_percent / 100,
         ),
         control_s=config.control_latency_ms / 1000,
-        latency_s=config.transfer_latency_ms / 1000,
+        cores=config.host_cores,
+        step_cores=config.step_cores,
+        host_request_s=config.host_request_ms / 1000,
+        host_token_s=config.host_token_ms / 1000,
+        policy=config.policy,
         requests=requests,
         history=history,
-        num_pages=pages,
+        num_pages={
+            tp: kv_pages(
+                engine,
+                shape,
+                tp=tp,
+                memory_bytes=hardware.memory_bytes,
+                gpu=hardware.gpu_flag,
+                longest=longest,
+            )
+            for tp in tps
+        },
+        layouts=layouts,
     )
 
 
-def layouts_of(config: PlanConfig) -> list[Layout]:
+def _layouts(config: PlanConfig, *, tps: Sequence[int]) -> list[Layout]:
+    """Those that say nothing of GPUs a worker are tried with each of `tps`."""
     if not config.layouts:
-        return candidates(config.num_workers)
-    return list(dict.fromkeys(parse_layout(text) for text in config.layouts))
+        return candidates(config.num_workers, tps=tps)
+    named = [parse_layout(text) for text in config.layouts]
+    return list(dict.fromkeys(replace(one, tp=tp) for one in named for tp in (tps if one.tp == 1 else (one.tp,))))
 
 
 def try_rate(study: Study, layout: Layout, rate: float) -> Point:
-    """One run at `rate` requests a second and worker."""
+    """One run at `rate` requests a second and GPU."""
     cluster = PlannedCluster(cluster_spec(study, layout))
     cluster.warm(study.history)
-    total = rate * layout.num_workers
+    total = rate * layout.num_gpus
     until_s = max(study.slo.latest_s(sent_s=a.at / total, output_len=a.output_len) for a in study.requests)
     records = cluster.run(study.requests, rate=total, until_s=until_s)
     busy = defaultdict[str, list[float]](list)
@@ -104,18 +127,18 @@ def try_rate(study: Study, layout: Layout, rate: float) -> Point:
 
 
 def guess_rate(study: Study, layout: Layout) -> float:
-    """Where a search begins, in requests a second and worker: below what the devices could compute without a pause."""
+    """Where a search begins, in requests a second and GPU: below what the devices could compute without a pause."""
     size = len(study.requests)
     tokens = sum(asked.input_len for asked in study.requests) / size
     outputs = sum(asked.output_len for asked in study.requests) / size
-    time = study.hardware.step_time
+    time = study.hardware.step_times[layout.tp]
     prefill = StepLoad(prefill_tokens=int(tokens), prefill_pairs=tokens**2 / 2, prefill_context=int(tokens), draws=1)
     context = int(GUESSED_BATCH * (tokens + outputs / 2))
     decode = StepLoad(decodes=GUESSED_BATCH, decode_context=context, draws=GUESSED_BATCH)
     prefill_s, decode_s = time.seconds(prefill), outputs * time.seconds(decode) / GUESSED_BATCH
     if layout.unified:
-        return GUESSED_LOAD / (prefill_s + decode_s)
-    return GUESSED_LOAD * min(layout.prefill / prefill_s, layout.decode / decode_s) / layout.num_workers
+        return GUESSED_LOAD / (prefill_s + decode_s) / layout.tp
+    return GUESSED_LOAD * min(layout.prefill / prefill_s, layout.decode / decode_s) / layout.num_gpus
 
 
 def cluster_spec(study: Study, layout: Layout) -> ClusterSpec:
@@ -126,10 +149,11 @@ def cluster_spec(study: Study, layout: Layout) -> ClusterSpec:
         role: WorkerSpec(
             role=role,
             engine=engine,
-            num_pages=study.num_pages,
+            num_pages=study.num_pages[layout.tp],
             page_bytes=study.shape.kv_bytes * engine.page_size,
-            link_bytes_per_s=study.hardware.link_bytes_per_s,
-            step_time=study.hardware.step_time,
+            link_bytes_per_s=layout.tp * study.hardware.link_bytes_per_s,
+            step_time=study.hardware.step_times[layout.tp],
+            threads=study.step_cores,
         )
         for role in layout.roles
     }
@@ -137,8 +161,12 @@ def cluster_spec(study: Study, layout: Layout) -> ClusterSpec:
         layout=layout,
         workers=workers,
         control_s=study.control_s,
-        latency_s=study.latency_s,
+        latency_s=study.hardware.latency_s,
         outside_s=study.hardware.outside_s,
+        cores=study.cores,
+        host_request_s=study.host_request_s,
+        host_token_s=study.host_token_s,
+        policy=study.policy,
     )
 
 

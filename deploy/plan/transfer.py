@@ -1,7 +1,8 @@
 """Transfers as the roles see them, moved by a bandwidth model: both sides of a room, and the links between workers.
 
 It stands where the managers of transfer_backends/ stand. States are theirs (KVPoll); times are three: a control message
-takes `control_s`, a transfer's bytes wait for both ends' links and take their share of the slower one.
+takes `control_s`, a transfer's bytes wait for both ends' links and move at the slower one's speed. On a host that all share
+they are a copy, for which both ends take a core.
 """
 
 import ctypes
@@ -9,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from deploy.plan.host import Host
 from deploy.plan.timeline import Timeline
 from disagg.metadata import MetadataBuffers
 from transfer_backends.contract import Asked, Work
 from transfer_backends.kvpoll import KVPoll
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Link:
     """A worker's port to the network. One thing at a time, first come, first served."""
 
@@ -49,12 +51,13 @@ class Room:
 class Network:
     """All rooms of a cluster."""
 
-    def __init__(self, timeline: Timeline, *, page_bytes: int, control_s: float, latency_s: float) -> None:
+    def __init__(self, timeline: Timeline, *, page_bytes: int, control_s: float, latency_s: float, host: Host) -> None:
         """`latency_s`: of one piece, from the first byte's start to its arrival, whatever the bandwidth."""
         self._timeline = timeline
         self._page_bytes = page_bytes
         self._control_s = control_s
         self._latency_s = latency_s
+        self._host = host
         self._rooms: dict[int, Room] = {}
 
     def room(self, number: int) -> Room:
@@ -108,7 +111,8 @@ class Network:
         assert room.prefill is not None and room.decode is not None
         one, other = room.prefill.link, room.decode.link
         begin_s = max(self._timeline.now_s, one.free_s, other.free_s)
-        end_s = begin_s + size_bytes / min(one.bytes_per_s, other.bytes_per_s)
+        taken_s = size_bytes / min(one.bytes_per_s, other.bytes_per_s)
+        end_s = self._host.finish(one, at_s=begin_s, work_s=taken_s, threads=2)
         for link in (one, other):
             link.free_s = end_s
             link.moved_bytes += size_bytes

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.plan.executor import TimedExecutor, WorkerClock
+from deploy.plan.host import Host
 from deploy.plan.step_time import StepTime
 from deploy.plan.timeline import Timeline
 from deploy.plan.transfer import End, Link, Network, Receivers, Senders
@@ -38,7 +39,10 @@ NEVER_S = 1e12  # no timeout of a role strikes in a plan: who comes too late is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """`engine`: resolved. `role`: "unified" | "prefill" | "decode". `num_pages`: of its KV pool."""
+    """`engine`: resolved. `role`: "unified" | "prefill" | "decode". `num_pages`: of its KV pool.
+
+    `threads`: cores that its steps take of the host that it shares with others, if it does.
+    """
 
     role: str
     engine: EngineConfig
@@ -46,15 +50,16 @@ class WorkerSpec:
     page_bytes: int
     link_bytes_per_s: float
     step_time: StepTime
+    threads: int = 1
 
 
 class PlanWorker:
     """`say` hears all outputs."""
 
-    def __init__(self, spec: WorkerSpec, *, timeline: Timeline, network: Network, say: Say) -> None:
+    def __init__(self, spec: WorkerSpec, *, timeline: Timeline, network: Network, host: Host, say: Say) -> None:
         self.spec = spec
         self.clock = WorkerClock()
-        self.executor = TimedExecutor(spec.step_time, self.clock)
+        self.executor = TimedExecutor(spec.step_time, self.clock, host=host, threads=spec.threads)
         self.scheduler = _scheduler(spec)
         self._timeline = timeline
         self._turning = False

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,7 @@ def test_compare_takes_turns_and_writes_json(tmp_path: Path, capsys: pytest.Capt
                 url=server.url,
                 compare=other.url,
                 num_requests=4,
+                concurrency=1,
                 rounds=2,
                 input_len=8,
                 warmup=1,
@@ -193,6 +195,9 @@ def test_compare_takes_turns_and_writes_json(tmp_path: Path, capsys: pytest.Capt
     against_server(scenario)
     result = json.loads(output.read_text())
     assert [target["summary"]["completed"] for target in result["targets"]] == [4, 0]
-    assert len(result["targets"][0]["records"]) == 4
+    records = result["targets"][0]["records"]
+    assert len(records) == 4
+    for before, after in pairwise(records):  # one run, one clock: no turn begins at 0 again
+        assert after["sent_s"] >= before["sent_s"] + before["e2e_s"]
     assert result["environment"]["cpu"] and "hush" not in output.read_text()
     assert "http 503: 4" in capsys.readouterr().out

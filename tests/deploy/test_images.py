@@ -143,9 +143,9 @@ def parse(command: str, args: list[str]) -> Any:
 
 def test_the_router_s_image_has_no_torch_and_each_worker_s_has_what_it_needs() -> None:
     installs = {i: " ".join(s.rest for s in steps(i) if "--constraint" in s.rest) for i in IMAGES}
-    assert '".[k8s]"' in installs["router"] and "torch" not in installs["router"]
-    assert '".[engine,nixl,mooncake-cpu]"' in installs["worker-cpu"] and "+cpu" in installs["worker-cpu"]
-    assert '".[engine,nixl,mooncake]"' in installs["worker-cuda"] and "+cpu" not in installs["worker-cuda"]
+    assert '".[k8s,otel]"' in installs["router"] and "torch" not in installs["router"]
+    assert '".[engine,nixl,mooncake-cpu,otel]"' in installs["worker-cpu"] and "+cpu" in installs["worker-cpu"]
+    assert '".[engine,nixl,mooncake,otel]"' in installs["worker-cuda"] and "+cpu" not in installs["worker-cuda"]
 
 
 def test_every_direct_dependency_is_pinned_to_a_version_that_the_project_takes() -> None:

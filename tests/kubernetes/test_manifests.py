@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_what_is_tested_is_what_kustomize_builds_now() -> None:
 
 
 def test_every_overlay_of_the_plan_is_there() -> None:
-    assert {"cpu-demo", "monitoring", *GPU} == set(OVERLAYS)
+    assert {"cpu-demo", "monitoring", "tracing", *GPU} == set(OVERLAYS)
 
 
 # ---- schemas
@@ -124,6 +125,42 @@ def test_the_transfer_backend_is_the_overlay_s(overlay: str) -> None:
     for component in ("prefill", "decode"):
         disagg = worker_configs(overlay, one(overlay, component))[2]
         assert disagg.disaggregation_transfer_backend == expected
+
+
+@each_overlay
+def test_the_images_have_what_the_flags_ask_for(overlay: str) -> None:
+    """The extras that a Dockerfile installs cover those without which a flag of the overlay is refused at the start."""
+    for found in pods(overlay):
+        image = found.container["image"].partition(":")[0].removeprefix("tandem-")
+        (installed,) = re.findall(r'"\.\[([^]]+)\]"', (SOURCES.parent / "docker" / f"{image}.Dockerfile").read_text())
+        extras = {name.removesuffix("-cpu") for name in installed.split(",")}
+        assert needed_extras(overlay, found) <= extras, (found.component, image)
+
+
+def needed_extras(overlay: str, found: Pods) -> set[str]:
+    if found.component == "router":
+        router = router_config(overlay)
+        needed = {"k8s"} if router.service_discovery else set()
+        spans = router.enable_trace or router.otlp_traces_endpoint
+    else:
+        _, server, disagg = worker_configs(overlay, found)
+        needed = {"engine", disagg.disaggregation_transfer_backend}
+        spans = server.enable_trace or server.otlp_traces_endpoint
+    return needed | ({"otel"} if spans else set())
+
+
+def test_spans_have_a_way_out_to_the_collector() -> None:
+    """Its namespace and port, for every pod; nothing else that was closed is open."""
+    (policy,) = [p for p in of_kind("tracing", "NetworkPolicy") if p["metadata"]["name"] == "tandem-spans"]
+    (rule,) = policy["spec"]["egress"]
+    for found in pods("tracing"):
+        assert selects(policy["spec"]["podSelector"], found.labels)
+        flag = next(word for word in command_line("tracing", found) if word.startswith("--otlp-traces-endpoint="))
+        address = urlsplit(flag.partition("=")[2])
+        assert address.hostname is not None and address.hostname.split(".")[1:] == ["observability", "svc"]
+        assert [port["port"] for port in rule["ports"]] == [address.port]
+    namespace = {"matchLabels": {"kubernetes.io/metadata.name": "observability"}}
+    assert rule["to"] == [{"namespaceSelector": namespace}] and policy["spec"]["policyTypes"] == ["Egress"]
 
 
 # ---- discovery

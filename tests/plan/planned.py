@@ -21,7 +21,15 @@ CONTROL_S, LATENCY_S, OUTSIDE_S = 0.001, 0.003, 0.01
 
 
 def cluster(
-    name: str, *, num_pages: int = 4096, step_time: Fitted = STEP_TIME, max_running: int = 64, link: float = LINK
+    name: str,
+    *,
+    num_pages: int = 4096,
+    step_time: Fitted = STEP_TIME,
+    max_running: int = 64,
+    link: float = LINK,
+    cores: float | None = None,
+    host_token_s: float = 0.0,
+    policy: str = "least_load",
 ) -> PlannedCluster:
     layout: Layout = parse_layout(name)
     engine = EngineConfig(
@@ -45,7 +53,16 @@ def cluster(
         for role in layout.roles
     }
     return PlannedCluster(
-        ClusterSpec(layout=layout, workers=workers, control_s=CONTROL_S, latency_s=LATENCY_S, outside_s=OUTSIDE_S)
+        ClusterSpec(
+            layout=layout,
+            workers=workers,
+            control_s=CONTROL_S,
+            latency_s=LATENCY_S,
+            outside_s=OUTSIDE_S,
+            cores=cores,
+            host_token_s=host_token_s,
+            policy=policy,
+        )
     )
 
 

@@ -84,6 +84,44 @@ def test_prefill_does_not_stop_the_decodes_of_another_worker() -> None:
     assert longest["1P1D"] < 2 * decode_s(264)
 
 
+def test_on_one_core_a_long_prompt_slows_decode_down() -> None:
+    """What a pair on a laptop suffers: half a core for each, as long as the prompt is computed."""
+    requests = [asked(0, 64, 200), asked(0.2, 2048, 1, block=1)]
+    slow, fast = (cluster("1P1D", cores=cores).run(requests, rate=1, until_s=FOREVER)[0] for cores in (1, 2))
+    assert max(fast.itl_s) < 2 * decode_s(264)
+    doubled = sum(gap == pytest.approx(2 * decode_s(140), rel=0.02) for gap in slow.itl_s)
+    assert doubled == pytest.approx(prefill_s(2048) / (2 * decode_s(140)), rel=0.1)
+
+
+def test_what_serves_beside_the_steps_takes_its_part_of_the_cores() -> None:
+    """A step's token costs as much again in HTTP: on one core the next step has half of it meanwhile."""
+    alone, beside = (
+        cluster("1U", cores=1, host_token_s=seconds).run([asked(0, 64, 100)], rate=1, until_s=FOREVER)[0]
+        for seconds in (0.0, decode_s(100))
+    )
+    assert sum(beside.itl_s) == pytest.approx(2 * sum(alone.itl_s), rel=0.05)
+
+
+def test_the_router_s_cache_aware_policy_brings_prompts_back_to_their_prefix() -> None:
+    """Four conversations on four workers, later turns in another order: least_load scatters them, cache_aware does not."""
+    first = [asked(i, 1600, 2, block=i) for i in range(4)]
+    later = [asked(4 + i, 2400, 2, block=(3 * i + 1) % 4) for i in range(8)]
+    cached = {}
+    for policy in ("least_load", "cache_aware"):
+        planned = cluster("4U", policy=policy)
+        records = planned.run([*first, *later], rate=1, until_s=FOREVER)
+        cached[policy] = sum(record.cached_tokens for record in records)
+        assert_at_rest(planned)
+    assert cached["cache_aware"] == 4 * (1600 + 2399 // 16 * 16) > cached["least_load"]
+
+
+def test_cache_aware_deals_out_history_by_prefix() -> None:
+    planned = cluster("2U", policy="cache_aware")
+    planned.warm([asked(0, 640, 1, block=block) for block in (0, 1, 0, 1)])
+    records = planned.run([asked(i, 1280, 1, block=1 - i) for i in range(2)], rate=1, until_s=FOREVER)
+    assert [record.cached_tokens for record in records] == [640, 640]
+
+
 def test_an_equal_prefix_is_not_computed_again_and_history_counts() -> None:
     planned = cluster("1U")
     planned.warm([asked(0, 320, 1)])

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 
 from deploy.cli import main
+from deploy.plan.config import PlanConfig
 from deploy.plan.fit import Report, ReportTarget
+from deploy.plan.study import cluster_spec, study_of, try_rate
 from engine.model_config import DEFAULT_MODEL_PATH
-from tests.plan.planned import STEP_TIME
+from tests.plan.planned import LINK, STEP_TIME, asked, cluster
 from tests.plan.test_fit import one_after_another, together
 
 MODEL = ["--model-path", DEFAULT_MODEL_PATH]
@@ -53,9 +55,103 @@ def test_measured_step_times_are_fitted_saved_and_used(tmp_path: Path, capsys: p
     fitted = capsys.readouterr().out
     saved = json.loads(profile.read_bytes())
     assert saved["step_time"]["prefill_token_s"] == pytest.approx(STEP_TIME.prefill_token_s, rel=0.02)
-    assert main(["plan", *MODEL, *LOAD, *machine, "--profile", str(profile)]) == 0
+    assert main(["plan", *MODEL, *LOAD, *machine, "--gpu-profile", str(profile)]) == 0
     again = capsys.readouterr().out
     assert again == fitted and again.count("| 1U ") == 2 and "measured: 20 prefills" in again
+    assert main(["plan", *MODEL, *LOAD, *machine, "--gpu-profile", str(profile), "--tp-size", "2"]) == 1
+    assert "--tp-size: the step times were measured on 1 GPUs a worker" in capsys.readouterr().err
+
+
+def test_a_measured_hand_over_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = cluster("1P1D", link=LINK / 4).run(
+        [asked(i, 60 + 61 * (i * 7 % 20), 12, block=i) for i in range(20)], rate=1, until_s=float("inf")
+    )
+    single, both, other = tmp_path / "single.json", tmp_path / "both.json", tmp_path / "other.json"
+    single.write_bytes(msgspec.json.encode(Report([ReportTarget(one_after_another())])))
+    both.write_bytes(msgspec.json.encode(Report([ReportTarget(one_after_another()), ReportTarget(pair)])))
+    other.write_bytes(msgspec.json.encode(Report([ReportTarget(together())])))
+    command = ["plan", *MODEL, *LOAD, "--gpu-memory-gb", "8", "--layouts", "1P1D", "--rates", "2"]
+    fit = ["--fit", str(single), str(other), "--fit-pair"]
+    assert main([*command, *fit, str(both)]) == 0
+    assert "; hand-over 8.2 ms and 245.2 us a token" in capsys.readouterr().out
+    assert main([*command, *fit, str(single)]) == 1
+    assert "it has no second target (--compare)" in capsys.readouterr().err
+
+
+def big_model(folder: Path) -> str:
+    """The shape of Llama 3 70B: 141 GB, 64 heads, 8 KV heads."""
+    config = json.loads(Path("docs/planning/config.json").read_text())
+    config |= {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_model_larger_than_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says how many it takes; with them it is planned, in GPUs."""
+    command = ["plan", "--model-path", big_model(tmp_path), "--gpu", "H100", "--layouts", "1P1D", "--rates", "0.5"]
+    output = tmp_path / "plan.json"
+    load = [*LOAD, "--input-len", "30000", "--num-requests", "10", "--output", str(output)]
+    assert main([*command, *load]) == 1
+    assert "--gpu H100: 80 GB do not hold the model's 141 GB of weights; --tp-size 2 does" in capsys.readouterr().err
+    assert main([*command, *load, "--tp-size", "3"]) == 1
+    assert "--tp-size 3: does not divide the model's 64 attention heads" in capsys.readouterr().err
+    assert main([*command, *load, "--tp-size", "2", "4", "--total-rate", "100"]) == 0
+    text = capsys.readouterr().out
+    assert "| 1P1D-tp2 |" in text and "| 1P1D-tp4 |" in text and "10 us an all-reduce besides" in text
+    small, large = json.loads(output.read_bytes())["layouts"]
+    assert (small["gpus"], large["gpus"]) == (4, 8) and large["kv_tokens"] > 8 * small["kv_tokens"]
+    assert large["points"][0]["ttft_p50_s"] < small["points"][0]["ttft_p50_s"]
+
+
+def test_a_gpu_of_no_table_and_what_is_assumed_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu = {"name": "X1", "tflops": 500, "memory_gb": 48, "memory_gb_s": 2000, "link_gb_s": 10, "peer_gb_s": 100}
+    profile = tmp_path / "gpu.json"
+    command = ["plan", *MODEL, *LOAD, "--gpu-profile", str(profile), "--layouts", "1U", "--rates", "2"]
+    profile.write_text(json.dumps({"gpu": gpu}))
+    assert main(command) == 0
+    assumed = (
+        "assumed, not measured: 55 % of its FLOP/s, 75 % of its bandwidths, 2 ms a step besides, transfers at 10 GB/s"
+    )
+    text = capsys.readouterr().out
+    assert text.startswith("X1, by its data sheet; ") and assumed in text
+    known = {"compute_efficiency": 0.4, "memory_efficiency": 0.8, "step_overhead_ms": 1, "outside_s": 0.001}
+    profile.write_text(json.dumps({"gpu": gpu, **known}))
+    assert main([*command, "--transfer-gb-s", "9"]) == 0
+    assert "assumed" not in capsys.readouterr().out
+    profile.write_text(json.dumps({"outside_s": 1.0}))
+    assert main(command) == 1
+    assert "has neither `step_time` nor `gpu`" in capsys.readouterr().err
+
+
+def test_rates_and_ports_are_of_gpus(tmp_path: Path) -> None:
+    """Workers of two GPUs get twice a GPU's rate, and send by two ports."""
+    points, links = {}, {}
+    for tp in (1, 2):
+        profile = tmp_path / f"tp{tp}.json"
+        profile.write_bytes(msgspec.json.encode({"step_time": STEP_TIME, "outside_s": 0.0, "tp_size": tp}))
+        study = study_of(
+            PlanConfig(
+                model_path=DEFAULT_MODEL_PATH,
+                gpu_profile=str(profile),
+                gpu="L4",
+                layouts=("1P1D",),
+                num_requests=40,
+                input_len=400,
+                output_len=20,
+            )
+        )
+        (layout,) = study.layouts
+        assert layout.tp == tp
+        points[tp] = try_rate(study, layout, 4.0 / tp)
+        links[tp] = cluster_spec(study, layout).workers["prefill"].link_bytes_per_s
+    assert links == {1: 12.5e9, 2: 25e9}
+    assert points[2].busy["prefill"] == pytest.approx(points[1].busy["prefill"], rel=0.01)
+
+
+def test_requests_that_no_worker_can_hold_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--gpu", "L4", "--max-total-tokens", "384", "--layouts", "1U", "--rates", "1"]
+    assert main(["plan", *MODEL, *LOAD, *flags]) == 0
+    assert "need more KV than a worker of 1U has; they fail there" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -70,7 +166,7 @@ def test_step_times_are_not_all(
 ) -> None:
     profile = tmp_path / "profile.json"
     profile.write_bytes(msgspec.json.encode({"step_time": STEP_TIME, "outside_s": 0.0}))
-    assert main(["plan", *MODEL, "--profile", str(profile), *flags]) == 1
+    assert main(["plan", *MODEL, "--gpu-profile", str(profile), *flags]) == 1
     assert said in capsys.readouterr().err
 
 
@@ -99,9 +195,13 @@ BAD = [
     (["--model-path", "/no/such", "--gpu", "L4"], "--model-path /no/such: no such directory"),
     ([*MODEL], "--gpu: say what the workers run on (A100, "),
     ([*MODEL, "--fit", "/no/such.json", "--gpu", "L4"], "--fit /no/such.json: cannot be read"),
-    ([*MODEL, "--profile", "/no/such.json", "--gpu", "L4"], "--profile /no/such.json: cannot be read"),
-    ([*MODEL, "--profile", "pyproject.toml", "--gpu", "L4"], "--profile pyproject.toml: is no profile"),
-    ([*MODEL, "--profile", "x", "--fit", "y"], "--fit: step times come from --profile already"),
+    ([*MODEL, "--gpu-profile", "/no/such.json", "--gpu", "L4"], "--gpu-profile /no/such.json: cannot be read"),
+    ([*MODEL, "--gpu-profile", "pyproject.toml", "--gpu", "L4"], "--gpu-profile pyproject.toml: is no profile"),
+    ([*MODEL, "--gpu-profile", "x", "--fit", "y"], "--fit: step times come from --gpu-profile already"),
+    ([*MODEL, "--gpu", "L4", "--fit-pair", "x"], "--fit-pair: needs --fit"),
+    ([*MODEL, "--gpu", "L4", "--host-token-ms", "1"], "--host-token-ms: needs --host-cores"),
+    ([*MODEL, "--gpu", "L4", "--host-cores", "0"], "--host-cores: must be greater than 0, got 0"),
+    ([*MODEL, "--gpu", "L4", "--tp-size", "64"], "--tp-size: must be 1 to 32, got 64"),
     ([*MODEL, "--gpu", "L4", "--save-profile", "x"], "--save-profile: needs --fit"),
     ([*MODEL, "--gpu", "L4", "--gpu-memory-gb", "0.0001"], "--gpu-memory-gb: 0 GB do not hold the model's"),
     ([*MODEL, "--gpu", "L4", "--layouts", "PD"], "--layouts PD: write 2P3D"),
@@ -149,7 +249,6 @@ def test_planning_needs_no_torch() -> None:
 
 def test_a_child_that_dies_is_no_riddle(tmp_path: Path) -> None:
     """Its end is an error of the run, and no process is left behind."""
-    from deploy.plan.config import PlanConfig
     from deploy.plan.layout import parse_layout
     from deploy.plan.pool import Pool
 

@@ -36,11 +36,38 @@ def test_load_counts_what_attention_looks_at() -> None:
     )
 
 
-def test_roofline_is_bound_by_memory_or_by_arithmetic() -> None:
-    gpu = Gpu(name="x", tflops=2, memory_gb=1, memory_gb_s=100, link_gb_s=1)
-    shape = Shape(
-        layer_params=10**9, head_params=10**8, weight_bytes=0, kv_bytes=10**5, pair_flops=10**6, element_bytes=2
+SHAPE = Shape(
+    layer_params=10**9,
+    head_params=10**8,
+    weight_bytes=2_200_000_000,
+    kv_bytes=10**5,
+    pair_flops=10**6,
+    element_bytes=2,
+    layers=10,
+    heads=32,
+    kv_heads=2,
+    hidden_bytes=2000,
+)
+
+
+def test_roofline_over_several_gpus_adds_up_hidden_states() -> None:
+    """Four GPUs: a fourth of weights and arithmetic each; two KV heads are held twice; 20 ring sums of 3/2 of 1000 tokens."""
+    gpu = Gpu(name="x", tflops=2, memory_gb=1, memory_gb_s=100, link_gb_s=1, peer_gb_s=10)
+    efficiency = Efficiency(compute=0.5, memory=0.5, step_s=0.001, reduce_s=1e-5)
+    time = Roofline(gpu=gpu, shape=SHAPE, efficiency=efficiency, tp=4)
+    sums_s = 20 * (1.5 * 4 * 2000 / 5e9 + 1e-5)
+    assert time.seconds(StepLoad(decodes=4, decode_context=1000, draws=4)) == pytest.approx(
+        0.001 + 1.1e9 * 2 / 200e9 + 1000 * 2 * 1e5 / 200e9 + sums_s
     )
+    prompt = StepLoad(prefill_tokens=1000, prefill_pairs=500_500, prefill_context=1000, draws=1)
+    assert time.seconds(prompt) == pytest.approx(
+        0.001 + (1e9 * 1000 + 1e8) * 2 / 4e12 + 500_500 * 1e6 / 4e12 + 20 * (1.5 * 1000 * 2000 / 5e9 + 1e-5)
+    )
+
+
+def test_roofline_is_bound_by_memory_or_by_arithmetic() -> None:
+    gpu = Gpu(name="x", tflops=2, memory_gb=1, memory_gb_s=100, link_gb_s=1, peer_gb_s=10)
+    shape = SHAPE
     time = Roofline(gpu=gpu, shape=shape, efficiency=Efficiency(compute=0.5, memory=0.5, step_s=0.001))
     read_s = 1.1e9 * 2 / 50e9
     assert time.seconds(StepLoad(decodes=4, decode_context=1000, draws=4)) == pytest.approx(
@@ -117,7 +144,17 @@ def test_layouts() -> None:
     assert [layout.name for layout in candidates(3)] == ["3U", "3U-mixed", "1P2D", "2P1D"]
 
 
-@pytest.mark.parametrize("text", ["", "P", "0P1D", "1P", "2U-x", "1P1D1U", "-1U", "1000U"])
+def test_degrees_of_tensor_parallelism_are_compared_on_as_many_gpus() -> None:
+    layouts = candidates(2, tps=(2, 3, 4))  # 8 GPUs; threes do not fill them
+    assert {layout.num_gpus for layout in layouts} == {8} and {layout.tp for layout in layouts} == {2, 4}
+    assert [layout.name for layout in layouts if layout.tp == 4] == ["2U-tp4", "2U-mixed-tp4", "1P1D-tp4"]
+    for layout in layouts:
+        assert parse_layout(layout.name) == layout
+
+
+@pytest.mark.parametrize(
+    "text", ["", "P", "0P1D", "1P", "2U-x", "1P1D1U", "-1U", "1000U", "2U-tp", "2U-tp0", "2U-tp33"]
+)
 def test_what_is_no_layout(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--layouts .*: write 2P3D"):
         parse_layout(text)

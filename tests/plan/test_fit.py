@@ -7,9 +7,20 @@ import msgspec
 import pytest
 
 from deploy.bench.stats import Record
-from deploy.plan.fit import fit, quiet_gaps, read_records
+from deploy.plan.fit import fit, fit_handover, quiet_stretches, read_records
+from deploy.plan.step_time import StepLoad
 from engine.config import ConfigError
-from tests.plan.planned import OUTSIDE_S, STEP_TIME, asked, cluster
+from tests.plan.planned import (
+    CONTROL_S,
+    LATENCY_S,
+    LINK,
+    OUTSIDE_S,
+    PAGE_BYTES,
+    PAGE_SIZE,
+    STEP_TIME,
+    asked,
+    cluster,
+)
 
 FOREVER = float("inf")
 
@@ -36,9 +47,37 @@ def test_gaps_while_a_prompt_is_computed_are_left_out() -> None:
     requests = [asked(0, 100, 30), asked(0.03, 1000, 2, block=1)]
     records = cluster("1U").run(requests, rate=1, until_s=FOREVER)
     assert max(records[0].itl_s) > 0.1  # the second prompt's step
-    gaps = quiet_gaps(records)
-    assert 15 <= len(gaps) < 30 and max(gap.seconds for gap in gaps) < 0.01
-    assert {gap.requests for gap in gaps} == {1, 2}
+    found = quiet_stretches(records)
+    assert 15 <= sum(one.gaps for one in found) < 30 and max(one.seconds for one in found) < 0.01
+    assert {one.requests for one in found} == {1, 2}
+
+
+def in_clumps(record: Record) -> Record:
+    """As a client sees it whose connection delivers four tokens at once."""
+    gaps, clumped, held = record.itl_s, list[float](), 0.0
+    for number, gap in enumerate(gaps):
+        held += gap
+        last = number % 4 == 3 or number == len(gaps) - 1
+        clumped.append(held - 3e-6 if last else 1e-6)
+        held = 0.0 if last else held
+    return msgspec.structs.replace(record, itl_s=clumped)
+
+
+def test_tokens_that_come_in_clumps_are_no_shorter_steps() -> None:
+    found = fit([one_after_another(), [in_clumps(record) for record in together()]])
+    load = StepLoad(decodes=8, decode_context=8 * 300, draws=8)
+    assert found.step_time.seconds(load) == pytest.approx(STEP_TIME.seconds(load), rel=0.1)
+
+
+def test_what_the_hand_over_adds() -> None:
+    """Four messages and a latency a request; a token's bytes over the link."""
+    requests = [asked(i, 60 + 61 * (i * 7 % 20), 12, block=i) for i in range(20)]
+    records = cluster("1P1D", link=LINK / 4).run(requests, rate=1, until_s=FOREVER)
+    found = fit_handover(one_after_another(), records)
+    assert found.token_s == pytest.approx(PAGE_BYTES / PAGE_SIZE / (LINK / 4), rel=0.02)
+    assert found.request_s == pytest.approx(4 * CONTROL_S + LATENCY_S, rel=0.5)  # pages are whole
+    with pytest.raises(ConfigError, match=r"^--fit-pair: 0 requests were alone"):
+        fit_handover([], records)
 
 
 def test_too_little_is_refused() -> None:

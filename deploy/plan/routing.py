@@ -1,0 +1,58 @@
+"""Which planned worker gets a request: the router's own policies and worker table, told what a router would know.
+
+A request is charged to a worker until its leg ends, as in router/requests. Prompts are told apart by their blocks' numbers, in
+place of the text that a router hashes.
+"""
+
+import random
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from deploy.plan.workload import Asked
+from router.choice.chooser import Chooser, cost_tokens, make_chooser
+from router.choice.policies import Ask
+from router.choice.prefix_keys import BLOCK_TOKENS
+from router.config import RouterConfig
+from router.pool.workers import Check, Lease, Role, Worker, WorkerTable
+
+SEED = 1
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(slots=True)
+class Routing(Generic[T]):
+    """`policy`: of whoever computes prompts. Decode workers go by least_load: they cache nothing that a prompt could use."""
+
+    policy: str = "least_load"
+    _table: WorkerTable = field(default_factory=WorkerTable)
+    _workers: dict[T, Worker] = field(default_factory=dict)
+    _chooser: Chooser = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = RouterConfig(policy=self.policy, decode_policy="least_load")
+        self._chooser = make_chooser(config, draw=random.Random(SEED).randrange)
+
+    def choose(self, role: str, pool: Sequence[T], asked: Asked) -> tuple[T, Lease]:
+        """One of `pool`, and what is to be given to `release` when it has ended the request."""
+        by_worker = {self._worker(role, one).worker_id: one for one in pool}
+        ask = Ask(prompt_tokens=asked.input_len, output_tokens=asked.output_len, keys=self._keys(asked))
+        choice = self._chooser.choose([self._workers[one] for one in pool], ask)
+        return by_worker[choice.worker.worker_id], self._table.charge(choice.worker, cost_tokens(choice, ask))
+
+    def release(self, lease: Lease) -> None:
+        self._table.release(lease)
+
+    def _worker(self, role: str, one: T) -> Worker:
+        """Who is seen for the first time joins the table."""
+        if one not in self._workers:
+            worker = self._table.add(f"http://planned-{len(self._workers)}:1", role=Role(role))
+            self._table.on_check(worker, Check.OK, now_s=0.0)
+            self._workers[one] = worker
+        return self._workers[one]
+
+    def _keys(self, asked: Asked) -> Sequence[bytes]:
+        """A block's number stands for all that came before it as well, so its parts need no other name."""
+        if self.policy != "cache_aware":
+            return ()
+        return [b"%d.%d" % (token, part) for token, count in asked.blocks for part in range(count // BLOCK_TOKENS)]
