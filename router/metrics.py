@@ -44,6 +44,18 @@ class RouterMetrics:
             "tandem_router_refused", "Requests refused before they were read", ["why"], registry=registry
         )
         self.retries = Counter("tandem_router_retries", "Attempts after the first one", ["reason"], registry=registry)
+        self.role_moves = Counter(
+            "tandem_router_role_moves",
+            "Moves of workers between the pools (--auto-roles), by how they ended",
+            ["model", "to_role", "result"],
+            registry=registry,
+        )
+        self.role_pressure = Gauge(
+            "tandem_router_role_pressure",
+            "Work of a pool, counted in workers, over its workers (--auto-roles); 1: as much as it can bear",
+            ["model", "role"],
+            registry=registry,
+        )
         self.inflight = Gauge("tandem_router_inflight_requests", "Requests being served", registry=registry)
         self.ttfb_s = Histogram(
             "tandem_router_ttfb_seconds",

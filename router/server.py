@@ -45,6 +45,8 @@ from router.requests.journey import Journeys
 from router.requests.legs import Legs
 from router.requests.rewrite import Api
 from router.requests.rooms import RoomMinter
+from router.roles.auto import AutoRoles
+from router.roles.switch import Switch
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
 from security.secret import read_secret_file
@@ -204,12 +206,21 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             num_running=lambda: admission.door.line.num_everywhere,
             siblings=siblings,
         )
+        auto_roles = AutoRoles(
+            config,
+            table=table,
+            mover=Switch(),
+            metrics=metrics,
+            siblings=siblings,
+            leads=place is None or place.row == 0,
+        )
         routes = Routes(
             [
                 *(web.post(api.value, dispatcher.handle) for api in Api),
                 web.put(Api.GENERATE.value, dispatcher.handle),
                 *control.routes(),
                 *dashboard.routes(),
+                *auto_roles.routes(),
             ]
         )
         share = config.workers if place is not None else 1
@@ -227,6 +238,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             await monitor.first_round()
             if discovery is not None:
                 discovery.start()
+            auto_roles.start()
             yield RunningRouter(
                 url=_url(config, port),
                 table=table,
@@ -239,6 +251,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
                 admission=admission,
             )
         finally:
+            await auto_roles.close()
             await runner.cleanup()  # takes no new connection, and waits for running requests
             if discovery is not None:
                 await discovery.close()
