@@ -6,12 +6,14 @@ workers, and 1 is a pool that has just as much as it can bear. A move is named w
     short     the worse pool reached `enter`, and has not fallen below `leave` since, for as long as `sustain_s`, and for as long as
               the last move took: a burst that is over before a worker could have moved is not worth one (rent or buy,
               Karlin et al. 1988)
-    relief    the worse of both pressures will be less by `gain`, after the giving pool lost its share of workers and got the work
-              that the relieved pool lets through
+    relief    the other pool, with a worker less and the work that the relieved pool will let through, will be less loaded than the
+              short one is now, by `gain`. A backlog counts for being short and not here: it is worked off once, and the worker
+              stays. What the giver has is its work now or its mean over `cooldown_s`, whichever is more: a pool that a burst
+              elsewhere starves looks idle, and is not
     quiet     nobody of the model moves, is down, drains or has just come; each pool keeps its minimum; and the last move was not the
               other way within `cooldown_s`
 
-The relief makes every move lower the worse pressure, so under constant demand moves end: no state comes back. Ideas: one
+So every move lowers the worse pressure of the two, and under constant demand moves end: no state comes back. Ideas: one
 worker at a time by thresholds on prefill queue and KV (NVIDIA Dynamo's load planner), instances that change pools when one
 side cannot hold its objective and the other can spare one (Arrow, arXiv 2505.11916; the mixed pool of Splitwise, ISCA'24),
 of two pools the slower one sets the goodput (DistServe, OSDI'24).
@@ -21,8 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.pool.workers import Role
+from router.roles.smooth import Smooth
 
 ROLES = (Role.PREFILL, Role.DECODE)
+LEAST_S = 1.0  # over which the usual demand is a mean
 NEWS = 0.5  # weight of the last move in what a move is expected to take
 
 
@@ -32,7 +36,7 @@ class Rules:
 
     enter: float = 0.9
     leave: float = 0.7
-    gain: float = 0.1
+    gain: float = 0.2
     sustain_s: float = 15.0
     cooldown_s: float = 60.0
     move_s: float = 30.0
@@ -45,13 +49,19 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One worker now. `demand`: workers like it that its work would fill. `ready`: it serves, and its demand is known."""
+    """One worker now. `demand`: workers like it that its work would fill; `backlog`: the part that is late, and
+    over once it is done. `ready`: it serves, and its demand is known."""
 
     worker_id: int
     role: Role
     model: str
     ready: bool
     demand: float
+    backlog: float = 0.0
+
+    @property
+    def lasting(self) -> float:
+        return self.demand - self.backlog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +76,13 @@ class Move:
 
 @dataclass(slots=True)
 class Standing:
-    """What is known of one model. `short_since`: pools that are short; `verdict`: what was last decided, for people."""
+    """What is known of one model. `short_since`: pools that are short; `usual`: what they mostly have;
+    `verdict`: what was last decided, for people."""
 
     move_s: float
     pressure: dict[Role, float] = field(default_factory=dict)
+    usual: dict[Role, Smooth] = field(default_factory=dict)  # lasting demand
+    seen_s: float = 0.0
     short_since: dict[Role, float] = field(default_factory=dict)
     moving: Move | None = None
     began_s: float = 0.0
@@ -83,7 +96,7 @@ class Controller:
     """Owns one `Standing` for each model."""
 
     def __init__(self, rules: Rules) -> None:
-        assert 0 < rules.leave < rules.enter and 0 <= rules.gain < 1, rules
+        assert 0 < rules.leave < rules.enter and 0 < rules.gain < 1, rules
         assert rules.min_prefill >= 1 and rules.min_decode >= 1, "an empty pool serves nobody"
         self.rules = rules
         self.standings: dict[str, Standing] = {}
@@ -112,10 +125,11 @@ class Controller:
 
     def _tick(self, now_s: float, model: str, workers: list[Seen]) -> Move | None:
         standing = self.standings.setdefault(model, Standing(self.rules.move_s))
+        pools = {role: [worker for worker in workers if worker.role is role] for role in ROLES}
+        self._note_usual(standing, pools, now_s)
         if standing.moving is not None:
             standing.verdict = f"a worker moves to {standing.moving.to_role}"
             return None
-        pools = {role: [worker for worker in workers if worker.role is role] for role in ROLES}
         standing.verdict = _why_unknown(workers, pools)
         if standing.verdict:
             standing.pressure.clear()
@@ -127,6 +141,13 @@ class Controller:
         if move is not None:
             standing.moving, standing.began_s = move, now_s
         return move
+
+    def _note_usual(self, standing: Standing, pools: dict[Role, list[Seen]], now_s: float) -> None:
+        """While a worker moves, too: what it has left to do is no less the pool's."""
+        dt_s, standing.seen_s = now_s - standing.seen_s, now_s
+        for role, pool in pools.items():
+            mean = standing.usual.setdefault(role, Smooth(max(self.rules.cooldown_s, LEAST_S)))
+            mean.add(sum(worker.lasting for worker in pool), dt_s)
 
     def _note_shortage(self, standing: Standing, now_s: float) -> None:
         for role, pressure in standing.pressure.items():
@@ -141,30 +162,38 @@ class Controller:
         """(the move or None, why)."""
         to = max(ROLES, key=lambda role: standing.pressure[role])
         giver = Role.DECODE if to is Role.PREFILL else Role.PREFILL
-        if to not in standing.short_since:
+        if to not in standing.short_since or standing.pressure[to] < self.rules.enter:
             return None, "neither pool is short"
         if self.rules.keeps(giver) >= len(pools[giver]):
             return None, f"{to} is short, but {giver} is at its minimum of {self.rules.keeps(giver)}"
-        before, after = standing.pressure[to], self._worst_after(standing, pools, to, giver)
+        before = sum(worker.lasting for worker in pools[to]) / len(pools[to])
+        after = self._giver_after(standing, pools, giver, lasting=before)
         if after > before * (1 - self.rules.gain):
-            return None, f"{to} is short, but a move would not help: {before:.2f} now, {after:.2f} then"
+            return None, (
+                f"{to} is short, but {giver} cannot spare a worker: it would have {after:.2f} of lasting work, "
+                f"{to} has {before:.2f}"
+            )
         wait = self._wait_s(now_s, standing, to)
         if wait > 0:
             return None, f"{to} is short; a move would be due in {wait:.0f} s"
         victim = min(pools[giver], key=lambda worker: (worker.demand, worker.worker_id))
         reason = (
-            f"{to} is short since {now_s - standing.short_since[to]:.0f} s: pressure {before:.2f}, {giver} "
-            f"{standing.pressure[giver]:.2f}; after the move the worse is {after:.2f}"
+            f"{to} is short since {now_s - standing.short_since[to]:.0f} s: pressure {standing.pressure[to]:.2f}; "
+            f"of it {before:.2f} will last; {giver} has {standing.pressure[giver]:.2f}, and {after:.2f} with a worker less"
         )
         return Move(worker_id=victim.worker_id, model=model, to_role=to, reason=reason), reason
 
-    def _worst_after(self, standing: Standing, pools: dict[Role, list[Seen]], to: Role, giver: Role) -> float:
-        """The worse pressure with one worker moved. A pool beyond 1 holds work back: with one more it lets through up to as
-        much more as it grows, and all of that comes to the other."""
-        size, left = len(pools[to]), len(pools[giver]) - 1
-        grown = standing.pressure[to] * size / (size + 1)
-        flow = min((size + 1) / size, max(1.0, standing.pressure[to]))
-        return max(grown, flow * standing.pressure[giver] * (left + 1) / left)
+    def _giver_after(self, standing: Standing, pools: dict[Role, list[Seen]], giver: Role, *, lasting: float) -> float:
+        """Its pressure with one worker less, when the other one's lasting pressure is `lasting` now.
+
+        What prefill has to do is counted as it comes, whatever holds it up. What decode has to do shows when prefill has done its
+        part: a prefill pool beyond 1 holds work back, and with one worker more lets through as much more as it grows by.
+        """
+        has, flow = sum(worker.lasting for worker in pools[giver]), 1.0
+        if giver is Role.DECODE:
+            size = len(pools[Role.PREFILL])
+            flow = min((size + 1) / size, max(1.0, lasting))
+        return flow * max(has, standing.usual[giver].known) / (len(pools[giver]) - 1)
 
     def _wait_s(self, now_s: float, standing: Standing, to: Role) -> float:
         """Until a move to `to` may begin, if nothing changes."""

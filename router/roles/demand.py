@@ -1,14 +1,14 @@
 """How much work each worker has, counted in workers. Pure: made of what workers report (`LoadReport`) and the time.
 
-    prefill   share of the time it computes + seconds of prompts that wait / `ttft_s`
+    prefill   seconds of prompts that come in a second + seconds of prompts that wait / `ttft_s`
     decode    the most of: KV held and wanted / capacity, requests / --max-running-requests, time between tokens / `itl_s`
 
-The first is queueing theory's offered load, which says how many workers a pool needs while nothing waits, and what it takes to
+The first is queueing theory's offered load, which says how many workers a pool needs if nothing waits, and what it takes to
 work off what waits within the objective. A queue says which side is to blame only after a second look: decode reserves KV
 for prompts that still wait for prefill. That share of its memory is no work of decode's, and what waits for it there waits for
 prefill as well.
 
-All is smoothed over `window_s`, as reports are samples. How fast a prefill worker computes is learnt meanwhile, over a longer
+All is smoothed over `window_s`, as reports are samples; what comes in and how fast a prefill worker computes, over a longer
 time, as prompts differ in length.
 """
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from router.pool.workers import Health, LoadReport, Role, Worker
 from router.roles.controller import Seen
+from router.roles.smooth import Smooth
 
 SPEED_WINDOWS = 6.0  # windows over which the speed of prefill is learnt
 LEAST_BUSY = 0.05  # of a pool, below which its speed is not learnt
@@ -31,22 +32,6 @@ class Goals:
     itl_s: float = math.inf
 
 
-@dataclass(slots=True)
-class Smooth:
-    """Exponential mean of samples that stand for times of any length."""
-
-    window_s: float
-    value: float | None = None
-
-    def add(self, sample: float, dt_s: float) -> None:
-        weight = 1.0 if self.value is None else -math.expm1(-dt_s / self.window_s)
-        self.value = sample if self.value is None else self.value + weight * (sample - self.value)
-
-    @property
-    def known(self) -> float:
-        return 0.0 if self.value is None else self.value
-
-
 @dataclass(slots=True, kw_only=True)
 class _Trend:
     """One worker in one role and life, since its first report. `blocked`: tokens that wait at decode because prefill is behind."""
@@ -55,15 +40,13 @@ class _Trend:
     incarnation: str
     report: LoadReport
     at_s: float
+    told: bool = False
     work: Smooth
     waiting: Smooth
     blocked: Smooth
+    arrived: Smooth
     speed_tokens: Smooth
     speed_busy: Smooth
-
-    @property
-    def told(self) -> bool:
-        return self.work.value is not None
 
 
 @dataclass(slots=True)
@@ -107,11 +90,13 @@ class Gauge:
             work=Smooth(short),
             waiting=Smooth(short),
             blocked=Smooth(short),
+            arrived=Smooth(long),
             speed_tokens=Smooth(long),
             speed_busy=Smooth(long),
         )
 
     def _sample(self, trend: _Trend, report: LoadReport, dt_s: float) -> None:
+        trend.told = True
         if trend.role is Role.DECODE:
             work, blocked = decode_demand(report, self.goals, gap_s=_gap_s(trend.report, report, dt_s))
             trend.work.add(work, dt_s)
@@ -121,11 +106,12 @@ class Gauge:
         busy = (report.busy_ms_total - before.busy_ms_total) / (1000 * dt_s)
         arrived = report.prompt_tokens_total - before.prompt_tokens_total
         trend.work.add(busy, dt_s)
+        trend.arrived.add(arrived / dt_s, dt_s)
         trend.waiting.add(report.waiting_tokens, dt_s)
         trend.speed_tokens.add((arrived - report.waiting_tokens + before.waiting_tokens) / dt_s, dt_s)
         trend.speed_busy.add(busy, dt_s)
 
-    def _wait_of(self, model: str, workers: Sequence[Worker]) -> "_Wait":
+    def _wait_of(self, model: str, workers: Sequence[Worker]) -> "_Prompts":
         trends = [self._trends[w.worker_id] for w in workers if w.worker_id in self._trends]
         prefill = [trend for trend in trends if trend.role is Role.PREFILL]
         busy = sum(trend.speed_busy.known for trend in prefill)
@@ -134,29 +120,37 @@ class Gauge:
             self._speed[model] = tokens / busy
         blocked = sum(trend.blocked.known for trend in trends if trend.role is Role.DECODE)
         speed = self._speed.get(model)
-        return _Wait(0.0 if speed is None else 1 / (speed * self.goals.ttft_s), blocked / max(1, len(prefill)))
+        return _Prompts(speed, blocked / max(1, len(prefill)))
 
-    def _seen(self, worker: Worker, wait: "_Wait") -> Seen:
+    def _seen(self, worker: Worker, prompts: "_Prompts") -> Seen:
         trend = self._trends.get(worker.worker_id)
-        demand = 0.0
-        if trend is not None:
-            demand = trend.work.known
-            if trend.role is Role.PREFILL:
-                demand = min(1.0, demand) + wait.per_token * (trend.waiting.known + wait.blocked_tokens)
+        lasting, backlog = 0.0, 0.0
+        if trend is not None and trend.role is Role.PREFILL:
+            lasting, backlog = self._prefill_demand(trend, prompts)
+        elif trend is not None:
+            lasting = trend.work.known
         return Seen(
             worker_id=worker.worker_id,
             role=worker.role,
             model=model_of(worker),
             ready=trend is not None and trend.told and not worker.leaving,
-            demand=demand,
+            demand=lasting + backlog,
+            backlog=backlog,
         )
+
+    def _prefill_demand(self, trend: _Trend, prompts: "_Prompts") -> tuple[float, float]:
+        """(lasting, backlog). Before anything is known of its speed: the time that it computes."""
+        if prompts.speed is None:
+            return min(1.0, trend.work.known), 0.0
+        waiting_s = (trend.waiting.known + prompts.blocked_tokens) / prompts.speed
+        return trend.arrived.known / prompts.speed, waiting_s / self.goals.ttft_s
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
-    """Demand of one token that waits, and the tokens that wait at decode for each prefill worker."""
+class _Prompts:
+    """Of one model: tokens a second that a prefill worker computes, and tokens that wait at decode for each of them."""
 
-    per_token: float
+    speed: float | None
     blocked_tokens: float
 
 
