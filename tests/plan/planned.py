@@ -2,6 +2,7 @@
 
 from deploy.plan.cluster import ClusterSpec, PlannedCluster
 from deploy.plan.layout import Layout, parse_layout
+from deploy.plan.role_moves import AutoSpec
 from deploy.plan.step_time import Fitted
 from deploy.plan.worker import WorkerSpec
 from deploy.plan.workload import Asked
@@ -21,7 +22,13 @@ CONTROL_S, LATENCY_S, OUTSIDE_S = 0.001, 0.003, 0.01
 
 
 def cluster(
-    name: str, *, num_pages: int = 4096, step_time: Fitted = STEP_TIME, max_running: int = 64, link: float = LINK
+    name: str,
+    *,
+    num_pages: int = 4096,
+    step_time: Fitted = STEP_TIME,
+    max_running: int = 64,
+    link: float = LINK,
+    auto: AutoSpec | None = None,
 ) -> PlannedCluster:
     layout: Layout = parse_layout(name)
     engine = EngineConfig(
@@ -45,7 +52,8 @@ def cluster(
         for role in layout.roles
     }
     return PlannedCluster(
-        ClusterSpec(layout=layout, workers=workers, control_s=CONTROL_S, latency_s=LATENCY_S, outside_s=OUTSIDE_S)
+        ClusterSpec(layout=layout, workers=workers, control_s=CONTROL_S, latency_s=LATENCY_S, outside_s=OUTSIDE_S),
+        auto=auto,
     )
 
 
