@@ -77,11 +77,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _loads(args: argparse.Namespace, num_workers: int) -> Iterator[Load]:
+    yield day_and_night(num_workers)
     for text in args.trace:
         path, _, rate = text.rpartition(":")
         study = _of_trace(path, args.num_requests)
         yield Load(name=Path(path).name.partition("_")[0], study=study, rate=float(rate))
-    yield day_and_night(num_workers)
 
 
 def day_and_night(num_workers: int) -> Load:

@@ -33,8 +33,8 @@ AUTO = AutoSpec(
     switch_s=2.0,
 )
 # Prompts of 0.4 s, five a second: two workers' work and a little more. Then answers of 40 tokens: 16 a worker within 0.1 s.
-DAY = Phase(lengths=Lengths(input_len=800, output_len=4), count=300)
-NIGHT = Phase(lengths=Lengths(input_len=64, output_len=40), count=500, gap=0.5)
+DAY = Phase(lengths=Lengths(input_len=800, output_len=4), count=400)
+NIGHT = Phase(lengths=Lengths(input_len=64, output_len=40), count=700, gap=0.5)
 RATE = 5.0
 
 
@@ -52,7 +52,7 @@ def fixed() -> dict[str, int]:
     return {name: good(name)[0] for name in ("1P3D", "2P2D", "3P1D")}
 
 
-@pytest.mark.parametrize("start", ["1P3D", "3P1D"])
+@pytest.mark.parametrize("start", ["1P3D", "2P2D"])
 def test_auto_roles_beat_every_fixed_split_when_needs_turn_over(start: str) -> None:
     """Counts of virtual time: the same on every machine."""
     found, planned = good(start, AUTO)
