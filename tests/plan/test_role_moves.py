@@ -89,3 +89,12 @@ def test_a_worker_ends_what_it_has_before_it_goes() -> None:
     assert first.ended_s >= ended_s + AUTO.switch_s
     assert [r.output_tokens for r in records] == [one.output_len for one in requests]
     assert_at_rest(planned)
+
+
+def test_workers_report_the_time_that_they_computed() -> None:
+    """What the loop counts as busy is what the device was: a step is waited for in the turn that launched it."""
+    planned = cluster("1P1D", step_time=SLOW, auto=AUTO)
+    planned.run([*(asked(i / 2, 400, 20, block=i) for i in range(20)), asked(30, 1, 1)], rate=1.0, until_s=FOREVER)
+    for worker in planned.workers():
+        assert worker.state is not None and worker.executor.busy_s > 1.0
+        assert worker.state.counters["busy_s"] == pytest.approx(worker.executor.busy_s, rel=0.02)
