@@ -3,38 +3,50 @@
 usage: python -m benchmarks.auto_roles [--trace PATH[:RATE]]... [--workers 4 8] [--report docs/reports/auto_roles]
 
 Clusters are those of `tandem plan` (docs/planning.md): real scheduler, roles and, where roles move, the router's real gauge and
-controller; step times by an H100's data sheet. A trace keeps its own rhythm and is replayed at RATE requests a second and worker.
-Beside traces stands a workload whose needs turn over: long new prompts with short answers by day; by night answers of some
-length to prompts of which prefill has most in its cache. A switched worker ends what it has, and is away for `--switch-s`.
+controller. A trace is replayed on H100s by data sheet, in its own rhythm, at RATE requests a second and worker. Beside traces
+stands a workload whose needs turn over, prompts by day and answers by night, on slow workers (`SLOW`): few requests then say
+as much. A switched worker ends what it has, and is away for `--switch-s`.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from deploy.bench.environment import describe
 from deploy.bench.trace import read_trace
 from deploy.plan.config import PlanConfig
-from deploy.plan.goodput import judged
+from deploy.plan.goodput import Slo, judged
 from deploy.plan.layout import Layout, parse_layout
 from deploy.plan.role_moves import AutoSpec
+from deploy.plan.step_time import Fitted
 from deploy.plan.study import Study, run_layout, study_of
 from deploy.plan.workload import Lengths, Phase, from_phases, from_trace
 from router.roles.controller import Rules
 from router.roles.demand import Goals
 
 SLO_TTFT_MS, SLO_TPOT_MS = 10_000.0, 30.0
-DAY = Lengths(input_len=8192, output_len=64, range_ratio=0.5)
-NIGHT = Lengths(input_len=12288, output_len=512, range_ratio=0.5, prefix_len=8000, prefix_groups=8)
-DAYS = 1
-PHASE_S = 180.0
-DAY_RATE, NIGHT_RATE = 3.0, 2.6  # requests a second and worker
+# A prompt of 800 tokens takes 0.4 s; a step of 16 answers 0.1 s. By day prefill needs 2 of 4 workers and a little more, by night decode 3.
+SLOW = Fitted(
+    prefill_step_s=0.002,
+    prefill_token_s=0.0005,
+    prefill_pair_s=0.0,
+    decode_step_s=0.02,
+    decode_request_s=0.005,
+    decode_context_s=0.0,
+)
+SLOW_SLO = Slo(ttft_s=4.0, tpot_s=0.1, itl_s=None, share=0.9)
+DAY = Lengths(input_len=800, output_len=4, range_ratio=0.5)
+NIGHT = Lengths(input_len=64, output_len=40, range_ratio=0.5)
+DAYS = 2
+PHASE_S = 300.0
+DAY_RATE, NIGHT_RATE = 1.7, 3.3  # requests a second and worker
 SEED = 7
 
 
@@ -51,13 +63,12 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     report: dict[str, Any] = {
         "environment": describe(),
-        "slo": {"ttft_ms": SLO_TTFT_MS, "tpot_ms": SLO_TPOT_MS, "itl_p90_ms": SLO_TPOT_MS},
         "switch_s": args.switch_s,
         "runs": [],
     }
     jobs = [(load, start, auto) for n in args.workers for load in _loads(args, n) for start, auto in _tries(n)]
     for load, start, auto in tqdm(jobs, unit="run"):
-        report["runs"].append(run(load, start, auto_spec(args.switch_s) if auto else None))
+        report["runs"].append(run(load, start, auto_spec(load.study.slo, args.switch_s) if auto else None))
         if args.report:
             args.report.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     print(render(report["runs"]))
@@ -89,7 +100,10 @@ def day_and_night(num_workers: int) -> Load:
     total = DAY_RATE * num_workers
     day = Phase(lengths=DAY, count=round(PHASE_S * total))
     night = Phase(lengths=NIGHT, count=round(PHASE_S * NIGHT_RATE * num_workers), gap=DAY_RATE / NIGHT_RATE)
-    study = replace(_study(), requests=from_phases([day, night] * DAYS, seed=SEED), history=[])
+    study = _study()
+    hardware = msgspec.structs.replace(study.hardware, step_time=SLOW)
+    requests = from_phases([day, night] * DAYS, seed=SEED)
+    study = replace(study, hardware=hardware, slo=SLOW_SLO, requests=requests, history=[])
     return Load(name="day and night", study=study, rate=DAY_RATE)
 
 
@@ -114,9 +128,9 @@ def _study() -> Study:
     )
 
 
-def auto_spec(switch_s: float) -> AutoSpec:
+def auto_spec(slo: Slo, switch_s: float) -> AutoSpec:
     """The router's defaults, with the objectives of the requests: half of TTFT's may be spent waiting."""
-    goals = Goals(ttft_s=SLO_TTFT_MS / 2000, itl_s=SLO_TPOT_MS / 1000)
+    goals = Goals(ttft_s=slo.ttft_s / 2, itl_s=slo.tpot_s)
     return AutoSpec(rules=Rules(), goals=goals, window_s=5.0, interval_s=1.0, switch_s=switch_s)
 
 
@@ -140,6 +154,7 @@ def run(load: Load, start: Layout, auto: AutoSpec | None) -> dict[str, Any]:
         "workers": start.num_workers,
         "start": start.name,
         "auto": auto is not None,
+        "slo": asdict(load.study.slo),
         "requests": len(records),
         "seconds": span_s,
         "good_share": good / len(seen),

@@ -151,6 +151,10 @@ def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> None:
         other = Process(leads=False, siblings=Others(leader.auto))
         other.auto.start()
         await leader.run(moves=1)
+        for _ in range(20):  # as many looks as its leader took, and more
+            other.report()
+            await asyncio.sleep(2 * CONFIG.auto_roles_interval)
+        await other.auto.close()
         assert other.switch.asked == []
         answer = await other.auto.handle(cast(web.BaseRequest, type("Request", (), {"headers": {}})()))
         told = json.loads(cast(bytes, answer.body))
