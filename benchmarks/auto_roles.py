@@ -44,8 +44,8 @@ SLOW = Fitted(
 SLOW_SLO = Slo(ttft_s=4.0, tpot_s=0.1, itl_s=None, share=0.9)
 DAY = Lengths(input_len=800, output_len=4, range_ratio=0.5)
 NIGHT = Lengths(input_len=64, output_len=40, range_ratio=0.5)
-DAYS = 2
-PHASE_S = 300.0
+DAYS = 1
+PHASE_S = 240.0
 DAY_RATE, NIGHT_RATE = 1.7, 3.3  # requests a second and worker
 SEED = 7
 
@@ -136,7 +136,7 @@ def auto_spec(slo: Slo, switch_s: float) -> AutoSpec:
 
 def _tries(num_workers: int) -> list[tuple[Layout, bool]]:
     """Every split as it is, and every one (of eight workers three) as a start."""
-    splits = [parse_layout(f"{p}P{num_workers - p}D") for p in range(1, num_workers)]
+    splits = [parse_layout(f"{p}P{num_workers - p}D") for p in reversed(range(1, num_workers))]
     starts = splits if num_workers <= 4 else [splits[0], splits[num_workers // 2 - 1], splits[-1]]
     return [(layout, False) for layout in splits] + [(layout, True) for layout in starts]
 
