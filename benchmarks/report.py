@@ -34,16 +34,8 @@ QUICK: dict[str, list[str]] = {
     "transfer_rate": ["--total-mib", "16", "--repeats", "3"],
     "scheduler_step": ["--steps", "50"],
     "router_cost": ["--seconds", "0.5", "--rounds", "1"],
-from benchmarks import (
-    pd_overhead,
-    router_cost,
-    router_path,
-    router_policies,
-    scheduler_step,
-    start_time,
-    step_time,
-    transfer_rate,
-)
+    "router_path": ["--seconds", "0.5"],
+    "start_time": ["--rounds", "1"],
 }
 SECTIONS = {
     "pd_overhead": (

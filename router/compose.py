@@ -47,6 +47,7 @@ from router.requests.journey import Journeys
 from router.requests.legs import Legs
 from router.requests.rewrite import Api
 from router.requests.rooms import RoomMinter
+from router.roles.auto import AutoRoles
 from router.roles.switch import Switch
 from security.addresses import require_secret
 from security.keys import Gate, open_gate
@@ -88,6 +89,7 @@ class Serving:
     monitor: HealthMonitor
     discovery: Discovery | None
     switch: Switch
+    auto_roles: AutoRoles
     dispatcher: Dispatcher
 
 
@@ -163,10 +165,25 @@ async def build_serving(base: Base, stack: AsyncExitStack) -> Serving:
         table=base.table, monitor=monitor, session=session, credentials=base.credentials, siblings=base.siblings
     )
     stack.push_async_callback(switch.close)
+    auto_roles = AutoRoles(
+        config,
+        table=base.table,
+        mover=switch,
+        metrics=base.metrics,
+        siblings=base.siblings,
+        leads=base.place is None or base.place.row == 0,
+    )
+    stack.push_async_callback(auto_roles.close)
     dispatcher = Dispatcher(_dispatch_parts(base, legs, monitor))
     stack.callback(dispatcher.close)
     return Serving(
-        session=session, legs=legs, monitor=monitor, discovery=discovery, switch=switch, dispatcher=dispatcher
+        session=session,
+        legs=legs,
+        monitor=monitor,
+        discovery=discovery,
+        switch=switch,
+        auto_roles=auto_roles,
+        dispatcher=dispatcher,
     )
 
 
@@ -219,6 +236,7 @@ def build_routes(base: Base, serving: Serving) -> Routes:
             web.put(Api.GENERATE.value, generate),
             *control.routes(),
             *dashboard.routes(),
+            *serving.auto_roles.routes(),
         ]
     )
 

@@ -122,6 +122,29 @@ class RouterConfig:
         0.0,
         "refuse (429) a request whose tokens would come further apart than this, as foretold; X-SLO-ITL-ms; 0: never",
     )
+    auto_roles: bool = flag(
+        False, "move workers between the prefill and the decode pool as their load asks for (docs/router.md)"
+    )
+    auto_roles_interval: float = flag(1.0, "auto roles: seconds between two looks at the pools")
+    auto_roles_min_prefill: int = flag(1, "auto roles: prefill workers that each model keeps")
+    auto_roles_min_decode: int = flag(1, "auto roles: decode workers that each model keeps")
+    auto_roles_enter: float = flag(
+        0.9, "auto roles: a pool is short when its work reaches this share of what it can bear,"
+    )
+    auto_roles_leave: float = flag(0.7, "... and no longer when it is below this")
+    auto_roles_sustain: float = flag(
+        15.0, "auto roles: seconds that a pool must be short before it gets a worker, and no less than a move takes"
+    )
+    auto_roles_cooldown: float = flag(
+        60.0, "auto roles: seconds after a move before one in the other direction, or after a failed one before any"
+    )
+    auto_roles_switch_time: float = flag(
+        30.0, "auto roles: seconds that a move is taken to last (drain and start) before one was measured"
+    )
+    auto_roles_ttft_ms: float = flag(2000.0, "auto roles: prompts may wait so long before prefill is called short")
+    auto_roles_itl_ms: float = flag(
+        0.0, "auto roles: tokens may come so far apart before decode is called short; 0: by KV and requests alone"
+    )
     drain_timeout: float = flag(
         30.0, "seconds that running requests get after SIGTERM; then they are handed back (503); a second signal: none"
     )
@@ -190,6 +213,7 @@ def check_config(config: RouterConfig) -> None:
         _require(port is None or 0 < port < 65536, "--prefill", f"bootstrap port must be 1 to 65535, got {port}")
     _check_numbers(config)
     _check_discovery(config)
+    _check_auto_roles(config)
     _require(
         config.rate_limit_requests_per_second >= 0,
         "--rate-limit-requests-per-second",
@@ -255,6 +279,30 @@ def _check_policies(config: RouterConfig) -> None:
     _require(config.balance_abs_threshold >= 0, "--balance-abs-threshold", "must be at least 0")
     _require(config.balance_rel_threshold >= 1, "--balance-rel-threshold", "must be at least 1")
     _require(config.max_tree_size >= 1, "--max-tree-size", "must be at least 1")
+
+
+def _check_auto_roles(config: RouterConfig) -> None:
+    if config.auto_roles:
+        _require(config.pd_disaggregation, "--auto-roles", "needs --pd-disaggregation: unified workers have one role")
+        _require(
+            config.load_poll_interval_s > 0, "--auto-roles", "goes by what workers report; set --load-poll-interval-s"
+        )
+    for name in ("auto_roles_interval", "auto_roles_ttft_ms", "auto_roles_leave"):
+        value = getattr(config, name)
+        _require(value > 0, f"--{name.replace('_', '-')}", f"must be greater than 0, got {value}")
+    for name in ("auto_roles_min_prefill", "auto_roles_min_decode"):
+        value = getattr(config, name)
+        _require(
+            value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}: an empty pool serves nobody"
+        )
+    for name in ("auto_roles_sustain", "auto_roles_cooldown", "auto_roles_switch_time", "auto_roles_itl_ms"):
+        value = getattr(config, name)
+        _require(value >= 0, f"--{name.replace('_', '-')}", f"must be at least 0, got {value}")
+    _require(
+        config.auto_roles_leave < config.auto_roles_enter,
+        "--auto-roles-leave",
+        f"must be below --auto-roles-enter ({config.auto_roles_enter}), got {config.auto_roles_leave}",
+    )
 
 
 def _check_discovery(config: RouterConfig) -> None:

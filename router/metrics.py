@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -49,6 +49,18 @@ class RouterMetrics:
             "tandem_router_refused", "Requests refused before they were read", ["why"], registry=registry
         )
         self.retries = Counter("tandem_router_retries", "Attempts after the first one", ["reason"], registry=registry)
+        self.role_moves = Counter(
+            "tandem_router_role_moves",
+            "Moves of workers between the pools (--auto-roles), by how they ended",
+            ["model", "to_role", "result"],
+            registry=registry,
+        )
+        self.role_pressure = Gauge(
+            "tandem_router_role_pressure",
+            "Work of a pool, counted in workers, over its workers (--auto-roles); 1: as much as it can bear",
+            ["model", "role"],
+            registry=registry,
+        )
         self.hedges = Counter(
             "tandem_router_hedges",
             "Second attempts beside a silent first one: started; won, or lost to it",

@@ -83,9 +83,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
         base = build_base(config, place, stack)
         serving = await build_serving(base, stack)
         runner = http_server(config, build_routes(base, serving), build_guard(base))
-        stack.push_async_callback(
-            runner.cleanup
-        )  # the first to end: takes no new connection, waits for running requests
+        stack.push_async_callback(runner.cleanup)  # first to end: no new connection; running requests are waited for
         await runner.setup()
         if place is not None:  # before it asks who the workers are: no change of the pool is missed
             await web.UnixSite(runner, str(place.socket(place.row))).start()
@@ -96,12 +94,13 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
 
 
 async def _meet_workers(base: Base, serving: Serving) -> None:
-    """Each known worker was looked at once; from now on all are watched."""
+    """Each known worker was looked at once; from now on all are watched, and moved where that is wanted."""
     for worker in base.table.workers():
         serving.monitor.watch(worker)
     await serving.monitor.first_round()
     if serving.discovery is not None:
         serving.discovery.start()
+    serving.auto_roles.start()
 
 
 def _url(config: RouterConfig, port: int) -> str:

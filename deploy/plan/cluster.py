@@ -1,15 +1,18 @@
 """One run: a layout's workers, the requests of a workload at one rate, and when each of their tokens came.
 
-The router's own policies say where a request goes (deploy/plan/routing.py).
+The router's own policies say where a request goes (deploy/plan/routing.py). A worker may change its role meanwhile
+(deploy/plan/role_moves.py): it gets nothing new, ends what it has, is away, and comes back empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from deploy.bench.stats import Record
 from deploy.plan.host import Host
 from deploy.plan.layout import Layout
+from deploy.plan.placed import Placed
+from deploy.plan.role_moves import AutoSpec, RoleMoves
 from deploy.plan.routing import Routing
 from deploy.plan.timeline import Timeline
 from deploy.plan.transfer import Network
@@ -40,18 +43,10 @@ class ClusterSpec:
     policy: str = "least_load"
 
 
-class _Placed:
-    """A worker and the tokens in flight there."""
-
-    def __init__(self, worker: PlanWorker) -> None:
-        self.worker = worker
-        self.tokens = 0
-
-
 class _Life:
     """One request on its way. `open_legs`: workers that have not ended it yet."""
 
-    def __init__(self, asked: Asked, record: Record, legs: list[_Placed], leases: list[Lease]) -> None:
+    def __init__(self, asked: Asked, record: Record, legs: list[Placed], leases: list[Lease]) -> None:
         self.asked = asked
         self.record = record
         self.legs = legs
@@ -61,11 +56,12 @@ class _Life:
 
 
 class PlannedCluster:
-    def __init__(self, spec: ClusterSpec) -> None:
+    def __init__(self, spec: ClusterSpec, *, auto: AutoSpec | None = None) -> None:
+        """`auto`: workers change their roles as the router's controller says."""
         self._spec = spec
         self._timeline = Timeline()
         self._host = Host(spec.cores)
-        self._routing = Routing[_Placed](spec.policy)
+        self._routing = Routing[Placed](spec.policy)
         page_bytes = next(iter(spec.workers.values())).page_bytes
         self._network = Network(
             self._timeline,
@@ -74,9 +70,11 @@ class PlannedCluster:
             latency_s=spec.latency_s,
             host=self._host,
         )
-        self._pools: dict[str, list[_Placed]] = {}
+        self._all: list[PlanWorker] = []
+        self._pools: dict[str, list[Placed]] = {}
         for role in spec.layout.roles:
-            self._pools.setdefault(role, []).append(self._place(role))
+            self.join(role)
+        self.moves = None if auto is None else RoleMoves(spec=auto, fleet=self, timeline=self._timeline)
         self._lives: dict[str, _Life] = {}
         self._num_left = 0
 
@@ -87,6 +85,8 @@ class PlannedCluster:
             for i, asked in enumerate(requests)
         ]
         self._num_left = len(records)
+        if self.moves is not None:
+            self.moves.start()
         for asked, record in zip(requests, records, strict=True):
             self._timeline.at(record.sent_s + self._spec.outside_s, partial(self._send, asked, record))
         self._timeline.run_until(until_s, done=lambda: self._num_left == 0)
@@ -106,12 +106,29 @@ class PlannedCluster:
         return max(worker.clock.now_s for worker in self.workers())
 
     def workers(self) -> list[PlanWorker]:
-        return [placed.worker for pool in self._pools.values() for placed in pool]
+        """All that there ever were: one that changed its role is another one since."""
+        return list(self._all)
+
+    def pools(self) -> dict[str, list[Placed]]:
+        """Who gets requests, by role."""
+        return {role: list(pool) for role, pool in self._pools.items()}
+
+    def join(self, role: str) -> Placed:
+        """A worker that nothing was asked of yet."""
+        placed = self._place(role)
+        self._all.append(placed.worker)
+        self._pools.setdefault(role, []).append(placed)
+        return placed
+
+    def retire(self, placed: Placed, *, on_drained: Callable[[], None]) -> None:
+        """It gets no new request; `on_drained` is called when it has none."""
+        self._pools[placed.worker.spec.role].remove(placed)
+        placed.drain(on_drained)
 
     # ---- inside
 
-    def _place(self, role: str) -> _Placed:
-        placed = _Placed(
+    def _place(self, role: str) -> Placed:
+        placed = Placed(
             PlanWorker(
                 self._spec.workers[role],
                 timeline=self._timeline,
@@ -138,10 +155,10 @@ class PlannedCluster:
             stream=True,
         )
         for leg in legs:
-            leg.tokens += asked.input_len + asked.output_len
+            leg.take()
             leg.worker.receive(message)
 
-    def _hear(self, placed: _Placed, outputs: list[TokenOutput], now_s: float) -> None:
+    def _hear(self, placed: Placed, outputs: list[TokenOutput], now_s: float) -> None:
         told = sum(len(output.new_ids) for output in outputs)
         self._host.finish("frontends", at_s=now_s, work_s=told * self._spec.host_token_s)
         for output in outputs:
@@ -151,10 +168,9 @@ class PlannedCluster:
             if output.finish is not None:
                 self._end_leg(life, placed, output)
 
-    def _end_leg(self, life: _Life, placed: _Placed, output: TokenOutput) -> None:
+    def _end_leg(self, life: _Life, placed: Placed, output: TokenOutput) -> None:
         life.open_legs.remove(placed)
         self._routing.release(life.leases[life.legs.index(placed)])
-        placed.tokens -= life.asked.input_len + life.asked.output_len
         assert output.finish is not None
         if output.finish.kind == "abort":
             if life.record.error == LATE:  # the first reason counts
@@ -165,6 +181,7 @@ class PlannedCluster:
         elif placed is life.legs[-1]:
             life.record.error = None
         self._num_left -= not life.open_legs
+        placed.give_back()
 
 
 def _note(life: _Life, output: TokenOutput, now_s: float) -> None:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
+from deploy.bench.stats import Record
 from deploy.plan.cluster import ClusterSpec, PlannedCluster
 from deploy.plan.config import PlanConfig
 from deploy.plan.goodput import Point, Slo, point_of
 from deploy.plan.hardware import Hardware, hardware_of, profile_of
 from deploy.plan.layout import Layout, candidates, parse_layout
 from deploy.plan.memory import kv_pages
+from deploy.plan.role_moves import AutoSpec
 from deploy.plan.shape import Shape, shape_of
 from deploy.plan.step_time import StepLoad
 from deploy.plan.worker import WorkerSpec
@@ -113,13 +115,23 @@ def _layouts(config: PlanConfig, *, tps: Sequence[int]) -> list[Layout]:
     return list(dict.fromkeys(replace(one, tp=tp) for one in named for tp in (tps if one.tp == 1 else (one.tp,))))
 
 
-def try_rate(study: Study, layout: Layout, rate: float) -> Point:
-    """One run at `rate` requests a second and GPU."""
-    cluster = PlannedCluster(cluster_spec(study, layout))
+def run_layout(
+    study: Study, layout: Layout, rate: float, *, auto: AutoSpec | None = None
+) -> tuple[PlannedCluster, list[Record]]:
+    """One run at `rate` requests a second and GPU, until the last that could still be good is over.
+
+    `auto`: workers change their roles, as the router's --auto-roles would have it.
+    """
+    cluster = PlannedCluster(cluster_spec(study, layout), auto=auto)
     cluster.warm(study.history)
     total = rate * layout.num_gpus
     until_s = max(study.slo.latest_s(sent_s=a.at / total, output_len=a.output_len) for a in study.requests)
-    records = cluster.run(study.requests, rate=total, until_s=until_s)
+    return cluster, cluster.run(study.requests, rate=total, until_s=until_s)
+
+
+def try_rate(study: Study, layout: Layout, rate: float) -> Point:
+    """What a run with fixed roles says."""
+    cluster, records = run_layout(study, layout, rate)
     busy = defaultdict[str, list[float]](list)
     for worker in cluster.workers():
         busy[worker.spec.role].append(worker.executor.busy_s / cluster.now_s)

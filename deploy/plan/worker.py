@@ -29,7 +29,7 @@ from engine.core.scheduler import Scheduler
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.role import Role, UnifiedRole
 from engine.loop.watchdog import Watchdog
-from engine.messages import ToDetokenizer, ToFrontend, TokenBatch, TokenOutput, ToScheduler
+from engine.messages import GetState, StateReply, ToDetokenizer, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.resolve import depth, limits
 from engine.sampling_params import SamplingParams
 
@@ -84,6 +84,15 @@ class PlanWorker:
     def receive(self, message: ToScheduler) -> None:
         self._ports.inbox.append(message)
         self._wake()
+
+    def ask_state(self) -> None:
+        """It tells its state in its next turn, as a real one does between two steps."""
+        self.receive(GetState("planned"))
+
+    @property
+    def state(self) -> StateReply | None:
+        """What it told last."""
+        return self._ports.state
 
     def remember(self, tokens: list[int]) -> None:
         """The prefix cache holds `tokens` from now on, as after a request that has ended. Before the first turn only."""
@@ -144,6 +153,7 @@ class _Ports:
     wake: Callable[[], None]
     say: Callable[[list[TokenOutput]], None]
     inbox: list[ToScheduler] = field(default_factory=list)
+    state: StateReply | None = None
 
     def receive(self) -> list[ToScheduler]:
         messages, self.inbox = self.inbox, []
@@ -157,7 +167,8 @@ class _Ports:
             self.say(message.outputs)
 
     def to_frontend(self, message: ToFrontend) -> None:
-        """Nobody asks for control."""
+        if isinstance(message, StateReply):
+            self.state = message
 
     def call_attention(self) -> None:
         self.wake()

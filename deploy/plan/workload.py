@@ -47,6 +47,15 @@ class Lengths:
     prefix_groups: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """`count` requests of such lengths, with Poisson arrivals, on average `gap` of the workload's gaps apart."""
+
+    lengths: Lengths
+    count: int
+    gap: float = 1.0
+
+
 def workload_of(config: PlanConfig) -> tuple[list[Asked], list[Asked]]:
     """(history, requests) of a plan; raises `ConfigError` for a trace that cannot be read."""
     if config.trace is not None:
@@ -81,15 +90,25 @@ def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[Asked
 
 def from_lengths(lengths: Lengths, *, count: int, seed: int) -> list[Asked]:
     """`count` requests with Poisson arrivals."""
-    rng, at, found = random.Random(seed), 0.0, []
-    for number in range(count):
-        size = max(1, _draw(rng, lengths.input_len, lengths.range_ratio))
-        prefix = min(lengths.prefix_len, size)
-        blocks = ((FIRST_BLOCK + number % lengths.prefix_groups, prefix), (FIRST_OWN + number, size - prefix))
-        output_len = max(1, _draw(rng, lengths.output_len, lengths.range_ratio))
-        found.append(Asked(at=at, blocks=tuple(b for b in blocks if b[1]), output_len=output_len))
-        at += rng.expovariate(1.0)
+    return from_phases([Phase(lengths=lengths, count=count)], seed=seed)
+
+
+def from_phases(phases: Sequence[Phase], *, seed: int) -> list[Asked]:
+    """One phase after the other: day and night."""
+    rng, at, found = random.Random(seed), 0.0, list[Asked]()
+    for phase in phases:
+        for _ in range(phase.count):
+            found.append(_drawn(rng, phase.lengths, number=len(found), at=at))
+            at += rng.expovariate(1.0) * phase.gap
     return found
+
+
+def _drawn(rng: random.Random, lengths: Lengths, *, number: int, at: float) -> Asked:
+    size = max(1, _draw(rng, lengths.input_len, lengths.range_ratio))
+    prefix = min(lengths.prefix_len, size)
+    blocks = ((FIRST_BLOCK + number % lengths.prefix_groups, prefix), (FIRST_OWN + number, size - prefix))
+    output_len = max(1, _draw(rng, lengths.output_len, lengths.range_ratio))
+    return Asked(at=at, blocks=tuple(b for b in blocks if b[1]), output_len=output_len)
 
 
 def _draw(rng: random.Random, longest: int, ratio: float) -> int:

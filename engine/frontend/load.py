@@ -76,7 +76,11 @@ def v1_loads_entry(s: StateReply, *, mode: str, max_running_requests: int, num_l
             **{name: s.queues.get(queue, 0) for name, queue in PD_QUEUES.items()},
             "kv_transfer_speed_gb_s": s.gauges.get("kv_transfer_speed_gb_s", 0.0),
             "kv_transfer_latency_ms": s.gauges.get("kv_transfer_latency_ms", 0.0),
+            "pending_prealloc_token_usage": s.gauges.get("pending_prealloc_token_usage", 0.0),
         },
-        "totals": {name: int(s.counters.get(counter, 0)) for name, counter in TOTALS.items()},
+        "totals": {
+            **{name: int(s.counters.get(counter, 0)) for name, counter in TOTALS.items()},
+            "busy_ms": int(1000 * s.counters.get("busy_s", 0.0)),
+        },
         "queues": s.queues,
     }

@@ -60,6 +60,7 @@ COUNTERS = {
     "kv_checksum_failed": Figure("tandem_num_kv_checksum_failed_reqs", "requests whose KV arrived corrupted"),
     "retractions": Figure("tandem_num_retractions", "times that a request lost its memory"),
     "preemptions": Figure("tandem_num_preemptions", "times that a request lost its place to one of higher priority"),
+    "busy_s": Figure("tandem_busy_seconds", "time in which the engine had something to compute"),
     "steps": Figure("tandem_num_steps", "steps that were planned"),
     "prefill_steps": Figure("tandem_num_prefill_steps", "steps that computed a part of a prompt"),
     "mixed_steps": Figure("tandem_num_mixed_steps", "prefill steps in which decodes rode along"),

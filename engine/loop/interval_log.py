@@ -31,6 +31,7 @@ class IntervalLog:
         self._sums: _Sums | None = None
         self._last_line_s = float("-inf")
         self._cached_before = self._generated_before = 0  # the scheduler's counters when the last interval ended
+        self.busy_s = 0.0  # since start, in turns that had something to compute
         self.gen_throughput = 0.0  # tokens a second in the last interval; 0 at rest
         self.cache_hit_rate: float | None = None  # of the last interval with a prefill in it
 
@@ -45,6 +46,10 @@ class IntervalLog:
             return []
         return self._end(now_s)
 
+    def worked(self, taken_s: float) -> None:
+        """A turn that had something to compute, its wait for the device included."""
+        self.busy_s += taken_s
+
     def rested(self, now_s: float) -> list[str]:
         """Nothing is left to compute."""
         lines: list[str] = []
@@ -52,6 +57,9 @@ class IntervalLog:
             lines = self._end(now_s)
         self.gen_throughput = 0.0
         return lines
+
+    def counters(self) -> dict[str, float]:
+        return {"busy_s": self.busy_s}
 
     def gauges(self) -> dict[str, float]:
         hit = {} if self.cache_hit_rate is None else {"cache_hit_rate": self.cache_hit_rate}

@@ -174,6 +174,8 @@ class EngineLoop:
         self._tell(outputs)  # now: a first token that prefill drew must not wait for a step of others
         self._tell(self._pipeline.advance(plan))
         self._events.turn()
+        if worked:
+            self._intervals.worked(self._clock() - now_s)
         return worked
 
     def _note_launch(self, plan: Plan, now_s: float) -> None:

@@ -65,6 +65,7 @@ class Reporter:
             pages=counts,
             counters={
                 **{k: float(v) for k, v in asdict(scheduler.counters).items()},
+                **self._intervals.counters(),
                 **self._grammars.counters(),
                 **({} if host is None else {k: float(v) for k, v in host.counters.items()}),
                 **self._role.counters(),

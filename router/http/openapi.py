@@ -38,6 +38,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "/get_server_info": {"get": None},
     "/server_info": {"get": None},
     "/get_loads": {"get": None},
+    "/auto_roles": {"get": None},
     "/dashboard/state": {"get": None},
     "/workers": {
         "get": None,

@@ -44,6 +44,9 @@ def parse_load(answer: object) -> LoadReport | None:
         kv_bytes_total=_total(_parts(rows, "totals"), "kv_transfer_bytes"),
         transfer_gb_s=_mean(_parts(rows, "disaggregation"), "kv_transfer_speed_gb_s"),
         transfer_ms=_mean(_parts(rows, "disaggregation"), "kv_transfer_latency_ms"),
+        max_running_reqs=_total(rows, "max_running_requests"),
+        pending_tokens=sum(_pending(row) for row in rows),
+        busy_ms_total=_total(_parts(rows, "totals"), "busy_ms"),
     )
 
 
@@ -52,6 +55,16 @@ def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
     found = [*rows, *_parts(rows, "disaggregation")]
     names = [(stage, _STAGE_NAMES[stage]) for stage in STAGES]
     return {stage: _total(found, name) for stage, name in names if any(name in part for part in found)}
+
+
+def _pending(row: dict[str, Any]) -> int:
+    """A rank tells them as a share of its capacity (SGLang's name)."""
+    share = sum(_share(part.get("pending_prealloc_token_usage")) for part in _parts([row], "disaggregation"))
+    return int(share * _count(row.get("max_total_num_tokens")))
+
+
+def _share(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and 0 <= value < 2**20 else 0.0
 
 
 def _parts(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -87,6 +87,7 @@ class LoadReport:
     """What a worker says of itself, in requests and tokens, summed over its ranks. `*_total`: since it began.
 
     `stages`: requests by where they stand (`STAGES`), as far as it tells. `transfer_*`: of the last KV transfers it sent.
+    `pending_tokens`: KV that requests in decode's prealloc queue want. `busy_ms_total`: with something to compute.
     """
 
     running_reqs: int = 0
@@ -100,6 +101,9 @@ class LoadReport:
     kv_bytes_total: int = 0
     transfer_gb_s: float = 0.0
     transfer_ms: float = 0.0
+    max_running_reqs: int = 0
+    pending_tokens: int = 0
+    busy_ms_total: int = 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

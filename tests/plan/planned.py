@@ -2,6 +2,7 @@
 
 from deploy.plan.cluster import ClusterSpec, PlannedCluster
 from deploy.plan.layout import Layout, parse_layout
+from deploy.plan.role_moves import AutoSpec
 from deploy.plan.step_time import Fitted
 from deploy.plan.worker import WorkerSpec
 from deploy.plan.workload import Asked
@@ -30,6 +31,7 @@ def cluster(
     cores: float | None = None,
     host_token_s: float = 0.0,
     policy: str = "least_load",
+    auto: AutoSpec | None = None,
 ) -> PlannedCluster:
     layout: Layout = parse_layout(name)
     engine = EngineConfig(
@@ -62,7 +64,8 @@ def cluster(
             cores=cores,
             host_token_s=host_token_s,
             policy=policy,
-        )
+        ),
+        auto=auto,
     )
 
 

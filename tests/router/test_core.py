@@ -176,6 +176,23 @@ def test_rooms_are_unique_even_when_numbers_are_few(seed: int, counts: list[int]
                 transfer_gb_s=1.5,
             ),
         ),
+        (
+            {
+                "num_running_reqs": 1,
+                "max_running_requests": 32,
+                "max_total_num_tokens": 1000,
+                "disaggregation": {"pending_prealloc_token_usage": 0.25},
+                "totals": {"busy_ms": 700},
+            },
+            LoadReport(
+                running_reqs=1,
+                capacity_tokens=1000,
+                max_running_reqs=32,
+                pending_tokens=250,
+                busy_ms_total=700,
+                stages={"running": 1},
+            ),
+        ),
         ({"hello": 1}, None),
         (None, None),
         ([1, 2], None),

@@ -1,0 +1,137 @@
+"""The router's controller over a planned cluster: what `--auto-roles` would do there.
+
+Real are the reports (the loop answers the question that `/v1/loads` asks, router/pool/reports.py reads that JSON), the worker
+table, the gauge and the controller. A model is the switch: the worker ends what it has, is away for `switch_s`, and comes
+back with an empty cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from deploy.plan.placed import Placed
+from deploy.plan.timeline import Timeline
+from engine.frontend.load import v1_loads_entry
+from engine.messages import StateReply
+from router.pool.reports import parse_load
+from router.pool.workers import Check, Role, Worker, WorkerTable
+from router.roles.controller import Controller, Move, Rules
+from router.roles.demand import Gauge, Goals
+
+MODEL = "planned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoSpec:
+    """Flags of the router, `--auto-roles-*`. `switch_s`: how long a drained worker is away."""
+
+    rules: Rules
+    goals: Goals
+    window_s: float
+    interval_s: float
+    switch_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A move that is over."""
+
+    to_role: Role
+    began_s: float
+    ended_s: float
+
+
+class Fleet(Protocol):
+    """deploy/plan/cluster.py."""
+
+    def pools(self) -> dict[str, list[Placed]]: ...
+
+    def join(self, role: str) -> Placed: ...
+
+    def retire(self, placed: Placed, *, on_drained: Callable[[], None]) -> None: ...
+
+
+@dataclass(slots=True)
+class _Member:
+    """A worker as the table has it, and as the cluster has it. `state`: what it told last."""
+
+    worker: Worker
+    placed: Placed
+    state: StateReply | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RoleMoves:
+    """`done`: all moves so far, in order of their ends."""
+
+    spec: AutoSpec
+    fleet: Fleet
+    timeline: Timeline
+    done: list[Moved] = field(default_factory=list)
+    _table: WorkerTable = field(default_factory=WorkerTable)
+    _members: dict[int, _Member] = field(default_factory=dict)
+    _num_joined: int = 0
+    _controller: Controller = field(init=False)
+    _gauge: Gauge = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._controller = Controller(self.spec.rules)
+        self._gauge = Gauge(self.spec.goals, window_s=self.spec.window_s)
+        for pool in self.fleet.pools().values():
+            for placed in pool:
+                self._enlist(placed)
+
+    def start(self) -> None:
+        """The first look is one interval away."""
+        self._look_later()
+
+    # ---- inside
+
+    def _look_later(self) -> None:
+        self.timeline.at(self.timeline.now_s + self.spec.interval_s, self._look)
+
+    def _look(self) -> None:
+        """What was asked for at the last look is answered by now; a worker in the midst of a step answers after it."""
+        for member in self._members.values():
+            self._hear(member)
+        now_s = self.timeline.now_s
+        for move in self._controller.tick(now_s, self._gauge.read(self._table.workers(), now_s)):
+            self._begin(move)
+        for member in self._members.values():
+            member.placed.worker.ask_state()
+        self._look_later()
+
+    def _hear(self, member: _Member) -> None:
+        state, spec = member.placed.worker.state, member.placed.worker.spec
+        if state is not None and state is not member.state:
+            member.state = state
+            most = spec.engine.max_running_requests
+            entry = v1_loads_entry(state, mode=spec.role, max_running_requests=most, num_live=0)
+            self._table.on_report(member.worker, parse_load(entry))
+
+    def _begin(self, move: Move) -> None:
+        member = self._members[move.worker_id]
+        self._table.retire(member.worker.url)
+        began_s = self.timeline.now_s
+        self.fleet.retire(member.placed, on_drained=partial(self._drained, move, member, began_s))
+
+    def _drained(self, move: Move, member: _Member, began_s: float) -> None:
+        back_s = max(self.timeline.now_s, member.placed.worker.clock.now_s) + self.spec.switch_s
+        self.timeline.at(back_s, partial(self._back, move, member, began_s))
+
+    def _back(self, move: Move, member: _Member, began_s: float) -> None:
+        self._table.remove(member.worker.url)
+        del self._members[member.worker.worker_id]
+        self._enlist(self.fleet.join(move.to_role.value))
+        now_s = self.timeline.now_s
+        self._controller.ended(move, ok=True, now_s=now_s)
+        self.done.append(Moved(to_role=move.to_role, began_s=began_s, ended_s=now_s))
+
+    def _enlist(self, placed: Placed) -> None:
+        self._num_joined += 1
+        role = Role(placed.worker.spec.role)
+        worker = self._table.add(f"http://planned-{self._num_joined}:1", role=role)
+        self._table.on_models(worker, (MODEL,))
+        self._table.on_check(worker, Check.OK, now_s=self.timeline.now_s)
+        self._members[worker.worker_id] = _Member(worker, placed)

@@ -1,0 +1,190 @@
+"""The loop that lets the controller act: at every interval it reads the pools, and carries out the moves that are named.
+
+Owns the loop and the running moves. What is moved, and when, is the controller's; how, the switch's. Of a fleet's processes
+only the one in row 0 runs it; the others ask it.
+"""
+
+import asyncio
+import logging
+import math
+from collections import deque
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from router.config import RouterConfig
+from router.fleet.siblings import Siblings
+from router.metrics import RouterMetrics
+from router.pool.workers import Role, Worker, WorkerTable
+from router.roles.controller import Controller, Move, Rules, Standing
+from router.roles.demand import Gauge, Goals
+from router.roles.switch import SwitchFailed, SwitchRefused
+
+log = logging.getLogger(__name__)
+
+PATH = "/auto_roles"
+KEPT_MOVES = 32
+WINDOW_SHARE = 1 / 3  # of the time that a shortage must last, over which reports are smoothed
+
+
+class Mover(Protocol):
+    """router/roles/switch.py."""
+
+    async def move(self, worker: Worker, role: Role) -> None: ...
+
+
+class Done(msgspec.Struct):
+    """A move, for people. `seconds`, `result`: None while it runs; times by the event loop's clock."""
+
+    url: str
+    model: str
+    to_role: str
+    reason: str
+    began_s: float
+    seconds: float | None = None
+    result: str | None = None
+
+
+class AutoRoles:
+    """`leads`: this process is the one that moves workers, if any does."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        table: WorkerTable,
+        mover: Mover,
+        metrics: RouterMetrics,
+        siblings: Siblings,
+        leads: bool,
+    ) -> None:
+        self._interval_s = config.auto_roles_interval
+        self._runs = config.auto_roles and leads
+        self._enabled = config.auto_roles
+        self._table = table
+        self._mover = mover
+        self._metrics = metrics
+        self._siblings = siblings
+        self.controller = Controller(rules_of(config))
+        self._gauge = Gauge(goals_of(config), window_s=window_s(config))
+        self._moves: deque[Done] = deque(maxlen=KEPT_MOVES)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Nothing happens without --auto-roles, or where another process leads."""
+        if self._runs:
+            self._spawn(self._run(), "auto roles")
+
+    async def close(self) -> None:
+        """A move under way is left to the worker: it ends it, or falls back, by itself."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get(PATH, self.handle)]
+
+    async def handle(self, request: web.BaseRequest) -> web.Response:
+        """What is known, decided and done; a process that does not lead asks the one that does."""
+        body = msgspec.json.encode(self.status())
+        if self._enabled and not self._runs and not self._siblings.is_one(request):
+            answers = await self._siblings.answers(PATH)
+            body = next((answer for answer in answers if msgspec.json.decode(answer)["runs"]), body)
+        return web.Response(body=body, content_type="application/json")
+
+    def status(self) -> dict[str, Any]:
+        """`runs`: in this process. Models with their pressures (1: as much as a pool can bear), and the last moves."""
+        return {
+            "enabled": self._enabled,
+            "runs": self._runs,
+            "models": {model: _told(standing, _now_s()) for model, standing in self.controller.standings.items()},
+            "moves": list(reversed(self._moves)),
+        }
+
+    def tick(self) -> None:
+        """Read the pools once, and begin the moves that are due."""
+        now_s = _now_s()
+        seen = self._gauge.read(self._table.workers(), now_s)
+        for move in self.controller.tick(now_s, seen):
+            worker = next(worker for worker in self._table.workers() if worker.worker_id == move.worker_id)
+            self._spawn(self._carry_out(move, worker), f"move {worker.url}")
+        for model, standing in self.controller.standings.items():
+            for role, pressure in standing.pressure.items():
+                self._metrics.role_pressure.labels(model, role.value).set(pressure)
+
+    # ---- inside
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                self.tick()
+            except Exception:  # the next look may go better, and requests need none
+                log.exception("auto roles: a look at the pools failed")
+
+    def _spawn(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _carry_out(self, move: Move, worker: Worker) -> None:
+        began_s = _now_s()
+        done = Done(worker.url, move.model, move.to_role.value, move.reason, began_s)
+        self._moves.append(done)
+        log.info("auto roles: %s worker %s moves to %s: %s", worker.role, worker.url, move.to_role, move.reason)
+        result = "failed"
+        try:
+            await self._mover.move(worker, move.to_role)
+            result = "moved"
+        except (SwitchRefused, SwitchFailed) as err:
+            result = "refused" if isinstance(err, SwitchRefused) else "failed"
+            log.warning("auto roles: the move of %s to %s %s: %s", worker.url, move.to_role, _SAID[result], err)
+        except Exception:
+            log.exception("auto roles: the move of %s to %s failed", worker.url, move.to_role)
+        finally:
+            done.seconds, done.result = _now_s() - began_s, result
+            self.controller.ended(move, ok=result == "moved", now_s=_now_s())
+            self._metrics.role_moves.labels(move.model, move.to_role.value, result).inc()
+        if result == "moved":
+            log.info("auto roles: %s serves as %s after %.1f s", worker.url, move.to_role, done.seconds)
+
+
+_SAID = {"refused": "was refused", "failed": "failed"}
+
+
+def rules_of(config: RouterConfig) -> Rules:
+    return Rules(
+        enter=config.auto_roles_enter,
+        leave=config.auto_roles_leave,
+        sustain_s=config.auto_roles_sustain,
+        cooldown_s=config.auto_roles_cooldown,
+        move_s=config.auto_roles_switch_time,
+        min_prefill=config.auto_roles_min_prefill,
+        min_decode=config.auto_roles_min_decode,
+    )
+
+
+def window_s(config: RouterConfig) -> float:
+    """Over which reports are smoothed."""
+    return max(config.auto_roles_interval, WINDOW_SHARE * config.auto_roles_sustain)
+
+
+def goals_of(config: RouterConfig) -> Goals:
+    itl_ms = config.auto_roles_itl_ms
+    return Goals(ttft_s=config.auto_roles_ttft_ms / 1000, itl_s=itl_ms / 1000 if itl_ms else math.inf)
+
+
+def _told(standing: Standing, now_s: float) -> dict[str, Any]:
+    return {
+        "pressure": {role.value: pressure for role, pressure in standing.pressure.items()},
+        "short_for_s": {role.value: now_s - since_s for role, since_s in standing.short_since.items()},
+        "moving": None if standing.moving is None else standing.moving.to_role.value,
+        "expected_move_s": standing.move_s,
+        "verdict": standing.verdict,
+    }
+
+
+def _now_s() -> float:
+    """The event loop's time: monotonic, and virtual in a simulation."""
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,216 @@
+"""Decides when a worker moves from one pool to the other. Pure: told the time and how much work each worker has, it names a move.
+
+Work is counted in workers (`Seen.demand`, router/roles/demand.py), so both pools have one scale: pressure is demand over
+workers, and 1 is a pool that has just as much as it can bear. A move is named when, for one model,
+
+    short     the worse pool reached `enter`, and has not fallen below `leave` since, for as long as `sustain_s`, and for as long as
+              the last move took: a burst that is over before a worker could have moved is not worth one (rent or buy,
+              Karlin et al. 1988)
+    relief    the other pool, with a worker less and the work that the relieved pool will let through, will be less loaded than the
+              short one is now, by `gain`. A backlog counts for being short and not here: it is worked off once, and the worker
+              stays. What the giver has is its work now or its mean over `cooldown_s`, whichever is more: a pool that a burst
+              elsewhere starves looks idle, and is not
+    quiet     nobody of the model moves, is down, drains or has just come; each pool keeps its minimum; and the last move was not the
+              other way within `cooldown_s`
+
+So every move lowers the worse pressure of the two, and under constant demand moves end: no state comes back. Ideas: one
+worker at a time by thresholds on prefill queue and KV (NVIDIA Dynamo's load planner), instances that change pools when one
+side cannot hold its objective and the other can spare one (Arrow, arXiv 2505.11916; the mixed pool of Splitwise, ISCA'24),
+of two pools the slower one sets the goodput (DistServe, OSDI'24).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.pool.workers import Role
+from router.roles.smooth import Smooth
+
+ROLES = (Role.PREFILL, Role.DECODE)
+LEAST_S = 1.0  # over which the usual demand is a mean
+NEWS = 0.5  # weight of the last move in what a move is expected to take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """`enter`, `leave`: pressures. `move_s`: what a move is taken to last before there was one. `min_*`: at least 1."""
+
+    enter: float = 0.9
+    leave: float = 0.7
+    gain: float = 0.2
+    sustain_s: float = 15.0
+    cooldown_s: float = 60.0
+    move_s: float = 30.0
+    min_prefill: int = 1
+    min_decode: int = 1
+
+    def keeps(self, role: Role) -> int:
+        return self.min_prefill if role is Role.PREFILL else self.min_decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One worker now. `demand`: workers like it that its work would fill; `backlog`: the part that is late, and
+    over once it is done. `ready`: it serves, and its demand is known."""
+
+    worker_id: int
+    role: Role
+    model: str
+    ready: bool
+    demand: float
+    backlog: float = 0.0
+
+    @property
+    def lasting(self) -> float:
+        return self.demand - self.backlog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A worker is to change its role. Whoever carries it out tells `Controller.ended`."""
+
+    worker_id: int
+    model: str
+    to_role: Role
+    reason: str
+
+
+@dataclass(slots=True)
+class Standing:
+    """What is known of one model. `short_since`: pools that are short; `usual`: what they mostly have;
+    `verdict`: what was last decided, for people."""
+
+    move_s: float
+    pressure: dict[Role, float] = field(default_factory=dict)
+    usual: dict[Role, Smooth] = field(default_factory=dict)  # lasting demand
+    seen_s: float = 0.0
+    short_since: dict[Role, float] = field(default_factory=dict)
+    moving: Move | None = None
+    began_s: float = 0.0
+    last_to: Role | None = None
+    ended_s: float = 0.0
+    failed_s: float | None = None
+    verdict: str = ""
+
+
+class Controller:
+    """Owns one `Standing` for each model."""
+
+    def __init__(self, rules: Rules) -> None:
+        assert 0 < rules.leave < rules.enter and 0 < rules.gain < 1, rules
+        assert rules.min_prefill >= 1 and rules.min_decode >= 1, "an empty pool serves nobody"
+        self.rules = rules
+        self.standings: dict[str, Standing] = {}
+
+    def tick(self, now_s: float, seen: Sequence[Seen]) -> list[Move]:
+        """The moves to begin now: at most one for each model."""
+        models = sorted({worker.model for worker in seen})
+        for model in [m for m, standing in self.standings.items() if m not in models and standing.moving is None]:
+            del self.standings[model]
+        moves = [self._tick(now_s, model, [w for w in seen if w.model == model]) for model in models]
+        return [move for move in moves if move is not None]
+
+    def ended(self, move: Move, *, ok: bool, now_s: float) -> None:
+        """A move that was begun is over. One that failed is not tried again before the cool-down is over."""
+        standing = self.standings[move.model]
+        assert standing.moving == move, (standing.moving, move)
+        standing.moving, standing.ended_s = None, now_s
+        standing.short_since.clear()
+        if ok:
+            standing.last_to, standing.failed_s = move.to_role, None
+            standing.move_s += NEWS * (now_s - standing.began_s - standing.move_s)
+        else:
+            standing.failed_s = now_s
+
+    # ---- inside
+
+    def _tick(self, now_s: float, model: str, workers: list[Seen]) -> Move | None:
+        standing = self.standings.setdefault(model, Standing(self.rules.move_s))
+        pools = {role: [worker for worker in workers if worker.role is role] for role in ROLES}
+        self._note_usual(standing, pools, now_s)
+        if standing.moving is not None:
+            standing.verdict = f"a worker moves to {standing.moving.to_role}"
+            return None
+        standing.verdict = _why_unknown(workers, pools)
+        if standing.verdict:
+            standing.pressure.clear()
+            standing.short_since.clear()
+            return None
+        standing.pressure = {role: sum(worker.demand for worker in pool) / len(pool) for role, pool in pools.items()}
+        self._note_shortage(standing, now_s)
+        move, standing.verdict = self._judge(now_s, model, standing, pools)
+        if move is not None:
+            standing.moving, standing.began_s = move, now_s
+        return move
+
+    def _note_usual(self, standing: Standing, pools: dict[Role, list[Seen]], now_s: float) -> None:
+        """While a worker moves, too: what it has left to do is no less the pool's."""
+        dt_s, standing.seen_s = now_s - standing.seen_s, now_s
+        for role, pool in pools.items():
+            mean = standing.usual.setdefault(role, Smooth(max(self.rules.cooldown_s, LEAST_S)))
+            mean.add(sum(worker.lasting for worker in pool), dt_s)
+
+    def _note_shortage(self, standing: Standing, now_s: float) -> None:
+        for role, pressure in standing.pressure.items():
+            if pressure < self.rules.leave:
+                standing.short_since.pop(role, None)
+            elif pressure >= self.rules.enter:
+                standing.short_since.setdefault(role, now_s)
+
+    def _judge(
+        self, now_s: float, model: str, standing: Standing, pools: dict[Role, list[Seen]]
+    ) -> tuple[Move | None, str]:
+        """(the move or None, why)."""
+        to = max(ROLES, key=lambda role: standing.pressure[role])
+        giver = Role.DECODE if to is Role.PREFILL else Role.PREFILL
+        if to not in standing.short_since or standing.pressure[to] < self.rules.enter:
+            return None, "neither pool is short"
+        if self.rules.keeps(giver) >= len(pools[giver]):
+            return None, f"{to} is short, but {giver} is at its minimum of {self.rules.keeps(giver)}"
+        before = sum(worker.lasting for worker in pools[to]) / len(pools[to])
+        after = self._giver_after(standing, pools, giver, lasting=before)
+        if after > before * (1 - self.rules.gain):
+            return None, (
+                f"{to} is short, but {giver} cannot spare a worker: it would have {after:.2f} of lasting work, "
+                f"{to} has {before:.2f}"
+            )
+        wait = self._wait_s(now_s, standing, to)
+        if wait > 0:
+            return None, f"{to} is short; a move would be due in {wait:.0f} s"
+        victim = min(pools[giver], key=lambda worker: (worker.demand, worker.worker_id))
+        reason = (
+            f"{to} is short since {now_s - standing.short_since[to]:.0f} s: pressure {standing.pressure[to]:.2f}; "
+            f"of it {before:.2f} will last; {giver} has {standing.pressure[giver]:.2f}, and {after:.2f} with a worker less"
+        )
+        return Move(worker_id=victim.worker_id, model=model, to_role=to, reason=reason), reason
+
+    def _giver_after(self, standing: Standing, pools: dict[Role, list[Seen]], giver: Role, *, lasting: float) -> float:
+        """Its pressure with one worker less, when the other one's lasting pressure is `lasting` now.
+
+        What prefill has to do is counted as it comes, whatever holds it up. What decode has to do shows when prefill has done its
+        part: a prefill pool beyond 1 holds work back, and with one worker more lets through as much more as it grows by.
+        """
+        has, flow = sum(worker.lasting for worker in pools[giver]), 1.0
+        if giver is Role.DECODE:
+            size = len(pools[Role.PREFILL])
+            flow = min((size + 1) / size, max(1.0, lasting))
+        return flow * max(has, standing.usual[giver].known) / (len(pools[giver]) - 1)
+
+    def _wait_s(self, now_s: float, standing: Standing, to: Role) -> float:
+        """Until a move to `to` may begin, if nothing changes."""
+        due_s = standing.short_since[to] + max(self.rules.sustain_s, standing.move_s)
+        if standing.last_to not in (None, to):
+            due_s = max(due_s, standing.ended_s + self.rules.cooldown_s)
+        if standing.failed_s is not None:
+            due_s = max(due_s, standing.failed_s + self.rules.cooldown_s)
+        return due_s - now_s
+
+
+def _why_unknown(workers: Sequence[Seen], pools: dict[Role, list[Seen]]) -> str:
+    """Why nothing can be decided; "": it can."""
+    for role in ROLES:
+        if not pools[role]:
+            return f"there is no {role} worker"
+    absent = [worker for worker in workers if not worker.ready]
+    if absent:
+        return f"{len(absent)} of {len(workers)} workers are down, drain, or have not told their load yet"
+    return ""

@@ -1,0 +1,193 @@
+"""How much work each worker has, counted in workers. Pure: made of what workers report (`LoadReport`) and the time.
+
+    prefill   seconds of prompts that come in a second + seconds of prompts that wait / `ttft_s`
+    decode    the most of: KV held and wanted / capacity, requests / --max-running-requests, time between tokens / `itl_s`
+
+The first is queueing theory's offered load, which says how many workers a pool needs if nothing waits, and what it takes to
+work off what waits within the objective. A queue says which side is to blame only after a second look: decode reserves KV
+for prompts that still wait for prefill. That share of its memory is no work of decode's, and what waits for it there waits for
+prefill as well.
+
+All is smoothed over `window_s`, as reports are samples; what comes in and how fast a prefill worker computes, over a longer
+time, as prompts differ in length.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.pool.workers import Health, LoadReport, Role, Worker
+from router.roles.controller import Seen
+from router.roles.smooth import Smooth
+
+SPEED_WINDOWS = 6.0  # windows over which the speed of prefill is learnt
+LEAST_BUSY = 0.05  # of a pool, below which its speed is not learnt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goals:
+    """`ttft_s`: prompts may wait so long. `itl_s`: tokens may be so far apart; inf: KV and requests alone decide."""
+
+    ttft_s: float = 2.0
+    itl_s: float = math.inf
+
+
+@dataclass(slots=True, kw_only=True)
+class _Trend:
+    """One worker in one role and life, since its first report. `blocked`: tokens that wait at decode because prefill is behind."""
+
+    role: Role
+    incarnation: str
+    report: LoadReport
+    at_s: float
+    told: bool = False
+    work: Smooth
+    waiting: Smooth
+    blocked: Smooth
+    arrived: Smooth
+    speed_tokens: Smooth
+    speed_busy: Smooth
+
+
+@dataclass(slots=True)
+class Gauge:
+    """`read` is to be called at regular intervals; it takes each report once."""
+
+    goals: Goals
+    window_s: float
+    _trends: dict[int, _Trend] = field(default_factory=dict)
+    _speed: dict[str, float] = field(default_factory=dict)  # tokens a second of one prefill worker, by model
+
+    def read(self, workers: Sequence[Worker], now_s: float) -> list[Seen]:
+        """The prefill and decode workers of `workers`."""
+        known = [worker for worker in workers if worker.role is not Role.UNIFIED]
+        self._trends = {w.worker_id: self._trends[w.worker_id] for w in known if w.worker_id in self._trends}
+        for worker in known:
+            self._take(worker, now_s)
+        models = {model_of(worker) for worker in known}
+        waits = {model: self._wait_of(model, [w for w in known if model_of(w) == model]) for model in sorted(models)}
+        return [self._seen(worker, waits[model_of(worker)]) for worker in known]
+
+    # ---- inside
+
+    def _take(self, worker: Worker, now_s: float) -> None:
+        report, trend = worker.report, self._trends.get(worker.worker_id)
+        if report is None or worker.health is not Health.UP:
+            self._trends.pop(worker.worker_id, None)
+        elif trend is None or _is_another(trend, worker, report):
+            self._trends[worker.worker_id] = self._begin(worker, report, now_s)
+        elif report is not trend.report and now_s > trend.at_s:
+            self._sample(trend, report, now_s - trend.at_s)
+            trend.report, trend.at_s = report, now_s
+
+    def _begin(self, worker: Worker, report: LoadReport, now_s: float) -> _Trend:
+        short, long = self.window_s, SPEED_WINDOWS * self.window_s
+        return _Trend(
+            role=worker.role,
+            incarnation=worker.incarnation,
+            report=report,
+            at_s=now_s,
+            work=Smooth(short),
+            waiting=Smooth(short),
+            blocked=Smooth(short),
+            arrived=Smooth(long),
+            speed_tokens=Smooth(long),
+            speed_busy=Smooth(long),
+        )
+
+    def _sample(self, trend: _Trend, report: LoadReport, dt_s: float) -> None:
+        trend.told = True
+        if trend.role is Role.DECODE:
+            work, blocked = decode_demand(report, self.goals, gap_s=_gap_s(trend.report, report, dt_s))
+            trend.work.add(work, dt_s)
+            trend.blocked.add(blocked, dt_s)
+            return
+        before = trend.report
+        busy = (report.busy_ms_total - before.busy_ms_total) / (1000 * dt_s)
+        arrived = report.prompt_tokens_total - before.prompt_tokens_total
+        trend.work.add(busy, dt_s)
+        trend.arrived.add(arrived / dt_s, dt_s)
+        trend.waiting.add(report.waiting_tokens, dt_s)
+        trend.speed_tokens.add((arrived - report.waiting_tokens + before.waiting_tokens) / dt_s, dt_s)
+        trend.speed_busy.add(busy, dt_s)
+
+    def _wait_of(self, model: str, workers: Sequence[Worker]) -> "_Prompts":
+        trends = [self._trends[w.worker_id] for w in workers if w.worker_id in self._trends]
+        prefill = [trend for trend in trends if trend.role is Role.PREFILL]
+        busy = sum(trend.speed_busy.known for trend in prefill)
+        tokens = sum(trend.speed_tokens.known for trend in prefill)
+        if busy >= LEAST_BUSY and tokens > 0:
+            self._speed[model] = tokens / busy
+        blocked = sum(trend.blocked.known for trend in trends if trend.role is Role.DECODE)
+        speed = self._speed.get(model)
+        return _Prompts(speed, blocked / max(1, len(prefill)))
+
+    def _seen(self, worker: Worker, prompts: "_Prompts") -> Seen:
+        trend = self._trends.get(worker.worker_id)
+        lasting, backlog = 0.0, 0.0
+        if trend is not None and trend.role is Role.PREFILL:
+            lasting, backlog = self._prefill_demand(trend, prompts)
+        elif trend is not None:
+            lasting = trend.work.known
+        return Seen(
+            worker_id=worker.worker_id,
+            role=worker.role,
+            model=model_of(worker),
+            ready=trend is not None and trend.told and not worker.leaving,
+            demand=lasting + backlog,
+            backlog=backlog,
+        )
+
+    def _prefill_demand(self, trend: _Trend, prompts: "_Prompts") -> tuple[float, float]:
+        """(lasting, backlog). Before anything is known of its speed: the time that it computes."""
+        if prompts.speed is None:
+            return min(1.0, trend.work.known), 0.0
+        waiting_s = (trend.waiting.known + prompts.blocked_tokens) / prompts.speed
+        return trend.arrived.known / prompts.speed, waiting_s / self.goals.ttft_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """Of one model: tokens a second that a prefill worker computes, and tokens that wait at decode for each of them."""
+
+    speed: float | None
+    blocked_tokens: float
+
+
+def model_of(worker: Worker) -> str:
+    """Its own one, whatever adapters it has loaded; "": it does not say."""
+    return next(iter(worker.models), "")
+
+
+def decode_demand(report: LoadReport, goals: Goals, *, gap_s: float | None) -> tuple[float, float]:
+    """(demand in workers, tokens that wait there because prefill is behind). `gap_s`: between tokens; None: none came."""
+    own, waits = _stages(report)
+    share = own / (own + waits) if own + waits else 1.0
+    tokens = share * (report.used_tokens + report.pending_tokens)
+    requests = own + share * report.stages.get("prealloc", 0)
+    demand = tokens / report.capacity_tokens if report.capacity_tokens else 0.0
+    if report.max_running_reqs:
+        demand = max(demand, requests / report.max_running_reqs)
+    if gap_s is not None:
+        demand = max(demand, gap_s / goals.itl_s)
+    return demand, (1 - share) * report.pending_tokens
+
+
+def _stages(report: LoadReport) -> tuple[int, int]:
+    """(requests that decode, or have decoded and wait to go on; requests that have memory and wait for their KV)."""
+    return report.running_reqs + report.stages.get("retracted", 0), report.stages.get("transfer", 0)
+
+
+def _gap_s(before: LoadReport, report: LoadReport, dt_s: float) -> float | None:
+    """Mean time between two tokens of a request: its share of what came out."""
+    tokens = report.output_tokens_total - before.output_tokens_total
+    running = (before.running_reqs + report.running_reqs) / 2
+    return running * dt_s / tokens if tokens > 0 and running >= 1 else None
+
+
+def _is_another(trend: _Trend, worker: Worker, report: LoadReport) -> bool:
+    """In another role, or another process: its counts began anew."""
+    fell = report.busy_ms_total < trend.report.busy_ms_total or (
+        report.prompt_tokens_total < trend.report.prompt_tokens_total
+    )
+    return trend.role is not worker.role or trend.incarnation != worker.incarnation or fell

@@ -1,0 +1,211 @@
+"""The loop around the controller: what it makes of moves that go well, are refused or break; what it tells; its flags."""
+
+import asyncio
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, cast
+
+import msgspec
+import pytest
+import uvloop
+from aiohttp import web
+
+from router.config import RouterConfig, RouterConfigError, check_config
+from router.fleet.siblings import Siblings
+from router.metrics import RouterMetrics
+from router.pool.workers import Check, LoadReport, Role, Worker, WorkerTable
+from router.roles.auto import PATH, AutoRoles
+from router.roles.switch import SwitchFailed, SwitchRefused
+from tests.router.dummies import cluster
+
+CONFIG = RouterConfig(
+    pd_disaggregation=True,
+    auto_roles=True,
+    auto_roles_interval=0.01,
+    auto_roles_sustain=0.02,
+    auto_roles_cooldown=0.1,
+    auto_roles_switch_time=0.0,
+)
+FULL = LoadReport(running_reqs=9, used_tokens=99, capacity_tokens=100, max_running_reqs=100)
+
+
+class ScriptedSwitch:
+    """Moves a worker at once, unless `errors` has one for it."""
+
+    def __init__(self, errors: list[Exception]) -> None:
+        self.errors = errors
+        self.asked: list[tuple[str, Role]] = []
+
+    async def move(self, worker: Worker, role: Role) -> None:
+        self.asked.append((worker.url, role))
+        if self.errors:
+            raise self.errors.pop(0)
+        worker.role = role
+
+
+class Process:
+    """A router's process as far as this goes: two idle prefill workers and a full decode worker."""
+
+    def __init__(self, *errors: Exception, leads: bool = True, siblings: Siblings | None = None) -> None:
+        self.table = WorkerTable()
+        self.workers = [self.table.add(f"http://p{i}:1", role=Role.PREFILL) for i in range(2)]
+        self.workers.append(self.table.add("http://d:1", role=Role.DECODE))
+        for worker in self.workers:
+            self.table.on_check(worker, Check.OK, now_s=0.0)
+            self.table.on_models(worker, ("m",))
+        self.switch = ScriptedSwitch(list(errors))
+        self.metrics = RouterMetrics(self.table)
+        self.auto = AutoRoles(
+            CONFIG,
+            table=self.table,
+            mover=self.switch,
+            metrics=self.metrics,
+            siblings=siblings or Siblings(None),
+            leads=leads,
+        )
+
+    async def run(self, *, moves: int) -> None:
+        """Workers report, until so many moves are over."""
+        self.auto.start()
+        try:
+            async with asyncio.timeout(10.0):
+                while sum(done["result"] is not None for done in self.moves()) < moves:
+                    self.report()
+                    await asyncio.sleep(0.002)
+        finally:
+            await self.auto.close()
+
+    def report(self) -> None:
+        for worker in self.workers:
+            self.table.on_report(worker, replace(FULL if worker.url == "http://d:1" else LoadReport()))
+
+    def moves(self) -> list[dict[str, Any]]:
+        """The newest first."""
+        found: list[dict[str, Any]] = json.loads(encoded(self.auto.status()))["moves"]
+        return found
+
+
+def encoded(value: object) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def test_a_short_pool_gets_a_worker_and_everybody_can_see_why() -> None:
+    async def story() -> None:
+        process = Process()
+        await process.run(moves=1)
+        assert process.switch.asked == [("http://p0:1", Role.DECODE)]
+        (done,) = process.moves()
+        assert (done["url"], done["to_role"], done["result"]) == ("http://p0:1", "decode", "moved")
+        assert "decode is short" in done["reason"]
+        text = process.metrics.exposition().decode()
+        assert 'tandem_router_role_moves_total{model="m",result="moved",to_role="decode"} 1.0' in text
+        assert 'tandem_router_role_pressure{model="m",role="decode"} 0.99' in text
+
+    uvloop.run(story())
+
+
+def test_moves_that_do_not_come_about_are_counted_and_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        process = Process(SwitchRefused("no bootstrap port"), SwitchFailed("it is gone"), RuntimeError("a bug"))
+        await process.run(moves=4)
+        assert [done["result"] for done in process.moves()] == ["moved", "failed", "failed", "refused"]
+        begins = [done["began_s"] for done in reversed(process.moves())]
+        assert all(b - a >= CONFIG.auto_roles_cooldown for a, b in pairwise(begins))
+
+    uvloop.run(story())
+    assert "the move of http://p0:1 to decode was refused: no bootstrap port" in caplog.text
+    assert "the move of http://p0:1 to decode failed: it is gone" in caplog.text
+
+
+def test_a_look_that_breaks_does_not_end_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        process = Process()
+        read, broken = process.table.workers, [ZeroDivisionError()]
+
+        def workers(role: Role | None = None) -> list[Worker]:
+            if broken:
+                raise broken.pop()
+            return read(role)
+
+        process.auto._table = cast(WorkerTable, type("Table", (), {"workers": staticmethod(workers)}))
+        await process.run(moves=1)
+        assert not broken
+
+    uvloop.run(story())
+    assert "a look at the pools failed" in caplog.text
+
+
+def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> None:
+    class Others(Siblings):
+        def __init__(self, leader: AutoRoles) -> None:
+            super().__init__(None)
+            self.leader = leader
+
+        async def answers(self, path: str) -> list[bytes]:
+            assert path == PATH
+            return [encoded({"runs": False}), encoded(self.leader.status())]
+
+    async def story() -> None:
+        leader = Process()
+        other = Process(leads=False, siblings=Others(leader.auto))
+        other.auto.start()
+        await leader.run(moves=1)
+        for _ in range(20):  # as many looks as its leader took, and more
+            other.report()
+            await asyncio.sleep(2 * CONFIG.auto_roles_interval)
+        await other.auto.close()
+        assert other.switch.asked == []
+        answer = await other.auto.handle(cast(web.BaseRequest, type("Request", (), {"headers": {}})()))
+        told = json.loads(cast(bytes, answer.body))
+        assert told["runs"] and told["moves"][0]["result"] == "moved"
+        assert not other.auto.status()["runs"]
+
+    uvloop.run(story())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_router_looks_at_its_workers_only_when_it_is_told_to(enabled: bool) -> None:
+    async def story() -> None:
+        flags = {"auto_roles": enabled, "auto_roles_interval": 0.02, "auto_roles_sustain": 60.0}
+        async with cluster(prefill=1, decode=1, **flags) as c:
+            for worker in (*c.prefills, *c.decodes):
+                row = {"num_running_reqs": 1, "num_used_tokens": 95, "max_total_num_tokens": 100}
+                worker.load = {**row, "totals": {"busy_ms": 0, "prompt_tokens": 0}}
+                worker.info["served_model_name"] = "tiny"
+
+            async def status() -> dict[str, Any]:
+                async with c.client.get(c.url + PATH) as response:
+                    assert response.status == 200
+                    found: dict[str, Any] = await response.json()
+                    return found
+
+            told = await status()
+            assert told["enabled"] is enabled and told["moves"] == []
+            if enabled:
+                async with asyncio.timeout(10.0):
+                    while not any(model["pressure"] for model in told["models"].values()):
+                        await asyncio.sleep(0.02)
+                        told = await status()
+                (model,) = told["models"].values()
+                assert model["pressure"] == {"prefill": 0.0, "decode": pytest.approx(0.95)}
+            else:
+                assert told["models"] == {}
+
+    uvloop.run(story())
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"auto_roles": True, "pd_disaggregation": False}, "--auto-roles: needs --pd-disaggregation"),
+        ({"auto_roles": True, "load_poll_interval_s": 0.0}, "--auto-roles: goes by what workers report"),
+        ({"auto_roles_interval": 0.0}, "--auto-roles-interval: must be greater than 0, got 0.0"),
+        ({"auto_roles_min_decode": 0}, "--auto-roles-min-decode: must be at least 1, got 0: an empty pool"),
+        ({"auto_roles_leave": 0.9}, r"--auto-roles-leave: must be below --auto-roles-enter \(0.9\), got 0.9"),
+        ({"auto_roles_cooldown": -1.0}, "--auto-roles-cooldown: must be at least 0, got -1.0"),
+    ],
+)
+def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(RouterConfigError, match=said):
+        check_config(RouterConfig(**{"pd_disaggregation": True, **flags}))
