@@ -52,12 +52,14 @@ class Memory:
         return KVArgs(self.kv_region, self.aux_region, signature="bench", page_size=16, dtype="uint8")
 
 
-def until(done: Callable[[], bool], *, what: str) -> None:
+def until(done: Callable[[], bool], changed: threading.Event, *, what: str) -> None:
+    """Looks again whenever `changed` is set."""
     deadline_s = time.monotonic() + WAIT_S
     while not done():
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"no end of: {what}")
-        time.sleep(0.0001)
+        changed.wait(0.02)
+        changed.clear()
 
 
 # ---- the decode process
@@ -71,33 +73,42 @@ def decode_main(backend: str, num_pages: int, page_bytes: int, control: str, inc
     route = Route(control=control, incarnation=incarnation)
     manager = DecodeManager(memory.args(), make_engine(backend), TransferConfig(), lookup=lambda _address, _room: route)
     manager.start()
+    changed = threading.Event()
+    manager.set_wakeup(changed.set)
     ended = threading.Event()
-    driver = threading.Thread(target=_drive, args=(raw, ended))
+    alone = threading.Event()  # the raw engine is measured: nobody else drives it
+    alone.set()
+    driver = threading.Thread(target=_drive, args=(raw, alone, ended))
     driver.start()
     say(base=memory.kv_region.base_ptr, descriptor=raw.descriptor().hex())
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "receive":
-            receive(manager, command["room"], command["pages"])
+            alone.clear()
+            receive(manager, changed, command["room"], command["pages"])
+            alone.set()
         say(cpu_s=time.process_time())
     ended.set()
+    alone.set()
     driver.join()
     manager.close()
     raw.close()
 
 
-def _drive(raw: Engine, ended: threading.Event) -> None:
+def _drive(raw: Engine, alone: threading.Event, ended: threading.Event) -> None:
     while raw.caps.target_must_poll and not ended.wait(0.0005):
+        alone.wait()
         raw.progress()
 
 
-def receive(manager: DecodeManager, room: int, pages: Sequence[int]) -> None:
+def receive(manager: DecodeManager, changed: threading.Event, room: int, pages: Sequence[int]) -> None:
+    """`changed` is set by the manager's wake-ups, as a worker's loop is woken."""
     receiver = manager.receiver(room, bootstrap="bench:1")
-    until(lambda: receiver.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), what="handshake")
+    until(lambda: receiver.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), changed, what="handshake")
     assert receiver.poll() is KVPoll.WaitingForInput, receiver.failure()
     receiver.provide(pages, 0)
     say(provided=True)
-    until(lambda: receiver.poll() in (KVPoll.Success, KVPoll.Failed), what="transfer")
+    until(lambda: receiver.poll() in (KVPoll.Success, KVPoll.Failed), changed, what="transfer")
     assert receiver.poll() is KVPoll.Success, receiver.failure()
     say(success_at=time.monotonic())
     receiver.close()
@@ -120,6 +131,7 @@ class Pair:
     peer: Any
     peer_base: int
     child: "subprocess.Popen[str]"
+    changed: threading.Event
     room: int = 0
 
     def ask(self, **command: Any) -> None:
@@ -146,12 +158,14 @@ def process_pair(backend: str, *, num_pages: int, page_bytes: int) -> Iterator[P
     raw = make_engine(backend)
     raw.register([memory.kv_region])
     manager = PrefillManager(memory.args(), make_engine(backend), TransferConfig())
+    changed = threading.Event()
+    manager.set_wakeup(changed.set)
     manager.start()
     argv = [sys.executable, "-m", "benchmarks.transfer_rate", "--decode-side", backend, str(num_pages), str(page_bytes)]
     argv += [manager.control_address, manager.incarnation]
     child = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        pair = Pair(memory, manager, raw, None, 0, child)
+        pair = Pair(memory, manager, raw, None, 0, child, changed)
         hello = pair.answer()
         pair.peer_base = hello["base"]
         pair.peer = raw.connect("raw", bytes.fromhex(hello["descriptor"]))
@@ -212,12 +226,12 @@ def time_managers(pair: Pair, src: Sequence[int], dst: Sequence[int]) -> float:
     sender = pair.manager.sender(pair.room)
     pair.ask(do="receive", room=pair.room, pages=list(dst))
     assert pair.answer()["provided"]
-    until(lambda: sender.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), what="indices")
+    until(lambda: sender.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), pair.changed, what="indices")
     assert sender.poll() is KVPoll.WaitingForInput, sender.failure()
     begin = time.monotonic()
     sender.send(src, dst_start=0, last=True, aux_idx=0)
     success_at = float(pair.answer()["success_at"])
-    until(lambda: sender.poll() is KVPoll.Success and sender.released(), what="release")
+    until(lambda: sender.poll() is KVPoll.Success and sender.released(), pair.changed, what="release")
     pair.answer()
     sender.close()
     return success_at - begin

@@ -188,7 +188,7 @@ class Sender:
     def send(self, src_pages: Sequence[int], *, dst_start: int, last: bool, aux_idx: int | None = None) -> None:
         with self._manager.core() as now_s:
             self._rooms.send(self._key, src_pages, dst_start=dst_start, last=last, aux_idx=aux_idx, now_s=now_s)
-        self._manager._driver.wake()
+            self._manager._driver.wake()  # before the control thread, whose news can wait: bytes first
 
     def abort(self, reason: str) -> None:
         with self._manager.core():

@@ -226,7 +226,8 @@ class PrefillRooms:
         self.num_inflight -= len(post.pieces)
         self._num_inflight_bytes -= post.pieces.size_bytes
         rec.dirty |= not ok
-        self.machine.touch()
+        if self.machine.state(post.key) in FINAL:  # its pages may be free now; else there is nothing new to see
+            self.machine.touch()
         self.peers.on_op_final(peer, ok=ok)
         if ok:
             self._on_written(rec, post, now_s)
