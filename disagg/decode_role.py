@@ -21,6 +21,7 @@ from disagg.quarantine import Quarantine
 from disagg.resumption import Resumption
 from disagg.subject import about_request
 from engine.core.outputs import StepEffects, refusal, refused
+from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput
@@ -149,6 +150,9 @@ class DecodeRole:
                 if entry.stage is Stage.PREALLOC:
                     outputs += self._expire(entry, now_s)
         return outputs
+
+    def on_launch(self, plan: Plan) -> None:
+        """No peer waits for what it computes."""
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         return effects.outputs

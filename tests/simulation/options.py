@@ -63,6 +63,7 @@ class Options:
     priorities: bool = False
     embeddings: bool = False
     prealloc_timeout_s: float = 10.0
+    layers: int = 1  # groups of layers that pages leave in; 1: they leave whole
 
     def lines(self) -> list[str]:
         return [f"  {name:18} {value}" for name, value in asdict(self).items()]
@@ -120,6 +121,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         priorities=later.random() < 0.4,
         embeddings=later.random() < 0.4,
         prealloc_timeout_s=later.choice([0.5, 10.0, 10.0, 10.0]),
+        layers=later.choice([1, 1, 2, 4]),
     )
 
 
