@@ -97,6 +97,24 @@ MUTANTS = (
         "idle = not rec.posts and not rec.chunks",
     ),
     Mutant(
+        "let a layer leave before it is written",
+        "transfer_backends/prefill_sending.py",
+        "sum(group.end_layer <= progress.layers for",
+        "sum(group.end_layer <= progress.layers + 1 for",
+    ),
+    Mutant(
+        "let pages leave whole before their step has begun",
+        "transfer_backends/prefill_sending.py",
+        "    if progress.step < gate.step:\n        return 0",
+        "    if progress.step < gate.step:\n        return int(not gate.by_layer)",
+    ),
+    Mutant(
+        "begin a second try behind the layers that left in the first",
+        "transfer_backends/prefill_sending.py",
+        "        self.posts.clear()\n        self.left_groups = 0",
+        "        self.posts.clear()",
+    ),
+    Mutant(
         "start to decode while the transfer runs",
         "disagg/decode_role.py",
         "elif entry.stage is Stage.TRANSFER and state is KVPoll.Success:",

@@ -80,6 +80,7 @@ LEAST_SEEN = {
     "retractions": 10,
     "weights taken": 5,
     "workers with quarantined pages": 10,
+    "writes of some layers": 1000,
 }
 
 
