@@ -103,12 +103,6 @@ MUTANTS = (
         "sum(group.end_layer <= progress.layers + 1 for",
     ),
     Mutant(
-        "let pages leave whole before their step has begun",
-        "transfer_backends/prefill_sending.py",
-        "    if progress.step < gate.step:\n        return 0",
-        "    if progress.step < gate.step:\n        return int(not gate.by_layer)",
-    ),
-    Mutant(
         "begin a second try behind the layers that left in the first",
         "transfer_backends/prefill_sending.py",
         "        self.posts.clear()\n        self.left_groups = 0",
