@@ -70,7 +70,7 @@ class Entry:
     """`answer`: the output to send once decode has everything. `sent_pages`: of the request's row.
 
     `last_pages` went with the last chunk, at `last_sent_s`. `moves_bytes`: not a fake transfer. `asked`: by decode, no client
-    waits for an answer; decode has the first `skip_pages` of the row.
+    waits for an answer. Decode has the first `skip_pages` of the row.
     """
 
     request: Request
@@ -219,9 +219,12 @@ class PrefillRole:
 
     def _schedule(self, entry: Entry, now_s: float) -> list[TokenOutput]:
         """Decode has told its pages: the request may compute."""
+        if not entry.asked:
+            entry.skip_pages = entry.sent_pages = entry.sender.skip_pages
         need = self._scheduler.memory.allocator.pages_for(len(entry.request.input_ids)) - entry.skip_pages
         if entry.sender.num_pages not in (None, need):
-            entry.sender.abort(f"decode gave {entry.sender.num_pages} pages, the prompt needs {need}")
+            besides = f" besides {entry.skip_pages} that decode has" * bool(entry.skip_pages)
+            entry.sender.abort(f"decode gave {entry.sender.num_pages} pages, the prompt needs {need}{besides}")
             return self._fail(entry)
         entry.stage, entry.request.times.queued_s = Stage.SCHEDULED, now_s
         if not entry.asked:
@@ -294,6 +297,7 @@ class PrefillRole:
             self._transfers.landed(size_bytes=size_bytes, taken_s=now_s - entry.last_sent_s)
             self._counters["kv_transfers"] += 1
             self._counters["kv_sent_bytes"] += (entry.sent_pages - entry.skip_pages) * self._page_bytes
+            self._counters["kv_skipped_bytes"] += entry.skip_pages * self._page_bytes
         self._forget_when_released(entry)
         return [entry.answer]
 

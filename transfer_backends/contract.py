@@ -239,6 +239,10 @@ class KVSender(Protocol):
     def num_pages(self) -> int | None:
         """Pages decode gave, once `WaitingForInput`; None before that and for a fake sender (any number will do)."""
 
+    @property
+    def skip_pages(self) -> int:
+        """Pages at the front of the prompt that decode has already: they come before those it gave. 0 until they are known."""
+
     def poll(self) -> KVPoll: ...
 
     def send(
@@ -273,8 +277,11 @@ class KVReceiver(Protocol):
 
     def poll(self) -> KVPoll: ...
 
-    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
-        """Once, in `WaitingForInput`: where prefill is to write. A no-op once the transfer has failed."""
+    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
+        """Once, in `WaitingForInput`: where prefill is to write. A no-op once the transfer has failed.
+
+        `dst_pages` are those after the first `skip_pages` of the prompt, which are here already.
+        """
 
     def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
         """As `provide`, of a room of an attempt above 0: no request for it goes to prefill, this is the request.

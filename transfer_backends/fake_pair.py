@@ -31,6 +31,10 @@ class FakeSender(_Fake):
     def num_pages(self) -> int | None:
         return None
 
+    @property
+    def skip_pages(self) -> int:
+        return 0
+
     def send(
         self,
         src_pages: Sequence[int],
@@ -50,7 +54,7 @@ class FakeSender(_Fake):
 
 
 class FakeReceiver(_Fake):
-    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
+    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
         if self._state is KVPoll.Success:
             raise IllegalTransition("fake room: provided twice")
         if self._state is not KVPoll.Failed:

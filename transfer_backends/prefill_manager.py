@@ -186,6 +186,10 @@ class Sender:
     def num_pages(self) -> int | None:
         return self._rooms.num_pages(self._key)
 
+    @property
+    def skip_pages(self) -> int:
+        return self._rooms.skip_pages(self._key)
+
     def poll(self) -> KVPoll:
         if self._last not in FINAL:
             self._last = self._rooms.machine.state(self._key)

@@ -122,6 +122,10 @@ class PrefillRooms:
         offer = self._rooms[key].offer
         return None if offer is None else len(offer.pages)
 
+    def skip_pages(self, key: RoomKey) -> int:
+        offer = self._rooms[key].offer
+        return 0 if offer is None else offer.skip_pages
+
     def send(
         self,
         key: RoomKey,
@@ -418,7 +422,7 @@ class PrefillRooms:
             raise ValueError(f"room {message.room}: a page is given twice")
         if message.aux_idx >= peer.aux.num_items:
             raise ValueError(f"room {message.room}: aux_idx {message.aux_idx} is outside {peer.aux.num_items} rows")
-        return Offer(peer.incarnation, pages, message.aux_idx)
+        return Offer(peer.incarnation, pages, message.aux_idx, message.skip_pages)
 
     def _accept(self, rec: Room, offer: Offer) -> None:
         rec.offer = offer

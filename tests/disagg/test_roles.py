@@ -15,7 +15,15 @@ from transfer_backends.contract import Gate, KVSender
 
 STEPS = 10_000
 LEAST = {"stories": 100, "retractions": 5, "restored_tokens": 20, "chunks": 500, "overlapped": 1000}
-LEAST |= {"end:length": 200, "end:stop": 50, "end:abort": 100, "quarantined": 20, "masks": 300, "gated": 500}
+LEAST |= {
+    "end:length": 200,
+    "end:stop": 50,
+    "end:abort": 100,
+    "quarantined": 20,
+    "masks": 300,
+    "gated": 500,
+    "skipped": 20,
+}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -67,6 +75,7 @@ def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
         entry = cluster.prefill.role._entries[f"r{room}"]  # type: ignore[union-attr]
         entry.sender = Recorded(entry.sender, sent)
         cluster.run(random.Random(depth))
+        assert cluster.decode.scheduler.flush_cache()  # decode has nothing of it; prefill has
     first, second = sent[:3], sent[3:]
     steps = [gate.step for *_, gate, _ in sent if gate is not None]
     assert steps == sorted(steps) and [gate.by_layer for *_, gate, _ in first if gate] == [True, True]
@@ -74,6 +83,23 @@ def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
     assert [(start, num) for start, num, *_ in second] == [(0, 3), (3, 2), (5, 2), (7, 1), (8, 0)]
     assert [gate and gate.by_layer for *_, gate, _ in second] == [False, True, True, True, None]
     assert cluster.decode.tokens == {f"r{room}": expected_tokens(list(range(n)), 3) for room, n in ((1, 12), (2, 30))}
+    cluster.assert_all_back()
+
+
+def test_what_decode_has_cached_is_not_sent() -> None:
+    """The second turn of a conversation: its first pages are still with decode, the answer of the first turn among them."""
+    cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=1)
+    prompt, wire = list(range(21)), cluster.wire
+    cluster.submit("first", prompt, 1, new=8)
+    cluster.run(random.Random(1))
+    copied = len(wire.copied)
+    assert (copied, wire.num_skipped) == (6, 0)
+    again = [*prompt, *cluster.decode.tokens["first"], 1, 2, 3]
+    cluster.submit("second", again, 2, new=4)
+    cluster.run(random.Random(2))
+    assert (len(wire.copied) - copied, wire.num_skipped) == (1, 7)  # 32 tokens; 28 of them have KV in whole pages
+    assert cluster.decode.tokens["second"] == expected_tokens(again, 4)
+    assert cluster.prefill.role.counters()["kv_skipped_bytes"] == 7
     cluster.assert_all_back()
 
 

@@ -165,6 +165,7 @@ class _Play:
             overlapped=prefill.overlapped + decode.overlapped,
             chunks=sum(not item.sample for plan in plans for item in plan.items),
             mixed=sum(len({item.extend for item in plan.items}) == 2 for plan in plans),
+            skipped=self.cluster.wire.num_skipped,
             gated=self.cluster.wire.num_gated,
             masks=sum(len(plan.masks) for plan in plans),
             quarantined=self.quarantined,

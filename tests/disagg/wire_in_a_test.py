@@ -35,6 +35,7 @@ class Room:
     decode: Side | None = None
     dst: list[int] = field(default_factory=list)
     dst_row: int = 0
+    skip_pages: int = 0
     to_prefill: deque[Callable[[], None]] = field(default_factory=deque)
     to_decode: deque[Callable[[], None]] = field(default_factory=deque)
     writes: deque[Callable[[], None]] = field(default_factory=deque)
@@ -64,6 +65,8 @@ class Wire:
         self.counters: dict[str, int] = {}
         self.asked: list[Asked] = []
         self.num_gated = 0
+        self.num_skipped = 0
+        self.copied: list[int] = []  # decode's pages, in order
         self.unreachable = False  # a handshake of a room that asks fails
 
     def room(self, number: int, attempt: int = 0) -> Room:
@@ -118,6 +121,7 @@ class Wire:
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         source, target = self.models
+        self.copied += dst
         for s, d in zip(src, dst, strict=True):
             for offset in range(source.page_size):
                 if (s, offset) in source.kv:
@@ -146,6 +150,10 @@ class Sender:
     @property
     def num_pages(self) -> int | None:
         return len(self._room.dst) or None
+
+    @property
+    def skip_pages(self) -> int:
+        return self._room.skip_pages
 
     def poll(self) -> KVPoll:
         return self._side.state
@@ -230,7 +238,7 @@ class Receiver:
     def poll(self) -> KVPoll:
         return self._side.state
 
-    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
+    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
         if self._side.state in FINAL:
             return
         room, pages, side = self._room, list(dst_pages), self._side
@@ -238,7 +246,8 @@ class Receiver:
         _advance(side, KVPoll.Transferring)
 
         def arrive() -> None:
-            room.dst, room.dst_row = pages, aux_idx
+            room.dst, room.dst_row, room.skip_pages = pages, aux_idx, skip_pages
+            self._wire.num_skipped += skip_pages
             assert room.prefill is not None
             if room.prefill.state in FINAL:  # prefill gave up before: it never wrote
                 room.to_decode.append(lambda: _fail(side, room.prefill.reason or "prefill gave up"))

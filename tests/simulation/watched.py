@@ -49,9 +49,9 @@ class WatchedReceiver:
         """The rest as it is."""
         return getattr(self._receiver, name)
 
-    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
+    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
         self._give(dst_pages, aux_idx)
-        self._receiver.provide(dst_pages, aux_idx)
+        self._receiver.provide(dst_pages, aux_idx, skip_pages=skip_pages)
 
     def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Any) -> None:
         self._give(dst_pages, aux_idx)
