@@ -109,6 +109,12 @@ MUTANTS = (
         "        self.posts.clear()",
     ),
     Mutant(
+        "send what decode has cached, too",
+        "disagg/prefill_role.py",
+        "entry.skip_pages = entry.sent_pages = entry.sender.skip_pages",
+        "entry.skip_pages = entry.sender.skip_pages",
+    ),
+    Mutant(
         "start to decode while the transfer runs",
         "disagg/decode_role.py",
         "elif entry.stage is Stage.TRANSFER and state is KVPoll.Success:",
@@ -184,7 +190,7 @@ MUTANTS = (
     Mutant(
         "do not verify the checksum",
         "disagg/decode_role.py",
-        "                verify(first, entry.request.pages, self._checksum)\n",
+        "                verify(first, entry.request.pages[entry.request.shared_pages :], self._checksum)\n",
         "",
     ),
     Mutant(

@@ -199,7 +199,7 @@ class Worker:
         assert isinstance(self.manager, DecodeManager)
         return DecodeRole(
             scheduler=self.scheduler,
-            manager=WatchedReceivers(self.manager, self.exposed),
+            manager=WatchedReceivers(self.manager, self.exposed, seen=self.around.world.seen),
             metadata=self.metadata,
             moves_bytes=True,
             prealloc_timeout_s=self.around.options.prealloc_timeout_s,
