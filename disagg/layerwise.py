@@ -12,7 +12,7 @@ MIN_PIECE_BYTES = 32 << 10  # of one group in one page: engines pay by the piece
 def groups_of(layer_ends: Sequence[int], *, asked: str, on_cuda: bool) -> tuple[LayerGroup, ...]:
     """`asked`: --disaggregation-layerwise-transfer. (): pages leave whole.
 
-    `auto` is where it wins: not on a CPU, where both want the same cores, nor where a page is too small to be cut.
+    `auto`: not on a CPU, where both want the same cores, nor where a page is too small to be cut.
     """
     worth_it = on_cuda and layer_ends[-1] >= 2 * MIN_PIECE_BYTES
     if asked == "off" or (asked == "auto" and not worth_it):
