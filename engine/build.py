@@ -59,7 +59,6 @@ class EngineParts:
     layers: LayerMarks
     adapters: AdapterStore | None = None
     events: CacheEvents | None = None
-    layers: LayerMarks | None = None
 
 
 def build_engine(
