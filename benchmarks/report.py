@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    layerwise,
     pd_overhead,
     router_cost,
     router_path,
@@ -31,6 +32,7 @@ KEPT = ROOT / "docs" / "reports"
 QUICK: dict[str, list[str]] = {
     "pd_overhead": ["--requests", "10"],
     "step_time": ["--layers", "4", "--output-len", "16"],
+    "layerwise": ["--layers", "2", "--hidden", "256", "--requests", "2", "--prompt-len", "2048"],
     "transfer_rate": ["--total-mib", "16", "--repeats", "3"],
     "scheduler_step": ["--steps", "50"],
     "router_cost": ["--seconds", "0.5", "--rounds", "1"],
@@ -49,6 +51,13 @@ SECTIONS = {
         "Between two processes: through both managers (from `send` to `Success` on the other side), the engine alone "
         "with the same pieces, and memcpy of the same pieces within one process.",
         transfer_rate.render,
+    ),
+    "layerwise": (
+        "Pages that leave layer by layer",
+        "A random checkpoint with layers as those of Qwen3-0.6B, but fewer and narrower, so that the transfer weighs more "
+        "than it would there; one thread computes, the rest of the cores is the sender's and everybody else's. What there is "
+        "to gain is the time of the transfer. On a shared machine the best of a few is the figure to look at.",
+        layerwise.render,
     ),
     "step_time": (
         "Decode step",

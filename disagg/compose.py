@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from disagg.decode_role import DecodeRole
+from disagg.layerwise import StepClock, groups_of
 from disagg.metadata import Checksum, MetadataBuffers
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
@@ -14,7 +15,7 @@ from engine.build import EngineParts
 from engine.executor.page_checksum import NAME as CHECKSUM_NAME
 from engine.executor.page_checksum import PageChecksum
 from engine.loop.role import Role, UnifiedRole
-from transfer_backends.contract import KVArgs, Region, TransferConfig
+from transfer_backends.contract import KVArgs, LayerGroup, Region, TransferConfig
 from transfer_backends.decode_manager import DecodeManager
 from transfer_backends.engines.registry import EngineOptions, make_engine
 from transfer_backends.prefill_manager import PrefillManager
@@ -33,10 +34,13 @@ def _prefill(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
 ) -> PrefillRole:
     engine = make_engine(spec.disagg.disaggregation_transfer_backend, _options(spec))
-    kv_args = _kv_args(spec, parts, metadata)
+    groups = _layer_groups(spec, parts)
+    kv_args = replace(_kv_args(spec, parts, metadata), groups=groups)
     config = _transfer_config(spec)
-    manager = PrefillManager(kv_args, engine, config)
+    manager = PrefillManager(kv_args, engine, config, layers=StepClock(parts.layers) if groups else None)
     manager.set_wakeup(wakeup)
+    if groups:
+        parts.layers.watch([group.end_layer for group in groups], manager.wake_sender)
     manager.start()
     assert spec.bootstrap is not None, "the worker names a bootstrap server"
     registrar = registrar_of(manager, kv_args, server=spec.bootstrap, secret=config.secret)
@@ -49,6 +53,7 @@ def _prefill(
         page_bytes=parts.pool.page_bytes,
         checksum=_checksum(spec, parts),
         bounds=_bounds(parts),
+        layerwise=bool(groups),
     )
 
 
@@ -74,6 +79,14 @@ def _decode(
         moves_bytes=backend != "fake",
         prealloc_timeout_s=spec.disagg.disaggregation_prealloc_timeout,
         checksum=_checksum(spec, parts),
+    )
+
+
+def _layer_groups(spec: SchedulerSpec, parts: EngineParts) -> tuple[LayerGroup, ...]:
+    return groups_of(
+        parts.pool.layer_ends(),
+        asked=spec.disagg.disaggregation_layerwise_transfer,
+        on_cuda=parts.pool.device.type == "cuda",
     )
 
 

@@ -56,6 +56,11 @@ class DisaggConfig:
     disaggregation_kv_checksum: bool = flag(
         False, "prefill sends a checksum of a prompt's KV pages, decode compares before it starts (both need the flag)"
     )
+    disaggregation_layerwise_transfer: str = flag(
+        "auto",
+        "prefill sends a layer's KV while the next layers compute; on, off, or auto: on CUDA, where pages are large enough",
+        choices=("auto", "on", "off"),
+    )
     cluster_secret_file: str | None = flag(
         None, "file with a secret that all workers share; it authenticates control plane and bootstrap server"
     )

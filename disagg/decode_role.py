@@ -21,6 +21,7 @@ from disagg.quarantine import Quarantine
 from disagg.resumption import Resumption
 from disagg.subject import about_request
 from engine.core.outputs import StepEffects, refusal, refused
+from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput
@@ -150,13 +151,19 @@ class DecodeRole:
                     outputs += self._expire(entry, now_s)
         return outputs
 
+    def on_launch(self, plan: Plan) -> None:
+        """No peer waits for what it computes."""
+
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         return effects.outputs
 
     # ---- moves
 
     def _preallocate(self, entry: Entry, now_s: float) -> bool:
-        """Pages for the whole prompt and a metadata row, told to prefill; False when there is no room now."""
+        """Pages for the whole prompt and a metadata row, told to prefill; False when there is no room now.
+
+        What of the prompt is cached here (an earlier turn of a conversation) is locked, and not asked for.
+        """
         row = self._metadata.allocate()
         if row is None:
             return False
@@ -165,7 +172,8 @@ class DecodeRole:
             return False
         entry.row, entry.stage = row, Stage.TRANSFER
         entry.request.times.queued_s = now_s
-        entry.receiver.provide(entry.request.pages, row)
+        skip = entry.request.shared_pages  # cached here: neither written nor exposed
+        entry.receiver.provide(entry.request.pages[skip:], row, skip_pages=skip)
         return True
 
     def _expire(self, entry: Entry, now_s: float) -> list[TokenOutput]:
@@ -181,7 +189,7 @@ class DecodeRole:
         try:
             first = self._metadata.read(entry.row, room=entry.room if entry.moves_bytes else None)
             if self._checksum is not None and entry.moves_bytes:
-                verify(first, entry.request.pages, self._checksum)
+                verify(first, entry.request.pages[entry.request.shared_pages :], self._checksum)
                 self._counters["kv_checksum_verified"] += 1
         except (MetadataCorrupt, KVCorrupt) as error:
             subject = about_request(entry.request, entry.room)

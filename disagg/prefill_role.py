@@ -3,6 +3,10 @@
     add -> BOOTSTRAP --indices here--> SCHEDULED --last chunk sent--> INFLIGHT --Success--> ENDING -> gone
                \\__________ Failed, abort, timeout: answered at once ___________/              (memory back)
 
+Pages are handed over when their chunk is computed; or, *layer by layer*, when it is launched, with a gate: the manager posts
+each group of layers when the stream has written it. The metadata row is handed over at the end either way, so nothing
+can pass for complete before all of it is.
+
 Decode may also ask for the KV of a request that it retracted (`Asked`, disagg/recompute.py): the same way, with no request of
 a client behind it, so nothing is answered here; its pages are known from the start.
 
@@ -21,11 +25,11 @@ from disagg.recompute import Bounds, request_for, why_not
 from disagg.subject import about_request
 from disagg.transfer_gauges import TransferGauges
 from engine.core.outputs import StepEffects, output_of, refusal, refused
-from engine.core.plan import ItemResult
+from engine.core.plan import ItemResult, Plan, PlanItem
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
-from transfer_backends.contract import ABORTED_BY_DECODE, Asked, KVSender
+from transfer_backends.contract import ABORTED_BY_DECODE, Asked, Gate, KVSender
 from transfer_backends.kvpoll import KVPoll, RoomInUse
 
 log = logging.getLogger(__name__)
@@ -66,7 +70,7 @@ class Entry:
     """`answer`: the output to send once decode has everything. `sent_pages`: of the request's row.
 
     `last_pages` went with the last chunk, at `last_sent_s`. `moves_bytes`: not a fake transfer. `asked`: by decode, no client
-    waits for an answer; decode has the first `skip_pages` of the row.
+    waits for an answer. Decode has the first `skip_pages` of the row.
     """
 
     request: Request
@@ -100,8 +104,10 @@ class PrefillRole:
         page_bytes: int,
         bounds: Bounds,
         checksum: Checksum | None = None,
+        layerwise: bool = False,
     ) -> None:
-        """`checksum`: of pages, sent along with them; None: it is not asked for."""
+        """`checksum`: of pages, sent along with them; None: it is not asked for. `layerwise`: pages leave layer by layer."""
+        self._layerwise = layerwise
         self._directory = directory
         self._scheduler = scheduler
         self._manager = manager
@@ -176,9 +182,17 @@ class PrefillRole:
             return self._succeed(entry, now_s)
         return []
 
+    def on_launch(self, plan: Plan) -> None:
+        if not self._layerwise:
+            return
+        for item in plan.items:
+            entry = self._entries.get(item.rid)
+            if item.extend and entry is not None and entry.stage is Stage.SCHEDULED:
+                self._send_launched(entry, item, plan.seq)
+
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         for request in effects.progressed:
-            if not request.pooling:
+            if not request.pooling and not self._layerwise:
                 self._send_whole_pages(self._entries[request.rid])
         for request, output, first in effects.prefilled:
             request.times.computed_s = now_s
@@ -205,9 +219,12 @@ class PrefillRole:
 
     def _schedule(self, entry: Entry, now_s: float) -> list[TokenOutput]:
         """Decode has told its pages: the request may compute."""
+        if not entry.asked:
+            entry.skip_pages = entry.sent_pages = entry.sender.skip_pages
         need = self._scheduler.memory.allocator.pages_for(len(entry.request.input_ids)) - entry.skip_pages
         if entry.sender.num_pages not in (None, need):
-            entry.sender.abort(f"decode gave {entry.sender.num_pages} pages, the prompt needs {need}")
+            besides = f" besides {entry.skip_pages} that decode has" * bool(entry.skip_pages)
+            entry.sender.abort(f"decode gave {entry.sender.num_pages} pages, the prompt needs {need}{besides}")
             return self._fail(entry)
         entry.stage, entry.request.times.queued_s = Stage.SCHEDULED, now_s
         if not entry.asked:
@@ -226,6 +243,20 @@ class PrefillRole:
             pages, dst_start = entry.request.pages[entry.sent_pages : whole], entry.sent_pages - entry.skip_pages
             entry.sender.send(pages, dst_start=dst_start, last=False)
             entry.sent_pages = whole
+
+    def _send_launched(self, entry: Entry, item: PlanItem, step: int) -> None:
+        """Pages that `item` completes leave while it computes, those before them (found cached) once it has begun.
+
+        Not sooner: what is cached may be a copy from the host tier that is still on its way, in stream order.
+        """
+        size, request = self._scheduler.memory.allocator.page_size, entry.request
+        end = len(request.pages) if item.kv_len >= len(request.input_ids) else item.kv_len // size
+        for until, by_layer in ((min(item.start // size, end), False), (end, True)):
+            if until > entry.sent_pages:
+                pages, dst_start = request.pages[entry.sent_pages : until], entry.sent_pages - entry.skip_pages
+                entry.sender.send(pages, dst_start=dst_start, last=False, gate=Gate(step, by_layer))
+                entry.sent_pages = until
+                entry.last_pages = len(pages)
 
     def _hand_over_computed(self, now_s: float) -> None:
         """Last chunk and metadata row, in order of completion; without a free row they wait."""
@@ -253,7 +284,7 @@ class PrefillRole:
         entry.sender.send(rest, dst_start=entry.sent_pages - entry.skip_pages, last=True, aux_idx=entry.row)
         entry.sent_pages += len(rest)
         entry.answer, entry.stage = output, Stage.INFLIGHT
-        entry.last_pages, entry.last_sent_s = len(rest), now_s
+        entry.last_pages, entry.last_sent_s = len(rest) or entry.last_pages, now_s
 
     def _succeed(self, entry: Entry, now_s: float) -> list[TokenOutput]:
         assert entry.answer is not None
@@ -266,6 +297,7 @@ class PrefillRole:
             self._transfers.landed(size_bytes=size_bytes, taken_s=now_s - entry.last_sent_s)
             self._counters["kv_transfers"] += 1
             self._counters["kv_sent_bytes"] += (entry.sent_pages - entry.skip_pages) * self._page_bytes
+            self._counters["kv_skipped_bytes"] += entry.skip_pages * self._page_bytes
         self._forget_when_released(entry)
         return [entry.answer]
 

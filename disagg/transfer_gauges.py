@@ -9,7 +9,8 @@ class TransferGauges:
     """Measured from the last chunk's hand-over until every byte and the metadata row have landed: what a request waits
 
     for. (Earlier chunks travel while the next one computes.) The loop polls, so this is its resolution: speeds are lower
-    bounds for small prompts.
+    bounds for small prompts. Layer by layer most of the last chunk has left before: then the speed is what it looks like to
+    the request, and may be more than the wire's.
     """
 
     def __init__(self) -> None:

@@ -21,6 +21,7 @@ from engine.core.scheduler import Scheduler
 from engine.executor.executor import Executor
 from engine.executor.future_map import FutureMap
 from engine.executor.kv_pool import KVPool
+from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
 from engine.executor.page_backup import PageBackup
 from engine.executor.page_table import PageTable
@@ -44,7 +45,7 @@ from engine.resolve import depth, limits, num_pages, priorities, resolve
 class EngineParts:
     """A ready engine. `config` is resolved. `adapters`: None where requests may name none.
 
-    `events`: what happens in the prefix cache, None where nobody is told.
+    `events`: what happens in the prefix cache, None where nobody is told. `layers`: how far its steps have got.
     """
 
     config: EngineConfig
@@ -55,6 +56,7 @@ class EngineParts:
     depth: int
     weights: Weights
     disk: DiskPump
+    layers: LayerMarks
     adapters: AdapterStore | None = None
     events: CacheEvents | None = None
 
@@ -101,6 +103,7 @@ def build_engine(
         identity = _identities(config, model_config, pool)
         tier = build_host_tier(config, pool, identity(config.weight_version, before), wakeup=wakeup)
     bank = AdapterBank() if config.enable_lora else None
+    layers = LayerMarks(device)
     runner = ModelRunner(
         model=model,
         backend=make_attention_backend(config.attention_backend, pool, num_heads=model_config.num_heads),
@@ -113,6 +116,7 @@ def build_engine(
         backup=PageBackup(pool),
         host_pool=tier.pool if tier else None,
         adapters=bank,
+        layers=layers,
     )
     stream = make_stream(
         config.stream,
@@ -157,6 +161,7 @@ def build_engine(
         disk=tier.pump if tier else DiskPump(),
         adapters=None if bank is None else _adapter_store(config, model, bank, executor),
         events=events,
+        layers=layers,
     )
 
 

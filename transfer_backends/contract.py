@@ -9,7 +9,7 @@ as long as the manager lives.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,14 @@ class Region:
 
 
 @dataclass(frozen=True)
+class LayerGroup:
+    """Some layers that leave together: those before `end_layer`, and not in the group before; they end at `end_byte` of a page."""
+
+    end_layer: int
+    end_byte: int
+
+
+@dataclass(frozen=True)
 class KVArgs:
     """The memory of one worker that takes part in transfers.
 
@@ -42,6 +50,7 @@ class KVArgs:
     aux: one item is one row of the metadata buffer
     `signature` names model and layout; `signature`, `page_size`, `dtype`, both `item_bytes` and `kv_checksum` (the name of
     the checksum that goes with the pages, or "off") must equal the peer's.
+    `groups`: in order, from a page's first byte to its last; how a page is cut that leaves layer by layer. Our own affair.
     """
 
     kv: Region
@@ -50,6 +59,7 @@ class KVArgs:
     page_size: int
     dtype: str
     kv_checksum: str = "off"
+    groups: tuple[LayerGroup, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +197,38 @@ class Asked:
     work: Work
 
 
+class Progress(NamedTuple):
+    """KV of the first `layers` layers of step `step` is in memory, and all of every earlier step; they compare in order."""
+
+    step: int
+    layers: int
+
+
+NOTHING_YET = Progress(-1, 0)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What step `step` has still to do for some pages before they may leave.
+
+    `by_layer`: it writes them, each group of layers may go when it is there. Else they are complete once it has begun.
+    """
+
+    step: int
+    by_layer: bool
+
+
+class LayerClock(Protocol):
+    """How far the engine's stream has got. Asked by the sender thread only."""
+
+    def progress(self) -> Progress:
+        """Never goes back."""
+
+    @property
+    def ticking(self) -> bool:
+        """It will go on soon without anybody being woken: ask again."""
+
+
 ABORTED_BY_DECODE = "aborted by decode"  # a sender's failure that begins so is no fault of prefill: decode says why
 
 
@@ -197,12 +239,25 @@ class KVSender(Protocol):
     def num_pages(self) -> int | None:
         """Pages decode gave, once `WaitingForInput`; None before that and for a fake sender (any number will do)."""
 
+    @property
+    def skip_pages(self) -> int:
+        """Pages at the front of the prompt that decode has already: they come before those it gave. 0 until they are known."""
+
     def poll(self) -> KVPoll: ...
 
-    def send(self, src_pages: Sequence[int], *, dst_start: int, last: bool, aux_idx: int | None = None) -> None:
+    def send(
+        self,
+        src_pages: Sequence[int],
+        *,
+        dst_start: int,
+        last: bool,
+        aux_idx: int | None = None,
+        gate: Gate | None = None,
+    ) -> None:
         """Queue pages: `src_pages[i]` goes to decode's page `dst_start + i`. Chunks come in order, without gaps.
 
         `last` ends the transfer and carries metadata row `aux_idx`. A no-op once the transfer has failed.
+        `gate`: the pages are not complete yet (None: they are); gates come in the order of their steps, not with `last`.
         """
 
     def abort(self, reason: str) -> None:
@@ -222,8 +277,11 @@ class KVReceiver(Protocol):
 
     def poll(self) -> KVPoll: ...
 
-    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
-        """Once, in `WaitingForInput`: where prefill is to write. A no-op once the transfer has failed."""
+    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
+        """Once, in `WaitingForInput`: where prefill is to write. A no-op once the transfer has failed.
+
+        `dst_pages` are those after the first `skip_pages` of the prompt, which are here already.
+        """
 
     def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
         """As `provide`, of a room of an attempt above 0: no request for it goes to prefill, this is the request.

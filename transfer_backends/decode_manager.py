@@ -226,9 +226,9 @@ class Receiver:
             self._last = self._rooms.machine.state(self._key)
         return self._last
 
-    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
+    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
         with self._manager.core() as now_s:
-            self._rooms.provide(self._key, dst_pages, aux_idx, now_s)
+            self._rooms.provide(self._key, dst_pages, aux_idx, now_s, skip_pages=skip_pages)
 
     def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
         with self._manager.core() as now_s:

@@ -137,9 +137,16 @@ class DecodeRooms:
         return key
 
     def provide(
-        self, key: RoomKey, dst_pages: Sequence[int], aux_idx: int, now_s: float, work: Work | None = None
+        self,
+        key: RoomKey,
+        dst_pages: Sequence[int],
+        aux_idx: int,
+        now_s: float,
+        work: Work | None = None,
+        *,
+        skip_pages: int = 0,
     ) -> None:
-        """`work`: to be computed, in a room that asks."""
+        """`work`: to be computed, in a room that asks; it says by itself what is to be skipped."""
         rec = self._rooms[key]
         assert rec.asks == (work is not None), (
             f"room {key}: attempt 0 has a request at prefill, the others ask for work"
@@ -158,7 +165,8 @@ class DecodeRooms:
         rec.progress_at_s = now_s
         self._expose(rec, True)
         where = (*self._to(rec.session), *key, pack_ids(pages), aux_idx)
-        self.sessions.say(rec.session, TransferInfo(*where) if work is None else Recompute(*where, *_wire_work(work)))
+        info = TransferInfo(*where, skip_pages) if work is None else Recompute(*where, *_wire_work(work))
+        self.sessions.say(rec.session, info)
 
     def abort(self, key: RoomKey, reason: str, now_s: float) -> None:
         if self.machine.state(key) not in FINAL:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from transfer_backends.contract import Engine, OpState
+from transfer_backends.contract import Engine, LayerClock, OpState
 from transfer_backends.prefill_peers import Command, ConnectPeer, FencePeer
 from transfer_backends.prefill_rooms import PrefillRooms
 from transfer_backends.prefill_sending import Post
@@ -34,9 +34,15 @@ class Running:
 
 class EngineDriver:
     def __init__(
-        self, *, engine: Engine, rooms: PrefillRooms, core: Callable[[], AbstractContextManager[float]]
+        self,
+        *,
+        engine: Engine,
+        rooms: PrefillRooms,
+        core: Callable[[], AbstractContextManager[float]],
+        layers: LayerClock | None = None,
     ) -> None:
-        """`core()` locks `rooms` and yields the time."""
+        """`core()` locks `rooms` and yields the time. `layers`: how far the steps have got that pages wait for."""
+        self._layers = layers
         self._engine = engine
         self._rooms = rooms
         self._core = core
@@ -78,7 +84,7 @@ class EngineDriver:
         if moved:
             self._naps = 0
             return
-        if not self._running:
+        if not self._running and not (self._layers is not None and self._layers.ticking):
             self._event.wait(IDLE_S)
             return
         self._naps += 1
@@ -93,6 +99,8 @@ class EngineDriver:
     def step(self) -> bool:
         """One turn of the sender thread; True when something moved."""
         with self._core() as now_s:
+            if self._layers is not None:
+                self._rooms.on_progress(self._layers.progress(), now_s)
             commands = list(self._rooms.effects.commands)
             self._rooms.effects.commands.clear()
             post = self._rooms.next_post(now_s)

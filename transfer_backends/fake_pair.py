@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from transfer_backends.contract import Work
+from transfer_backends.contract import Gate, Work
 from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll
 
 
@@ -31,7 +31,19 @@ class FakeSender(_Fake):
     def num_pages(self) -> int | None:
         return None
 
-    def send(self, src_pages: Sequence[int], *, dst_start: int, last: bool, aux_idx: int | None = None) -> None:
+    @property
+    def skip_pages(self) -> int:
+        return 0
+
+    def send(
+        self,
+        src_pages: Sequence[int],
+        *,
+        dst_start: int,
+        last: bool,
+        aux_idx: int | None = None,
+        gate: Gate | None = None,
+    ) -> None:
         if self._state is KVPoll.Success:
             raise IllegalTransition("fake room: send after the last chunk")
         if self._state is not KVPoll.Failed:
@@ -42,7 +54,7 @@ class FakeSender(_Fake):
 
 
 class FakeReceiver(_Fake):
-    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
+    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
         if self._state is KVPoll.Success:
             raise IllegalTransition("fake room: provided twice")
         if self._state is not KVPoll.Failed:

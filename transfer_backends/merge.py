@@ -47,6 +47,18 @@ def plan_pieces(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_pie
     )
 
 
+def plan_strips(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, begin: int, end: int) -> Pieces:
+    """As `plan_pieces`, of bytes begin..end of each item alone: nothing adjoins, so nothing is merged, and nothing split."""
+    size, begin_bytes = np.uint64(src.item_bytes), np.uint64(begin)
+    return Pieces(
+        src=np.uint64(src.base_ptr) + src_ids.astype(np.uint64) * size + begin_bytes,
+        dst=np.uint64(dst.base_ptr) + dst_ids.astype(np.uint64) * size + begin_bytes,
+        lengths=np.full(len(src_ids), end - begin, np.uint64),
+        src_device=src.device,
+        dst_device=dst.device,
+    )
+
+
 def batches(pieces: Pieces, *, max_pieces: int, max_bytes: int) -> Iterator[Pieces]:
     """Cut into posts of at most `max_pieces` pieces and about `max_bytes` bytes (one piece at least), in order."""
     total = np.cumsum(pieces.lengths.astype(np.int64))

@@ -18,11 +18,12 @@ MAX_REASON_CHARS = 256  # of an ended room's reason, which may be a peer's words
 
 @dataclass(frozen=True)
 class Offer:
-    """Where decode (its incarnation) wants the pages and the metadata row."""
+    """Where decode (its incarnation) wants the pages after the first `skip_pages` and the metadata row."""
 
     incarnation: str
     pages: I64
     aux_idx: int
+    skip_pages: int = 0
 
 
 @dataclass(frozen=True)

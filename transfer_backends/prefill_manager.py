@@ -6,7 +6,7 @@ The role calls `sender(...)` from the scheduler's loop; nothing it does there bl
 import time
 from collections.abc import Sequence
 
-from transfer_backends.contract import Asked, Clock, Engine, KVArgs, KVSender, TransferConfig
+from transfer_backends.contract import Asked, Clock, Engine, Gate, KVArgs, KVSender, LayerClock, TransferConfig
 from transfer_backends.control_port import Event, Frame, LinkClosed, PeersRefused
 from transfer_backends.engine_driver import EngineDriver
 from transfer_backends.fake_pair import FakeSender
@@ -33,7 +33,9 @@ class PrefillManager(Shell):
         clock: Clock = time.monotonic,
         *,
         outside: Outside = THIS_MACHINE,
+        layers: LayerClock | None = None,
     ) -> None:
+        """`layers`: what opens gates; its ticks call `wake_sender`."""
         self.incarnation = outside.incarnation()
         self._engine = engine
         engine.register([kv_args.kv, kv_args.aux])
@@ -42,7 +44,7 @@ class PrefillManager(Shell):
         )
         self._listen = outside.listen(config.control_host, config.control_port, secret=config.secret)
         super().__init__(name="prefill", port=self._listen, machine=self._rooms.machine, config=config, clock=clock)
-        self._driver = EngineDriver(engine=engine, rooms=self._rooms, core=self.core)
+        self._driver = EngineDriver(engine=engine, rooms=self._rooms, core=self.core, layers=layers)
         self._recheck = 0
 
     def start(self) -> None:
@@ -61,6 +63,10 @@ class PrefillManager(Shell):
         with self.core() as now_s:
             key = self._rooms.open(room, attempt, now_s)
         return Sender(self, key)
+
+    def wake_sender(self) -> None:
+        """There may be something to post. From any thread; costs nothing to speak of."""
+        self._driver.wake()
 
     def take_asked(self) -> list[Asked]:
         """What decode workers want computed, in order; each needs a `sender` of its room and attempt."""
@@ -180,15 +186,29 @@ class Sender:
     def num_pages(self) -> int | None:
         return self._rooms.num_pages(self._key)
 
+    @property
+    def skip_pages(self) -> int:
+        return self._rooms.skip_pages(self._key)
+
     def poll(self) -> KVPoll:
         if self._last not in FINAL:
             self._last = self._rooms.machine.state(self._key)
         return self._last
 
-    def send(self, src_pages: Sequence[int], *, dst_start: int, last: bool, aux_idx: int | None = None) -> None:
+    def send(
+        self,
+        src_pages: Sequence[int],
+        *,
+        dst_start: int,
+        last: bool,
+        aux_idx: int | None = None,
+        gate: Gate | None = None,
+    ) -> None:
         with self._manager.core() as now_s:
-            self._rooms.send(self._key, src_pages, dst_start=dst_start, last=last, aux_idx=aux_idx, now_s=now_s)
-        self._manager._driver.wake()
+            self._rooms.send(
+                self._key, src_pages, dst_start=dst_start, last=last, aux_idx=aux_idx, now_s=now_s, gate=gate
+            )
+            self._manager._driver.wake()  # before the control thread, whose news can wait: bytes first
 
     def abort(self, reason: str) -> None:
         with self._manager.core():

@@ -20,7 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from transfer_backends.contract import ABORTED_BY_DECODE, Asked, Caps, KVArgs, TransferConfig, Work
+from transfer_backends.contract import (
+    ABORTED_BY_DECODE,
+    NOTHING_YET,
+    Asked,
+    Caps,
+    Gate,
+    KVArgs,
+    Progress,
+    TransferConfig,
+    Work,
+)
 from transfer_backends.kvpoll import (
     FINAL,
     IllegalTransition,
@@ -32,7 +42,7 @@ from transfer_backends.kvpoll import (
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill_inbox import Inbox, Offer
 from transfer_backends.prefill_peers import Effects, Link, Peer, PeerTable, Phase
-from transfer_backends.prefill_sending import Chunk, Post, Room, check_send, plan_posts
+from transfer_backends.prefill_sending import Chunk, Post, Room, check_send, num_groups, num_open, plan_posts
 from transfer_backends.wire import (
     Abort,
     Bye,
@@ -70,6 +80,8 @@ class PrefillRooms:
         self._rooms: dict[RoomKey, Room] = {}
         self._next_scan_s = 0.0
         self._ready: deque[RoomKey] = deque()  # rooms with something to post, in turn
+        self._progress = NOTHING_YET
+        self._gated: dict[RoomKey, None] = {}  # rooms that wait for a step to write something, in order
         self._inbox = Inbox(config)
         self._handlers: dict[type, Callable[[Peer, Any, float], None]] = {
             TransferInfo: self._on_transfer_info,
@@ -110,8 +122,20 @@ class PrefillRooms:
         offer = self._rooms[key].offer
         return None if offer is None else len(offer.pages)
 
+    def skip_pages(self, key: RoomKey) -> int:
+        offer = self._rooms[key].offer
+        return 0 if offer is None else offer.skip_pages
+
     def send(
-        self, key: RoomKey, src_pages: Sequence[int], *, dst_start: int, last: bool, aux_idx: int | None, now_s: float
+        self,
+        key: RoomKey,
+        src_pages: Sequence[int],
+        *,
+        dst_start: int,
+        last: bool,
+        aux_idx: int | None,
+        now_s: float,
+        gate: Gate | None = None,
     ) -> None:
         """Raises ValueError for our own mistakes; a count that differs from decode's fails the room."""
         rec = self._rooms[key]
@@ -121,16 +145,17 @@ class PrefillRooms:
         if rec.offer is None or state is KVPoll.Success or rec.all_queued:
             raise IllegalTransition(f"room {key}: send in {state.name}{' after the last chunk' * rec.all_queued}")
         src = np.asarray(src_pages, dtype=np.int64)
-        check_send(rec, src, args=self._args, dst_start=dst_start, last=last, aux_idx=aux_idx)
+        check_send(rec, src, args=self._args, dst_start=dst_start, last=last, aux_idx=aux_idx, gate=gate)
         if state is KVPoll.WaitingForInput:
             self.machine.move(key, KVPoll.Transferring)
-            self._tell_progress(rec, now_s)
+            if gate is None:  # of what is still to be computed decode hears when it lands: its patience is for that
+                self._tell_progress(rec, now_s)
         total, given = dst_start + len(src), len(rec.offer.pages)
         if total > given or (last and total != given):
             word = "at least " * (not last)
             self._fail(rec, f"decode gave {given} pages, prefill has {word}{total}: the two prompts differ")
             return
-        chunk = Chunk(src, dst_start, aux_idx if last else None)
+        chunk = Chunk(src, dst_start, aux_idx if last else None, gate)
         rec.given.append(chunk)
         if not rec.held:
             rec.chunks.append(chunk)
@@ -203,10 +228,36 @@ class PrefillRooms:
 
     def _head(self, rec: Room) -> Post | None:
         while not rec.posts and rec.chunks:
+            chunk = rec.chunks[0]
+            until = num_open(chunk, self._progress, self._args)
+            if until <= rec.left_groups:
+                self._gated[rec.key] = None
+                return None
             peer = self.peers.get(rec.offer.incarnation) if rec.offer else None
             assert rec.offer is not None and peer is not None, "a room's peer outlives its queue"
-            rec.posts.extend(plan_posts(rec.chunks.popleft(), rec, peer, args=self._args, caps=self._caps))
+            rec.posts.extend(plan_posts(chunk, rec, peer, until=until, args=self._args, caps=self._caps))
+            rec.left_groups = until
+            if until == num_groups(chunk, self._args):
+                rec.chunks.popleft()
+                rec.left_groups = 0
         return rec.posts[0] if rec.posts else None
+
+    def on_progress(self, progress: Progress, now_s: float) -> None:
+        """The engine has written more: who waited for it may post."""
+        assert progress >= self._progress, "a stream does not go back"
+        if progress == self._progress:
+            return
+        self._progress = progress
+        for key in self._gated:
+            if (rec := self._rooms.get(key)) is not None:
+                rec.progress_at_s = now_s
+                self._ready.append(key)
+        self._gated.clear()
+
+    def _waits_for_compute(self, rec: Room) -> bool:
+        """Nothing to post, and that is nobody's fault."""
+        gated = rec.chunks and num_open(rec.chunks[0], self._progress, self._args) <= rec.left_groups
+        return bool(gated) and not (rec.posts or rec.num_ops)
 
     def _count_posted(self, rec: Room, post: Post, peer: Peer, now_s: float) -> None:
         rec.num_ops += 1
@@ -226,7 +277,8 @@ class PrefillRooms:
         self.num_inflight -= len(post.pieces)
         self._num_inflight_bytes -= post.pieces.size_bytes
         rec.dirty |= not ok
-        self.machine.touch()
+        if self.machine.state(post.key) in FINAL:  # its pages may be free now; else there is nothing new to see
+            self.machine.touch()
         self.peers.on_op_final(peer, ok=ok)
         if ok:
             self._on_written(rec, post, now_s)
@@ -247,7 +299,7 @@ class PrefillRooms:
             self._fail(rec, f"writing to the decode worker failed{times}: {error}")
             return
         rec.hold()
-        rec.done_pages = 0
+        rec.done_bytes = 0
         rec.progress_at_s = now_s
         self.effects.counters["retried"] += 1
         self._tell_progress(rec, now_s)
@@ -257,7 +309,7 @@ class PrefillRooms:
         if post.retry != rec.retry:
             self.effects.counters["late_completions"] += 1
             return
-        rec.done_pages += post.num_pages
+        rec.done_bytes += post.kv_bytes
         rec.progress_at_s = now_s
         if self.machine.state(rec.key) is not KVPoll.Transferring:
             return
@@ -370,7 +422,7 @@ class PrefillRooms:
             raise ValueError(f"room {message.room}: a page is given twice")
         if message.aux_idx >= peer.aux.num_items:
             raise ValueError(f"room {message.room}: aux_idx {message.aux_idx} is outside {peer.aux.num_items} rows")
-        return Offer(peer.incarnation, pages, message.aux_idx)
+        return Offer(peer.incarnation, pages, message.aux_idx, message.skip_pages)
 
     def _accept(self, rec: Room, offer: Offer) -> None:
         rec.offer = offer
@@ -426,7 +478,7 @@ class PrefillRooms:
             timeout_s = self._config.bootstrap_timeout_s
             self._fail(rec, f"no decode worker gave its pages within {timeout_s:g} s (bootstrap timeout)")
         busy = state is KVPoll.Transferring and (rec.num_ops or rec.posts or rec.chunks or rec.held)
-        if busy and now_s - rec.progress_at_s >= self._config.transfer_timeout_s:
+        if busy and not self._waits_for_compute(rec) and now_s - rec.progress_at_s >= self._config.transfer_timeout_s:
             self._fail(rec, f"the transfer made no progress for {self._config.transfer_timeout_s:g} s")
 
     def _expire(self, now_s: float) -> None:
@@ -446,8 +498,7 @@ class PrefillRooms:
         rec.reason = reason
         rec.held = False
         rec.given.clear()
-        rec.chunks.clear()
-        rec.posts.clear()
+        rec.clear()
         rec.undrained = rec.offer is not None
         if tell:
             self._tell(rec, KVPoll.Failed)
@@ -465,7 +516,8 @@ class PrefillRooms:
         peer = self.peers.get(rec.offer.incarnation) if rec.offer else None
         if peer is not None:
             reason = f"prefill: {rec.reason}" if rec.reason else ""
-            self._say_status(peer, rec.key, state, rec.done_pages, reason, rec.retry)
+            done_pages = rec.done_bytes // self._args.kv.item_bytes
+            self._say_status(peer, rec.key, state, done_pages, reason, rec.retry)
 
     def _tell_progress(self, rec: Room, now_s: float) -> None:
         rec.told_at_s = now_s
@@ -497,6 +549,8 @@ class PrefillRooms:
         for rec in self._rooms.values():
             if rec.num_ops < 0 or (self.machine.state(rec.key) is KVPoll.Success and not rec.quiet):
                 problems.append(f"room {rec.key}: {rec.num_ops} operations in {self.machine.state(rec.key).name}")
+            if rec.left_groups and not rec.chunks:
+                problems.append(f"room {rec.key}: {rec.left_groups} groups of layers of nothing")
         if self.num_inflight < 0 or (self.num_inflight and not any(rec.num_ops for rec in self._rooms.values())):
             problems.append(f"{self.num_inflight} pieces in flight without a room")
         return problems

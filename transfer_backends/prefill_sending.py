@@ -5,34 +5,39 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from transfer_backends.contract import Caps, KVArgs, Pieces
+from transfer_backends.contract import Caps, Gate, KVArgs, Pieces, Progress
 from transfer_backends.kvpoll import RoomKey
-from transfer_backends.merge import I64, batches, plan_pieces
+from transfer_backends.merge import I64, batches, plan_pieces, plan_strips
 from transfer_backends.prefill_inbox import Offer
 from transfer_backends.prefill_peers import Peer
 
 
 @dataclass(frozen=True)
 class Chunk:
+    """`gate`: what has to happen before its pages may leave, None: nothing."""
+
     src: I64
     dst_start: int
     aux_idx: int | None
+    gate: Gate | None = None
 
 
 @dataclass(eq=False)
 class Post:
-    """One engine operation to start. `num_pages`: KV pages in it (0: the metadata row). `retry`: of which try it is."""
+    """One engine operation to start. `kv_bytes`: of pages (0: the metadata row). `retry`: of which try it is."""
 
     key: RoomKey
     incarnation: str
     pieces: Pieces
-    num_pages: int
+    kv_bytes: int
     retry: int = 0
 
 
 @dataclass
 class Room:
-    """`queued_pages`: handed over by `send`; `done_pages`: written; `num_ops`: operations that are not final.
+    """`queued_pages`: handed over by `send`; `done_bytes`: of pages, written; `num_ops`: operations that are not final.
+
+    `left_groups`: groups of layers of the first chunk that have been planned.
 
     `dirty`: an operation failed, and no fence has held since. `undrained`: decode waits for `Drained`.
     `given`: every chunk that was handed over, in order, to begin anew with; `retry`: tries that failed; `held`: the next
@@ -45,7 +50,8 @@ class Room:
     chunks: deque[Chunk] = field(default_factory=deque)
     posts: deque[Post] = field(default_factory=deque)
     queued_pages: int = 0
-    done_pages: int = 0
+    left_groups: int = 0
+    done_bytes: int = 0
     all_queued: bool = False
     num_ops: int = 0
     dirty: bool = False
@@ -61,8 +67,13 @@ class Room:
         """A write failed: post nothing more for now."""
         self.retry += 1
         self.held = True
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is left to post."""
         self.chunks.clear()
         self.posts.clear()
+        self.left_groups = 0
 
     def begin_anew(self) -> None:
         """All of it, to the same pages."""
@@ -75,8 +86,21 @@ class Room:
         return self.num_ops == 0 and not self.dirty
 
 
-def check_send(rec: Room, src: I64, *, args: KVArgs, dst_start: int, last: bool, aux_idx: int | None) -> None:
+def check_send(
+    rec: Room,
+    src: I64,
+    *,
+    args: KVArgs,
+    dst_start: int,
+    last: bool,
+    aux_idx: int | None,
+    gate: Gate | None = None,
+) -> None:
     """Raises ValueError for a chunk that our own role got wrong."""
+    if last and gate is not None:
+        raise ValueError(f"room {rec.key}: the last chunk has a gate, its metadata row would vouch for pages to come")
+    if gate is not None and gate.by_layer and not args.groups:
+        raise ValueError(f"room {rec.key}: pages are to leave by layers, and nothing says where layers end")
     if dst_start != rec.queued_pages:
         raise ValueError(f"room {rec.key}: dst_start {dst_start} leaves a gap (next is {rec.queued_pages})")
     if len(src) and not (src.min() >= 0 and src.max() < args.kv.num_items):
@@ -85,13 +109,36 @@ def check_send(rec: Room, src: I64, *, args: KVArgs, dst_start: int, last: bool,
         raise ValueError(f"room {rec.key}: aux_idx {aux_idx} is outside 0..{args.aux.num_items - 1}")
 
 
-def plan_posts(chunk: Chunk, rec: Room, peer: Peer, *, args: KVArgs, caps: Caps) -> list[Post]:
-    """Engine operations of a chunk, the metadata row (of the last chunk) at the end."""
+def num_open(chunk: Chunk, progress: Progress, args: KVArgs) -> int:
+    """How many of the groups of layers of its pages may leave, of `num_groups`."""
+    gate = chunk.gate
+    if gate is None or progress.step > gate.step:
+        return num_groups(chunk, args)
+    if progress.step < gate.step:
+        return 0
+    return sum(group.end_layer <= progress.layers for group in args.groups) if gate.by_layer else 1
+
+
+def num_groups(chunk: Chunk, args: KVArgs) -> int:
+    """1: its pages leave whole."""
+    return len(args.groups) if chunk.gate is not None and chunk.gate.by_layer else 1
+
+
+def plan_posts(chunk: Chunk, rec: Room, peer: Peer, *, until: int, args: KVArgs, caps: Caps) -> list[Post]:
+    """Engine operations of a chunk from `rec.left_groups` up to group `until`; with its last one the metadata row.
+
+    A chunk of which all is there is written page by page, merged where pages adjoin.
+    """
     assert rec.offer is not None
     dst = rec.offer.pages[chunk.dst_start : chunk.dst_start + len(chunk.src)]
-    kv = plan_pieces(chunk.src, dst, src=args.kv, dst=peer.kv, max_piece_bytes=caps.max_piece_bytes)
+    if (rec.left_groups, until) == (0, num_groups(chunk, args)):
+        kv = plan_pieces(chunk.src, dst, src=args.kv, dst=peer.kv, max_piece_bytes=caps.max_piece_bytes)
+    else:
+        begin = args.groups[rec.left_groups - 1].end_byte if rec.left_groups else 0
+        end = args.groups[until - 1].end_byte
+        kv = plan_strips(chunk.src, dst, src=args.kv, dst=peer.kv, begin=begin, end=end)
     posts = [
-        Post(rec.key, peer.incarnation, part, part.size_bytes // args.kv.item_bytes, rec.retry)
+        Post(rec.key, peer.incarnation, part, part.size_bytes, rec.retry)
         for part in batches(kv, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)
     ]
     if chunk.aux_idx is not None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from transfer_backends.contract import KVArgs
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
 
@@ -30,6 +30,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
 Descriptor = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+SkipPages = Annotated[int, msgspec.Meta(ge=0, le=MAX_PAGES)]
 PageBytes = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_PAGES)]
 
 
@@ -83,12 +84,16 @@ class Refused(_Message, frozen=True):
 
 
 class TransferInfo(_Message, frozen=True):
-    """Where to write: int32 little-endian page ids, in prompt order, and a metadata row."""
+    """Where to write: int32 little-endian page ids, in prompt order, and a metadata row.
+
+    `pages` are those of the whole prompt but for its first `skip_pages`, which decode has cached.
+    """
 
     room: Room
     attempt: Attempt
     pages: PageBytes
     aux_idx: Count
+    skip_pages: SkipPages = 0
 
 
 class Recompute(_Message, frozen=True):
@@ -103,7 +108,7 @@ class Recompute(_Message, frozen=True):
     pages: PageBytes
     aux_idx: Count
     tokens: PageBytes
-    skip_pages: Annotated[int, msgspec.Meta(ge=0, le=MAX_PAGES)]
+    skip_pages: SkipPages
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
     share: bool
 

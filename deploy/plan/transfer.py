@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from deploy.plan.host import Host
 from deploy.plan.timeline import Timeline
 from disagg.metadata import MetadataBuffers
-from transfer_backends.contract import Asked, Work
+from transfer_backends.contract import Asked, Gate, Work
 from transfer_backends.kvpoll import KVPoll
 
 
@@ -46,6 +46,7 @@ class Room:
     decode_state: KVPoll = KVPoll.Bootstrapping
     num_pages: int | None = None
     decode_row: int = 0
+    skip_pages: int = 0  # at the front, which decode has
 
 
 class Network:
@@ -140,10 +141,22 @@ class Sender:
     def num_pages(self) -> int | None:
         return self.room.num_pages
 
+    @property
+    def skip_pages(self) -> int:
+        return self.room.skip_pages
+
     def poll(self) -> KVPoll:
         return self.room.prefill_state
 
-    def send(self, src_pages: Sequence[int], *, dst_start: int, last: bool, aux_idx: int | None = None) -> None:
+    def send(
+        self,
+        src_pages: Sequence[int],
+        *,
+        dst_start: int,
+        last: bool,
+        aux_idx: int | None = None,
+        gate: Gate | None = None,
+    ) -> None:
         if self.room.prefill_state is not KVPoll.Failed:
             self.network.send(self.room, num_pages=len(src_pages), row=aux_idx if last else None)
 
@@ -171,7 +184,8 @@ class Receiver:
     def poll(self) -> KVPoll:
         return self.room.decode_state
 
-    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
+    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
+        self.room.skip_pages = skip_pages
         self.network.provide(self.room, num_pages=len(dst_pages), row=aux_idx)
 
     def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:

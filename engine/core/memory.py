@@ -92,9 +92,9 @@ class Memory:
     def reserve(self, request: Request, *, reserved_pages: int) -> bool:
         """Pages for the known tokens, whose KV comes from elsewhere; or change nothing.
 
-        What a retracted request finds cached (whole pages) it reads there, as if it were admitted.
+        What it finds cached (whole pages) it reads there, as if it were admitted.
         """
-        match = self.match_prefix(request) if request.output_ids else self.cache.match([])
+        match = self.match_prefix(request)
         self.cache.lock(match.node)
         need = self.allocator.pages_for(request.num_tokens) - len(match.pages)
         if need + reserved_pages > self.available:

@@ -62,6 +62,10 @@ class KVPool:
     def num_layers(self) -> int:
         return len(self.specs)
 
+    def layer_ends(self) -> list[int]:
+        """Byte of a page where each layer ends, padding and all: where the next one begins."""
+        return [*_layer_offsets(self.specs, self.page_size)[1:], self.page_bytes]
+
     def k(self, layer: int) -> torch.Tensor:
         """[1 + num_pages, page_size, kv_heads, head_dim] view; contiguous within a page, strided between pages."""
         return self._k[layer]

@@ -13,6 +13,7 @@ from engine.core.plan import Plan, PlanItem
 from engine.executor.future_map import FutureMap
 from engine.executor.hidden import hidden_rows
 from engine.executor.host_pool import HostPool
+from engine.executor.layer_marks import LayerMarks
 from engine.executor.page_backup import PageBackup
 from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler, asked_logprobs, token_logprobs
@@ -74,7 +75,9 @@ class ModelRunner:
         backup: PageBackup | None = None,
         host_pool: HostPool | None = None,
         adapters: AdapterBank | None = None,
+        layers: LayerMarks | None = None,
     ) -> None:
+        self._layers = layers or LayerMarks(device)
         self._backup = backup
         self._host_pool = host_pool
         self._adapters = adapters
@@ -149,7 +152,8 @@ class ModelRunner:
         self._backend.begin(step)
         if self._adapters is not None:
             self._adapters.begin(items)
-        return self._model.forward(self._future_map.resolve(flat), positions, self._backend.attend)
+        attend = self._layers.attend(plan.seq, self._backend.attend)
+        return self._model.forward(self._future_map.resolve(flat), positions, attend)
 
     def _draw(self, items: list[PlanItem], hidden: Tensor, masks: dict[int, bytes]) -> StepOutput:
         starts = _starts(items)

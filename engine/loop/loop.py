@@ -171,6 +171,7 @@ class EngineLoop:
         worked = plan is not None or self._pipeline.num_launched > 0
         if plan is not None:
             self._note_launch(plan, now_s)
+            self._role.on_launch(plan)
         self._tell(outputs)  # now: a first token that prefill drew must not wait for a step of others
         self._tell(self._pipeline.advance(plan))
         self._events.turn()

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from engine.core.outputs import StepEffects
+from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import FinishReason, TokenOutput
@@ -25,6 +26,9 @@ class Role(Protocol):
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         """Once a turn, before planning: queues move on what the outside did."""
+
+    def on_launch(self, plan: Plan) -> None:
+        """A step is about to be launched."""
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         """After a collected step."""
@@ -67,6 +71,9 @@ class UnifiedRole:
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         return []
+
+    def on_launch(self, plan: Plan) -> None:
+        """Nobody else has to know."""
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         return effects.outputs

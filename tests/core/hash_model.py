@@ -85,8 +85,10 @@ class HashModel:
         self.last: dict[int, int] = {}
         self.copies: dict[int, list[list[Slot | None]]] = {}  # of pages, in host memory
         self.host: dict[int, list[Slot]] = {}  # host page -> its slots
+        self.last_seq = -1  # of the steps that were run
 
     def run(self, plan: Plan) -> StepResult:
+        self.last_seq = plan.seq
         self._copy_pages(plan)
         for slot in plan.closes:
             del self.rows[slot]

@@ -2,6 +2,8 @@
 
 import random
 from collections import Counter
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,10 +11,19 @@ from hypothesis import HealthCheck, given, settings
 from tests.core.hash_model import Slot, expected_tokens
 from tests.disagg.two_role_stories import TwoRoleStory, play, two_role_stories
 from tests.disagg.two_roles import Cluster
+from transfer_backends.contract import Gate, KVSender
 
 STEPS = 10_000
 LEAST = {"stories": 100, "retractions": 5, "restored_tokens": 20, "chunks": 500, "overlapped": 1000}
-LEAST |= {"end:length": 200, "end:stop": 50, "end:abort": 100, "quarantined": 20, "masks": 300}
+LEAST |= {
+    "end:length": 200,
+    "end:stop": 50,
+    "end:abort": 100,
+    "quarantined": 20,
+    "masks": 300,
+    "gated": 500,
+    "skipped": 20,
+}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -52,6 +63,59 @@ def test_retracted_requests_come_before_new_ones(depth: int, backup_pages: int) 
     saved = decode.role.counters()["backup_saved_tokens"]
     assert (saved > 0) == (backup_pages > 0) and decode.role.counters()["backup_restored_tokens"] == saved
     cluster.assert_all_back()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
+    """The cached ones whole, the others by layers, each once and in order; the metadata row when all is computed."""
+    cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=depth, layerwise=True)
+    sent: list[tuple[int, int, Gate | None, bool]] = []
+    for room, length in ((1, 12), (2, 30)):
+        cluster.submit(f"r{room}", list(range(length)), room, new=3)
+        entry = cluster.prefill.role._entries[f"r{room}"]  # type: ignore[union-attr]
+        entry.sender = Recorded(entry.sender, sent)
+        cluster.run(random.Random(depth))
+        assert cluster.decode.scheduler.flush_cache()  # decode has nothing of it; prefill has
+    first, second = sent[:3], sent[3:]
+    steps = [gate.step for *_, gate, _ in sent if gate is not None]
+    assert steps == sorted(steps) and [gate.by_layer for *_, gate, _ in first if gate] == [True, True]
+    assert [(start, num, last) for start, num, _, last in first] == [(0, 2, False), (2, 1, False), (3, 0, True)]
+    assert [(start, num) for start, num, *_ in second] == [(0, 3), (3, 2), (5, 2), (7, 1), (8, 0)]
+    assert [gate and gate.by_layer for *_, gate, _ in second] == [False, True, True, True, None]
+    assert cluster.decode.tokens == {f"r{room}": expected_tokens(list(range(n)), 3) for room, n in ((1, 12), (2, 30))}
+    cluster.assert_all_back()
+
+
+def test_what_decode_has_cached_is_not_sent() -> None:
+    """The second turn of a conversation: its first pages are still with decode, the answer of the first turn among them."""
+    cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=1)
+    prompt, wire = list(range(21)), cluster.wire
+    cluster.submit("first", prompt, 1, new=8)
+    cluster.run(random.Random(1))
+    copied = len(wire.copied)
+    assert (copied, wire.num_skipped) == (6, 0)
+    again = [*prompt, *cluster.decode.tokens["first"], 1, 2, 3]
+    cluster.submit("second", again, 2, new=4)
+    cluster.run(random.Random(2))
+    assert (len(wire.copied) - copied, wire.num_skipped) == (1, 7)  # 32 tokens; 28 of them have KV in whole pages
+    assert cluster.decode.tokens["second"] == expected_tokens(again, 4)
+    assert cluster.prefill.role.counters()["kv_skipped_bytes"] == 7
+    cluster.assert_all_back()
+
+
+@dataclass
+class Recorded:
+    """A sender whose `send`s are written down: (dst_start, pages, gate, last)."""
+
+    sender: KVSender
+    sent: list[tuple[int, int, Gate | None, bool]]
+
+    def send(self, src_pages: list[int], *, dst_start: int, last: bool, gate: Gate | None = None, **aux: Any) -> None:
+        self.sent.append((dst_start, len(src_pages), gate, last))
+        self.sender.send(src_pages, dst_start=dst_start, last=last, gate=gate, **aux)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sender, name)
 
 
 def test_wrong_kv_is_seen() -> None:

@@ -39,6 +39,7 @@ class TwoRoleStory:
     resume_elsewhere: bool
     conservativeness: float
     clip: int
+    layerwise: bool
     seed: int
     events: tuple[Ask | Event, ...]
 
@@ -60,6 +61,7 @@ def two_role_stories() -> st.SearchStrategy[TwoRoleStory]:
         resume_elsewhere=st.booleans(),
         conservativeness=st.sampled_from([0.0, 0.0, 1.0]),
         clip=st.sampled_from([0, 0, 0, 4096]),
+        layerwise=st.booleans(),
         seed=st.integers(0, 2**32),
         events=st.lists(st.one_of(asks(), event, event), min_size=15, max_size=45).map(tuple),
     )
@@ -74,6 +76,7 @@ class _Play:
             chunk=story.chunk_pages * size,
             depth=story.depth,
             rows=story.rows,
+            layerwise=story.layerwise,
             both={
                 "max_running": 8,
                 "lag": story.lag,
@@ -162,6 +165,8 @@ class _Play:
             overlapped=prefill.overlapped + decode.overlapped,
             chunks=sum(not item.sample for plan in plans for item in plan.items),
             mixed=sum(len({item.extend for item in plan.items}) == 2 for plan in plans),
+            skipped=self.cluster.wire.num_skipped,
+            gated=self.cluster.wire.num_gated,
             masks=sum(len(plan.masks) for plan in plans),
             quarantined=self.quarantined,
         )

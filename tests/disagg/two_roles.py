@@ -45,6 +45,7 @@ class RoleEngine(EngineInATest):
         while plan is not None and (plan.wait or plan.draw_late) and self.launched:
             self.collect()
         if plan is not None:
+            self.role.on_launch(plan)
             self.launch(plan)
             self.overlapped += len(self.launched) > 1
         worked = bool(self.launched)
@@ -70,6 +71,7 @@ class Cluster:
         depth: int,
         rows: int = 3,
         places: int = 0,
+        layerwise: bool = False,
         both: Mapping[str, object] = MappingProxyType({}),
         **decode: object,
     ) -> None:
@@ -86,6 +88,7 @@ class Cluster:
             directory=self.wire,
             page_bytes=1,
             bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
+            layerwise=layerwise,
         )
         self.decode.role = DecodeRole(
             scheduler=self.decode.scheduler,

@@ -5,6 +5,7 @@ direction: late, interleaved with everything else, also after one side has given
 so a page that was reused too early shows up as wrong KV.
 """
 
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 from disagg.metadata import MetadataBuffers
 from tests.core.hash_model import HashModel
-from transfer_backends.contract import Asked, Work
+from transfer_backends.contract import Asked, Gate, Work
 from transfer_backends.kvpoll import KVPoll, RoomKey
 
 FINAL = (KVPoll.Failed, KVPoll.Success)
@@ -34,12 +35,24 @@ class Room:
     decode: Side | None = None
     dst: list[int] = field(default_factory=list)
     dst_row: int = 0
+    skip_pages: int = 0
     to_prefill: deque[Callable[[], None]] = field(default_factory=deque)
     to_decode: deque[Callable[[], None]] = field(default_factory=deque)
     writes: deque[Callable[[], None]] = field(default_factory=deque)
     sealed: bool = False  # prefill will post nothing more
     asks: bool = False  # decode's message is the request
     buried: str | None = None  # decode gave up before prefill opened it
+
+
+@dataclass(frozen=True)
+class Gated:
+    """A write of pages that step `step` computes: it is not posted before."""
+
+    step: int
+    act: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.act()
 
 
 class Wire:
@@ -51,6 +64,9 @@ class Wire:
         self.rooms: dict[RoomKey, Room] = {}
         self.counters: dict[str, int] = {}
         self.asked: list[Asked] = []
+        self.num_gated = 0
+        self.num_skipped = 0
+        self.copied: list[int] = []  # decode's pages, in order
         self.unreachable = False  # a handshake of a room that asks fails
 
     def room(self, number: int, attempt: int = 0) -> Room:
@@ -97,10 +113,15 @@ class Wire:
 
     def _ready(self, room: Room) -> list[deque[Callable[[], None]]]:
         """Decode's messages wait for prefill's side to exist, as orphans would."""
-        return [room.to_decode, room.writes, room.to_prefill if room.prefill or room.asks else deque()]
+        writes = deque() if room.writes and self.is_shut(room.writes[0]) else room.writes
+        return [room.to_decode, writes, room.to_prefill if room.prefill or room.asks else deque()]
+
+    def is_shut(self, write: Callable[[], None]) -> bool:
+        return isinstance(write, Gated) and write.step > self.models[0].last_seq
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         source, target = self.models
+        self.copied += dst
         for s, d in zip(src, dst, strict=True):
             for offset in range(source.page_size):
                 if (s, offset) in source.kv:
@@ -130,19 +151,33 @@ class Sender:
     def num_pages(self) -> int | None:
         return len(self._room.dst) or None
 
+    @property
+    def skip_pages(self) -> int:
+        return self._room.skip_pages
+
     def poll(self) -> KVPoll:
         return self._side.state
 
-    def send(self, src_pages: Sequence[int], *, dst_start: int, last: bool, aux_idx: int | None = None) -> None:
+    def send(
+        self,
+        src_pages: Sequence[int],
+        *,
+        dst_start: int,
+        last: bool,
+        aux_idx: int | None = None,
+        gate: Gate | None = None,
+    ) -> None:
         if self._side.state in FINAL:
             return
         room, side, dst = self._room, self._side, self._room.dst[dst_start : dst_start + len(src_pages)]
         assert len(dst) == len(src_pages)
         _advance(side, KVPoll.Transferring)
         for s, d in zip(src_pages, dst, strict=True):
-            room.writes.append(lambda s=s, d=d: self._wire.copy_pages([s], [d]))
+            write = functools.partial(self._wire.copy_pages, [s], [d])
+            room.writes.append(write if gate is None else Gated(gate.step, write))
+            self._wire.num_gated += gate is not None
         if last:
-            assert aux_idx is not None
+            assert aux_idx is not None and gate is None
             room.writes.append(lambda: self._wire.copy_row(aux_idx, room.dst_row))
             room.writes.append(self._landed)
 
@@ -168,6 +203,8 @@ class Sender:
         if room.sealed:
             return
         room.sealed = True
+        for write in [write for write in room.writes if self._wire.is_shut(write)]:
+            room.writes.remove(write)
         room.writes.append(lambda: room.to_decode.append(lambda: _settle(room)))
 
     def failure(self) -> str | None:
@@ -201,7 +238,7 @@ class Receiver:
     def poll(self) -> KVPoll:
         return self._side.state
 
-    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
+    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
         if self._side.state in FINAL:
             return
         room, pages, side = self._room, list(dst_pages), self._side
@@ -209,7 +246,8 @@ class Receiver:
         _advance(side, KVPoll.Transferring)
 
         def arrive() -> None:
-            room.dst, room.dst_row = pages, aux_idx
+            room.dst, room.dst_row, room.skip_pages = pages, aux_idx, skip_pages
+            self._wire.num_skipped += skip_pages
             assert room.prefill is not None
             if room.prefill.state in FINAL:  # prefill gave up before: it never wrote
                 room.to_decode.append(lambda: _fail(side, room.prefill.reason or "prefill gave up"))

@@ -18,7 +18,7 @@ OVERLAP = ("--stream", "threaded", "--stream-delay-ms", "1")
 WAYS = {
     "unified-depth-2": ("--unified", *OVERLAP),
     "mixed": ("--unified", "--enable-mixed-chunk", "--schedule-policy", "lpm", *OVERLAP),
-    "nixl": ("--transfer-backend", "nixl", *OVERLAP),
+    "nixl": ("--transfer-backend", "nixl", "--disaggregation-layerwise-transfer", "on", *OVERLAP),
     "mooncake": ("--transfer-backend", "mooncake", "--page-size", "4"),
 }
 

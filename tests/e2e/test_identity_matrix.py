@@ -47,9 +47,10 @@ def test_every_cell_gives_the_right_answer(depth: int, chunked: bool, mixed: boo
 
 def _system(flags: dict[str, object], *, tokens: int, pd: bool) -> AbstractContextManager[System]:
     if pd:
-        return disaggregated(
-            DEFAULT_MODEL_PATH, decode={"max_total_tokens": tokens}, **{**flags, "max_total_tokens": ROOMY}
-        )
+        # A prefill worker mixes nothing: those cells show what layers do, with the checksum of all of them.
+        layers = {"disaggregation_layerwise_transfer": "on" if flags["enable_mixed_chunk"] else "off"}
+        pair = {**flags, "max_total_tokens": ROOMY, "disagg": {**layers, "disaggregation_kv_checksum": True}}
+        return disaggregated(DEFAULT_MODEL_PATH, decode={"max_total_tokens": tokens}, **pair)
     return unified(DEFAULT_MODEL_PATH, **{**flags, "max_total_tokens": tokens})
 
 

@@ -3,11 +3,12 @@
 A pair is a prefill and a decode worker whose KV crosses by the real transfer engine; `turn`s take the loop's place.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import monotonic, sleep
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
@@ -55,13 +56,21 @@ class Told:
 
 
 class WorkerInProcess(EngineInProcess):
-    """`mode`: as --disaggregation-mode; `bootstrap`: port of the server (prefill registers there)."""
+    """`mode`: as --disaggregation-mode; `bootstrap`: port of the server (prefill registers there); `disagg`: its other flags."""
 
-    def __init__(self, model_path: str, *, mode: str = "null", bootstrap: int = 0, **flags: object) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        mode: str = "null",
+        bootstrap: int = 0,
+        disagg: Mapping[str, Any] = MappingProxyType({}),
+        **flags: object,
+    ) -> None:
         super().__init__(model_path, **flags)
         spec = SchedulerSpec(
             engine=self.parts.config,
-            disagg=DisaggConfig(disaggregation_mode=mode, num_reserved_decode_tokens=0),
+            disagg=DisaggConfig(disaggregation_mode=mode, num_reserved_decode_tokens=0, **disagg),
             ipc_dir="",
             control_host=HOST,
             bootstrap=f"{HOST}:{bootstrap}" if mode == "prefill" else None,
@@ -90,6 +99,7 @@ class WorkerInProcess(EngineInProcess):
         plan = self.parts.scheduler.schedule(monotonic())
         worked = plan is not None or self.pipeline.num_launched > 0
         if plan is not None:
+            self.role.on_launch(plan)
             self.seen.plan(plan, in_flight=0 if plan.wait else self.pipeline.num_launched)
         self.told.hear(self.pipeline.advance(plan))
         return worked

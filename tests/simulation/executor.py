@@ -1,17 +1,19 @@
 """The executor with checkable KV: each slot holds the hash of the token prefix that ends there, every read verifies all.
 
 A step is computed at some moment between its launch and its collection, in stream order, as a device would. So writes
-of peers fall before, between and after steps.
+of peers fall before, between and after steps. With `layers` it is computed in stages, and what lies in its slots is new in
+the layers that are done, and old in the others: whoever sends too early sends that.
 """
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.core.plan import Plan, StepResult
 from tests.core.hash_model import HashModel, Slot, step_hash
 from tests.simulation.world import Violation
+from transfer_backends.contract import NOTHING_YET, Progress
 
 NOTHING = Slot(-1, -1)  # never written
 
@@ -23,6 +25,9 @@ class CheckedModel(HashModel):
         super().__init__(page_size=page_size)
         self.name = name
         self.num_checked = 0
+        self._old: dict[tuple[int, int], Slot] = {}  # what was in the slots that the step under way writes
+        self._layers_done = 0
+        self._parts: dict[tuple[int, int], list[Slot]] = {}  # by layer, of slots that landed layer by layer
         self._expected: dict[int, list[int]] = {}  # slot -> hash at each position
 
     def run(self, plan: Plan) -> StepResult:
@@ -37,6 +42,36 @@ class CheckedModel(HashModel):
                 hashes = self._expected[item.slot]
                 hashes.append(step_hash(hashes[item.kv_len - 1], drawn.token))
         return result
+
+    def begin(self, plan: Plan) -> StepResult:
+        """As `run`, but no layer is done yet."""
+        opened, self._layers_done = {opened.slot for opened in plan.opens}, 0
+        for item in plan.items:
+            row = ([] if item.slot in opened else self.rows[item.slot]) + item.new_pages
+            for at in (self._at(row, position) for position in range(item.start, item.kv_len)):
+                self._old[at] = self.kv.get(at, NOTHING)
+        return self.run(plan)
+
+    def end_layer(self, num_layers: int) -> None:
+        self._layers_done += 1
+        if self._layers_done == num_layers:
+            self._old.clear()
+
+    def layer_of(self, at: tuple[int, int], layer: int) -> Slot:
+        """What lies in a layer of a slot."""
+        hidden = layer >= self._layers_done and at in self._old
+        return self._old[at] if hidden else self.kv.get(at, NOTHING)
+
+    def land(self, other: "CheckedModel", src: int, dst: int, layers: range, *, of: int) -> None:
+        """`layers` of page `src` of `other` come to `dst`. A slot is whole when all its layers are of one time."""
+        for offset in range(self.page_size):
+            there, at = (src, offset), (dst, offset)
+            before = self.kv.get(at, NOTHING)
+            parts = self._parts.setdefault(at, [before] * of)
+            if _whole(parts) != before:  # written by somebody else since
+                parts[:] = [before] * of
+            parts[layers.start : layers.stop] = [other.layer_of(there, layer) for layer in layers]
+            self.kv[at] = _whole(parts)
 
     def read(self, row: list[int], end: int, *, adapter: int = 0) -> int:
         slot = next((slot for slot, mine in self.rows.items() if mine is row), None)
@@ -74,18 +109,41 @@ class CheckedModel(HashModel):
         return int.from_bytes(found.digest(), "little", signed=True)
 
 
+def _whole(parts: list[Slot]) -> Slot:
+    return parts[0] if all(part == parts[0] for part in parts) else NOTHING
+
+
 @dataclass(eq=False)
 class SimLaunch:
+    """`computed`: what will be the result when all layers are done."""
+
     plan: Plan
+    computed: StepResult | None = None
     result: StepResult | None = None
 
 
 class SimExecutor:
-    """In place of engine/executor/executor.py. `compute_some` is called by the worker at moments it draws."""
+    """In place of engine/executor/executor.py. `compute_one` is called by the worker at moments it draws.
 
-    def __init__(self, model: CheckedModel) -> None:
+    `layers`: stages of a step after its begin; 1: it is computed all at once. It is the `LayerClock`, too.
+    """
+
+    ticking = False
+
+    def __init__(self, model: CheckedModel, *, layers: int = 1) -> None:
         self.model = model
+        self.layers = layers
+        self.wake: Callable[[], None] = lambda: None
         self._launched: deque[SimLaunch] = deque()
+        self._progress = NOTHING_YET
+
+    def progress(self) -> Progress:
+        return self._progress
+
+    @property
+    def stages(self) -> int:
+        """Calls of `compute_one` that a step takes."""
+        return 1 if self.layers == 1 else 1 + self.layers
 
     def launch(self, plan: Plan) -> SimLaunch:
         launch = SimLaunch(plan)
@@ -99,10 +157,25 @@ class SimExecutor:
         """The hash model draws with its forward: no grammar is used here."""
 
     def compute_one(self) -> None:
-        """The oldest step that has not been computed yet."""
-        if self._launched:
-            launch = self._launched.popleft()
+        """The oldest step that has not been computed yet, or its next stage."""
+        if not self._launched:
+            return
+        launch = self._launched[0]
+        if self.layers == 1:
             launch.result = self.model.run(launch.plan)
+        elif launch.computed is None:
+            launch.computed = self.model.begin(launch.plan)
+            self._note(Progress(launch.plan.seq, 0))
+        else:
+            self.model.end_layer(self.layers)
+            self._note(Progress(launch.plan.seq, self._progress.layers + 1))
+            launch.result = launch.computed if self._progress.layers == self.layers else None
+        if launch.result is not None:
+            self._launched.popleft()
+
+    def _note(self, progress: Progress) -> None:
+        self._progress = progress
+        self.wake()
 
     def collect(self, launch: SimLaunch) -> StepResult:
         while launch.result is None:

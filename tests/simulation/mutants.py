@@ -97,6 +97,24 @@ MUTANTS = (
         "idle = not rec.posts and not rec.chunks",
     ),
     Mutant(
+        "let a layer leave before it is written",
+        "transfer_backends/prefill_sending.py",
+        "sum(group.end_layer <= progress.layers for",
+        "sum(group.end_layer <= progress.layers + 1 for",
+    ),
+    Mutant(
+        "begin a second try behind the layers that left in the first",
+        "transfer_backends/prefill_sending.py",
+        "        self.posts.clear()\n        self.left_groups = 0",
+        "        self.posts.clear()",
+    ),
+    Mutant(
+        "send what decode has cached, too",
+        "disagg/prefill_role.py",
+        "entry.skip_pages = entry.sent_pages = entry.sender.skip_pages",
+        "entry.skip_pages = entry.sender.skip_pages",
+    ),
+    Mutant(
         "start to decode while the transfer runs",
         "disagg/decode_role.py",
         "elif entry.stage is Stage.TRANSFER and state is KVPoll.Success:",
@@ -172,7 +190,7 @@ MUTANTS = (
     Mutant(
         "do not verify the checksum",
         "disagg/decode_role.py",
-        "                verify(first, entry.request.pages, self._checksum)\n",
+        "                verify(first, entry.request.pages[entry.request.shared_pages :], self._checksum)\n",
         "",
     ),
     Mutant(

@@ -19,7 +19,7 @@ from tests.simulation.network import Network
 from tests.simulation.options import Options
 from tests.simulation.transfer_engine import AUX_BASE, KV_BASE
 from tests.simulation.world import Process, World
-from transfer_backends.contract import KVArgs, Region, TransferConfig
+from transfer_backends.contract import KVArgs, LayerGroup, Region, TransferConfig
 from transfer_backends.decode_sessions import LookUp
 from transfer_backends.liveness import Liveness, ProcessMark
 
@@ -62,6 +62,7 @@ def kv_args_of(options: Options, *, num_pages: int) -> KVArgs:
         page_size=size,
         dtype="hash",
         kv_checksum="simulated" if options.checksum else "off",
+        groups=tuple(LayerGroup(i, i * size * SLOT_BYTES // options.layers) for i in range(1, 1 + options.layers)),
     )
 
 

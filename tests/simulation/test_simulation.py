@@ -78,10 +78,12 @@ LEAST_SEEN = {
     "late messages": 50,
     "late writes": 20,
     "notices in time": 50,
+    "pages not sent": 500,
     "resumed through prefill": 1,
     "retractions": 10,
     "weights taken": 5,
     "workers with quarantined pages": 10,
+    "writes of some layers": 150,
 }
 
 

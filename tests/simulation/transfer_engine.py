@@ -48,7 +48,7 @@ class Memory(Protocol):
 
     def write_allowed(self, kind: str, idx: int) -> bool: ...
     def read_allowed(self, kind: str, idx: int) -> bool: ...
-    def copy_from(self, other: "Memory", kind: str, src: int, dst: int) -> None: ...
+    def copy_from(self, other: "Memory", kind: str, src: int, dst: int, part: range) -> None: ...
     def damage(self, page: int, offset: int) -> None: ...
 
 
@@ -62,10 +62,13 @@ class Peer:
 
 @dataclass(eq=False)
 class Copy:
+    """`part`: bytes of the item."""
+
     op: "Op"
     kind: str
     src: int
     dst: int
+    part: range
     over: bool = False  # landed or dropped
     orphaned: bool = False  # its writer has died
 
@@ -217,10 +220,13 @@ class SimEngine:
         kind = "kv" if src >= KV_BASE else "aux"
         mine, theirs = (getattr(m.kv_args, kind) for m in (self._memory, op.peer.target))
         size = mine.item_bytes
-        first, target = (src - mine.base_ptr) // size, (dst - theirs.base_ptr) // size
-        if not (target >= 0 and target + length // size <= theirs.num_items):
+        (first, begin), (target, there) = divmod(src - mine.base_ptr, size), divmod(dst - theirs.base_ptr, size)
+        if not (target >= 0 and dst + length <= theirs.base_ptr + theirs.size_bytes):
             raise Violation(f"{self._process.name} writes outside {op.peer.target.process.name}'s {kind} pool")
-        return [Copy(op, kind, first + k, target + k) for k in range(length // size)]
+        if begin != there or (length % size and begin + length > size):
+            raise Violation(f"{self._process.name} writes {length} bytes from byte {begin} of an item to byte {there}")
+        part = range(begin, begin + min(length, size))
+        return [Copy(op, kind, first + k, target + k, part) for k in range(max(1, length // size))]
 
     def _land_in(self, delay_s: float, copy: Copy) -> None:
         self._after(delay_s, "write", self._land, copy)
@@ -266,7 +272,7 @@ class SimEngine:
             raise Violation(f"a write lands in memory that moved on: {what} (operation {op.state.name})")
         if self._process.alive and op.state is OpState.PENDING and not self._memory.read_allowed(copy.kind, copy.src):
             raise Violation(f"a write reads memory that prefill gave up: {what}")
-        target.copy_from(self._memory, copy.kind, copy.src, copy.dst)
+        target.copy_from(self._memory, copy.kind, copy.src, copy.dst, copy.part)
         if copy.kind == "kv" and self._hit("damaged page", self._behaviour.flip_rate):
             target.damage(copy.dst, self._draw.randrange(target.kv_args.page_size))
         self._world.seen["late writes" if op.state is OpState.FAILED else "writes"] += 1

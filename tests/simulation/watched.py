@@ -14,8 +14,10 @@ from transfer_backends.decode_manager import DecodeManager
 class WatchedReceivers:
     """What the decode role sees of the manager."""
 
-    def __init__(self, manager: DecodeManager, exposed: dict[str, Counter[int]]) -> None:
+    def __init__(self, manager: DecodeManager, exposed: dict[str, Counter[int]], *, seen: Counter[str]) -> None:
+        """`seen`: what has come about in this run."""
         self._manager = manager
+        self._seen = seen
         self._exposed = exposed
 
     @property
@@ -23,7 +25,7 @@ class WatchedReceivers:
         return self._manager.counters
 
     def receiver(self, room: int, **named: Any) -> "WatchedReceiver":
-        return WatchedReceiver(self._manager.receiver(room, **named), self._exposed)
+        return WatchedReceiver(self._manager.receiver(room, **named), self._exposed, self._seen)
 
     def check(self) -> list[str]:
         return self._manager.check()
@@ -35,7 +37,8 @@ class WatchedReceivers:
 class WatchedReceiver:
     """Delegates; counts what is exposed."""
 
-    def __init__(self, receiver: KVReceiver, exposed: dict[str, Counter[int]]) -> None:
+    def __init__(self, receiver: KVReceiver, exposed: dict[str, Counter[int]], seen: Counter[str]) -> None:
+        self._seen = seen
         self._receiver = receiver
         self._exposed = exposed
         self._given: tuple[list[int], list[int]] = ([], [])
@@ -49,9 +52,10 @@ class WatchedReceiver:
         """The rest as it is."""
         return getattr(self._receiver, name)
 
-    def provide(self, dst_pages: Sequence[int], aux_idx: int) -> None:
+    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
+        self._seen["pages not sent"] += skip_pages
         self._give(dst_pages, aux_idx)
-        self._receiver.provide(dst_pages, aux_idx)
+        self._receiver.provide(dst_pages, aux_idx, skip_pages=skip_pages)
 
     def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Any) -> None:
         self._give(dst_pages, aux_idx)

@@ -32,7 +32,7 @@ from tests.core.hash_model import VOCAB
 from tests.simulation.activity import Activity, Flag
 from tests.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
 from tests.simulation.control_ports import SimConnectPort, SimListenPort
-from tests.simulation.executor import NOTHING, CheckedModel, SimExecutor
+from tests.simulation.executor import CheckedModel, SimExecutor
 from tests.simulation.frontend import Frontend
 from tests.simulation.http import serve
 from tests.simulation.surroundings import ONE_HOST, SimPool, Surroundings, kv_args_of, make_scheduler
@@ -61,7 +61,7 @@ class Worker:
         options, is_prefill = around.options, role_name == "prefill"
         self.model = CheckedModel(page_size=options.page_size, name=process.name)
         self.metadata = MetadataBuffers(options.rows)
-        self.executor = SimExecutor(self.model)
+        self.executor = SimExecutor(self.model, layers=options.layers if is_prefill else 1)
         num_pages = options.pages[0 if is_prefill else 1]
         self.kv_args = kv_args_of(options, num_pages=num_pages)
         self.exposed: dict[str, Counter[int]] = {"kv": Counter(), "aux": Counter()}
@@ -135,7 +135,15 @@ class Worker:
     def _prefill_manager(self) -> PrefillManager:
         self.threads["driver"] = self._thread("driver", self._drive)
         engine = self._engine(self.threads["driver"].wake)
-        manager = PrefillManager(self.kv_args, engine, self.around.config, self.process.clock, outside=self._outside())
+        manager = PrefillManager(
+            self.kv_args,
+            engine,
+            self.around.config,
+            self.process.clock,
+            outside=self._outside(),
+            layers=self.executor if self.executor.layers > 1 else None,
+        )
+        self.executor.wake = manager.wake_sender
         manager._driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
         self._set_up(manager)
         return manager
@@ -184,13 +192,14 @@ class Worker:
             page_bytes=self.kv_args.kv.item_bytes,
             bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
             checksum=self._checksum(),
+            layerwise=self.executor.layers > 1,
         )
 
     def _decode_role(self) -> DecodeRole:
         assert isinstance(self.manager, DecodeManager)
         return DecodeRole(
             scheduler=self.scheduler,
-            manager=WatchedReceivers(self.manager, self.exposed),
+            manager=WatchedReceivers(self.manager, self.exposed, seen=self.around.world.seen),
             metadata=self.metadata,
             moves_bytes=True,
             prealloc_timeout_s=self.around.options.prealloc_timeout_s,
@@ -253,7 +262,8 @@ class Worker:
             self.loop._rest()
             return max(self.wait_s, 0.05)
         pause_s = self.draw.uniform(clock_s, 4 * clock_s)
-        self.process.after(self.draw.uniform(0, pause_s), "compute", self.executor.compute_one)
+        for _ in range(self.executor.stages):
+            self.process.after(self.draw.uniform(0, pause_s), "compute", self.executor.compute_one)
         return pause_s
 
     def _control(self) -> float:
@@ -314,12 +324,14 @@ class Worker:
             return self.scheduler.memory.allocator.state_of(idx) in ("held", "cached")
         return idx not in self.metadata._free
 
-    def copy_from(self, other: Any, kind: str, src: int, dst: int) -> None:
+    def copy_from(self, other: Any, kind: str, src: int, dst: int, part: range) -> None:
         if kind == "aux":
             self.metadata._rows[dst] = np.array(other.metadata._rows[src])
             return
-        for offset in range(self.around.options.page_size):
-            self.model.kv[dst, offset] = other.model.kv.get((src, offset), NOTHING)
+        num, size = self.around.options.layers, self.kv_args.kv.item_bytes
+        layers = range(part.start * num // size, part.stop * num // size)
+        self.around.world.seen["writes of some layers"] += len(layers) < num
+        self.model.land(other.model, src, dst, layers, of=num)
 
     def damage(self, page: int, offset: int) -> None:
         self.model.damage(page, offset)

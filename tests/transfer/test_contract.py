@@ -10,13 +10,22 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.transfer.pool import Pool
 from tests.transfer.rig import ChildWorker, until
-from transfer_backends.contract import KVSender, Route, TransferConfig
+from transfer_backends.contract import (
+    NOTHING_YET,
+    Gate,
+    KVSender,
+    LayerGroup,
+    Progress,
+    Route,
+    TransferConfig,
+)
 from transfer_backends.decode_manager import DecodeManager
 from transfer_backends.engines.registry import EngineOptions, make_engine
 from transfer_backends.kvpoll import KVPoll
@@ -26,7 +35,20 @@ NUM_PAGES, PAGE_BYTES = 1024, 32768
 CONFIG = {"heartbeat_interval_s": 0.2, "heartbeat_max_failures": 3, "handshake_timeout_s": 5.0}
 # The fake engine takes its time, so that an abort can hit a transfer under way.
 FAKE = EngineOptions(fake_delay_s=0.02)
+GROUPS = (LayerGroup(2, 8192), LayerGroup(3, 12288), LayerGroup(6, PAGE_BYTES))
 EMPTY = hashlib.sha256(b"").hexdigest()
+
+
+class HandClock:
+    """A `LayerClock` that the test sets."""
+
+    ticking = False
+
+    def __init__(self) -> None:
+        self.now = NOTHING_YET
+
+    def progress(self) -> Progress:
+        return self.now
 
 
 class Prefill:
@@ -35,7 +57,10 @@ class Prefill:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.pool = Pool(num_pages=NUM_PAGES, page_bytes=PAGE_BYTES, seed=1)
-        self.manager = PrefillManager(self.pool.args, make_engine(backend, FAKE), TransferConfig(**CONFIG))
+        self.clock = HandClock()
+        args = replace(self.pool.args, groups=GROUPS)
+        engine = make_engine(backend, FAKE)
+        self.manager = PrefillManager(args, engine, TransferConfig(**CONFIG), layers=self.clock)
         self.manager.start()
         self.rooms = iter(range(1, 1 << 40))
 
@@ -104,6 +129,46 @@ def test_bytes_are_exact(prefill: Prefill, decode: ChildWorker) -> None:
         finish(decode, room, sender)
 
 
+def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorker) -> None:
+    """Pages 0..2 are complete when step 3 begins, the others when it has written their layers; twice, as of two chunks."""
+    draw, clock = random.Random(5), prefill.clock
+    decode.wipe()
+    src, dst = draw.sample(range(NUM_PAGES), 40), draw.sample(range(NUM_PAGES), 40)
+    room, sender = meet(prefill, decode, dst, aux_idx=5)
+    right, posts = prefill.pool.pages(src), prefill.manager.counters.get("posts", 0)
+    for step, first, end in ((3, 0, 20), (4, 20, 40)):
+        written = prefill.pool.kv[src[first + 3 : end]].copy()
+        prefill.pool.kv[src[first + 3 : end]] = 0
+        sender.send(src[first : first + 3], dst_start=first, last=False, gate=Gate(step, by_layer=False))
+        sender.send(src[first + 3 : end], dst_start=first + 3, last=False, gate=Gate(step, by_layer=True))
+        begin = 0
+        for layers, end_byte in ((0, 0), *((group.end_layer, group.end_byte) for group in GROUPS)):
+            prefill.pool.kv[src[first + 3 : end], begin:end_byte] = written[:, begin:end_byte]
+            begin, posts = end_byte, posts + 1
+            clock.now = Progress(step, layers)
+            prefill.manager.wake_sender()
+            until(lambda: prefill.manager.counters.get("posts", 0) == posts, what=f"step {step}, {layers} layers")  # noqa: B023
+    assert sender.poll() is KVPoll.Transferring and decode.poll(room) is not KVPoll.Success
+    sender.send([], dst_start=40, last=True, aux_idx=7)
+    until(lambda: sender.poll() is decode.poll(room) is KVPoll.Success)
+    if prefill.backend != "fake":
+        assert decode.pages(dst) == right == prefill.pool.pages(src)
+        assert decode.rows([5]) == prefill.pool.rows([7]) and decode.others(dst) == []
+    finish(decode, room, sender)
+
+
+def test_an_abort_while_layers_are_awaited_drains_at_once(prefill: Prefill, decode: ChildWorker) -> None:
+    room, sender = meet(prefill, decode, [1, 2, 3])
+    sender.send([4, 5, 6], dst_start=0, last=False, gate=Gate(prefill.clock.now.step + 1, by_layer=True))
+    decode.abort(room, "the user left")
+    until(lambda: sender.poll() is KVPoll.Failed)
+    assert sender.released()  # nothing was posted, nothing will be
+    finish(decode, room, sender)
+    clock = prefill.clock
+    clock.now = Progress(clock.now.step + 1, GROUPS[-1].end_layer)
+    prefill.manager.wake_sender()
+
+
 def test_no_pages_but_metadata(prefill: Prefill, decode: ChildWorker) -> None:
     decode.wipe()
     room, sender = meet(prefill, decode, [], aux_idx=2)
@@ -152,7 +217,7 @@ def test_abort(prefill: Prefill, decode: ChildWorker, side: str, stage: str) -> 
         until(lambda: decode.poll(room) >= KVPoll.Transferring)
     elif stage == "between chunks":
         sender.send(src[:10], dst_start=0, last=False)
-        until(lambda: prefill.manager.counters["posts"] and prefill.manager._rooms.num_inflight == 0)
+        until(lambda: prefill.manager.counters.get("posts", 0) and prefill.manager._rooms.num_inflight == 0)
     elif stage == "last queued":
         sender.send(src, dst_start=0, last=True, aux_idx=1)
     if side == "prefill":

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.transfer.sim import ARGS, CAPS, CONFIG
-from transfer_backends.contract import Route
+from transfer_backends.contract import KVArgs, Route
 from transfer_backends.decode_rooms import DecodeRooms
 from transfer_backends.kvpoll import KVPoll, PeerProtocolError
 from transfer_backends.liveness import ProcessMark
@@ -74,11 +74,11 @@ def test_a_try_before_there_are_pages_is_a_lie() -> None:
 
 
 class Prefill:
-    """A prefill core with decode's pages of room 7, joined to a real decode core by hand."""
+    """A prefill core with decode's pages of room 7, joined to a real decode core by hand. `sends`: all is handed over."""
 
-    def __init__(self) -> None:
+    def __init__(self, args: KVArgs = ARGS, *, sends: bool = True) -> None:
         self.decode = DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
-        self.core = PrefillRooms(incarnation="p", mark=MARK, kv_args=ARGS, caps=CAPS, config=CONFIG)
+        self.core = PrefillRooms(incarnation="p", mark=MARK, kv_args=args, caps=CAPS, config=CONFIG)
         self.decode.open(*KEY, "b", 0.0)
         self.decode.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
         self.exchange()
@@ -88,7 +88,8 @@ class Prefill:
         self.core.open(*KEY, 0.0)
         self.decode.provide(KEY, PAGES, 1, 0.0)
         self.exchange()
-        self.core.send(KEY, [1, 8, 2, 9], dst_start=0, last=True, aux_idx=1, now_s=0.0)
+        if sends:
+            self.core.send(KEY, [1, 8, 2, 9], dst_start=0, last=True, aux_idx=1, now_s=0.0)
 
     def exchange(self) -> None:
         for item in list(self.decode.effects.queue):

@@ -1,0 +1,41 @@
+"""Layer by layer: whether pages leave so, how they are cut, and the clock that tells the sender thread how far a step is."""
+
+from collections.abc import Sequence
+
+from engine.executor.layer_marks import LayerMarks
+from transfer_backends.contract import LayerGroup, Progress
+
+MAX_GROUPS = 8  # more would hide little more of the transfer, and cost as many operations
+MIN_PIECE_BYTES = 32 << 10  # of one group in one page: engines pay by the piece (docs/benchmarks.md, "KV transfer")
+
+
+def groups_of(layer_ends: Sequence[int], *, asked: str, on_cuda: bool) -> tuple[LayerGroup, ...]:
+    """`asked`: --disaggregation-layerwise-transfer. (): pages leave whole.
+
+    `auto`: not on a CPU, where both want the same cores, nor where a page is too small to be cut.
+    """
+    worth_it = on_cuda and layer_ends[-1] >= 2 * MIN_PIECE_BYTES
+    if asked == "off" or (asked == "auto" and not worth_it):
+        return ()
+    return group_layers(layer_ends, min_piece_bytes=MIN_PIECE_BYTES if asked == "auto" else 1)
+
+
+def group_layers(layer_ends: Sequence[int], *, min_piece_bytes: int) -> tuple[LayerGroup, ...]:
+    """Byte of a page where each layer ends -> groups of about equal size, one at least."""
+    num, page_bytes = len(layer_ends), layer_ends[-1]
+    count = max(1, min(MAX_GROUPS, num, page_bytes // min_piece_bytes))
+    return tuple(LayerGroup(end, layer_ends[end - 1]) for end in (num * (i + 1) // count for i in range(count)))
+
+
+class StepClock:
+    """`LayerClock` over the marks of the runner."""
+
+    def __init__(self, marks: LayerMarks) -> None:
+        self._marks = marks
+
+    def progress(self) -> Progress:
+        return Progress(*self._marks.reached())
+
+    @property
+    def ticking(self) -> bool:
+        return self._marks.ahead

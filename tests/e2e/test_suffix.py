@@ -1,0 +1,31 @@
+"""Of the second turn of a conversation only what decode has not cached is sent: bytes over NIXL, with and without its cache."""
+
+import random
+
+import pytest
+
+from engine.model_config import DEFAULT_MODEL_PATH
+from engine.models.recall.oracle import continuation
+from tests.e2e.two_engines import disaggregated, run
+from tests.e2e.workload import recall_prompt
+
+NEW = 40
+
+
+@pytest.mark.parametrize("layers", ["off", "on"])
+def test_only_the_missing_suffix_is_sent(layers: str) -> None:
+    first = recall_prompt(random.Random(1), 100)
+    second = [*first, *continuation(first, NEW + 20, ignore_eos=True)]  # the answer, and what the user says then
+    flags = {"disaggregation_layerwise_transfer": layers, "disaggregation_kv_checksum": True}
+    sent = {}
+    for cached in (False, True):
+        own = {"disable_radix_cache": not cached}
+        with disaggregated(DEFAULT_MODEL_PATH, decode=own, max_total_tokens=8192, disagg=flags) as pair:
+            for rid, prompt in (("first", first), ("second", second)):
+                right = continuation(prompt, NEW, ignore_eos=True)
+                assert run(pair, [(rid, prompt, NEW)], turns_between=1)[rid] == right
+            counters, pool = pair.workers[0].role.counters(), pair.workers[0].parts.pool
+            sent[cached] = [round(counters[f"kv_{what}_bytes"] / pool.page_bytes) for what in ("sent", "skipped")]
+    pages = [-(-len(prompt) // pool.page_size) for prompt in (first, second)]
+    kept = (len(first) + NEW - 1) // pool.page_size  # the last token drawn has no KV
+    assert sent == {False: [sum(pages), 0], True: [sum(pages) - kept, kept]}
