@@ -32,12 +32,12 @@ class BuildError(Exception):
 def load_library(source: Path) -> ctypes.CDLL | None:
     """The library built from `source` for this machine, or None (with one log line) when there is none to be had."""
     if os.environ.get(DISABLE_VARIABLE) == "1":
-        log.info("C kernels are off (%s=1): attention falls back to torch", DISABLE_VARIABLE)
+        log.info("C kernels are off (%s=1): torch computes instead", DISABLE_VARIABLE)
         return None
     try:
         return _load(_built(source))
     except BuildError as e:
-        log.warning("no C kernel from %s, attention falls back to torch (slower): %s", source.name, e)
+        log.warning("no C kernel from %s, torch computes instead (slower): %s", source.name, e)
         return None
 
 

@@ -49,7 +49,7 @@ class DenseDecoder:
         return self._norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden).float()
+        return self._head.in_float32(hidden)
 
 
 class _Layer:

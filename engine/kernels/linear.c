@@ -1,0 +1,340 @@
+/* y = x W^T + b for bf16, any number of rows: weights are packed once, and each of their bytes is read once for up to
+ * CHUNK rows. Sums are fp32, the result is rounded once.
+ *
+ * Layout of packed weights: panels of 32 outputs; in a panel, steps of 32 inputs; in a step, two tiles of 16 outputs; in
+ * a tile, 16 lines of 64 bytes: line i holds inputs 2i and 2i + 1 of each of the 16 outputs, pair by pair (what AMX and
+ * AVX512-BF16 both multiply by). Outputs and inputs beyond the matrix are zeros. A decode step so reads memory from one
+ * end to the other, in the order in which it lies there.
+ *
+ * An output is one sum over the inputs in ascending order, 32 at a time, whatever the number of rows, its place among
+ * them and the number of threads: the bits of a row depend on the row alone.
+ *
+ * Sources: Intel, "Architecture Instruction Set Extensions Programming Reference" (AMX tiles), and its optimization
+ * manual, chapter 20 (2x2 blocks of tiles, operands kept in L1 and L2).
+ */
+#define _GNU_SOURCE
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define ABI_VERSION 1
+#define TILE 16                 /* outputs or rows of a tile */
+#define STEP 32                 /* inputs of a tile */
+#define TILE_BYTES 1024
+#define PANEL 32                /* outputs of a panel */
+#define STEP_BYTES (2 * TILE_BYTES)
+#define LINE_BYTES 64
+#define CHUNK_BYTES (1 << 20)   /* of x that stays in the L2 cache */
+#define DEPTH 8                 /* steps of a panel that stay in the L1 cache while the rows of a chunk pass */
+#define AHEAD_BYTES 1024        /* weights are fetched this long before their use; longer is slower on Sapphire Rapids */
+#define INLINE static inline __attribute__((always_inline))
+
+enum kind { NONE = 0, AVX512 = 1, AMX = 2 };
+
+typedef uint16_t bf16;
+
+/* Mirrored by _Args in linear.py. x [rows, inputs] with rows x_stride elements apart, y [rows, outputs] dense. */
+struct args {
+    const bf16 *x;
+    const char *weight;
+    const bf16 *bias; /* [outputs] or NULL */
+    void *y;          /* bf16, or the same rounded values as fp32 */
+    int64_t rows, inputs, outputs, x_stride, y_is_f32, threads, kind;
+};
+
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HAVE_AVX512 1
+
+/* ---- rows of x -> tiles: [block of 16 rows][step][row][32 inputs], zeros beyond the last input */
+
+static void pack_rows(const struct args *a, int64_t first, int64_t count, char *to) {
+    const int64_t steps = ceil_div(a->inputs, STEP), whole = a->inputs / STEP;
+    const __mmask32 rest = (__mmask32)((1ull << (a->inputs % STEP)) - 1);
+    for (int64_t r = 0; r < count; r++) {
+        const bf16 *x = a->x + (first + r) * a->x_stride;
+        char *line = to + (r / TILE) * steps * TILE_BYTES + (r % TILE) * LINE_BYTES;
+        for (int64_t k = 0; k < whole; k++) _mm512_store_si512(line + k * TILE_BYTES, _mm512_loadu_si512(x + k * STEP));
+        if (rest) _mm512_store_si512(line + whole * TILE_BYTES, _mm512_maskz_loadu_epi16(rest, x + whole * STEP));
+    }
+}
+
+/* ---- sums [rows, 32] fp32 -> y */
+
+INLINE __m512 rounded(__m512 sum) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(sum)), 16)); }
+
+INLINE void write_half(const struct args *a, __m512 sum, int64_t row, int64_t output) {
+    const int64_t left = a->outputs - output;
+    if (left <= 0) return;
+    const __mmask16 there = left >= TILE ? 0xffff : (__mmask16)((1u << left) - 1);
+    const int64_t at = row * a->outputs + output;
+    if (a->y_is_f32) _mm512_mask_storeu_ps((float *)a->y + at, there, rounded(sum));
+    else _mm256_mask_storeu_epi16((bf16 *)a->y + at, there, (__m256i)_mm512_cvtneps_pbh(sum));
+}
+
+INLINE __m512 bias_of(const struct args *a, int64_t output) {
+    const int64_t left = a->outputs - output;
+    if (!a->bias || left <= 0) return _mm512_setzero_ps();
+    const __mmask16 there = left >= TILE ? 0xffff : (__mmask16)((1u << left) - 1);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, a->bias + output)), 16));
+}
+
+static void write_rows(const struct args *a, const float *sums, int64_t first, int64_t count, int64_t output) {
+    const __m512 low = bias_of(a, output), high = bias_of(a, output + TILE);
+    for (int64_t r = 0; r < count; r++, sums += PANEL) {
+        write_half(a, _mm512_add_ps(_mm512_load_ps(sums), low), first + r, output);
+        write_half(a, _mm512_add_ps(_mm512_load_ps(sums + TILE), high), first + r, output + TILE);
+    }
+}
+
+/* A step's weights, fetched ahead: past the end of the matrix they are not read, and cost nothing. */
+INLINE void fetch(const char *weight) {
+    for (int at = 0; at < STEP_BYTES; at += LINE_BYTES) _mm_prefetch(weight + AHEAD_BYTES + at, _MM_HINT_T1);
+}
+#endif
+
+/* ---- AMX: sums of a block of at most 32 rows over `steps` steps of a panel */
+
+#if defined(HAVE_AVX512) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__) && defined(__x86_64__)
+#define HAVE_AMX 1
+
+/* GCC's tile intrinsics do not say which memory they read. */
+INLINE void settle(void) { __asm__ volatile("" ::: "memory"); }
+
+struct tile_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+};
+
+/* Tiles 0 to 3: sums (rows 0-15 x outputs 0-15 and 16-31, then rows 16-31). 4, 5: x. 6, 7: weights. */
+static void configure(int64_t rows) {
+    struct tile_config c = {.palette = 1};
+    const int64_t low = smaller(rows, TILE), high = rows - low ? rows - low : 1;
+    const uint8_t of_tile[8] = {(uint8_t)low, (uint8_t)low, (uint8_t)high, (uint8_t)high, (uint8_t)low, (uint8_t)high, TILE, TILE};
+    for (int t = 0; t < 8; t++) c.bytes[t] = LINE_BYTES, c.rows[t] = of_tile[t];
+    settle();
+    _tile_loadconfig(&c);
+}
+
+INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, const int two, const int begun, const int fetching) {
+    float *const below = sums + TILE * PANEL;
+    const int stride = PANEL * sizeof(float);
+    settle();
+    if (begun) {
+        _tile_loadd(0, sums, stride);
+        _tile_loadd(1, sums + TILE, stride);
+        if (two) {
+            _tile_loadd(2, below, stride);
+            _tile_loadd(3, below + TILE, stride);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += STEP_BYTES) {
+        if (fetching) fetch(w);
+        _tile_loadd(4, x, LINE_BYTES);
+        _tile_loadd(6, w, LINE_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + TILE_BYTES, LINE_BYTES);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) {
+            _tile_loadd(5, x + x_block, LINE_BYTES);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + TILE, stride);
+    if (two) {
+        _tile_stored(2, below, stride);
+        _tile_stored(3, below + TILE, stride);
+    }
+    settle();
+}
+
+/* x: tiles of all `rows` rows; sums: [rows, 32]. Returns with another tile configuration than it found. */
+static void amx_panel(const struct args *a, const char *x, const char *w, float *sums, int64_t rows) {
+    const int64_t steps = ceil_div(a->inputs, STEP), x_block = steps * TILE_BYTES;
+    if (rows <= PANEL) {
+        if (rows > TILE) amx_block(x, x_block, w, sums, steps, 1, 0, 1);
+        else amx_block(x, x_block, w, sums, steps, 0, 0, 1);
+        return;
+    }
+    for (int64_t k = 0; k < steps; k += DEPTH) {
+        const int64_t depth = smaller(DEPTH, steps - k);
+        for (int64_t r = 0; r < rows; r += PANEL) {
+            const char *block = x + (r / TILE) * x_block + k * TILE_BYTES;
+            /* rows beyond the last are computed like the others, from what lies there, and not written */
+            if (r == 0) amx_block(block, x_block, w + k * STEP_BYTES, sums, depth, 1, k > 0, 1);
+            else amx_block(block, x_block, w + k * STEP_BYTES, sums + r * PANEL, depth, 1, k > 0, 0);
+        }
+    }
+}
+#endif
+
+/* ---- AVX512-BF16: the same sums, 8 rows at a time */
+
+#if defined(HAVE_AVX512)
+enum { ROWS = 8 };
+
+INLINE void avx512_block(const char *x, const char *w, float *sums, int64_t steps, const int rows) {
+    __m512 acc[ROWS][2];
+    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += STEP_BYTES) {
+        fetch(w);
+        for (int i = 0; i < TILE; i++) {
+            const __m512bh low = (__m512bh)_mm512_load_si512(w + i * LINE_BYTES);
+            const __m512bh high = (__m512bh)_mm512_load_si512(w + TILE_BYTES + i * LINE_BYTES);
+            for (int r = 0; r < rows; r++) {
+                int32_t pair;
+                memcpy(&pair, x + r * LINE_BYTES + i * sizeof pair, sizeof pair);
+                const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+                acc[r][0] = _mm512_dpbf16_ps(acc[r][0], both, low);
+                acc[r][1] = _mm512_dpbf16_ps(acc[r][1], both, high);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++) _mm512_store_ps(sums + r * PANEL + half * TILE, acc[r][half]);
+}
+
+/* The number of rows is a constant in each copy, so that the sums stay in registers. */
+#define COPY(rows) \
+    static __attribute__((noinline)) void avx512_block_##rows(const char *x, const char *w, float *sums, int64_t steps) { avx512_block(x, w, sums, steps, rows); }
+COPY(1) COPY(2) COPY(4) COPY(8)
+
+static void avx512_panel(const struct args *a, const char *x, const char *w, float *sums, int64_t rows) {
+    const int64_t steps = ceil_div(a->inputs, STEP);
+    for (int64_t r = 0; r < rows;) {
+        const char *block = x + (r / TILE) * steps * TILE_BYTES + (r % TILE) * LINE_BYTES;
+        float *to = sums + r * PANEL;
+        if (rows - r >= 8) avx512_block_8(block, w, to, steps), r += 8;
+        else if (rows - r >= 4) avx512_block_4(block, w, to, steps), r += 4;
+        else if (rows - r >= 2) avx512_block_2(block, w, to, steps), r += 2;
+        else avx512_block_1(block, w, to, steps), r += 1;
+    }
+}
+
+/* ---- a chunk of rows, and all of them */
+
+static void panel(const struct args *a, const char *x, int64_t index, float *sums, int64_t first, int64_t rows) {
+    const char *w = a->weight + index * ceil_div(a->inputs, STEP) * STEP_BYTES;
+#if defined(HAVE_AMX)
+    if (a->kind == AMX) amx_panel(a, x, w, sums, rows);
+    else
+#endif
+        avx512_panel(a, x, w, sums, rows);
+    write_rows(a, sums, first, rows, index * PANEL);
+}
+
+static int multiply(const struct args *a) {
+    const int64_t steps = ceil_div(a->inputs, STEP), panels = ceil_div(a->outputs, PANEL);
+    const int64_t fitting = CHUNK_BYTES / (steps * LINE_BYTES) / PANEL * PANEL, most = fitting ? fitting : PANEL;
+    const int64_t chunk = smaller(most, ceil_div(a->rows, PANEL) * PANEL);
+    char *x = aligned_alloc(LINE_BYTES, (size_t)(chunk * steps * LINE_BYTES));
+    int failed = !x;
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+    {
+        float *sums = aligned_alloc(LINE_BYTES, (size_t)(chunk * PANEL) * sizeof(float));
+        if (!sums) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp barrier
+        for (int64_t first = 0; first < a->rows && !failed; first += chunk) {
+            const int64_t rows = smaller(chunk, a->rows - first);
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < rows; r += TILE)
+                pack_rows(a, first + r, smaller(TILE, rows - r), x + r * steps * LINE_BYTES);
+#if defined(HAVE_AMX)
+            if (a->kind == AMX) configure(rows <= PANEL ? rows : PANEL);
+#endif
+#pragma omp for schedule(static)
+            for (int64_t p = 0; p < panels; p++) panel(a, x, p, sums, first, rows);
+        }
+#if defined(HAVE_AMX)
+        if (a->kind == AMX) _tile_release();
+#endif
+        free(sums);
+    }
+    free(x);
+    return failed ? -1 : 0;
+}
+
+/* ---- weights -> panels */
+
+/* A tile of the matrix [outputs, inputs] (dense) whose first output and input are given. */
+static void pack_tile(const bf16 *weight, int64_t outputs, int64_t inputs, int64_t output, int64_t input, char *to) {
+    const int64_t down = smaller(TILE, outputs - output), across = smaller(STEP, inputs - input);
+    memset(to, 0, TILE_BYTES);
+    for (int64_t j = 0; j < down; j++) {
+        const bf16 *row = weight + (output + j) * inputs + input;
+        for (int64_t i = 0; i < across; i++) ((bf16 *)to)[(i / 2) * STEP + 2 * j + i % 2] = row[i];
+    }
+}
+
+/* The same for a tile that is whole: line i gathers pair i of 16 rows. */
+static void pack_whole_tile(const bf16 *weight, int64_t inputs, int64_t output, int64_t input, char *to) {
+    const char *from = (const char *)(weight + output * inputs + input);
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i rows = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)inputs * 2));
+    for (int i = 0; i < TILE; i++) _mm512_store_si512(to + i * LINE_BYTES, _mm512_i32gather_epi32(rows, from + i * 4, 1));
+}
+
+static void pack(const bf16 *weight, int64_t outputs, int64_t inputs, char *to, int64_t threads) {
+    const int64_t steps = ceil_div(inputs, STEP), panels = ceil_div(outputs, PANEL);
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
+    for (int64_t p = 0; p < panels; p++)
+        for (int64_t t = 0; t < 2 * steps; t++) {
+            const int64_t output = p * PANEL + (t % 2) * TILE, input = t / 2 * STEP;
+            char *tile = to + (p * 2 * steps + t) * TILE_BYTES;
+            if (output + TILE <= outputs && input + STEP <= inputs) pack_whole_tile(weight, inputs, output, input, tile);
+            else pack_tile(weight, outputs, inputs, output, input, tile);
+        }
+}
+#endif
+
+/* ---- the library's face */
+
+int tandem_linear_abi(void) { return ABI_VERSION; }
+
+/* The best kind this process may use. AMX needs the kernel's leave, once a process: it enlarges signal frames. */
+int tandem_linear_kind(void) {
+#if defined(HAVE_AMX)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+    if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0) return AMX;
+#endif
+#if defined(HAVE_AVX512)
+    return AVX512;
+#else
+    return NONE;
+#endif
+}
+
+/* weight [outputs, inputs] dense -> `to`, 64-byte aligned, of ceil(outputs / 32) * ceil(inputs / 32) * 2048 bytes. */
+void tandem_linear_pack(const bf16 *weight, int64_t outputs, int64_t inputs, char *to, int64_t threads) {
+#if defined(HAVE_AVX512)
+    pack(weight, outputs, inputs, to, threads);
+#endif
+}
+
+/* Returns 0, or -1 when out of memory or of a kind that this library was not built for. */
+int tandem_linear(const struct args *a) {
+    if (a->rows == 0) return 0;
+#if defined(HAVE_AVX512)
+    return multiply(a);
+#else
+    return -1;
+#endif
+}
