@@ -1,6 +1,6 @@
 """Builds a C kernel at first use and keeps it in a per-user cache. Knows compilers and files, not what kernels do.
 
-The file name is a hash of all that decides the machine code (source, compiler, flags, CPU), so a changed source or a
+The file name is a hash of all that decides the machine code (source and headers, compiler, flags, CPU), so a changed source or a
 home directory shared by different machines never loads a wrong one. Processes that build at once each rename their own
 finished file into place: the last one wins, and all are alike.
 """
@@ -109,7 +109,8 @@ def _compiler() -> str:
 
 
 def _key(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
-    parts = (source.read_text(), compiler, *flags, platform.machine(), _cpu_features())
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    parts = (*texts, compiler, *flags, platform.machine(), _cpu_features())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 

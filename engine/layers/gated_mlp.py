@@ -3,17 +3,27 @@
 import torch
 from torch.nn import functional
 
+from engine.kernels.elementwise import LANES, elementwise
 from engine.layers.linear import Linear
 
 
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]."""
 
-    def __init__(self, *, gate_up: Linear, down: Linear, intermediate_size: int) -> None:
+    def __init__(self, *, gate_up: Linear, down: Linear) -> None:
         self.gate_up = gate_up
         self.down = down
-        self._intermediate_size = intermediate_size
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = torch.split(self.gate_up(x), self._intermediate_size, dim=-1)
-        return self.down(functional.silu(gate).mul_(up))
+        return self.down(silu_mul(self.gate_up(x)))
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """[T, width]: silu(x[:, :width]) * x[:, width:] for x [T, 2 * width]; rounded after the silu and at the end."""
+    width = x.shape[-1] // 2
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and width % LANES == 0:
+        kernel = elementwise()
+        if kernel is not None:
+            return kernel.silu_mul(x)
+    gate, up = torch.split(x, width, dim=-1)
+    return functional.silu(gate).mul_(up)
