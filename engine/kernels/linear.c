@@ -31,7 +31,9 @@
 #define LINE_BYTES 64
 #define CHUNK_BYTES (1 << 20)   /* of x that stays in the L2 cache */
 #define DEPTH 8                 /* steps of a panel that stay in the L1 cache while the rows of a chunk pass */
-#define AHEAD_BYTES 1024        /* weights are fetched this long before their use; longer is slower on Sapphire Rapids */
+#define GROUP 8                 /* panels of many rows that are written together: 512 bytes of each row, not 64 */
+#define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
+#define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
 #define INLINE static inline __attribute__((always_inline))
 
 enum kind { NONE = 0, AVX512 = 1, AMX = 2 };
@@ -86,17 +88,20 @@ INLINE __m512 bias_of(const struct args *a, int64_t output) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, a->bias + output)), 16));
 }
 
-static void write_rows(const struct args *a, const float *sums, int64_t first, int64_t count, int64_t output) {
-    const __m512 low = bias_of(a, output), high = bias_of(a, output + TILE);
-    for (int64_t r = 0; r < count; r++, sums += PANEL) {
-        write_half(a, _mm512_add_ps(_mm512_load_ps(sums), low), first + r, output);
-        write_half(a, _mm512_add_ps(_mm512_load_ps(sums + TILE), high), first + r, output + TILE);
-    }
+/* sums: `panels` blocks of [chunk, 32], those of outputs output.. on. */
+static void write_rows(const struct args *a, const float *sums, int64_t chunk, int64_t panels, int64_t first, int64_t count, int64_t output) {
+    __m512 bias[2 * GROUP];
+    for (int64_t h = 0; h < 2 * panels; h++) bias[h] = bias_of(a, output + h * TILE);
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t h = 0; h < 2 * panels; h++) {
+            const float *from = sums + (h / 2) * chunk * PANEL + r * PANEL + (h % 2) * TILE;
+            write_half(a, _mm512_add_ps(_mm512_load_ps(from), bias[h]), first + r, output + h * TILE);
+        }
 }
 
-/* A step's weights, fetched ahead: past the end of the matrix they are not read, and cost nothing. */
-INLINE void fetch(const char *weight) {
-    for (int at = 0; at < STEP_BYTES; at += LINE_BYTES) _mm_prefetch(weight + AHEAD_BYTES + at, _MM_HINT_T1);
+/* Weights of later steps. Past the end of the matrix nothing is read: a prefetch does not fault. */
+INLINE void fetch(const char *weight, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += LINE_BYTES) _mm_prefetch(weight + at, _MM_HINT_T1);
 }
 #endif
 
@@ -124,7 +129,7 @@ static void configure(int64_t rows) {
     _tile_loadconfig(&c);
 }
 
-INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, const int two, const int begun, const int fetching) {
+INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, const int two, const int begun, const char *ahead, const int64_t ahead_bytes) {
     float *const below = sums + TILE * PANEL;
     const int stride = PANEL * sizeof(float);
     settle();
@@ -142,7 +147,7 @@ INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums
         _tile_zero(3);
     }
     for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += STEP_BYTES) {
-        if (fetching) fetch(w);
+        fetch(ahead + k * ahead_bytes, ahead_bytes);
         _tile_loadd(4, x, LINE_BYTES);
         _tile_loadd(6, w, LINE_BYTES);
         _tile_dpbf16ps(0, 4, 6);
@@ -163,22 +168,31 @@ INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums
     settle();
 }
 
-/* x: tiles of all `rows` rows; sums: [rows, 32]. Returns with another tile configuration than it found. */
-static void amx_panel(const struct args *a, const char *x, const char *w, float *sums, int64_t rows) {
-    const int64_t steps = ceil_div(a->inputs, STEP), x_block = steps * TILE_BYTES;
-    if (rows <= PANEL) {
-        if (rows > TILE) amx_block(x, x_block, w, sums, steps, 1, 0, 1);
-        else amx_block(x, x_block, w, sums, steps, 0, 0, 1);
-        return;
-    }
+/* Many rows: DEPTH steps of weights at a time stay in the L1 cache, and each block of rows fetches its share of
+ * the next ones. Rows beyond the last are computed like the others, from what lies there, and not written. */
+static void amx_deep_panel(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, int64_t rows) {
+    const int64_t share = ceil_div(STEP_BYTES / LINE_BYTES, ceil_div(rows, PANEL)) * LINE_BYTES; /* of a step */
     for (int64_t k = 0; k < steps; k += DEPTH) {
         const int64_t depth = smaller(DEPTH, steps - k);
-        for (int64_t r = 0; r < rows; r += PANEL) {
+        const char *ahead = w + (k + depth) * STEP_BYTES;
+        for (int64_t r = 0; r < rows; r += PANEL, ahead += depth * share) {
             const char *block = x + (r / TILE) * x_block + k * TILE_BYTES;
-            /* rows beyond the last are computed like the others, from what lies there, and not written */
-            if (r == 0) amx_block(block, x_block, w + k * STEP_BYTES, sums, depth, 1, k > 0, 1);
-            else amx_block(block, x_block, w + k * STEP_BYTES, sums + r * PANEL, depth, 1, k > 0, 0);
+            amx_block(block, x_block, w + k * STEP_BYTES, sums + r * PANEL, depth, 1, k > 0, ahead, share);
         }
+    }
+}
+
+/* x: tiles of all `rows` rows; sums: [rows, 32]. */
+static void amx_panel(const struct args *a, const char *x, const char *w, float *sums, int64_t rows) {
+    const int64_t steps = ceil_div(a->inputs, STEP), x_block = steps * TILE_BYTES;
+    if (rows > FEW) {
+        amx_deep_panel(x, x_block, w, sums, steps, rows);
+    } else if (rows <= TILE) {
+        amx_block(x, x_block, w, sums, steps, 0, 0, w + AHEAD_BYTES, STEP_BYTES);
+    } else {
+        amx_block(x, x_block, w, sums, steps, 1, 0, w + AHEAD_BYTES, STEP_BYTES);
+        for (int64_t r = PANEL; r < rows; r += PANEL) /* the panel lies in the L2 cache now */
+            amx_block(x + r / TILE * x_block, x_block, w, sums + r * PANEL, steps, 1, 0, w, 0);
     }
 }
 #endif
@@ -192,7 +206,7 @@ INLINE void avx512_block(const char *x, const char *w, float *sums, int64_t step
     __m512 acc[ROWS][2];
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
     for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += STEP_BYTES) {
-        fetch(w);
+        fetch(w + AHEAD_BYTES, STEP_BYTES);
         for (int i = 0; i < TILE; i++) {
             const __m512bh low = (__m512bh)_mm512_load_si512(w + i * LINE_BYTES);
             const __m512bh high = (__m512bh)_mm512_load_si512(w + TILE_BYTES + i * LINE_BYTES);
@@ -228,25 +242,29 @@ static void avx512_panel(const struct args *a, const char *x, const char *w, flo
 
 /* ---- a chunk of rows, and all of them */
 
-static void panel(const struct args *a, const char *x, int64_t index, float *sums, int64_t first, int64_t rows) {
-    const char *w = a->weight + index * ceil_div(a->inputs, STEP) * STEP_BYTES;
+static void group(const struct args *a, const char *x, int64_t from, int64_t to, float *sums, int64_t chunk, int64_t first, int64_t rows) {
+    const int64_t panel_bytes = ceil_div(a->inputs, STEP) * STEP_BYTES;
+    for (int64_t p = from; p < to; p++) {
+        float *own = sums + (p - from) * chunk * PANEL;
 #if defined(HAVE_AMX)
-    if (a->kind == AMX) amx_panel(a, x, w, sums, rows);
-    else
+        if (a->kind == AMX) amx_panel(a, x, a->weight + p * panel_bytes, own, rows);
+        else
 #endif
-        avx512_panel(a, x, w, sums, rows);
-    write_rows(a, sums, first, rows, index * PANEL);
+            avx512_panel(a, x, a->weight + p * panel_bytes, own, rows);
+    }
+    write_rows(a, sums, chunk, to - from, first, rows, from * PANEL);
 }
 
 static int multiply(const struct args *a) {
     const int64_t steps = ceil_div(a->inputs, STEP), panels = ceil_div(a->outputs, PANEL);
     const int64_t fitting = CHUNK_BYTES / (steps * LINE_BYTES) / PANEL * PANEL, most = fitting ? fitting : PANEL;
     const int64_t chunk = smaller(most, ceil_div(a->rows, PANEL) * PANEL);
+    const int64_t at_once = chunk > PANEL ? GROUP : 1;
     char *x = aligned_alloc(LINE_BYTES, (size_t)(chunk * steps * LINE_BYTES));
     int failed = !x;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
     {
-        float *sums = aligned_alloc(LINE_BYTES, (size_t)(chunk * PANEL) * sizeof(float));
+        float *sums = aligned_alloc(LINE_BYTES, (size_t)(chunk * PANEL * at_once) * sizeof(float));
         if (!sums) {
 #pragma omp atomic write
             failed = 1;
@@ -261,7 +279,8 @@ static int multiply(const struct args *a) {
             if (a->kind == AMX) configure(rows <= PANEL ? rows : PANEL);
 #endif
 #pragma omp for schedule(static)
-            for (int64_t p = 0; p < panels; p++) panel(a, x, p, sums, first, rows);
+            for (int64_t p = 0; p < panels; p += at_once)
+                group(a, x, p, smaller(p + at_once, panels), sums, chunk, first, rows);
         }
 #if defined(HAVE_AMX)
         if (a->kind == AMX) _tile_release();
