@@ -29,7 +29,7 @@
 #define PANEL 32                /* outputs of a panel */
 #define STEP_BYTES (2 * TILE_BYTES)
 #define LINE_BYTES 64
-#define CHUNK_BYTES (1 << 20)   /* of x that stays in the L2 cache */
+#define CHUNK 256               /* rows that share one reading of the weights */
 #define DEPTH 8                 /* steps of a panel that stay in the L1 cache while the rows of a chunk pass */
 #define GROUP 8                 /* panels of many rows that are written together: 512 bytes of each row, not 64 */
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
@@ -119,10 +119,11 @@ struct tile_config {
     uint8_t rows[16];
 };
 
-/* Tiles 0 to 3: sums (rows 0-15 x outputs 0-15 and 16-31, then rows 16-31). 4, 5: x. 6, 7: weights. */
+/* Tiles 0 to 3: sums (rows 0-15 x outputs 0-15 and 16-31, then rows 16-31, or rows 0-15 of a second panel). 4, 5: x.
+ * 6, 7: weights. */
 static void configure(int64_t rows) {
     struct tile_config c = {.palette = 1};
-    const int64_t low = smaller(rows, TILE), high = rows - low ? rows - low : 1;
+    const int64_t low = smaller(rows, TILE), high = rows > TILE ? rows - TILE : low;
     const uint8_t of_tile[8] = {(uint8_t)low, (uint8_t)low, (uint8_t)high, (uint8_t)high, (uint8_t)low, (uint8_t)high, TILE, TILE};
     for (int t = 0; t < 8; t++) c.bytes[t] = LINE_BYTES, c.rows[t] = of_tile[t];
     settle();
@@ -168,26 +169,55 @@ INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums
     settle();
 }
 
-/* Many rows: DEPTH steps of weights at a time stay in the L1 cache, and each block of rows fetches its share of
- * the next ones. Rows beyond the last are computed like the others, from what lies there, and not written. */
-static void amx_deep_panel(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, int64_t rows) {
-    const int64_t share = ceil_div(STEP_BYTES / LINE_BYTES, ceil_div(rows, PANEL)) * LINE_BYTES; /* of a step */
+/* At most 16 rows and two panels that lie one behind the other: x is read half as often. sums, other: [rows, 32]. */
+static void amx_pair(const char *x, const char *w, float *sums, float *other, int64_t steps) {
+    const char *v = w + steps * STEP_BYTES;
+    const int stride = PANEL * sizeof(float);
+    settle();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += STEP_BYTES, v += STEP_BYTES) {
+        fetch(w + AHEAD_BYTES, STEP_BYTES);
+        _tile_loadd(4, x, LINE_BYTES);
+        _tile_loadd(6, w, LINE_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + TILE_BYTES, LINE_BYTES);
+        _tile_dpbf16ps(1, 4, 7);
+        fetch(v + AHEAD_BYTES, STEP_BYTES);
+        _tile_loadd(6, v, LINE_BYTES);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, v + TILE_BYTES, LINE_BYTES);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + TILE, stride);
+    _tile_stored(2, other, stride);
+    _tile_stored(3, other + TILE, stride);
+    settle();
+}
+
+/* Many rows. DEPTH steps of all panels at a time: their part of x stays in the L2 cache, and the weights of the panel at
+ * hand in L1, while each block of rows fetches its share of the weights that come next. Rows beyond the last are computed
+ * like the others, from what lies there, and not written. */
+static void amx_group(const char *x, const char *w, int64_t panels, float *sums, int64_t chunk, int64_t steps, int64_t rows) {
+    const int64_t x_block = steps * TILE_BYTES, share = ceil_div(STEP_BYTES / LINE_BYTES, ceil_div(rows, PANEL)) * LINE_BYTES;
     for (int64_t k = 0; k < steps; k += DEPTH) {
         const int64_t depth = smaller(DEPTH, steps - k);
-        const char *ahead = w + (k + depth) * STEP_BYTES;
-        for (int64_t r = 0; r < rows; r += PANEL, ahead += depth * share) {
-            const char *block = x + (r / TILE) * x_block + k * TILE_BYTES;
-            amx_block(block, x_block, w + k * STEP_BYTES, sums + r * PANEL, depth, 1, k > 0, ahead, share);
+        for (int64_t p = 0; p < panels; p++) {
+            const char *own = w + (p * steps + k) * STEP_BYTES;
+            const char *ahead = p + 1 < panels ? own + steps * STEP_BYTES : w + (k + depth) * STEP_BYTES;
+            for (int64_t r = 0; r < rows; r += PANEL, ahead += depth * share)
+                amx_block(x + r / TILE * x_block + k * TILE_BYTES, x_block, own, sums + (p * chunk + r) * PANEL, depth, 1, k > 0, ahead, share);
         }
     }
 }
 
-/* x: tiles of all `rows` rows; sums: [rows, 32]. */
-static void amx_panel(const struct args *a, const char *x, const char *w, float *sums, int64_t rows) {
-    const int64_t steps = ceil_div(a->inputs, STEP), x_block = steps * TILE_BYTES;
-    if (rows > FEW) {
-        amx_deep_panel(x, x_block, w, sums, steps, rows);
-    } else if (rows <= TILE) {
+/* Few rows. x: tiles of all of them; sums: [rows, 32]. */
+static void amx_panel(const char *x, const char *w, float *sums, int64_t steps, int64_t rows) {
+    const int64_t x_block = steps * TILE_BYTES;
+    if (rows <= TILE) {
         amx_block(x, x_block, w, sums, steps, 0, 0, w + AHEAD_BYTES, STEP_BYTES);
     } else {
         amx_block(x, x_block, w, sums, steps, 1, 0, w + AHEAD_BYTES, STEP_BYTES);
@@ -242,24 +272,33 @@ static void avx512_panel(const struct args *a, const char *x, const char *w, flo
 
 /* ---- a chunk of rows, and all of them */
 
-static void group(const struct args *a, const char *x, int64_t from, int64_t to, float *sums, int64_t chunk, int64_t first, int64_t rows) {
-    const int64_t panel_bytes = ceil_div(a->inputs, STEP) * STEP_BYTES;
-    for (int64_t p = from; p < to; p++) {
-        float *own = sums + (p - from) * chunk * PANEL;
+/* Sums of panels from..to-1, each into its own [chunk, 32] of `sums`. */
+static void sum_panels(const struct args *a, const char *x, int64_t from, int64_t to, float *sums, int64_t chunk, int64_t rows) {
+    const int64_t steps = ceil_div(a->inputs, STEP);
+    const char *w = a->weight + from * steps * STEP_BYTES;
 #if defined(HAVE_AMX)
-        if (a->kind == AMX) amx_panel(a, x, a->weight + p * panel_bytes, own, rows);
+    if (a->kind == AMX && rows > FEW) {
+        amx_group(x, w, to - from, sums, chunk, steps, rows);
+        return;
+    }
+    if (a->kind == AMX && rows <= TILE && to - from == 2) {
+        amx_pair(x, w, sums, sums + chunk * PANEL, steps);
+        return;
+    }
+#endif
+    for (int64_t p = from; p < to; p++, w += steps * STEP_BYTES, sums += chunk * PANEL) {
+#if defined(HAVE_AMX)
+        if (a->kind == AMX) amx_panel(x, w, sums, steps, rows);
         else
 #endif
-            avx512_panel(a, x, a->weight + p * panel_bytes, own, rows);
+            avx512_panel(a, x, w, sums, rows);
     }
-    write_rows(a, sums, chunk, to - from, first, rows, from * PANEL);
 }
 
 static int multiply(const struct args *a) {
     const int64_t steps = ceil_div(a->inputs, STEP), panels = ceil_div(a->outputs, PANEL);
-    const int64_t fitting = CHUNK_BYTES / (steps * LINE_BYTES) / PANEL * PANEL, most = fitting ? fitting : PANEL;
-    const int64_t chunk = smaller(most, ceil_div(a->rows, PANEL) * PANEL);
-    const int64_t at_once = chunk > PANEL ? GROUP : 1;
+    const int64_t chunk = smaller(CHUNK, ceil_div(a->rows, PANEL) * PANEL);
+    const int64_t at_once = chunk > PANEL ? GROUP : a->rows <= TILE ? 2 : 1;
     char *x = aligned_alloc(LINE_BYTES, (size_t)(chunk * steps * LINE_BYTES));
     int failed = !x;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
@@ -279,8 +318,11 @@ static int multiply(const struct args *a) {
             if (a->kind == AMX) configure(rows <= PANEL ? rows : PANEL);
 #endif
 #pragma omp for schedule(static)
-            for (int64_t p = 0; p < panels; p += at_once)
-                group(a, x, p, smaller(p + at_once, panels), sums, chunk, first, rows);
+            for (int64_t p = 0; p < panels; p += at_once) {
+                const int64_t end = smaller(p + at_once, panels);
+                sum_panels(a, x, p, end, sums, chunk, rows);
+                write_rows(a, sums, chunk, end - p, first, rows, p * PANEL);
+            }
         }
 #if defined(HAVE_AMX)
         if (a->kind == AMX) _tile_release();
