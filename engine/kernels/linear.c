@@ -18,9 +18,8 @@
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+
+#include "rows.h"
 
 #define ABI_VERSION 1
 #define TILE 16                 /* outputs or rows of a tile */
@@ -34,19 +33,20 @@
 #define GROUP 8                 /* panels of many rows that are written together: 512 bytes of each row, not 64 */
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
 #define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
-#define INLINE static inline __attribute__((always_inline))
 
 enum kind { NONE = 0, AVX512 = 1, AMX = 2 };
 
-typedef uint16_t bf16;
-
-/* Mirrored by _Args in linear.py. x [rows, inputs] with rows x_stride elements apart, y [rows, outputs] dense. */
+/* Mirrored by _Args in linear.py. x [rows, inputs] with rows x_stride elements apart, y [rows, outputs] dense. What is
+ * multiplied is x; or, with `norm` [inputs], x's RMS norm times it, after x += delta where there is one [rows, inputs]; or,
+ * if gated, silu(x[:, :inputs]) * x[:, inputs:] of a row twice as long. The last two need inputs to be a multiple of 16. */
 struct args {
-    const bf16 *x;
+    bf16 *x;
     const char *weight;
     const bf16 *bias; /* [outputs] or NULL */
     void *y;          /* bf16, or the same rounded values as fp32 */
-    int64_t rows, inputs, outputs, x_stride, y_is_f32, threads, kind;
+    const bf16 *norm, *delta;
+    int64_t rows, inputs, outputs, x_stride, y_is_f32, gated, threads, kind;
+    float eps;
 };
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -57,11 +57,25 @@ INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- rows of x -> tiles: [block of 16 rows][step][row][32 inputs], zeros beyond the last input */
 
+/* Row r of what is multiplied: of x, or computed into `own`. */
+static const bf16 *ready(const struct args *a, int64_t r, bf16 *own) {
+    bf16 *x = a->x + r * a->x_stride;
+    if (a->gated) {
+        gate_row(x, x + a->inputs, own, a->inputs);
+        return own;
+    }
+    if (!a->norm) return x;
+    if (a->delta) add_row(x, a->delta + r * a->inputs, a->inputs);
+    norm_row(x, a->norm, own, a->inputs, a->eps);
+    return own;
+}
+
 static void pack_rows(const struct args *a, int64_t first, int64_t count, char *to) {
     const int64_t steps = ceil_div(a->inputs, STEP), whole = a->inputs / STEP;
     const __mmask32 rest = (__mmask32)((1ull << (a->inputs % STEP)) - 1);
+    bf16 own[a->inputs];
     for (int64_t r = 0; r < count; r++) {
-        const bf16 *x = a->x + (first + r) * a->x_stride;
+        const bf16 *x = ready(a, first + r, own);
         char *line = to + (r / TILE) * steps * TILE_BYTES + (r % TILE) * LINE_BYTES;
         for (int64_t k = 0; k < whole; k++) _mm512_store_si512(line + k * TILE_BYTES, _mm512_loadu_si512(x + k * STEP));
         if (rest) _mm512_store_si512(line + whole * TILE_BYTES, _mm512_maskz_loadu_epi16(rest, x + whole * STEP));

@@ -14,14 +14,20 @@ ABI_VERSION = 1
 PANEL = 32  # outputs, and inputs of a step
 AVX512, AMX = 1, 2  # kinds of arithmetic; 0 is none
 
-_POINTERS = ("x", "weight", "bias", "y")
-_NUMBERS = ("rows", "inputs", "outputs", "x_stride", "y_is_f32", "threads", "kind")
+LANES = 16  # inputs are a multiple of it where rows are computed before they are multiplied
+
+_POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
+_NUMBERS = ("rows", "inputs", "outputs", "x_stride", "y_is_f32", "gated", "threads", "kind")
 
 
 class _Args(ctypes.Structure):
     """Mirror of `struct args` in linear.c."""
 
-    _fields_ = [*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int64) for name in _NUMBERS)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        ("eps", ctypes.c_float),
+    ]
 
 
 class PackedMatrix:
@@ -44,10 +50,41 @@ class PackedMatrix:
 
     def times(self, x: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """[T, out] for `x` [T, in] bf16: summed in fp32, rounded to bf16 once; `dtype` float32 keeps that value."""
-        outputs, inputs = self._shape
-        assert x.dtype == torch.bfloat16 and x.shape[1:] == (inputs,), (x.dtype, x.shape, self._shape)
-        x = x if x.stride(1) == 1 else x.contiguous()
-        y = torch.empty((x.shape[0], outputs), dtype=dtype)
+        assert x.shape[1:] == (self._shape[1],), (x.shape, self._shape)
+        return self._product(x if x.stride(1) == 1 else x.contiguous(), dtype)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether the two below can be called."""
+        return self._shape[1] % LANES == 0
+
+    def times_gated(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, out]: the product with silu(x[:, :in]) * x[:, in:] for `x` [T, 2 * in], as `Elementwise.silu_mul`."""
+        assert self.takes_rows and x.shape[1:] == (2 * self._shape[1],) and x.stride(1) == 1, (x.shape, self._shape)
+        self._args.gated = 1
+        try:
+            return self._product(x, torch.bfloat16)
+        finally:
+            self._args.gated = 0
+
+    def times_normed(
+        self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, out]: the product with the RMS norm of x, to which `delta` is added in place: `Elementwise.rms_norm`."""
+        inputs = self._shape[1]
+        assert self.takes_rows and x.shape[1:] == (inputs,) and x.stride(1) == 1, (x.shape, self._shape)
+        assert weight.dtype == torch.bfloat16 and weight.shape == (inputs,) and weight.is_contiguous(), weight.shape
+        assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()), delta
+        args = self._args
+        args.norm, args.eps, args.delta = weight.data_ptr(), eps, None if delta is None else delta.data_ptr()
+        try:
+            return self._product(x, torch.bfloat16)
+        finally:
+            args.norm = args.delta = None
+
+    def _product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        assert x.dtype == torch.bfloat16, x.dtype
+        y = torch.empty((x.shape[0], self._shape[0]), dtype=dtype)
         args = self._args
         args.x, args.x_stride, args.rows = x.data_ptr(), x.stride(0), x.shape[0]
         args.y, args.y_is_f32 = y.data_ptr(), dtype == torch.float32

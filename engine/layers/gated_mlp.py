@@ -1,10 +1,9 @@
 """The gated MLP of Llama-like models. Shazeer 2020, "GLU Variants Improve Transformer" (SwiGLU)."""
 
 import torch
-from torch.nn import functional
 
-from engine.kernels.elementwise import LANES, elementwise
 from engine.layers.linear import Linear
+from engine.layers.norm import RMSNorm
 
 
 class GatedMLP:
@@ -14,16 +13,6 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_mul(self.gate_up(x)))
-
-
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """[T, width]: silu(x[:, :width]) * x[:, width:] for x [T, 2 * width]; rounded after the silu and at the end."""
-    width = x.shape[-1] // 2
-    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and width % LANES == 0:
-        kernel = elementwise()
-        if kernel is not None:
-            return kernel.silu_mul(x)
-    gate, up = torch.split(x, width, dim=-1)
-    return functional.silu(gate).mul_(up)
+    def of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """The MLP of norm(x + delta), which x becomes before the norm."""
+        return self.down.of_gated(self.gate_up.of_norm(norm, x, delta))

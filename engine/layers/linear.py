@@ -7,7 +7,9 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from engine.kernels.linear import linear_kernel
+from engine.kernels.linear import PackedMatrix, linear_kernel
+from engine.layers.gate import silu_mul
+from engine.layers.norm import RMSNorm
 
 Delta = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -29,6 +31,20 @@ class Linear:
         if self.delta is not None:
             self.delta(x, y)
         return y
+
+    def of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """self(norm.of_sum(x, delta)), to the bit; our kernel takes it in one pass."""
+        matrix = self._matrix
+        if self.delta is None and isinstance(matrix, PackedMatrix) and matrix.takes_rows:
+            return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=delta)
+        return self(norm.of_sum(x, delta))
+
+    def of_gated(self, x: torch.Tensor) -> torch.Tensor:
+        """self(silu_mul(x)), to the bit; our kernel takes it in one pass."""
+        matrix = self._matrix
+        if self.delta is None and isinstance(matrix, PackedMatrix) and matrix.takes_rows:
+            return matrix.times_gated(x)
+        return self(silu_mul(x))
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
         """The values of `self(x)` (rounded as there) as float32: one pass over them less. No delta."""

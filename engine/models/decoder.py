@@ -45,7 +45,7 @@ class DenseDecoder:
         delta = None
         for layer in self._layers:
             delta = layer(x, delta, turn, attend)
-        return self._norm(x) if delta is None else self._norm.of_sum(x, delta)
+        return self._norm.of_sum(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.in_float32(hidden)
@@ -76,9 +76,8 @@ class _Layer:
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
         """x takes in `delta`, what the layer before has to add to it; returns what this one adds, so that each sum is
         one pass with the norm that follows."""
-        normed = self._attention_norm(x) if delta is None else self._attention_norm.of_sum(x, delta)
-        normed = self._mlp_norm.of_sum(x, self._attention(normed, turn, attend))
-        return self._mlp(normed)
+        delta = self._attention.of_norm(self._attention_norm, x, delta, turn, attend)
+        return self._mlp.of_norm(self._mlp_norm, x, delta)
 
 
 class _Attention:
@@ -100,9 +99,12 @@ class _Attention:
         like = torch.empty(dim, dtype=weight.dtype, device=weight.device)
         self._turned = NormedRope(norm, like=like, eps=config.rms_norm_eps)
 
-    def __call__(self, x: torch.Tensor, turn: Turn, attend: Attend) -> torch.Tensor:
+    def of_norm(
+        self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
+    ) -> torch.Tensor:
+        """Attention of norm(x + delta), which x becomes before the norm."""
         heads, kv_heads = self._heads, self._kv_heads
-        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self._dim)
+        qkv = self.qkv.of_norm(norm, x, delta).view(-1, heads + 2 * kv_heads, self._dim)
         qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
         q, k = torch.split(self._turned(qk, turn), [heads, kv_heads], dim=1)
         return self.out(attend(self._index, q, k, v))

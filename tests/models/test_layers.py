@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.elementwise import elementwise
-from engine.layers import gated_mlp, linear
-from engine.layers.gated_mlp import silu_mul
+from engine.layers import gate, linear
+from engine.layers.gate import silu_mul
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import NormedRope, apply_rope
@@ -22,7 +22,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Who computes bf16 on this CPU."""
     if request.param == "torch":
         monkeypatch.setattr(linear, "linear_kernel", lambda: None)
-        monkeypatch.setattr(gated_mlp, "elementwise", lambda: None)
+        monkeypatch.setattr(gate, "elementwise", lambda: None)
         monkeypatch.setattr("engine.kernels.elementwise.elementwise", lambda: None)
     yield request.param
 
@@ -119,6 +119,27 @@ def test_silu_times_up_is_its_formula(kernels: str, dtype: torch.dtype, width: i
     expected = gate / (1 + (-gate).exp()) * up
     tolerance = 2 * ONE_ROUNDING if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(silu_mul(x).double(), expected, rtol=tolerance, atol=1e-7)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40, 300])
+@pytest.mark.parametrize("width", [48, 256])
+@pytest.mark.parametrize("followed", [False, True])
+def test_one_pass_gives_the_bits_of_two(
+    kernels: str, rows: int, width: int, followed: bool, generator: torch.Generator
+) -> None:
+    """The norm or the gate before a product, with an adapter's delta behind it and without."""
+    layer = Linear(torch.randn(100, width, generator=generator).bfloat16(), torch.randn(100).bfloat16())
+    if followed:
+        layer.delta = lambda x, y: y.add_(x[:, :1])  # type: ignore[func-returns-value]
+    norm = RMSNorm(torch.randn(width, generator=generator).bfloat16(), eps=1e-6)
+    x, delta = (torch.randn(rows, width, generator=generator).bfloat16() for _ in range(2))
+    total = x + delta
+    assert torch.equal(layer.of_norm(norm, x.clone(), None), layer(norm(x)))
+    assert torch.equal(layer.of_norm(norm, x, delta), layer(norm(total)))
+    assert torch.equal(x, total)
+    wide = torch.randn(rows, 2 * width, generator=generator).bfloat16()
+    assert torch.equal(layer.of_gated(wide), layer(silu_mul(wide)))
+    assert torch.equal(layer(x), layer(x.clone()))  # nothing of the passes before is left
 
 
 def test_rows_have_the_same_bits_in_any_batch_and_with_any_threads(generator: torch.Generator) -> None:
