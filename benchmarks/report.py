@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pd_overhead, router_cost, router_policies, scheduler_step, step_time, transfer_rate
+from benchmarks import pd_overhead, router_cost, router_policies, scheduler_step, start_time, step_time, transfer_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -25,6 +25,7 @@ QUICK: dict[str, list[str]] = {
     "transfer_rate": ["--total-mib", "16", "--repeats", "3"],
     "scheduler_step": ["--steps", "50"],
     "router_cost": ["--seconds", "0.5", "--rounds", "1"],
+    "start_time": ["--rounds", "1"],
 }
 SECTIONS = {
     "pd_overhead": (
@@ -49,6 +50,11 @@ SECTIONS = {
         "CPU time of the pure core with nothing behind it, decodes of 512-token prompts. vLLM 0.32's scheduler took "
         "2,738 us for the same 256 on such a machine (another run, see the issue's facts).",
         scheduler_step.render,
+    ),
+    "start_time": (
+        "Start",
+        "From the start of the process until it answers; a cluster: until router and all workers are healthy (the shipped model).",
+        start_time.render,
     ),
     "router_cost": (
         "What a router costs",
