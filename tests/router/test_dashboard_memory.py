@@ -1,5 +1,7 @@
 """What the dashboard remembers and makes of it: quantiles, the recorder, the picture. No sockets."""
 
+from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -40,7 +42,8 @@ def leg(role: Role, url: str) -> tuple[Leg, Reply]:
 
 def begun(recorder: Recorder, name: str = "id", *, tracer: Tracer | None = None) -> Journey:
     journeys = Journeys(tracer or Tracer(ring_size=0), recorder)
-    journey = journeys.begin(name, "/generate", "", now_s=recorder.now_s())
+    begin = partial(journeys.begin, name, "/generate", "", now_s=recorder.now_s())
+    journey = copy_context().run(begin)  # it names the request of its task, and this is the test's
     journey.asked(num_samples=1, prompt_tokens=5, model=b'"m"')
     journey.routed()
     return journey
