@@ -89,8 +89,15 @@ def obey_parent(*, on_drain: Callable[[], None], on_end: Callable[[], None]) -> 
     loop.add_signal_handler(DRAIN, on_drain)
     loop.add_signal_handler(END, on_end)
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        loop.add_reader(parent.sentinel, on_end)
+    if parent is None:
+        return
+
+    def on_orphaned() -> None:
+        loop.remove_reader(parent.sentinel)
+        log.warning("the router's parent process is gone: this one ends too")
+        on_end()
+
+    loop.add_reader(parent.sentinel, on_orphaned)
 
 
 class _Member:
