@@ -118,8 +118,8 @@ def _first_of(order: LoadOrder, credit: Credit, matched: Match, best_cost: float
 
 def _cost_key(worker: Worker, credit: int) -> LoadKey:
     """The cost first; ties as of load."""
-    load, *ties = load_key(worker)
-    return (load - credit, *ties)
+    key = load_key(worker)
+    return (key[0] - credit, *key[1:])
 
 
 def queue_ends(candidates: Sequence[Worker]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ Few workers, or some of a pool, are compared one by one. A whole pool has an ord
 
 from collections.abc import Sequence
 
-from router.choice.load_order import LoadOrder, OrderByShare, capacity, load_key
+from router.choice.load_order import LoadOrder, OrderByShare, load_key
 from router.pool.pools import Pool
 from router.pool.workers import Role, Worker
 
@@ -28,7 +28,7 @@ def least_loaded(candidates: Sequence[Worker]) -> Worker:
 
 def comparable_by_share(candidates: Sequence[Worker]) -> bool:
     """Whether these hold KV and all say how much: a big worker may then hold more. Else tokens are compared."""
-    return candidates[0].role is not Role.PREFILL and all(capacity(worker) > 0 for worker in candidates)
+    return candidates[0].role is not Role.PREFILL and all(worker.capacity_tokens > 0 for worker in candidates)
 
 
 def _order_of(pool: Pool) -> LoadOrder:

@@ -21,13 +21,8 @@ LoadKey = tuple[float, int, int, int]
 
 def load_key(worker: Worker, *, by_share: bool = False) -> LoadKey:
     """Less is less loaded; then fewer requests; then fewer so far; then the oldest worker."""
-    load = worker.load_tokens / capacity(worker) if by_share else worker.load_tokens
+    load = worker.load_tokens / worker.capacity_tokens if by_share else worker.load_tokens
     return (load, worker.inflight_requests, worker.assigned_total, worker.worker_id)
-
-
-def capacity(worker: Worker) -> int:
-    """Tokens of KV that fit there; 0: it does not say."""
-    return worker.report.capacity_tokens if worker.report is not None else 0
 
 
 class _Follower:
@@ -117,7 +112,7 @@ class OrderByShare(LoadOrder):
         return self._order[0][0] >= 0
 
     def _key(self, worker: Worker) -> LoadKey:
-        if capacity(worker) <= 0:
+        if worker.capacity_tokens <= 0:
             return (-1.0, 0, 0, worker.worker_id)
         return load_key(worker, by_share=True)
 

@@ -160,6 +160,11 @@ class Worker:
         """Tokens this router has in flight there, plus those the worker reports that came from elsewhere."""
         return self.inflight_tokens + self.view.others_tokens(self.slot) + self.foreign_tokens
 
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of KV that fit there; 0: it does not say."""
+        return self.report.capacity_tokens if self.report is not None else 0
+
 
 class Lease(msgspec.Struct, frozen=True, eq=False):
     """`tokens` of work charged to `worker` until released. `trial`: it tries a worker whose circuit is half open."""
@@ -314,7 +319,7 @@ class WorkerTable:
         self._on_change()
         if target is Health.DOWN:
             worker.silent = False  # worse
-            self._drop_report(worker)
+            worker.report, worker.foreign_tokens = None, 0
             worker.circuit.reset()
             self.on_gone(worker)
         return True
@@ -360,22 +365,18 @@ class WorkerTable:
         worker.role = role
         self._on_change()
         worker.given_bootstrap_port = None
-        self._drop_report(worker)
+        worker.report, worker.foreign_tokens = None, 0
         worker.circuit.reset()
         self.on_gone(worker)
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
         """Tell what a worker reports (None: it does not say). Only what this router did not send itself is added."""
+        before = (worker.foreign_tokens, worker.capacity_tokens)
         worker.report = report
         reported = 0 if report is None else _reported_tokens(worker.role, report)
         worker.foreign_tokens = max(0, reported - worker.inflight_tokens - worker.view.others_tokens(worker.slot))
-
-        self._log.note(worker.worker_id)
-
-    def _drop_report(self, worker: Worker) -> None:
-        """What it said of itself is of another life."""
-        worker.report, worker.foreign_tokens = None, 0
-        self._log.note(worker.worker_id)
+        if before != (worker.foreign_tokens, worker.capacity_tokens):
+            self._log.note(worker.worker_id)
 
     def on_bootstrap(self, worker: Worker, *, host: str, port: int | None) -> None:
         """Tell where a prefill worker's bootstrap server listens."""
@@ -425,6 +426,9 @@ class WorkerTable:
         assert len({w.url for w in self._workers}) == len(self._workers)
         ids = [w.worker_id for w in self._workers]
         assert ids == sorted(set(ids))
+        assert list(self._by_name.values()) == self._workers
+        assert all(self.find(w.url) is w for w in self._workers)
+        assert sorted(self._unsettled) == [w.worker_id for w in self._workers if w.circuit.state is not State.CLOSED]
         for worker in [*self._workers, *(lease.worker for lease in self._leases.values())]:
             held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
             assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))
