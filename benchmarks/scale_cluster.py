@@ -21,6 +21,7 @@ from router.choice.chooser import cost_tokens, make_chooser
 from router.choice.policies import Ask
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import RouterConfig
+from router.pool.models import serves
 from router.pool.workers import Check, Lease, LoadReport, Role, Worker, WorkerTable
 from router.requests.entropy import Entropy
 from router.requests.exchange import Exchange
@@ -88,10 +89,20 @@ class _Running:
     rooms: tuple[int, ...]
 
 
+class ScannedTable(WorkerTable):
+    """To compare with: a look at each worker for each request, as it was before pools were kept."""
+
+    def ready(self, role: Role, model: str, *, now_s: float) -> Any:
+        alive = [w for w in self.alive(role) if not model or serves(w.models, model)]
+        heard = [w for w in alive if not w.silent] or alive
+        return [w for w in heard if w.takes(now_s)] or heard
+
+
 class Cluster:
     """`workers` of both roles together behind one router with this policy for prefill and, where that is sensible, decode."""
 
-    def __init__(self, policy: str, workers: int, *, slo: Slo | None = None) -> None:
+    def __init__(self, policy: str, workers: int, *, slo: Slo | None = None, scanned: bool = False) -> None:
+        self._table_of = ScannedTable if scanned else WorkerTable
         self.policy = policy
         self.workers = workers
         self.slo = slo or Slo()
@@ -109,7 +120,7 @@ class Cluster:
         )
         entropy = Entropy()
         chooser = make_chooser(config, draw=lambda n: entropy.bits(32) % n)
-        self.table = WorkerTable(on_gone=chooser.forget)
+        self.table = self._table_of(on_gone=chooser.forget)
         self.admission = Admission(config, chooser=chooser)
         self.rooms = RoomMinter(entropy.bits)
         self.picker = Picker(

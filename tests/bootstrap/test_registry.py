@@ -126,7 +126,7 @@ def test_only_prefill_registers() -> None:
 def test_many_workers_come_and_go_as_in_a_plain_list(seed: int) -> None:
     """What the registry finds by its tables is what a look at every worker finds."""
     rng, listed, full = random.Random(seed), dict[str, tuple[Registration, float]](), 0
-    registry = Registry(BootstrapConfig(lease=10.0, max_workers=6), shared=True)
+    registry = Registry(BootstrapConfig(lease=2.0, max_workers=6), shared=True)
     for step in range(800):
         now_s = step * 0.1
         registry.expire(now_s)
@@ -139,7 +139,7 @@ def test_many_workers_come_and_go_as_in_a_plain_list(seed: int) -> None:
         kept = {name: entry for name, entry in listed.items() if name != new.incarnation and not meet(entry[0], new)}
         if len(kept) < 6:
             registry.register(new, now_s)
-            kept[new.incarnation] = (new, now_s + 10.0)
+            kept[new.incarnation] = (new, now_s + 2.0)
         else:
             full += 1
             with pytest.raises(RegistryError, match="no more fit"):
