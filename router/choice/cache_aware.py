@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.choice.load import FEW, least_loaded, order_by_tokens
+from router.choice.load import least_loaded, order_by_tokens
 from router.choice.load_order import LoadKey, LoadOrder, QueueLengths, load_key
 from router.choice.policies import Ask, Choice
 from router.choice.prefix_index import Match, PrefixIndex
@@ -26,6 +26,7 @@ from router.pool.pools import Pool, by_id
 from router.pool.workers import Worker
 
 RECOMPUTE_WEIGHT = 4
+SMALL_GROUP = 16  # workers that have equally much cached: so few are gone through
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class CacheAware:
             for depth, bits in matched.groups
             if depth * BLOCK_TOKENS >= least
         ]
-        if len(candidates) > FEW and isinstance(candidates, Pool):
+        if isinstance(candidates, Pool):
             return soonest_of_pool(candidates, groups, matched)
         return soonest_of_few(candidates, groups, matched)
 
@@ -96,7 +97,7 @@ def soonest_of_pool(pool: Pool, groups: Sequence[Credit], matched: Match) -> Wor
     best = order.first()
     best_key = _cost_key(best, 0)
     for credit in groups:
-        if credit.bits.bit_count() <= FEW:
+        if credit.bits.bit_count() <= SMALL_GROUP:
             members = map(workers.get, matched.ids(credit.bits))
             worker = min(filter(None, members), key=load_key, default=None)
         else:
@@ -124,7 +125,7 @@ def _cost_key(worker: Worker, credit: int) -> LoadKey:
 
 def queue_ends(candidates: Sequence[Worker]) -> tuple[int, int]:
     """(the fewest requests of this router at one of them, the most)."""
-    if len(candidates) > FEW and isinstance(candidates, Pool):
+    if isinstance(candidates, Pool):
         return candidates.derived(QueueLengths).ends()
     queues = [worker.inflight_requests for worker in candidates]
     return min(queues), max(queues)

@@ -4,7 +4,7 @@ prefill   prompt tokens that wait to be computed and are in no cache: what we se
 decode    KV that its requests will have taken when they end, as a share of its capacity
 unified   as decode: KV is what makes requests wait there
 
-Few workers, or some of a pool, are compared one by one. A whole pool has an order (load_order.py), and the same comes of it.
+Some of a pool are compared one by one. A whole pool has an order (load_order.py), and the same comes of it, sooner from four on.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,12 @@ from router.choice.load_order import LoadOrder, OrderByShare, load_key
 from router.pool.pools import Pool
 from router.pool.workers import Role, Worker
 
-FEW = 16  # workers that are compared sooner than an order of them is kept (benchmarks/scale.py)
-
 
 def least_loaded(candidates: Sequence[Worker]) -> Worker:
     """The one with the least load."""
     if len(candidates) == 1:
         return candidates[0]
-    if len(candidates) > FEW and isinstance(candidates, Pool):
+    if isinstance(candidates, Pool):
         return _order_of(candidates).first()
     by_share = comparable_by_share(candidates)
     return min(candidates, key=lambda worker: load_key(worker, by_share=by_share))
