@@ -1,9 +1,9 @@
 """A worker that answers at once, for benchmarks of what stands before it. HTTP/1.1 by hand on uvloop, so that it costs little.
 
-usage: python -m benchmarks.instant_worker PORT [--events N] [--pause-ms MS]
+usage: python -m benchmarks.instant_worker PORT [--events N] [--pause-ms MS] [--host HOST]
 
 A POST whose body holds `"stream":true` is answered with N server-sent events, all at once or one every MS; any other
-with a small JSON answer; a GET with 200 and `{}`.
+with a small JSON answer; a GET with 200 and what a worker says of itself.
 """
 
 import argparse
@@ -20,6 +20,11 @@ EVENT = (
     b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":'
     b'{"content":" token"},"logprobs":null,"finish_reason":null}]}\n\n'
 )
+ABOUT = {  # path -> what it says of itself
+    b"/health": b'{"incarnation":"0123456789abcdef"}',
+    b"/server_info": b'{"served_model_name":"m"}',
+    b"/v1/loads": b'{"loads":[{"num_running_reqs":0,"num_waiting_reqs":0,"num_used_tokens":0,"max_total_num_tokens":1000000}]}',
+}
 DONE = b"data: [DONE]\n\n"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -65,7 +70,7 @@ class InstantWorker(asyncio.Protocol):
 
     def _answer(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"get "):
-            self._transport.write(whole(b"{}"))
+            self._transport.write(whole(ABOUT.get(head.split(b" ", 2)[1], b"{}")))
         elif b'"stream":true' not in body and b'"stream": true' not in body:
             self._transport.write(whole(ANSWER))
         elif self._pause_s == 0:
@@ -94,11 +99,9 @@ def _content_length(head: bytes) -> int:
     return 0 if at < 0 else int(head[at + 15 :].split(b"\r\n", 1)[0])
 
 
-async def serve(port: int, *, events: int, pause_s: float) -> None:
+async def serve(port: int, *, events: int, pause_s: float, host: str = "127.0.0.1") -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: InstantWorker(events=events, pause_s=pause_s), "127.0.0.1", port, backlog=1024
-    )
+    server = await loop.create_server(lambda: InstantWorker(events=events, pause_s=pause_s), host, port, backlog=1024)
     async with server:
         await server.serve_forever()
 
@@ -108,8 +111,9 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--events", type=int, default=64)
     parser.add_argument("--pause-ms", type=float, default=0.0)
+    parser.add_argument("--host", default="127.0.0.1")
     args = parser.parse_args()
-    uvloop.run(serve(args.port, events=args.events, pause_s=args.pause_ms / 1e3))
+    uvloop.run(serve(args.port, events=args.events, pause_s=args.pause_ms / 1e3, host=args.host))
 
 
 if __name__ == "__main__":

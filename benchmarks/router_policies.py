@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from benchmarks.trace_workers import DecodeModel, PrefillModel, TraceRequest, read_trace, replay_decode, replay_prefill
 from deploy.bench.environment import describe
-from router.choice.cache_aware import CacheAware, CacheAwareSettings, cached_of, unbalanced
+from router.choice.cache_aware import CacheAware, CacheAwareSettings, cached_of, queue_ends, unbalanced
 from router.choice.policies import (
     Ask,
     Choice,
@@ -50,9 +50,9 @@ class LongestPrefix(Stateless):
         self._settings = CacheAwareSettings()
 
     def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
-        matched = self._index.match(ask.keys)
-        best = max(candidates, key=lambda w: matched.get(w.worker_id, 0))
-        if unbalanced(candidates, self._settings):
+        matched = self._index.holders(ask.keys)
+        best = max(candidates, key=lambda w: matched.depth(w.worker_id))
+        if unbalanced(*queue_ends(candidates), self._settings):
             best = min(candidates, key=lambda w: w.inflight_requests)
         elif cached_of(matched, best, ask) <= self._settings.cache_threshold * ask.prompt_tokens:
             best = min(candidates, key=lambda w: self._index.num_blocks(w.worker_id))

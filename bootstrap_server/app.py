@@ -26,6 +26,7 @@ from bootstrap_server.protocol import (
     RoomBatch,
 )
 from bootstrap_server.registry import Registry, RegistryError
+from lifecycle.open_files import allow_many_files
 from lifecycle.stop_signals import StopSignals
 from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Verdict, Verifier
 
@@ -174,6 +175,7 @@ class BootstrapServer:
 
 def run_bootstrap_server(config: BootstrapConfig, *, secret: bytes | None = None) -> None:
     """A shared server on its own: blocks until SIGINT or SIGTERM. Raises OSError when it cannot listen."""
+    allow_many_files()
     asyncio.run(_serve_alone(config, make_app(Registry(config, shared=True), config=config, secret=secret)))
 
 

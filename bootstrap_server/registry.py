@@ -4,6 +4,7 @@ A worker is keyed by its incarnation. A new life at the same control address or 
 server that is not shared every registration replaces all others (it lives inside its one worker).
 """
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
@@ -25,25 +26,39 @@ class Registry:
         self._config = config
         self._workers: OrderedDict[str, tuple[Registration, float]] = OrderedDict()  # expires soonest first
         self._rooms: OrderedDict[int, tuple[str, float]] = OrderedDict()
+        self._names: list[str] = []  # of the workers, sorted
+        self._at: dict[str, str] = {}  # control address or URL -> who is there
 
     def register(self, worker: Registration, now_s: float) -> None:
         if worker.role != "prefill":
             raise RegistryError(400, f"role: must be 'prefill', got {worker.role!r}")
-        for incarnation in [i for i, (other, _) in self._workers.items() if self._replaces(worker, other)]:
-            del self._workers[incarnation]
+        for incarnation in self._replaced_by(worker):
+            self._drop(incarnation)
         if len(self._workers) >= self._config.max_workers:
             raise RegistryError(
                 503, f"{len(self._workers)} prefill workers are registered, no more fit (--max-workers)"
             )
         self._workers[worker.incarnation] = (worker, now_s + self._config.lease)
+        insort(self._names, worker.incarnation)
+        self._at.update(dict.fromkeys(_places(worker), worker.incarnation))
 
-    def _replaces(self, new: Registration, old: Registration) -> bool:
-        same_place = new.control == old.control or (new.url != "" and new.url == old.url)
-        return not self.shared or same_place or new.incarnation == old.incarnation
+    def _replaced_by(self, worker: Registration) -> set[str]:
+        """A worker is at one place; and there is one of each name."""
+        if not self.shared:
+            return set(self._workers)
+        there = {self._at[place] for place in _places(worker) if place in self._at}
+        return there | ({worker.incarnation} & self._workers.keys())
+
+    def _drop(self, incarnation: str) -> None:
+        worker, _ = self._workers.pop(incarnation)
+        del self._names[bisect_left(self._names, incarnation)]
+        for place in _places(worker):
+            del self._at[place]
 
     def leave(self, incarnation: str) -> None:
-        if self._workers.pop(incarnation, None) is None:
+        if incarnation not in self._workers:
             raise RegistryError(404, f"incarnation: {incarnation!r} is not registered")
+        self._drop(incarnation)
 
     def register_rooms(self, incarnation: str, rooms: Sequence[int], now_s: float) -> None:
         if incarnation not in self._workers:
@@ -72,14 +87,17 @@ class Registry:
         owner = self._rooms.get(room)
         if owner is not None and owner[0] in self._workers and owner[0] not in but:
             return RouteReply(self._workers[owner[0]][0], self.shared)
-        others = [worker for name, (worker, _) in sorted(self._workers.items()) if name not in but]
-        if not others:
+        left_out = sorted({bisect_left(self._names, name) for name in but if name in self._workers})
+        if len(left_out) == len(self._names):
             raise RegistryError(404, "no other prefill worker is registered here")
-        return RouteReply(others[room % len(others)], self.shared)
+        place = room % (len(self._names) - len(left_out))
+        for gap in left_out:
+            place += gap <= place
+        return RouteReply(self._workers[self._names[place]][0], self.shared)
 
     def expire(self, now_s: float) -> None:
         while self._workers and next(iter(self._workers.values()))[1] <= now_s:
-            self._workers.popitem(last=False)
+            self._drop(next(iter(self._workers)))
         while self._rooms and next(iter(self._rooms.values()))[1] <= now_s:
             self._rooms.popitem(last=False)
 
@@ -99,4 +117,14 @@ class Registry:
         for table in ([e for _, e in self._workers.values()], [e for _, e in self._rooms.values()]):
             if table != sorted(table):
                 problems.append("entries are not in the order they expire in")
+        if self._names != sorted(self._workers):
+            problems.append("the sorted names are not those of the workers")
+        places = {place: name for name, (worker, _) in self._workers.items() for place in _places(worker)}
+        if self._at != places:
+            problems.append("the addresses are not those of the workers")
         return problems
+
+
+def _places(worker: Registration) -> set[str]:
+    """Where nobody else can be."""
+    return {f"control {worker.control}", f"url {worker.url}"} if worker.url else {f"control {worker.control}"}

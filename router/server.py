@@ -12,6 +12,7 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
+from lifecycle.open_files import allow_many_files
 from lifecycle.stop_signals import StopSignals
 from router.compose import Base, Serving, build_base, build_guard, build_routes, build_serving, check_exposure
 from router.config import RouterConfig, check_config
@@ -58,6 +59,7 @@ async def run_router(
 def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
     """`run_router` on an event loop of its own (uvloop), or on several, each in a process (`--workers`)."""
     set_up_logging(level=config.log_level, format=config.log_format, process="router")
+    allow_many_files()
     if config.workers == 1:
         return uvloop.run(run_router(config, on_ready=on_ready))
     check_config(config)

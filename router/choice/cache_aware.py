@@ -13,16 +13,20 @@ SGLang's thresholds are the limits around it: a match below `cache_threshold` of
 queues are unequal beyond both balance thresholds the cache is not asked at all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from router.choice.load import least_loaded, load_key
+from router.choice.load import least_loaded, order_by_tokens
+from router.choice.load_order import LoadKey, LoadOrder, QueueLengths, load_key
 from router.choice.policies import Ask, Choice
-from router.choice.prefix_index import PrefixIndex
+from router.choice.prefix_index import Match, PrefixIndex
 from router.choice.prefix_keys import BLOCK_TOKENS
+from router.pool.pools import Pool, by_id
 from router.pool.workers import Worker
 
 RECOMPUTE_WEIGHT = 4
+SMALL_GROUP = 16  # workers that have equally much cached: so few are gone through
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,39 +47,98 @@ class CacheAware:
 
     def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
         """It will be remembered that the prompt went there."""
-        matched = self.index.match(ask.keys) if ask.keys else {}
+        matched = self.index.holders(ask.keys)
         worker = self._soonest(candidates, ask, matched)
+        choice = Choice(worker, cached_of(matched, worker, ask))
         if ask.keys:
             self.index.touch(worker.worker_id, ask.keys)
-        return Choice(worker, cached_of(matched, worker, ask))
+        return choice
 
     def forget(self, worker: Worker) -> None:
         self.index.forget(worker.worker_id)
 
-    def _soonest(self, candidates: Sequence[Worker], ask: Ask, matched: dict[int, int]) -> Worker:
-        if not matched or unbalanced(candidates, self._settings):
+    def _soonest(self, candidates: Sequence[Worker], ask: Ask, matched: Match) -> Worker:
+        if not matched.groups:
+            return least_loaded(candidates)
+        shortest, longest = queue_ends(candidates)
+        if unbalanced(shortest, longest, self._settings):
             return least_loaded(candidates)
         least = self._settings.cache_threshold * ask.prompt_tokens
-        weight = 1 + RECOMPUTE_WEIGHT * min(worker.inflight_requests for worker in candidates)
-        best, best_cost = candidates[0], float("inf")
-        for worker in candidates:  # a plain loop: it runs over every worker for every request
-            cached = matched.get(worker.worker_id, 0) * BLOCK_TOKENS
-            cost = worker.load_tokens - (weight * cached if cached >= least else 0)
-            if cost < best_cost or (cost == best_cost and load_key(worker)[1:] < load_key(best)[1:]):
-                best, best_cost = worker, cost
-        return best
+        weight = 1 + RECOMPUTE_WEIGHT * shortest
+        groups = [
+            Credit(weight * depth * BLOCK_TOKENS, bits)
+            for depth, bits in matched.groups
+            if depth * BLOCK_TOKENS >= least
+        ]
+        if isinstance(candidates, Pool):
+            return soonest_of_pool(candidates, groups, matched)
+        return soonest_of_few(candidates, groups, matched)
 
 
-def unbalanced(candidates: Sequence[Worker], settings: CacheAwareSettings) -> bool:
+class Credit(NamedTuple):
+    """What a cached prefix is worth, in tokens of wait, and to whom: bits of the index."""
+
+    tokens: int
+    bits: int
+
+
+def soonest_of_few(candidates: Iterable[Worker], groups: Sequence[Credit], matched: Match) -> Worker:
+    """The one with the least cost, by looking at each."""
+    credits = {worker_id: credit.tokens for credit in groups for worker_id in matched.ids(credit.bits)}
+    return min(candidates, key=lambda worker: _cost_key(worker, credits.get(worker.worker_id, 0)))
+
+
+def soonest_of_pool(pool: Pool, groups: Sequence[Credit], matched: Match) -> Worker:
+    """The same one. Of all that have as much cached it can only be the least loaded, so one of each group is looked at,
+
+    and the least loaded of all. A small group is gone through; of a large one some member is soon met in the order of load.
+    """
+    order, workers = order_by_tokens(pool), pool.derived(by_id)
+    best = order.first()
+    best_key = _cost_key(best, 0)
+    for credit in groups:
+        if credit.bits.bit_count() <= SMALL_GROUP:
+            members = map(workers.get, matched.ids(credit.bits))
+            worker = min(filter(None, members), key=load_key, default=None)
+        else:
+            worker = _first_of(order, credit, matched, best_key[0])
+        if worker is not None and (key := _cost_key(worker, credit.tokens)) < best_key:
+            best, best_key = worker, key
+    return best
+
+
+def _first_of(order: LoadOrder, credit: Credit, matched: Match, best_cost: float) -> Worker | None:
+    """The least loaded of a group; None where it could not be better than what was found."""
+    for worker in order.walk():
+        if worker.load_tokens - credit.tokens > best_cost:
+            return None
+        if matched.has(worker.worker_id, credit.bits):
+            return worker
+    return None
+
+
+def _cost_key(worker: Worker, credit: int) -> LoadKey:
+    """The cost first; ties as of load."""
+    key = load_key(worker)
+    return (key[0] - credit, *key[1:])
+
+
+def queue_ends(candidates: Sequence[Worker]) -> tuple[int, int]:
+    """(the fewest requests of this router at one of them, the most)."""
+    if isinstance(candidates, Pool):
+        return candidates.derived(QueueLengths).ends()
+    queues = [worker.inflight_requests for worker in candidates]
+    return min(queues), max(queues)
+
+
+def unbalanced(shortest: int, longest: int, settings: CacheAwareSettings) -> bool:
     """Whether the longest queue is more than `balance_abs_threshold` requests longer than the shortest, and more than
 
     `balance_rel_threshold` times as long.
     """
-    queues = [worker.inflight_requests for worker in candidates]
-    longest, shortest = max(queues), min(queues)
     return longest - shortest > settings.balance_abs_threshold and longest > settings.balance_rel_threshold * shortest
 
 
-def cached_of(matched: dict[int, int], worker: Worker, ask: Ask) -> int:
+def cached_of(matched: Match, worker: Worker, ask: Ask) -> int:
     """Tokens of the prompt that `worker` has cached; never all of them: the last one is always computed."""
-    return max(0, min(matched.get(worker.worker_id, 0) * BLOCK_TOKENS, ask.prompt_tokens - 1))
+    return max(0, min(matched.depth(worker.worker_id) * BLOCK_TOKENS, ask.prompt_tokens - 1))

@@ -52,7 +52,9 @@ class Chooser:
     def uncached_tokens(self, candidates: Sequence[Worker], ask: Ask) -> dict[int, int]:
         """By worker id, how much of the prompt each would have to compute, as far as its policy knows."""
         policy = self._policies[candidates[0].role]
-        matched = policy.index.match(ask.keys) if isinstance(policy, CacheAware) and ask.keys else {}
+        if not isinstance(policy, CacheAware):
+            return dict.fromkeys((w.worker_id for w in candidates), ask.prompt_tokens)
+        matched = policy.index.holders(ask.keys)
         return {w.worker_id: ask.prompt_tokens - cached_of(matched, w, ask) for w in candidates}
 
     def cache_of(self, role: Role) -> PrefixIndex | None:

@@ -3,18 +3,17 @@
 Ties are broken by an explicit key. Names are those of SGLang's router where it has them (docs/router.md).
 """
 
-import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Protocol
 
 import msgspec
 
-from router.choice.load import comparable_by_share, least_loaded, load_key
+from router.choice.load import comparable_by_share, least_loaded
+from router.choice.load_order import load_key
+from router.choice.ring import Ring
+from router.pool.pools import Pool, by_id
 from router.pool.workers import Role, Worker
-
-_MASK = (1 << 64) - 1
-_MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +37,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 class Policy(Protocol):
     def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
-        """One of `candidates` (all of one role, at least one); it is going to be sent there."""
+        """One of `candidates` (all of one role, at least one, in the order of ids); it is going to be sent there."""
 
     def forget(self, worker: Worker) -> None:
         """This worker left, or lost what it knew."""
@@ -83,9 +82,9 @@ class RoundRobin(Stateless):
         self._last_id: dict[Role, int] = {}
 
     def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
-        ordered = sorted(candidates, key=lambda w: w.worker_id)
-        last = self._last_id.get(ordered[0].role, -1)
-        chosen = next((w for w in ordered if w.worker_id > last), ordered[0])
+        last = self._last_id.get(candidates[0].role, -1)
+        place = bisect_right(candidates, last, key=lambda worker: worker.worker_id)
+        chosen = candidates[place % len(candidates)]
         self._last_id[chosen.role] = chosen.worker_id
         return Choice(chosen)
 
@@ -101,28 +100,13 @@ class Random(Stateless):
 
 
 class ConsistentHashing(Stateless):
-    """A session always goes to the same worker; requests without one go by load.
+    """A session always goes to the same worker (ring.py); requests without one go by load.
 
-    Rendezvous hashing (Thaler, Ravishankar 1998): the worker whose hash with the session is the highest. One of n
-    workers that leaves moves its own sessions only, to all others evenly; one that joins takes 1/n from each. Workers
-    are told apart by URL, so that all routers agree.
+    Workers are told apart by URL, so that all routers agree.
     """
 
     def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
         if not ask.session:
             return Choice(least_loaded(candidates))
-        session = hash64(ask.session)
-        return Choice(max(candidates, key=lambda worker: (_score(hash64(worker.url), session), worker.url)))
-
-
-@lru_cache(maxsize=1 << 14)
-def hash64(text: str) -> int:
-    """64 bits that are the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest())
-
-
-def _score(worker: int, session: int) -> int:
-    """Hash of the two: multiply and fold, twice (after splitmix64), so that every bit of both reaches every other."""
-    mixed = ((worker ^ session) * _MIX) & _MASK
-    mixed = ((mixed ^ mixed >> 32) * _MIX) & _MASK
-    return mixed ^ mixed >> 29
+        pool = candidates if isinstance(candidates, Pool) else Pool(candidates)
+        return Choice(pool.derived(by_id)[pool.derived(Ring).owner(ask.session)])

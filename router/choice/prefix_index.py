@@ -13,7 +13,9 @@ The idea of the tree is SGLang's router (sgl-router's cache_aware policy); their
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+Group = tuple[int, int]
 
 SWEEP = 256  # entries of workers that left, dropped by each request
 
@@ -27,6 +29,44 @@ class _Part:
         self.bit = bit
         self.guessed: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
         self.told: set[bytes] = set()
+
+
+class Match:
+    """Who has how much of a prompt. Good until the index changes.
+
+    `groups`: (prefixes, the bits of those that have so many and no more), the fewest first: thousands of workers that have the same
+    system prompt are one of them.
+    """
+
+    __slots__ = ("_owner", "_parts", "groups")
+
+    def __init__(self, groups: list[Group], owner: Mapping[int, int], parts: Mapping[int, _Part]) -> None:
+        self.groups = groups
+        self._owner = owner
+        self._parts = parts
+
+    def depth(self, worker_id: int) -> int:
+        """How many prefixes a worker has."""
+        part = self._parts.get(worker_id)
+        if part is None:
+            return 0
+        return next((depth for depth, bits in self.groups if bits & part.bit), 0)
+
+    def has(self, worker_id: int, bits: int) -> bool:
+        """Whether a worker is among those of a group."""
+        part = self._parts.get(worker_id)
+        return part is not None and bool(bits & part.bit)
+
+    def ids(self, bits: int) -> Iterator[int]:
+        """The workers of a group."""
+        while bits:
+            low = bits & -bits
+            yield self._owner[low.bit_length() - 1]
+            bits ^= low
+
+    def depths(self) -> dict[int, int]:
+        """Worker id -> prefixes, of all that have any."""
+        return {worker_id: depth for depth, bits in self.groups for worker_id in self.ids(bits)}
 
 
 class PrefixIndex:
@@ -43,19 +83,23 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[bytes]) -> dict[int, int]:
         """Worker id -> how many of `keys`, from the first, it has; workers without the first are left out."""
-        found: dict[int, int] = {}
+        return self.holders(keys).depths()
+
+    def holders(self, keys: Sequence[bytes]) -> "Match":
+        """The same, in groups."""
+        groups: list[Group] = []
         holders, with_all = self._holders, self._live
         for depth, key in enumerate(keys):
             now = holders.get(key, 0) & with_all
             if now != with_all:
                 if depth:
-                    self._note(found, with_all & ~now, depth)
+                    groups.append((depth, with_all & ~now))
                 with_all = now
                 if not now:
-                    return found
-        if keys:
-            self._note(found, with_all, len(keys))
-        return found
+                    return Match(groups, self._owner, self._parts)
+        if keys and with_all:
+            groups.append((len(keys), with_all))
+        return Match(groups, self._owner, self._parts)
 
     def touch(self, worker_id: int, keys: Sequence[bytes]) -> None:
         """A request with these prefixes goes to this worker. Its longest is the first to be forgotten."""
@@ -121,12 +165,6 @@ class PrefixIndex:
             self._owner[position] = worker_id
             self._live |= part.bit
         return part
-
-    def _note(self, found: dict[int, int], bits: int, depth: int) -> None:
-        while bits:
-            low = bits & -bits
-            found[self._owner[low.bit_length() - 1]] = depth
-            bits ^= low
 
     def _trim(self, part: _Part, limit: int) -> None:
         while len(part.guessed) > limit:

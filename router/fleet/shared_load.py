@@ -8,7 +8,7 @@ Pure but for the mapped file: no sockets, no clocks.
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -21,8 +21,11 @@ _PER_SLOT = (
 # Requests of each client, in a count-min sketch (Cormode, Muthukrishnan 2005): a client counts in one cell of each depth, and
 # its number is the least of those. It is never too low; too high only where clients that are busy meet in every depth.
 _DEPTH, _WIDTH = 3, 4096
-_CLIENTS = 1 + _PER_SLOT * NUM_SLOTS
-_ROW_WORDS = _CLIENTS + _DEPTH * _WIDTH  # live requests, then the slots, then the clients
+_HEADER = 2  # of one row: live requests, how often a circuit has opened or closed
+_CLIENTS = _HEADER + _PER_SLOT * NUM_SLOTS
+_ROW_WORDS = _CLIENTS + _DEPTH * _WIDTH  # the header, then the slots, then the clients
+_LIVE, _TURNS = range(_HEADER)
+REREAD_S = 1.0  # after which the others' circuits are read again though nobody has said that one changed
 _USED, _TOKENS, _REQUESTS, _OPEN = range(_PER_SLOT)
 
 
@@ -39,7 +42,15 @@ class SharedLoad:
         self._words = memoryview(self._map).cast("q")
         self._begin = NUM_SLOTS + row * _ROW_WORDS
         self._others = tuple(NUM_SLOTS + other * _ROW_WORDS for other in range(num_rows) if other != row)
+        self._open: dict[int, int] = {}  # slots that others leave out -> until when, ms
+        self._turns: list[int] = []  # of the others, when these were read
+        self._reread_s = 0.0
         self._words[self._begin : self._begin + _ROW_WORDS] = memoryview(bytes(_WORD * _ROW_WORDS)).cast("q")
+
+    @property
+    def has_siblings(self) -> bool:
+        """Whether there are other processes at all."""
+        return bool(self._others)
 
     def take(self, url: str) -> int:
         """The place of the worker at `url`, the same in every process. `RuntimeError` when no place is left."""
@@ -58,35 +69,47 @@ class SharedLoad:
 
     def publish(self, slot: int, *, tokens: int, requests: int) -> None:
         """What this process has in flight there."""
-        at = self._begin + 1 + _PER_SLOT * slot
+        at = self._at(self._begin, slot, 0)
         self._words[at + _TOKENS] = tokens
         self._words[at + _REQUESTS] = requests
 
     def publish_live(self, requests: int) -> None:
         """How many requests this process serves."""
-        self._words[self._begin] = requests
+        self._words[self._begin + _LIVE] = requests
 
     def others_tokens(self, slot: int) -> int:
         """What the other processes have in flight there."""
-        at, words = 1 + _PER_SLOT * slot + _TOKENS, self._words
+        at, words = self._at(0, slot, _TOKENS), self._words
         return sum([words[begin + at] for begin in self._others])
 
     def others_requests(self, slot: int) -> int:
-        at, words = 1 + _PER_SLOT * slot + _REQUESTS, self._words
+        at, words = self._at(0, slot, _REQUESTS), self._words
         return sum([words[begin + at] for begin in self._others])
 
     def publish_open(self, slot: int, until_s: float) -> None:
         """This process has found the worker faulty, and leaves it out until then (of the machine's monotonic clock); 0: no more."""
         self._words[self._at(self._begin, slot, _OPEN)] = int(until_s * 1000)
+        self._words[self._begin + _TURNS] += 1
 
-    def others_open(self, slot: int, now_s: float) -> bool:
-        """Whether another process leaves it out."""
-        at, words, now_ms = 1 + _PER_SLOT * slot + _OPEN, self._words, now_s * 1000
-        return any([words[begin + at] > now_ms for begin in self._others])
+    def others_open(self, now_s: float) -> Sequence[int]:
+        """The workers that another process leaves out. All places are read only when one has changed, and now and then."""
+        turns = [self._words[begin + _TURNS] for begin in self._others]
+        if turns != self._turns or now_s >= self._reread_s:
+            self._read_open()
+            self._turns, self._reread_s = turns, now_s + REREAD_S
+        return [slot for slot, until_ms in self._open.items() if until_ms > now_s * 1000] if self._open else ()
+
+    def _read_open(self) -> None:
+        self._open.clear()
+        for begin in self._others:
+            row = self._words[self._at(begin, 0, _OPEN) : self._at(begin, NUM_SLOTS, _OPEN) : _PER_SLOT]
+            for slot, until_ms in enumerate(row):
+                if until_ms:
+                    self._open[slot] = max(until_ms, self._open.get(slot, 0))
 
     def others_live(self) -> int:
         """How many requests the other processes serve."""
-        return sum([self._words[begin] for begin in self._others])
+        return sum([self._words[begin + _LIVE] for begin in self._others])
 
     def add_client(self, client: str, step: int) -> None:
         """So many more (or fewer) requests of this client run in this process."""
@@ -122,7 +145,7 @@ class SharedLoad:
         return any(self._words[self._at(begin, slot, _USED)] for begin in (self._begin, *self._others))
 
     def _at(self, begin: int, slot: int, what: int) -> int:
-        return begin + 1 + _PER_SLOT * slot + what
+        return begin + _HEADER + _PER_SLOT * slot + what
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

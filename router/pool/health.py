@@ -1,5 +1,7 @@
 """Asks workers how they are: health, load, bootstrap address. One task a worker, so that a slow one delays no other.
 
+All use one client, and each is asked at its own moment of the interval: as many are asked at a time as answer slowly.
+
 Owns those tasks; what the answers mean is decided by the worker table.
 """
 
@@ -31,6 +33,8 @@ _MODEL_PATHS = ("/v1/models",)
 _MODEL_INFO_PATHS = ("/get_model_info", "/model_info")
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "null": Role.UNIFIED}  # by --disaggregation-mode
 MAX_ANSWER_BYTES = 4 << 20
+BETWEEN_S = 0.0005  # two first checks
+GOLDEN = 0.6180339887  # multiples of it are spread evenly over an interval, however many there are (Knuth, vol. 3, 6.4)
 NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"
 
 
@@ -60,14 +64,16 @@ class HealthMonitor:
         self._table = table
         self._session = session
         self._watches: dict[int, _Watch] = {}
+        self._begin_s = 0.0  # when the last watch began, or will
 
     @property
     def num_watched(self) -> int:
         return len(self._watches)
 
     def watch(self, worker: Worker) -> None:
-        """Start to check `worker`, now and then every interval."""
-        watch = _Watch(worker)
+        """Start to check `worker`, now and then every interval. A thousand at once begin within half a second."""
+        self._begin_s = max(_now_s(), self._begin_s + BETWEEN_S)
+        watch = _Watch(worker, begin_s=self._begin_s)
         watch.task = asyncio.create_task(self._run(watch), name=f"health {worker.url}")
         self._watches[worker.worker_id] = watch
 
@@ -112,6 +118,7 @@ class HealthMonitor:
             watch.wake.set()
 
     async def _run(self, watch: "_Watch") -> None:
+        await asyncio.sleep(watch.begin_s - _now_s())
         while not watch.retired or self._has_legs(watch.worker):
             watch.wake.clear()
             await self._check(watch)
@@ -119,7 +126,10 @@ class HealthMonitor:
                 self._legs.on_checked(watch.worker)
             watch.checked.set()
             try:
-                await asyncio.wait_for(watch.wake.wait(), self._config.health_check_interval_s)
+                async with asyncio.timeout(
+                    watch.next_wait_s(self._config.health_check_interval_s)
+                ):  # no task of its own
+                    await watch.wake.wait()
             except TimeoutError:
                 continue
         self._watches.pop(watch.worker.worker_id, None)
@@ -266,14 +276,23 @@ class HealthMonitor:
 class _Watch:
     """What the task of one worker remembers."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, *, begin_s: float) -> None:
         self.worker = worker
+        self.begin_s = begin_s
         self.task: asyncio.Task[None] | None = None
         self.wake = asyncio.Event()
         self.checked = asyncio.Event()
         self.retired = False
         self.load_due_s = 0.0
         self.info_due_s = 0.0
+        self._is_placed = False
+
+    def next_wait_s(self, interval_s: float) -> float:
+        """Until the next check. The first wait is shorter for most, so that workers that came together are not asked together."""
+        if self._is_placed:
+            return interval_s
+        self._is_placed = True
+        return interval_s * (self.worker.worker_id * GOLDEN % 1 or 1.0)
 
 
 def _now_s() -> float:

@@ -1,10 +1,14 @@
 """What a router process knows of the load that its siblings put on workers: an interface, and what holds without siblings. Pure."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
 class LoadView(Protocol):
     """See shared_load.py, which is the one for several processes. A slot is a worker's place in it."""
+
+    @property
+    def has_siblings(self) -> bool: ...
 
     def take(self, url: str) -> int: ...
 
@@ -22,7 +26,7 @@ class LoadView(Protocol):
 
     def publish_open(self, slot: int, until_s: float) -> None: ...
 
-    def others_open(self, slot: int, now_s: float) -> bool: ...
+    def others_open(self, now_s: float) -> Sequence[int]: ...
 
     def add_client(self, client: str, step: int) -> None: ...
 
@@ -31,6 +35,8 @@ class LoadView(Protocol):
 
 class Alone:
     """One process: there are no others."""
+
+    has_siblings = False
 
     def take(self, url: str) -> int:
         return 0
@@ -56,8 +62,8 @@ class Alone:
     def publish_open(self, slot: int, until_s: float) -> None:
         """Nobody looks."""
 
-    def others_open(self, slot: int, now_s: float) -> bool:
-        return False
+    def others_open(self, now_s: float) -> Sequence[int]:
+        return ()
 
     def add_client(self, client: str, step: int) -> None:
         """Nobody looks."""

@@ -13,9 +13,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.pool.breaker import BreakerSettings, Circuit
+from router.pool.breaker import BreakerSettings, Circuit, State
 from router.pool.load_view import ALONE, LoadView
 from router.pool.models import Catalogue, serves
+from router.pool.pools import LoadLog, Pool
 
 MAX_WORKERS = 4096
 # Through which a request goes, in this order; "retracted" lost its memory and waits for more.
@@ -152,12 +153,17 @@ class Worker:
 
     def takes(self, now_s: float) -> bool:
         """Whether no circuit keeps requests from it: not its own, and none of this router's other processes."""
-        return self.circuit.takes(now_s) and not self.view.others_open(self.slot, now_s)
+        return self.circuit.takes(now_s) and self.slot not in self.view.others_open(now_s)
 
     @property
     def load_tokens(self) -> int:
         """Tokens this router has in flight there, plus those the worker reports that came from elsewhere."""
         return self.inflight_tokens + self.view.others_tokens(self.slot) + self.foreign_tokens
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of KV that fit there; 0: it does not say."""
+        return self.report.capacity_tokens if self.report is not None else 0
 
 
 class Lease(msgspec.Struct, frozen=True, eq=False):
@@ -180,10 +186,18 @@ class WorkerTable:
     view: LoadView = ALONE
     on_gone: Callable[[Worker], None] = lambda worker: None
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
-    models: Catalogue = field(default_factory=Catalogue)
     _workers: list[Worker] = field(default_factory=list)
+    _by_name: dict[str, Worker] = field(default_factory=dict)  # of `same_url`
+    _by_slot: dict[int, Worker] = field(default_factory=dict)  # places in the view; alone, all have the same
     _leases: dict[int, Lease] = field(default_factory=dict)
     _next_id: int = 0
+    _log: LoadLog = field(default_factory=LoadLog)
+    _pools: dict[tuple[Role, str], Pool] = field(default_factory=dict)  # forgotten when a worker comes, goes or changes
+    _models: Catalogue | None = None  # the same
+    _unsettled: dict[int, Worker] = field(default_factory=dict)  # whose circuits are not closed
+
+    def __post_init__(self) -> None:
+        self._log.has_siblings = self.view.has_siblings
 
     def add(
         self,
@@ -196,7 +210,7 @@ class WorkerTable:
     ) -> Worker:
         """Add a worker; it gets no request before its first good check. `WorkerTableError` if the URL is known."""
         url = url.rstrip("/")
-        if any(same_url(w.url) == same_url(url) for w in self._workers):
+        if same_url(url) in self._by_name:
             raise WorkerTableError(f"url: {url} is already in the table")
         if len(self._workers) >= MAX_WORKERS:
             raise WorkerTableError(f"url: {MAX_WORKERS} workers are in the table, no more fit")
@@ -214,18 +228,35 @@ class WorkerTable:
             discovered=discovered,
             circuit=Circuit(self.breaker),
         )
-        worker.circuit.on_open = lambda until_s: worker.view.publish_open(worker.slot, until_s)
+        worker.circuit.on_open = lambda until_s: self._on_circuit(worker, until_s)
         self._next_id += 1
         self._workers.append(worker)
+        self._by_name[same_url(url)] = self._by_slot[worker.slot] = worker
+        self._on_change()
         return worker
+
+    def _on_change(self) -> None:
+        """Someone came, went, or may be chosen where he might not, or the other way round."""
+        self._pools.clear()
+        self._models = None
+
+    def _on_circuit(self, worker: Worker, until_s: float) -> None:
+        worker.view.publish_open(worker.slot, until_s)
+        if worker.circuit.state is State.CLOSED:
+            self._unsettled.pop(worker.worker_id, None)
+        elif self._by_name.get(same_url(worker.url)) is worker:
+            self._unsettled[worker.worker_id] = worker
 
     def remove(self, url: str) -> Worker:
         """Take a worker out. Its running requests go on; their leases are still released. `WorkerTableError` if unknown."""
         worker = self.find(url)
         self._workers.remove(worker)
+        del self._by_name[same_url(url)]
+        self._by_slot.pop(worker.slot, None)
+        self._unsettled.pop(worker.worker_id, None)
         worker.view.give_back(worker.slot)
         worker.view, worker.slot = ALONE, 0
-        self._list_models()
+        self._on_change()
         self.on_gone(worker)
         return worker
 
@@ -236,15 +267,15 @@ class WorkerTable:
         """
         worker = self.find(url)
         worker.leaving, worker.last_resort = True, last_resort
+        self._on_change()
         return worker
 
     def find(self, url: str) -> Worker:
         """The worker at this address, however it is written. `WorkerTableError` if unknown."""
-        name = same_url(url)
-        for worker in self._workers:
-            if same_url(worker.url) == name:
-                return worker
-        raise WorkerTableError(f"url: {url} is not in the table")
+        worker = self._by_name.get(same_url(url))
+        if worker is None:
+            raise WorkerTableError(f"url: {url} is not in the table")
+        return worker
 
     def workers(self, role: Role | None = None) -> list[Worker]:
         return [w for w in self._workers if role is None or w.role is role]
@@ -255,11 +286,23 @@ class WorkerTable:
         here = [w for w in self._workers if w.role is role and w.health is up and w.switching_to is None]
         return [w for w in here if not w.leaving] or [w for w in here if w.last_resort]
 
-    def pool(self, role: Role, model: str) -> list[Worker]:
+    def pool(self, role: Role, model: str) -> Pool:
         """Those of `alive` that serve `model`; "": any. Silence narrows the choice, it never empties it."""
-        alive = self.alive(role)
-        serving = [w for w in alive if serves(w.models, model)] if model else alive
-        return [w for w in serving if not w.silent] or serving
+        found = self._pools.get((role, model))
+        if found is None:
+            alive = self.alive(role)
+            serving = [w for w in alive if serves(w.models, model)] if model else alive
+            found = self._pools[role, model] = Pool([w for w in serving if not w.silent] or serving, self._log)
+        return found
+
+    def ready(self, role: Role, model: str, *, now_s: float) -> Pool:
+        """Those of `pool` that no circuit keeps requests from. That narrows the choice, it never empties it."""
+        pool = self.pool(role, model)
+        if not self._unsettled and not self.view.has_siblings:
+            return pool
+        faulty = {w.worker_id for w in list(self._unsettled.values()) if not w.circuit.takes(now_s)}
+        faulty.update(self._by_slot[slot].worker_id for slot in self.view.others_open(now_s) if slot in self._by_slot)
+        return (pool.without(frozenset(faulty)) or pool) if faulty else pool
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Tell the result of a check, or of a request that could not connect. True if the worker's state changed."""
@@ -273,6 +316,7 @@ class WorkerTable:
         if target is worker.health or worker.streak < getattr(self.thresholds, threshold):
             return False
         worker.health, worker.changed_s = target, now_s
+        self._on_change()
         if target is Health.DOWN:
             worker.silent = False  # worse
             worker.report, worker.foreign_tokens = None, 0
@@ -282,8 +326,11 @@ class WorkerTable:
 
     def on_silence(self, worker: Worker, silent: bool) -> bool:
         """Tell whether a worker has said nothing for too long while it was asked something. True if that is new."""
-        changed, worker.silent = worker.silent is not silent, silent
-        return changed
+        if worker.silent is silent:
+            return False
+        worker.silent = silent
+        self._on_change()
+        return True
 
     def on_incarnation(self, worker: Worker, incarnation: str, *, asked_s: float) -> None:
         """Tell which process answered a check that began at `asked_s`; "": it did not say.
@@ -303,10 +350,12 @@ class WorkerTable:
         """It is asked to change its role: nothing new goes there until `end_switch`."""
         assert worker.switching_to is None and worker.role is not role, (worker.url, worker.role, worker.switching_to)
         worker.switching_to = role
+        self._on_change()
 
     def end_switch(self, worker: Worker) -> None:
         """However it ended."""
         worker.switching_to = None
+        self._on_change()
 
     def on_role(self, worker: Worker, role: Role) -> None:
         """Tell that a worker says it has another role than was thought. What was known of it in the old one is forgotten.
@@ -314,6 +363,7 @@ class WorkerTable:
         So is the bootstrap port that was named for it: from now on it counts what the worker says.
         """
         worker.role = role
+        self._on_change()
         worker.given_bootstrap_port = None
         worker.report, worker.foreign_tokens = None, 0
         worker.circuit.reset()
@@ -321,9 +371,12 @@ class WorkerTable:
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
         """Tell what a worker reports (None: it does not say). Only what this router did not send itself is added."""
+        before = (worker.foreign_tokens, worker.capacity_tokens)
         worker.report = report
         reported = 0 if report is None else _reported_tokens(worker.role, report)
         worker.foreign_tokens = max(0, reported - worker.inflight_tokens - worker.view.others_tokens(worker.slot))
+        if before != (worker.foreign_tokens, worker.capacity_tokens):
+            self._log.note(worker.worker_id)
 
     def on_bootstrap(self, worker: Worker, *, host: str, port: int | None) -> None:
         """Tell where a prefill worker's bootstrap server listens."""
@@ -333,10 +386,14 @@ class WorkerTable:
         """Tell what a worker serves; it stays noted while the worker is down."""
         if names != worker.models:
             worker.models = names
-            self._list_models()
+            self._on_change()
 
-    def _list_models(self) -> None:
-        self.models = Catalogue.of(w.models for w in self._workers)
+    @property
+    def models(self) -> Catalogue:
+        """What is served here."""
+        if self._models is None:
+            self._models = Catalogue.of(w.models for w in self._workers)
+        return self._models
 
     def charge(self, worker: Worker, tokens: int) -> Lease:
         assert tokens >= 0, tokens
@@ -345,7 +402,7 @@ class WorkerTable:
         worker.inflight_requests += 1
         worker.inflight_tokens += tokens
         worker.assigned_total += 1
-        _publish(worker)
+        self._on_load(worker)
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -354,7 +411,11 @@ class WorkerTable:
             lease.worker.inflight_requests -= 1
             lease.worker.inflight_tokens -= lease.tokens
             lease.worker.circuit.end(trial=lease.trial)
-            _publish(lease.worker)
+            self._on_load(lease.worker)
+
+    def _on_load(self, worker: Worker) -> None:
+        self._log.note(worker.worker_id)
+        worker.view.publish(worker.slot, tokens=worker.inflight_tokens, requests=worker.inflight_requests)
 
     @property
     def num_leases(self) -> int:
@@ -365,6 +426,9 @@ class WorkerTable:
         assert len({w.url for w in self._workers}) == len(self._workers)
         ids = [w.worker_id for w in self._workers]
         assert ids == sorted(set(ids))
+        assert list(self._by_name.values()) == self._workers
+        assert all(self.find(w.url) is w for w in self._workers)
+        assert sorted(self._unsettled) == [w.worker_id for w in self._workers if w.circuit.state is not State.CLOSED]
         for worker in [*self._workers, *(lease.worker for lease in self._leases.values())]:
             held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
             assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))
@@ -380,10 +444,6 @@ def same_url(url: str) -> str:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     return f"{parts.scheme}://{host}:{port}"
-
-
-def _publish(worker: Worker) -> None:
-    worker.view.publish(worker.slot, tokens=worker.inflight_tokens, requests=worker.inflight_requests)
 
 
 def _kind(check: Check) -> Check:

@@ -82,9 +82,6 @@ class Picker:
         return missing_roles(self._table, exchange.roles, exchange.model)
 
     def _pools(self, exchange: Exchange) -> list[Sequence[Worker]]:
-        return [exchange.attempts.candidates(self._pool(role, exchange.model)) for role in exchange.roles]
-
-    def _pool(self, role: Role, model: str) -> Sequence[Worker]:
-        """Who may be sent to. Circuits narrow the choice, they never empty it: where all are open, all are tried."""
-        pool, now_s = self._table.pool(role, model), self._clock()
-        return [worker for worker in pool if worker.takes(now_s)] or pool
+        """Of each role, who may be sent to."""
+        table, model, now_s = self._table, exchange.model, self._clock()
+        return [exchange.attempts.candidates(table.ready(role, model, now_s=now_s)) for role in exchange.roles]

@@ -1,5 +1,6 @@
 """The registry with literals only."""
 
+import random
 from typing import Any
 
 import pytest
@@ -119,3 +120,38 @@ def test_rooms_are_bounded() -> None:
 def test_only_prefill_registers() -> None:
     with pytest.raises(RegistryError, match="role"):
         Registry(CONFIG, shared=True).register(worker("a", role="decode"), 0.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_workers_come_and_go_as_in_a_plain_list(seed: int) -> None:
+    """What the registry finds by its tables is what a look at every worker finds."""
+    rng, listed, full = random.Random(seed), dict[str, tuple[Registration, float]](), 0
+    registry = Registry(BootstrapConfig(lease=2.0, max_workers=6), shared=True)
+    for step in range(800):
+        now_s = step * 0.1
+        registry.expire(now_s)
+        listed = {name: entry for name, entry in listed.items() if entry[1] > now_s}
+        url = rng.choice(("", f"http://u{rng.randrange(12)}"))
+        new = worker(f"w{rng.randrange(16)}", port=1 + rng.randrange(20), url=url)
+        if rng.random() < 0.2 and listed:
+            registry.leave(gone := rng.choice(sorted(listed)))
+            del listed[gone]
+        kept = {name: entry for name, entry in listed.items() if name != new.incarnation and not meet(entry[0], new)}
+        if len(kept) < 6:
+            registry.register(new, now_s)
+            kept[new.incarnation] = (new, now_s + 2.0)
+        else:
+            full += 1
+            with pytest.raises(RegistryError, match="no more fit"):
+                registry.register(new, now_s)
+        listed = kept
+        assert registry.check() == [] and registry.num_workers == len(listed)
+        but = rng.sample([f"w{i}" for i in range(16)], rng.randrange(5))
+        others = sorted(set(listed) - set(but))
+        if others:
+            assert registry.look_up_any(step, but=but).worker is listed[others[step % len(others)]][0]
+    assert full
+
+
+def meet(one: Registration, other: Registration) -> bool:
+    return one.control == other.control or (one.url != "" and one.url == other.url)

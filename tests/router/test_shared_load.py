@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import router.fleet.shared_load
-from router.fleet.shared_load import _PER_SLOT, SharedLoad
+from router.fleet.shared_load import _HEADER, _PER_SLOT, SharedLoad
 from router.fleet.siblings import merge_expositions
 from router.pool.breaker import BreakerSettings, Event, State
 from router.pool.workers import Role, WorkerTable
@@ -64,7 +64,7 @@ def test_a_process_that_starts_again_has_nothing_in_flight(tmp_path: Path) -> No
 
 def test_a_place_is_free_again_when_no_process_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router.fleet.shared_load, "NUM_SLOTS", 4)
-    monkeypatch.setattr(router.fleet.shared_load, "_ROW_WORDS", 1 + _PER_SLOT * 4)
+    monkeypatch.setattr(router.fleet.shared_load, "_ROW_WORDS", _HEADER + _PER_SLOT * 4)
     first, second = rows(tmp_path, 2)
     slots = {url: first.take(url) for url in "abcd"}
     assert sorted(slots.values()) == [0, 1, 2, 3]

@@ -1,0 +1,78 @@
+"""Who may be chosen from: workers of one role that serve one model, as a list that stays the same until one of them changes.
+
+The table makes a pool once and gives it to request after request, so what a policy has worked out about it (`derived`) can be
+kept with it. Loads change with every request and pools do not, so those come by a log: each reader remembers how far it has
+read. Pure; knows no policy.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from router.pool.workers import Worker
+
+T = TypeVar("T")
+
+MAX_LOG = 1 << 14  # changes that are kept; a reader that is further behind looks at every worker instead
+MAX_NARROWED = 4  # narrower pools kept with each: a circuit that is tried opens and closes for some requests
+
+
+class LoadLog:
+    """Ids of workers whose load or report has changed, in order. `has_siblings`: other processes change loads untold."""
+
+    __slots__ = ("_dropped", "_ids", "has_siblings")
+
+    def __init__(self, *, has_siblings: bool = False) -> None:
+        self.has_siblings = has_siblings
+        self._ids: list[int] = []
+        self._dropped = 0
+
+    def note(self, worker_id: int) -> None:
+        self._ids.append(worker_id)
+        if len(self._ids) > 2 * MAX_LOG:
+            del self._ids[:MAX_LOG]
+            self._dropped += MAX_LOG
+
+    @property
+    def end(self) -> int:
+        """What there is to read, up to now."""
+        return self._dropped + len(self._ids)
+
+    def since(self, place: int) -> Sequence[int] | None:
+        """Who has changed since `end` was `place`; None: too many to say."""
+        begin = place - self._dropped
+        return self._ids[begin:] if begin >= 0 else None
+
+
+class Pool(list["Worker"]):
+    """In the order of ids. Never changed: where one of its workers comes or goes, there is another pool."""
+
+    __slots__ = ("_derived", "_narrowed", "log")
+
+    def __init__(self, workers: Iterable["Worker"], log: LoadLog | None = None) -> None:
+        super().__init__(workers)
+        self.log = log or LoadLog()
+        self._derived: dict[Any, Any] = {}
+        self._narrowed: dict[frozenset[int], Pool] = {}
+
+    def derived(self, make: "Callable[[Pool], T]") -> T:
+        """What `make` makes of this pool, made once."""
+        found: T | None = self._derived.get(make)
+        if found is None:
+            found = self._derived[make] = make(self)
+        return found
+
+    def without(self, worker_ids: frozenset[int]) -> "Pool":
+        """The others."""
+        found = self._narrowed.pop(worker_ids, None)
+        if found is None:
+            found = Pool([worker for worker in self if worker.worker_id not in worker_ids], self.log)
+            if len(self._narrowed) >= MAX_NARROWED:
+                del self._narrowed[next(iter(self._narrowed))]
+        self._narrowed[worker_ids] = found  # the last that is used goes last
+        return found
+
+
+def by_id(pool: Pool) -> dict[int, "Worker"]:
+    """Its workers by their ids."""
+    return {worker.worker_id: worker for worker in pool}

@@ -1,0 +1,310 @@
+"""Choosing from a whole pool, which looks at few workers, against looking at each: the same worker, whatever has happened."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from router.choice.cache_aware import SMALL_GROUP, CacheAware, CacheAwareSettings, queue_ends, unbalanced
+from router.choice.load import comparable_by_share, least_loaded
+from router.choice.load_order import SWEEP, LoadOrder, OrderByShare, load_key
+from router.choice.policies import Ask, ConsistentHashing, RoundRobin
+from router.choice.prefix_index import PrefixIndex
+from router.choice.prefix_keys import BLOCK_TOKENS
+from router.fleet.shared_load import SharedLoad
+from router.pool.breaker import BreakerSettings, Event
+from router.pool.models import serves
+from router.pool.pools import MAX_LOG, MAX_NARROWED, LoadLog
+from router.pool.workers import Check, Health, Lease, LoadReport, Role, Worker, WorkerTable
+
+ROLES = (Role.PREFILL, Role.DECODE)
+MODELS = ("m", "n", "")
+MANY = 48
+
+
+class Story:
+    """A table to which anything may happen, by `rng`."""
+
+    def __init__(self, rng: random.Random, *, workers: int = MANY, view: SharedLoad | None = None) -> None:
+        self.rng = rng
+        self.now_s = 0.0
+        breaker = BreakerSettings(failure=1, success=2, timeout_s=5.0)
+        self.table = WorkerTable(breaker=breaker) if view is None else WorkerTable(view=view, breaker=breaker)
+        self.leases: list[Lease] = []
+        for _ in range(workers):
+            self.add()
+
+    def add(self) -> None:
+        number = self.rng.randrange(10**9)
+        worker = self.table.add(f"http://h{number}:1", role=self.rng.choice(ROLES), now_s=self.now_s)
+        self.table.on_check(worker, Check.OK, now_s=self.now_s)
+
+    def step(self) -> None:
+        """Loads change often, workers seldom."""
+        self.now_s += self.rng.random()
+        acts: list[Callable[[Worker], object]] = [self._charge, self._release, self._report, self._charge, self._report]
+        rare: list[Callable[[Worker], object]] = [self._check, self._silence, self._fault, self._models, self._leave]
+        self.rng.choice(rare if self.rng.random() < 0.2 else acts)(self.rng.choice(self.table.workers()))
+
+    def _charge(self, worker: Worker) -> None:
+        self.leases.append(self.table.charge(worker, self.rng.choice((0, 10, 10, 500, self.rng.randrange(3000)))))
+
+    def _release(self, worker: Worker) -> None:
+        if self.leases:
+            self.table.release(self.leases.pop(self.rng.randrange(len(self.leases))))
+
+    def _report(self, worker: Worker) -> None:
+        said = {"waiting_tokens": self.rng.randrange(2000), "capacity_tokens": self.rng.choice((1000, 8000))}
+        self.table.on_report(worker, LoadReport(**said) if self.rng.random() < 0.9 else None)
+
+    def _check(self, worker: Worker) -> None:
+        result = self.rng.choice((Check.OK, Check.OK, Check.REFUSED, Check.DRAINING))
+        self.table.on_check(worker, result, now_s=self.now_s)
+
+    def _silence(self, worker: Worker) -> None:
+        self.table.on_silence(worker, self.rng.random() < 0.5)
+
+    def _fault(self, worker: Worker) -> None:
+        worker.circuit.tell(self.rng.choice((Event.FAULT, Event.BEGUN)), self.now_s)
+
+    def _models(self, worker: Worker) -> None:
+        self.table.on_models(worker, self.rng.choice(((), ("m",), ("n",), ("m", "n"))))
+
+    def _leave(self, worker: Worker) -> None:
+        match self.rng.randrange(5):
+            case 0:
+                self.table.remove(worker.url)
+                self.add()
+            case 1:
+                self.table.retire(worker.url, last_resort=True)
+            case 2:
+                self.table.on_role(worker, self.rng.choice(ROLES))
+            case 3 if worker.switching_to is None:
+                self.table.begin_switch(worker, next(role for role in ROLES if role is not worker.role))
+            case _:
+                self.table.end_switch(worker)
+
+
+def who_may(story: Story, role: Role, model: str) -> list[Worker]:
+    """As `WorkerTable.ready` says, by looking at each worker."""
+    up = [w for w in story.table.workers() if w.role is role and w.health is Health.UP and w.switching_to is None]
+    alive = [w for w in up if not w.leaving] or [w for w in up if w.last_resort]
+    serving = [w for w in alive if not model or serves(w.models, model)]
+    heard = [w for w in serving if not w.silent] or serving
+    return [w for w in heard if w.takes(story.now_s)] or heard
+
+
+def plain_least(candidates: Sequence[Worker]) -> Worker:
+    by_share = comparable_by_share(candidates)
+    return min(candidates, key=lambda worker: load_key(worker, by_share=by_share))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pools_hold_who_may_be_chosen_whatever_happened(seed: int) -> None:
+    story = Story(random.Random(seed), workers=8)
+    seen = set()
+    for _ in range(600):
+        story.step()
+        for role in ROLES:
+            for model in MODELS:
+                ready = story.table.ready(role, model, now_s=story.now_s)
+                assert ready == who_may(story, role, model)
+                seen.add(len(ready))
+    assert len(seen) > 3
+    story.table.check()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_least_loaded_of_a_pool_is_the_least_of_all(seed: int) -> None:
+    story = Story(random.Random(seed))
+    orders: set[type] = set()
+    for _ in range(600):
+        story.step()
+        for role in ROLES:
+            for model in MODELS[1:]:
+                pool = story.table.ready(role, model, now_s=story.now_s)
+                if pool:
+                    assert least_loaded(pool) is plain_least(pool)
+                    assert queue_ends(pool) == queue_ends(list(pool))
+                    for kind in (LoadOrder, OrderByShare):
+                        pool.derived(kind).check()
+                    orders.add(OrderByShare if comparable_by_share(pool) else LoadOrder)
+    assert orders
+
+
+def test_workers_that_all_say_their_capacity_are_ordered_by_share_and_by_tokens_when_one_no_longer_does() -> None:
+    story = Story(random.Random(1), workers=0)
+    for i in range(SMALL_GROUP + 2):
+        worker = story.table.add(f"http://d{i}:1", role=Role.DECODE)
+        story.table.on_check(worker, Check.OK, now_s=0.0)
+        story.table.on_report(worker, LoadReport(capacity_tokens=8000 if i == 5 else 1000))
+        story.table.charge(worker, 900 if i == 5 else 500 + i)
+    pool = story.table.pool(Role.DECODE, "")
+    workers = list(pool)
+    assert least_loaded(pool) is workers[5] is plain_least(workers)
+    story.table.on_report(workers[9], None)
+    assert least_loaded(pool) is workers[0] is plain_least(workers)
+    story.table.on_report(workers[9], LoadReport(capacity_tokens=1000))
+    assert least_loaded(pool) is workers[5]
+
+
+def plain_soonest(candidates: Sequence[Worker], ask: Ask, index: PrefixIndex, settings: CacheAwareSettings) -> Worker:
+    """The rule of router/choice/cache_aware.py, a worker at a time."""
+    matched = index.match(ask.keys)
+    shortest, longest = queue_ends(list(candidates))
+    if not matched or unbalanced(shortest, longest, settings):
+        return plain_least(candidates)
+
+    def cost(worker: Worker) -> tuple[float, ...]:
+        cached = matched.get(worker.worker_id, 0) * BLOCK_TOKENS
+        worth = (1 + 4 * shortest) * cached if cached >= settings.cache_threshold * ask.prompt_tokens else 0
+        return (worker.load_tokens - worth, *load_key(worker)[1:])
+
+    return min(candidates, key=cost)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cache_aware_takes_the_same_worker_as_a_look_at_each(seed: int) -> None:
+    rng = random.Random(seed)
+    settings = CacheAwareSettings(balance_abs_threshold=6, balance_rel_threshold=1.5)
+    story, index = Story(rng, workers=4 * MANY), PrefixIndex(max_blocks=64)
+    policy, few, many = CacheAware(index, settings), 0, 0
+    story.table.on_gone = policy.forget
+    for _ in range(500):
+        story.step()
+        talk, depth = rng.randrange(12), rng.randrange(1, 9)
+        keys = [b"system", b"tools", *(b"%d.%d" % (talk, i) for i in range(depth))]
+        ask = Ask(prompt_tokens=len(keys) * BLOCK_TOKENS + rng.randrange(4 * BLOCK_TOKENS), keys=keys)
+        pool = story.table.ready(Role.PREFILL, "", now_s=story.now_s)
+        groups = [bits.bit_count() for _, bits in index.holders(keys).groups]
+        assert len(pool) > SMALL_GROUP
+        few, many = few + any(size <= SMALL_GROUP for size in groups), many + any(size > SMALL_GROUP for size in groups)
+        expected = plain_soonest(pool, ask, index, settings)
+        choice = policy.choose(pool, ask)
+        assert choice.worker is expected
+        story.leases.append(story.table.charge(choice.worker, ask.prompt_tokens - choice.cached_tokens))
+    assert few > 20 and many > 20
+
+
+def test_round_robin_goes_on_after_the_last_one_in_pools_too() -> None:
+    story, policy, last = Story(random.Random(3)), RoundRobin(), -1
+    for _ in range(300):
+        story.step()
+        pool = story.table.ready(Role.DECODE, "", now_s=story.now_s)
+        expected = next((w for w in pool if w.worker_id > last), pool[0])
+        assert policy.choose(pool, Ask()).worker is expected
+        last = expected.worker_id
+
+
+def test_sessions_keep_their_worker_while_others_of_the_pool_come_and_go() -> None:
+    story, policy = Story(random.Random(4)), ConsistentHashing()
+    asks = [Ask(session=f"s{i}") for i in range(60)]
+    homes: dict[str, Worker] = {}
+    moved = 0
+    for _ in range(200):
+        before = set(story.table.ready(Role.DECODE, "", now_s=story.now_s))
+        story.step()
+        pool = story.table.ready(Role.DECODE, "", now_s=story.now_s)
+        came = set(pool) - before
+        for ask in asks:
+            worker, home = policy.choose(pool, ask).worker, homes.get(ask.session)
+            assert worker in pool
+            assert home is None or worker is home or home not in pool or worker in came
+            moved += worker is not home
+            homes[ask.session] = worker
+    assert moved > len(asks)
+
+
+# ---- what a pool remembers
+
+
+def test_a_pool_stays_the_same_until_one_of_its_workers_changes() -> None:
+    story = Story(random.Random(5))
+    pool = story.table.pool(Role.DECODE, "")
+    order = pool.derived(LoadOrder)
+    for _ in range(3):
+        story.table.charge(pool[0], 7)
+        assert story.table.pool(Role.DECODE, "") is pool and pool.derived(LoadOrder) is order
+    story.table.on_silence(pool[0], False)  # no news
+    story.table.on_check(pool[0], Check.OK, now_s=1.0)
+    assert story.table.pool(Role.DECODE, "") is pool
+    story.table.on_silence(pool[0], True)
+    assert story.table.pool(Role.DECODE, "") == pool[1:]
+
+
+def test_narrower_pools_are_kept_and_few_of_them() -> None:
+    story = Story(random.Random(6))
+    pool = story.table.pool(Role.PREFILL, "")
+    first = pool.without(frozenset((pool[0].worker_id,)))
+    assert first == pool[1:] and pool.without(frozenset((pool[0].worker_id,))) is first
+    for worker in pool[1 : MAX_NARROWED + 1]:
+        assert worker not in pool.without(frozenset((worker.worker_id,)))
+    assert pool.without(frozenset((pool[0].worker_id,))) is not first
+
+
+def test_a_reader_that_is_far_behind_looks_at_all() -> None:
+    log = LoadLog()
+    log.note(1)
+    place = log.end
+    log.note(2)
+    assert log.since(place) == [2]
+    for _ in range(2 * MAX_LOG):
+        log.note(3)
+    assert log.since(place) is None
+    assert log.since(log.end) == []
+    log.note(4)
+    assert log.since(log.end - 1) == [4]
+
+
+def test_an_order_that_nobody_read_for_long_is_right_again() -> None:
+    story = Story(random.Random(7))
+    pool = story.table.pool(Role.DECODE, "")
+    least_loaded(pool)
+    for _ in range(MAX_LOG + 1):
+        story.table.release(story.table.charge(pool[0], 5))
+    story.table.charge(pool[1], 5)
+    assert least_loaded(pool) is plain_least(pool)
+
+
+# ---- several processes
+
+
+def siblings(tmp_path: Path, count: int) -> list[WorkerTable]:
+    tables = [WorkerTable(view=SharedLoad(tmp_path / "load", row=row, num_rows=2)) for row in range(2)]
+    for table in tables:
+        for i in range(count):
+            table.on_check(table.add(f"http://d{i}:1", role=Role.DECODE), Check.OK, now_s=0.0)
+    return tables
+
+
+def test_what_a_sibling_sends_to_the_least_loaded_is_seen_at_once(tmp_path: Path) -> None:
+    mine, other = siblings(tmp_path, 4 * SWEEP)
+    pool = mine.pool(Role.DECODE, "")
+    seen = []
+    for _ in range(len(pool)):
+        worker = least_loaded(pool)
+        seen.append(worker.worker_id)
+        other.charge(other.workers()[worker.worker_id], 100)
+    assert sorted(seen) == list(range(len(pool)))
+
+
+def test_what_a_sibling_has_ended_is_seen_within_one_round(tmp_path: Path) -> None:
+    mine, other = siblings(tmp_path, 4 * SWEEP)
+    pool = mine.pool(Role.DECODE, "")
+    leases = [other.charge(worker, 100) for worker in other.workers()]
+    assert least_loaded(pool).load_tokens == 100
+    last = leases[-1]
+    other.release(last)
+    found = [least_loaded(pool).worker_id for _ in range(len(pool) // SWEEP)]
+    assert found[-1] == last.worker.worker_id
+
+
+def test_a_circuit_that_a_sibling_holds_open_narrows_the_pool(tmp_path: Path) -> None:
+    mine, other = siblings(tmp_path, 3)
+    assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=0.5)] == [0, 1, 2]
+    for _ in range(BreakerSettings().failure):
+        other.workers()[1].circuit.tell(Event.FAULT, 1.0)
+    assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=1.1)] == [0, 2]
+    assert [w.worker_id for w in other.ready(Role.DECODE, "", now_s=1.1)] == [0, 2]
+    assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=62.0)] == [0, 1, 2]

@@ -1,0 +1,121 @@
+"""Many workers: the measurement of benchmarks/scale.py on a small trace, checks that are spread, and sockets enough."""
+
+import asyncio
+import resource
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import scale
+from benchmarks.scale_cluster import Cluster, repeated
+from benchmarks.scale_idle import one_process_for_all, watch
+from benchmarks.trace_workers import TraceRequest, read_trace
+from lifecycle.open_files import allow_many_files
+from router.config import RouterConfig
+from router.http.credentials import Credentials
+from router.http.session import open_session
+from router.pool.health import BETWEEN_S, HealthMonitor, _Watch
+from router.pool.workers import Role, WorkerTable
+from security.keys import open_gate
+from tests.router.test_trace_replay import write_trace
+
+REQUESTS, WORKERS = 600, 64
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> list[TraceRequest]:
+    return read_trace(write_trace(tmp_path_factory.mktemp("trace") / "small.jsonl"))
+
+
+def test_a_repeated_trace_goes_on_in_time_with_new_prompts(trace: list[TraceRequest]) -> None:
+    requests = list(repeated(trace, 3 * len(trace), workers=8))
+    assert all(one.at_s <= other.at_s for one, other in pairwise(requests))
+    first, second = requests[: len(trace)], requests[len(trace) : 2 * len(trace)]
+    assert [r.input_tokens for r in first] == [r.input_tokens for r in second]
+    prompts = [{block for r in some for block in r.blocks} for some in (first, second)]
+    assert prompts[0] & prompts[1] == {0}
+
+
+@pytest.mark.parametrize("policy", ["least_load", "cache_aware"])
+def test_every_request_goes_where_a_look_at_each_worker_sends_it(trace: list[TraceRequest], policy: str) -> None:
+    kept, scanned = (Cluster(policy, WORKERS, scanned=scanned) for scanned in (False, True))
+    for cluster in (kept, scanned):
+        cluster.run(repeated(trace, REQUESTS, workers=WORKERS // 2))
+        cluster.table.check()
+        assert cluster.served == REQUESTS and cluster.rooms.num_live == cluster.table.num_leases == 0
+        assert cluster.watch.count["begin"] == cluster.watch.count["end"] == REQUESTS
+    assert (kept.computed, kept.cached_tokens) == (scanned.computed, scanned.cached_tokens)
+    assert kept.cached_tokens > 0 or policy == "least_load"
+    assigned = [[w.assigned_total for w in cluster.table.workers()] for cluster in (kept, scanned)]
+    assert assigned[0] == assigned[1]
+
+
+def test_rows_tell_what_was_run_and_are_drawn(trace: list[TraceRequest], tmp_path: Path) -> None:
+    rows = scale.router_rows(trace, (4, 8), requests=60, each=40)
+    assert {row["served"] for row in rows} == {60, 40, 4} and all(row["served"] == row["requests"] for row in rows)
+    registry = [scale.registry_row(count, 100) for count in (4, 8)]
+    report: dict[str, Any] = {"trace": "small", "router": rows, "registry": registry}
+    report["idle"] = {"workers": 8, "bytes": 18_000.0, "check_us_per_s": 300.0}
+    text = scale.render(report)
+    assert "60 requests of `small` on 8 workers" in text and "| cache_aware, a look at each |" in text
+    scale.plot(report, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_real_router_watches_addresses_of_one_process() -> None:
+    with one_process_for_all() as port:
+        found = asyncio.run(watch(16, port, seconds=0.0))
+    assert found["workers"] == 16 and found["bytes"] > 0
+
+
+# ---- checks
+
+
+def table_of(count: int) -> WorkerTable:
+    table = WorkerTable()
+    for i in range(count):
+        table.add(f"http://127.0.0.1:{i + 1}", role=Role.DECODE)
+    return table
+
+
+def test_workers_are_asked_at_their_own_moments_of_the_interval() -> None:
+    watches = [_Watch(worker, begin_s=0.0) for worker in table_of(100).workers()]
+    moments = sorted(watch.next_wait_s(10.0) for watch in watches)
+    assert moments[0] > 0.0 and moments[-1] <= 10.0
+    assert max(other - one for one, other in pairwise([0.0, *moments])) < 2 * 10.0 / 100
+    assert [watch.next_wait_s(10.0) for watch in watches] == [10.0] * 100
+
+
+def test_first_checks_begin_one_after_the_other() -> None:
+    table = table_of(5)
+    begins = asyncio.run(first_checks(table))
+    assert all(other - one == pytest.approx(BETWEEN_S) for one, other in pairwise(begins))
+    assert all(worker.last_check is not None for worker in table.workers())
+
+
+async def first_checks(table: WorkerTable) -> list[float]:
+    """When each began."""
+    config = RouterConfig()
+    gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
+    async with open_session(connect_timeout_s=1.0, request_timeout_s=1.0) as session:
+        monitor = HealthMonitor(
+            config=config, table=table, session=session, credentials=Credentials(config, api=gate.api)
+        )
+        for worker in table.workers():
+            monitor.watch(worker)
+        begins = [watch.begin_s for watch in monitor._watches.values()]
+        await monitor.first_round()
+        await monitor.close()
+    return begins
+
+
+def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        assert allow_many_files() == hard
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
