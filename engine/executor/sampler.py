@@ -14,6 +14,7 @@ from engine.core.plan import SlotOpen
 from engine.executor.draw import DrawParams, draw_any, draw_nucleus, draw_top_k
 from engine.executor.gumbel import draw_keys
 from engine.executor.penalties import Penalties, PenaltyRows
+from engine.executor.row_max import row_max
 from engine.executor.token_mask import TokenMask
 from engine.executor.upload import upload
 
@@ -62,14 +63,14 @@ class Sampler:
         assert logits.shape == (len(slots), self._vocab_size), (logits.shape, len(slots), self._vocab_size)
         assert logits.dtype == torch.float32, logits.dtype
         batch = self._batch_of(slots)
-        best = logits.max(-1)
-        bad = ~best.values.isfinite()
+        values, indices = row_max(logits)
+        bad = ~values.isfinite()
         edited = self._edited(logits, batch, output_lens)
         if mask is not None:
             edited = mask.apply(edited, fallback=logits)
         if edited is not logits:
-            best = edited.max(-1)
-        tokens = self._drawn(edited, best.values[:, None], best.indices, batch, output_lens)
+            values, indices = row_max(edited)
+        tokens = self._drawn(edited, values[:, None], indices, batch, output_lens)
         tokens = tokens.masked_fill(bad, 0)
         if batch.penalties is not None:
             self._penalties.count(tokens, batch.penalties)

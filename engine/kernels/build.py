@@ -1,6 +1,6 @@
 """Builds a C kernel at first use and keeps it in a per-user cache. Knows compilers and files, not what kernels do.
 
-The file name is a hash of all that decides the machine code (source, compiler, flags, CPU), so a changed source or a
+The file name is a hash of all that decides the machine code (source and headers, compiler, flags, CPU), so a changed source or a
 home directory shared by different machines never loads a wrong one. Processes that build at once each rename their own
 finished file into place: the last one wins, and all are alike.
 """
@@ -32,12 +32,12 @@ class BuildError(Exception):
 def load_library(source: Path) -> ctypes.CDLL | None:
     """The library built from `source` for this machine, or None (with one log line) when there is none to be had."""
     if os.environ.get(DISABLE_VARIABLE) == "1":
-        log.info("C kernels are off (%s=1): attention falls back to torch", DISABLE_VARIABLE)
+        log.info("C kernels are off (%s=1): torch computes instead", DISABLE_VARIABLE)
         return None
     try:
         return _load(_built(source))
     except BuildError as e:
-        log.warning("no C kernel from %s, attention falls back to torch (slower): %s", source.name, e)
+        log.warning("no C kernel from %s, torch computes instead (slower): %s", source.name, e)
         return None
 
 
@@ -109,7 +109,8 @@ def _compiler() -> str:
 
 
 def _key(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
-    parts = (source.read_text(), compiler, *flags, platform.machine(), _cpu_features())
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    parts = (*texts, compiler, *flags, platform.machine(), _cpu_features())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 

@@ -4,33 +4,24 @@
  * read from memory once. Tokens go in blocks of BLOCK from position 0 on, in this order whatever the batch is: a
  * request's result does not depend on its neighbours, nor on the number of threads. All sums are fp32.
  *
- * Vectors are GCC/Clang vector extensions of 16 lanes, which the compiler lowers to AVX-512, AVX2, NEON or scalar code;
- * only bf16 dot products (AVX512-BF16) and AVX-512's sum of a vector are written with intrinsics. Blocked online softmax: Milakov and Gimelshein 2018,
- * Dao et al. 2022; grouping the query heads of a kv head: the usual GQA decode kernels (FlashInfer, vLLM, SGLang).
+ * Vectors are those of vectors.h; only bf16 dot products (AVX512-BF16) and AVX-512's sum of a vector are written with
+ * intrinsics. Blocked online softmax: Milakov and Gimelshein 2018, Dao et al. 2022; grouping the query heads of a kv head:
+ * the usual GQA decode kernels (FlashInfer, vLLM, SGLang).
  */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+
+#include "vectors.h"
 
 #define ABI_VERSION 1
-#define LANES 16
 #define BLOCK 64       /* tokens whose scores are held at once */
 #define SUB 8          /* query heads computed together */
 #define ACCUMULATORS 16 /* vectors of output held in registers */
 #define MAX_VECTORS 8
 #define AHEAD 8        /* rows of K or V fetched before they are used */
 #define LINE_BYTES 64
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float f16v __attribute__((vector_size(64)));
-typedef int32_t i16v __attribute__((vector_size(64)));
-typedef uint32_t u16v __attribute__((vector_size(64)));
-typedef uint16_t h16v __attribute__((vector_size(32)));
-typedef uint16_t bf16;
 
 /* Mirrored by _Args in paged_decode.py. Strides of q, k_new, v_new are elements from token to token; heads are dense. */
 struct args {
@@ -58,76 +49,6 @@ struct item {
     float *m, *l;  /* [group] running maximum and sum */
     float p[SUB][BLOCK] __attribute__((aligned(64)));
 };
-
-/* ---- loads */
-
-INLINE f16v load_f32(const float *x) {
-    f16v r;
-    memcpy(&r, x, sizeof r);
-    return r;
-}
-
-INLINE void store_f32(float *x, f16v r) { memcpy(x, &r, sizeof r); }
-
-INLINE f16v load_bf16(const bf16 *x) {
-    h16v h;
-    memcpy(&h, x, sizeof h);
-    return (f16v)(__builtin_convertvector(h, u16v) << 16);
-}
-
-INLINE f16v load(const void *row, int at, int is_bf16) {
-    return is_bf16 ? load_bf16((const bf16 *)row + at) : load_f32((const float *)row + at);
-}
-
-INLINE bf16 to_bf16(float x) { /* round to nearest even; a NaN stays one */
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    if (x != x) return (bf16)((bits >> 16) | 0x40);
-    return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-INLINE float sum(f16v x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_ps((__m512)x);
-#else
-    float r[LANES];
-    memcpy(r, &x, sizeof r);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) r[i] += r[i + step];
-    return r[0];
-#endif
-}
-
-INLINE f16v larger(f16v x, f16v y) { /* x where they compare, and y is NaN */
-    i16v take = y > x;
-    return (f16v)(((i16v)y & take) | ((i16v)x & ~take));
-}
-
-INLINE float largest(f16v x) {
-    float r[LANES];
-    memcpy(r, &x, sizeof r);
-    float best = r[0];
-    for (int i = 1; i < LANES; i++) best = r[i] > best ? r[i] : best;
-    return best;
-}
-
-/* e^x for x <= 0: range reduction by ln 2, then a polynomial (Cephes expf, relative error 2e-7). Below -87: 0. */
-INLINE f16v exp_nonpositive(f16v x) {
-    const f16v low = (f16v){0} - 87.0f, magic = (f16v){0} + 12582912.0f;
-    i16v underflow = x < low; /* false for NaN, which must pass */
-    x = (f16v)(((i16v)low & underflow) | ((i16v)x & ~underflow));
-    f16v shifted = x * 1.44269504088896341f + magic; /* rounds to the nearest integer */
-    f16v n = shifted - magic;
-    f16v r = x - n * 0.693359375f - n * -2.12194440e-4f;
-    f16v y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    i16v power = ((i16v)shifted - (i16v)magic + 127) << 23;
-    return (f16v)((i16v)(y * (f16v)power) & ~underflow);
-}
 
 /* ---- the block: scores, softmax weights, weighted sum */
 

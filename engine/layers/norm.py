@@ -3,20 +3,26 @@
 import torch
 from torch.nn import functional
 
+from engine.kernels.elementwise import elementwise_for
+
 
 class RMSNorm:
-    """x / sqrt(mean(x**2) + eps) * weight over the last dim, computed in fp32 whatever the dtype of x.
-
-    `weight`: [D], or [H, D] to give each of H heads its own (x is [..., H, D] then).
-    """
+    """x / sqrt(mean(x**2) + eps) * weight over the last dim of x [T, D], in fp32 whatever the dtype of x; weight [D]."""
 
     def __init__(self, weight: torch.Tensor, *, eps: float) -> None:
-        self._weight = weight
-        self._shape = weight.shape[-1:]
-        self._per_head = weight.dim() > 1
-        self._eps = eps
+        self.weight = weight
+        self.eps = eps
+        self._kernel = elementwise_for(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._per_head:
-            return functional.rms_norm(x, self._shape, None, self._eps).mul_(self._weight)
-        return functional.rms_norm(x, self._shape, self._weight, self._eps)
+        if self._kernel is not None:
+            return self._kernel.rms_norm(x, self.weight, eps=self.eps)
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """The norm of x + delta, which x becomes (a residual stream that goes on)."""
+        if delta is None:
+            return self(x)
+        if self._kernel is not None:
+            return self._kernel.rms_norm(x, self.weight, eps=self.eps, delta=delta)
+        return self(x.add_(delta))

@@ -6,8 +6,12 @@ Pair i of a head is dims (i, i + D/2), turned by position * inverse_frequency[i]
 import math
 
 import torch
+from torch.nn import functional
 
+from engine.kernels.elementwise import LANES, elementwise_for
 from engine.model_config import Llama3Scaling, ModelConfig
+
+Turn = tuple[torch.Tensor, torch.Tensor]  # cosine and signed sine of a step's positions, as `Rope.at` gives them
 
 
 class Rope:
@@ -25,10 +29,31 @@ class Rope:
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
         self._table = table.to(dtype=dtype, device=device).unsqueeze(2)
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, positions: torch.Tensor) -> Turn:
         """(cos, signed sin), each [T, 1, D], for `positions` [T] i64; once a step, for all layers."""
         rows = self._table.index_select(0, positions)
         return rows[:, 0], rows[:, 1]
+
+
+class NormedRope:
+    """Norm and turn of q and k, which lie in one tensor: x [T, H, D] -> the same shape, x may be changed.
+
+    `weight` [H, D] gives each head its own RMS norm, rounded before it is weighed; None: heads are only turned.
+    """
+
+    def __init__(self, weight: torch.Tensor | None, *, like: torch.Tensor, eps: float) -> None:
+        """`like`: any tensor of [..., D] elements of the type and on the device of what is turned."""
+        self._weight = weight
+        self._eps = eps
+        self._kernel = elementwise_for(like, multiple=2 * LANES)
+
+    def __call__(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
+        if self._kernel is not None:
+            self._kernel.norm_turn(x, turn, weight=self._weight, eps=self._eps)
+            return x
+        if self._weight is not None:
+            x = functional.rms_norm(x, x.shape[-1:], None, self._eps).mul_(self._weight)
+        return apply_rope(x, *turn)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,11 @@ import torch
 from engine.layers.gated_mlp import GatedMLP
 from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import RMSNorm
-from engine.layers.rope import Rope, apply_rope
+from engine.layers.rope import NormedRope, Rope, Turn
 from engine.model_config import ModelConfig
 from engine.models.cache_spec import CacheSpec, FullAttentionSpec
 from engine.models.causal_lm import Attend
 from engine.models.checkpoint import Checkpoint
-
-_Turn = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin of this step's positions
 
 
 class DenseDecoder:
@@ -44,12 +42,13 @@ class DenseDecoder:
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         x = self._embedding.index_select(0, input_ids)
         turn = self._rope.at(positions)
+        delta = None
         for layer in self._layers:
-            x = layer(x, turn, attend)
-        return self._norm(x)
+            delta = layer(x, delta, turn, attend)
+        return self._norm.of_sum(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden).float()
+        return self._head.in_float32(hidden)
 
 
 class _Layer:
@@ -74,9 +73,11 @@ class _Layer:
             LinearSite(self._mlp.down, SiteShape(size, ((f"{mlp}down_proj", hidden),))),
         ]
 
-    def __call__(self, x: torch.Tensor, turn: _Turn, attend: Attend) -> torch.Tensor:
-        x = x + self._attention(self._attention_norm(x), turn, attend)
-        return x + self._mlp(self._mlp_norm(x))
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+        """x takes in `delta`, what the layer before has to add to it; returns what this one adds, so that each sum is
+        one pass with the norm that follows."""
+        delta = self._attention.of_norm(self._attention_norm, x, delta, turn, attend)
+        return self._mlp.of_norm(self._mlp_norm, x, delta)
 
 
 class _Attention:
@@ -94,22 +95,26 @@ class _Attention:
         self.qkv = Linear(weight, bias)
         out_bias = checkpoint.take(f"{prefix}o_proj.bias", [hidden]) if config.attention_out_bias else None
         self.out = Linear(checkpoint.take(f"{prefix}o_proj.weight", [hidden, heads * dim]), out_bias)
-        self._norm = _qk_norm(config, checkpoint, prefix=prefix) if config.qk_norm else None
+        norm = _qk_norm(config, checkpoint, prefix=prefix) if config.qk_norm else None
+        like = torch.empty(dim, dtype=weight.dtype, device=weight.device)
+        self._turned = NormedRope(norm, like=like, eps=config.rms_norm_eps)
 
-    def __call__(self, x: torch.Tensor, turn: _Turn, attend: Attend) -> torch.Tensor:
+    def of_norm(
+        self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
+    ) -> torch.Tensor:
+        """Attention of norm(x + delta), which x becomes before the norm."""
         heads, kv_heads = self._heads, self._kv_heads
-        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self._dim)
+        qkv = self.qkv.of_norm(norm, x, delta).view(-1, heads + 2 * kv_heads, self._dim)
         qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
-        qk = apply_rope(qk if self._norm is None else self._norm(qk), *turn)
-        q, k = torch.split(qk, [heads, kv_heads], dim=1)
+        q, k = torch.split(self._turned(qk, turn), [heads, kv_heads], dim=1)
         return self.out(attend(self._index, q, k, v))
 
 
-def _qk_norm(config: ModelConfig, checkpoint: Checkpoint, *, prefix: str) -> RMSNorm:
+def _qk_norm(config: ModelConfig, checkpoint: Checkpoint, *, prefix: str) -> torch.Tensor:
+    """[heads + kv_heads, head_dim]: the norm's weight of each head."""
     q = checkpoint.take(f"{prefix}q_norm.weight", [config.head_dim])
     k = checkpoint.take(f"{prefix}k_norm.weight", [config.head_dim])
-    weight = torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))
-    return RMSNorm(weight, eps=config.rms_norm_eps)
+    return torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))
 
 
 def _mlp(config: ModelConfig, checkpoint: Checkpoint, *, prefix: str) -> GatedMLP:
@@ -118,5 +123,4 @@ def _mlp(config: ModelConfig, checkpoint: Checkpoint, *, prefix: str) -> GatedML
     return GatedMLP(
         gate_up=Linear(checkpoint.take_rows(names, [size, size], [hidden])),
         down=Linear(checkpoint.take(f"{prefix}down_proj.weight", [hidden, size])),
-        intermediate_size=size,
     )

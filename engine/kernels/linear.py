@@ -1,0 +1,124 @@
+"""bf16 matrices packed for linear.c, and products with them. Knows shapes and memory, not layers; no fallback here."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from engine.kernels import huge_pages
+from engine.kernels.build import load_library
+
+SOURCE = Path(__file__).with_suffix(".c")
+ABI_VERSION = 1
+PANEL = 32  # outputs, and inputs of a step
+AVX512, AMX = 1, 2  # kinds of arithmetic; 0 is none
+
+LANES = 16  # inputs are a multiple of it where rows are computed before they are multiplied
+
+_POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
+_NUMBERS = ("rows", "inputs", "outputs", "x_stride", "y_is_f32", "gated", "threads", "kind")
+
+
+class _Args(ctypes.Structure):
+    """Mirror of `struct args` in linear.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class PackedMatrix:
+    """`weight` [out, in] and `bias` [out] or None, bf16, in linear.c's layout: as many bytes, in huge pages.
+
+    A row of the result depends on that row of x alone, to the bit: not on how many rows there are, nor on threads.
+    Products are taken by one thread at a time; the GIL is dropped meanwhile.
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None, *, kind: int) -> None:
+        outputs, inputs = weight.shape
+        self._call = library.tandem_linear
+        self._weight = huge_pages.allocate(-(-outputs // PANEL) * -(-inputs // PANEL) * PANEL * PANEL * 2)
+        self._bias = None if bias is None else bias.contiguous()
+        self._shape = (outputs, inputs)
+        bias_at = None if self._bias is None else self._bias.data_ptr()
+        self._args = _Args(weight=self._weight.data_ptr(), bias=bias_at, inputs=inputs, outputs=outputs, kind=kind)
+        dense = weight.contiguous()
+        library.tandem_linear_pack(dense.data_ptr(), outputs, inputs, self._weight.data_ptr(), torch.get_num_threads())
+
+    def times(self, x: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """[T, out] for `x` [T, in] bf16: summed in fp32, rounded to bf16 once; `dtype` float32 keeps that value."""
+        assert x.shape[1:] == (self._shape[1],), (x.shape, self._shape)
+        return self._product(x if x.stride(1) == 1 else x.contiguous(), dtype)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether the two below can be called."""
+        return self._shape[1] % LANES == 0
+
+    def times_gated(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, out]: the product with silu(x[:, :in]) * x[:, in:] for `x` [T, 2 * in], as `Elementwise.silu_mul`."""
+        assert self.takes_rows and x.shape[1:] == (2 * self._shape[1],) and x.stride(1) == 1, (x.shape, self._shape)
+        self._args.gated = 1
+        try:
+            return self._product(x, torch.bfloat16)
+        finally:
+            self._args.gated = 0
+
+    def times_normed(
+        self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, out]: the product with the RMS norm of x, to which `delta` is added in place: `Elementwise.rms_norm`."""
+        inputs = self._shape[1]
+        assert self.takes_rows and x.shape[1:] == (inputs,) and x.stride(1) == 1, (x.shape, self._shape)
+        assert weight.dtype == torch.bfloat16 and weight.shape == (inputs,) and weight.is_contiguous(), weight.shape
+        assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()), delta
+        args = self._args
+        args.norm, args.eps, args.delta = weight.data_ptr(), eps, None if delta is None else delta.data_ptr()
+        try:
+            return self._product(x, torch.bfloat16)
+        finally:
+            args.norm = args.delta = None
+
+    def _product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        assert x.dtype == torch.bfloat16, x.dtype
+        y = torch.empty((x.shape[0], self._shape[0]), dtype=dtype)
+        args = self._args
+        args.x, args.x_stride, args.rows = x.data_ptr(), x.stride(0), x.shape[0]
+        args.y, args.y_is_f32 = y.data_ptr(), dtype == torch.float32
+        args.threads = torch.get_num_threads()
+        if self._call(ctypes.byref(args)):
+            raise MemoryError("linear: no memory for the rows of one product")
+        return y
+
+
+class LinearKernel:
+    """The library and what this CPU multiplies by. Raises OSError where it can do neither AMX nor AVX512-BF16."""
+
+    def __init__(self, library: ctypes.CDLL, *, kind: int | None = None) -> None:
+        assert library.tandem_linear_abi() == ABI_VERSION
+        library.tandem_linear.argtypes = [ctypes.POINTER(_Args)]
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        library.tandem_linear_pack.argtypes = [pointer, number, number, pointer, number]
+        library.tandem_linear_pack.restype = None
+        best = library.tandem_linear_kind()
+        self.kind = best if kind is None else kind
+        if not 0 < self.kind <= best:
+            raise OSError(f"linear.c: no arithmetic of kind {self.kind} on this CPU")
+        self._library = library
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
+        """The caller drops `weight`, or memory holds both."""
+        return PackedMatrix(self._library, weight, bias, kind=self.kind)
+
+
+@cache
+def linear_kernel() -> LinearKernel | None:
+    """This process's kernel, or None where there is no compiler (logged) or no bf16 arithmetic."""
+    library = load_library(SOURCE)
+    try:
+        return None if library is None else LinearKernel(library)
+    except OSError:
+        return None

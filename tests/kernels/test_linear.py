@@ -1,0 +1,118 @@
+"""linear.c against the product written out in fp64: each kind of arithmetic that this CPU has, odd shapes, any batch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels import build
+from engine.kernels.linear import AMX, AVX512, SOURCE, LinearKernel, PackedMatrix, linear_kernel
+
+SHAPES = [(64, 64), (320, 256), (100, 72), (33, 31), (1, 1), (17, 1500)]
+# Around tiles (16), blocks (32), and for 1500 inputs around a chunk (340 rows, rounded down).
+ROWS = [1, 2, 15, 16, 17, 32, 33, 700]
+
+
+def kernel_of(kind: int) -> LinearKernel:
+    library = build.load_library(SOURCE)
+    assert library is not None
+    return LinearKernel(library, kind=kind)
+
+
+def kinds() -> list[int]:
+    best = linear_kernel()
+    return [] if best is None else [kind for kind in (AVX512, AMX) if kind <= best.kind]
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = x.double() @ weight.double().t()
+    return product if bias is None else product + bias.double()
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_any_shape_equals_the_product(kind: int, shape: tuple[int, int], biased: bool) -> None:
+    weight, bias = drawn(*shape, seed=1), drawn(shape[0], seed=2) if biased else None
+    packed = kernel_of(kind).pack(weight, bias)
+    for rows in ROWS:
+        x = drawn(rows, shape[1], seed=rows)
+        expected = exact(x, weight, bias)
+        summed = (x.double().abs() @ weight.double().abs().t()).max()
+        # one rounding to bf16 (2**-9), and fp32 sums of at most `summed`
+        torch.testing.assert_close(packed.times(x).double(), expected, rtol=2**-8, atol=float(summed) * 1e-5)
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("shape", [(320, 256), (17, 1500)], ids=str)
+def test_a_row_has_the_same_bits_in_any_batch(kind: int, shape: tuple[int, int]) -> None:
+    packed = kernel_of(kind).pack(drawn(*shape, seed=1), drawn(shape[0], seed=2))
+    x = drawn(700, shape[1], seed=3)
+    whole = packed.times(x)
+    for begin, end in ((0, 1), (0, 16), (3, 20), (5, 37), (0, 33), (300, 399), (699, 700)):
+        assert torch.equal(packed.times(x[begin:end]), whole[begin:end])
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_threads_do_not_change_the_bits(kind: int) -> None:
+    weight, x = drawn(320, 256, seed=1), drawn(50, 256, seed=2)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(kernel_of(kind).pack(weight, None).times(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_float32_results_are_the_rounded_ones(kind: int) -> None:
+    packed = kernel_of(kind).pack(drawn(100, 72, seed=1), drawn(100, seed=2))
+    x = drawn(20, 72, seed=3)
+    got = packed.times(x, dtype=torch.float32)
+    assert got.dtype == torch.float32 and torch.equal(got, packed.times(x).float())
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_rows_of_a_wider_tensor_and_strided_columns(kind: int) -> None:
+    packed = kernel_of(kind).pack(drawn(64, 48, seed=1), None)
+    wide = drawn(10, 100, seed=2)
+    rows = wide[:, 20:68]
+    columns = drawn(48, 10, seed=3).t()
+    assert torch.equal(packed.times(rows), packed.times(rows.contiguous()))
+    assert torch.equal(packed.times(columns), packed.times(columns.contiguous()))
+    assert packed.times(rows[:0]).shape == (0, 64)
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_a_nan_stays_in_its_row(kind: int) -> None:
+    packed = kernel_of(kind).pack(drawn(64, 48, seed=1), None)
+    x = drawn(20, 48, seed=2)
+    x[7, 5] = torch.nan
+    bad = packed.times(x).isnan()
+    assert bad[7].all() and bad.sum() == 64
+
+
+def test_what_does_not_fit_never_reaches_c() -> None:
+    kernel = linear_kernel()
+    if kernel is None:
+        return  # nothing that could be reached
+    packed: PackedMatrix = kernel.pack(drawn(64, 48, seed=1), None)
+    for x in (drawn(2, 64, seed=2), drawn(2, 48, seed=2).float()):
+        with pytest.raises(AssertionError):
+            packed.times(x)
+
+
+def test_a_lesser_cpu_has_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(build, "FLAG_SETS", (("-O1", "-mavx2"),))
+    library = build.load_library(SOURCE)
+    assert library is not None
+    with pytest.raises(OSError, match="kind 0"):
+        LinearKernel(library)
