@@ -51,8 +51,9 @@ SECTIONS = {
         transfer_rate.render,
     ),
     "step_time": (
-        "Decode step",
-        "A random checkpoint with the layers of Qwen3-0.6B in bf16, one thread; the limit is the time to read the weights.",
+        "Decode step and prefill",
+        "A random checkpoint with the layers of Qwen3-0.6B in bf16, one thread; the limit of a step is the time to read the "
+        "weights from huge pages, that of a prefill torch's bf16 matrix product.",
         step_time.render,
     ),
     "scheduler_step": (

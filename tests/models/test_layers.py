@@ -157,6 +157,23 @@ def test_rows_have_the_same_bits_in_any_batch_and_with_any_threads(generator: to
         assert torch.equal(silu_mul(x[rows]), whole[1][rows])
 
 
+def test_norms_and_gates_round_where_torch_rounds(generator: torch.Generator) -> None:
+    """Sums of another order and another e^x move one result in thousands to the neighbour; a rounding less, every tenth."""
+    x, other = (torch.randn(40, 2048, generator=generator).bfloat16() for _ in range(2))
+    weight = torch.randn(2048, generator=generator).bfloat16()
+    heads, one = x.view(40, 16, 128), torch.ones(40, 1, 128).bfloat16()
+    pairs = {
+        "norm": (RMSNorm(weight, eps=1e-6)(x), functional.rms_norm(x, (2048,), weight, 1e-6)),
+        "gate": (silu_mul(torch.cat((x, other), 1)), functional.silu(x).mul_(other)),
+        "heads": (
+            NormedRope(weight.view(16, 128), like=x, eps=1e-6)(heads.clone(), (one, torch.zeros_like(one))),
+            functional.rms_norm(heads, (128,), None, 1e-6).mul_(weight.view(16, 128)),
+        ),
+    }
+    for name, (got, expected) in pairs.items():
+        assert (got != expected).float().mean() < 5e-3, name
+
+
 def test_a_nan_stays_in_its_row(generator: torch.Generator) -> None:
     x = torch.randn(TOKENS, DIM, generator=generator).bfloat16()
     x[2, 3] = torch.nan
