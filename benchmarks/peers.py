@@ -11,6 +11,8 @@ them stands how many cores were left to us: on a shared machine ratios of turns 
 import argparse
 import asyncio
 import json
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--tandem-flags", default="", help="more flags of the unified worker")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers' groups end with us
     starts = starters(args.peers, tandem_flags=tuple(args.tandem_flags.split()))
     starts = {name: start for name, start in starts.items() if not args.only or name in args.only}
     with ExitStack() as stack:
