@@ -76,7 +76,7 @@ def _vllm(venv: Path, model: Path) -> Iterator[Server]:
 @contextmanager
 def _transformers(venv: Path, model: Path) -> Iterator[Server]:
     port = free_ports(1)[0]
-    argv = [str(venv / "bin" / "transformers"), "serve", "--force-model", str(model), "--continuous-batching"]
+    argv = [str(venv / "bin" / "transformers"), "serve", str(model), "--continuous-batching"]
     argv += ["--device", "cpu", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
     with _running(argv, {}, f"http://127.0.0.1:{port}"):
         yield Server(url=f"http://127.0.0.1:{port}", model=str(model), plain=True)
