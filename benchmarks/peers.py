@@ -1,6 +1,6 @@
 """Tandem's unified worker beside vLLM's CPU build and `transformers serve`: the same model, loads and client.
 
-usage: bash benchmarks/make_peers.sh DIR; python -m benchmarks.peers [--peers DIR] [--turns 2] [--rounds 3]
+usage: bash benchmarks/make_peers.sh DIR; python -m benchmarks.peers [--peers DIR] [--turns 2] [--rounds 2]
            [--workloads ABCD] [--only NAME ...] [--checkpoint DIR] [--tandem-flags "..."] [--output FILE]
 
 One server is up at a time, with all cores of the machine, and gets all rounds of all workloads (benchmarks/peer_loads.py);
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, default=ROOT / ".build" / "peers", help="where make_peers.sh put them")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--workloads", default="".join(WORKLOADS))
     parser.add_argument("--only", action="append", help="a server to measure; repeatable")
     parser.add_argument("--checkpoint", type=Path, help="of benchmarks.random_model; default: one is made")
