@@ -25,11 +25,15 @@ END_S = 10.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster. `ready_s`: seconds from the start of `tandem up` to all healthy. `workers`: (role, url)."""
+    """A running cluster. `ready_s`: seconds from the start of `tandem up` to all healthy. `workers`: (role, url).
+
+    `pids`: (role, process) of the workers and of "up", the launcher that all are children of.
+    """
 
     url: str
     ready_s: float
     workers: tuple[tuple[str, str], ...] = ()
+    pids: tuple[tuple[str, int], ...] = ()
 
 
 @contextmanager
@@ -45,7 +49,8 @@ def tandem_up(*args: str) -> Iterator[Cluster]:
         try:
             ready = _wait_ready(process, ready_file, argv)
             workers = tuple((worker["role"], worker["url"]) for worker in ready["workers"])
-            yield Cluster(ready["router"], time.monotonic() - begin, workers)
+            pids = (("up", process.pid), *((worker["role"], worker["pid"]) for worker in ready["workers"]))
+            yield Cluster(ready["router"], time.monotonic() - begin, workers, pids)
         finally:
             _end(process)
 

@@ -19,6 +19,7 @@ from engine.resolve import with_model_path
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 STD = 0.02
+SPECIAL_TOKENS = 16
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
@@ -69,7 +70,9 @@ def _weights(vocab: int, *, layers: int, hidden: int, wide: int) -> dict[str, to
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=torch.bfloat16)
 
-    found = {"model.embed_tokens.weight": matrix(vocab, hidden), "model.norm.weight": ones(hidden)}
+    embed = matrix(vocab, hidden)
+    embed[:SPECIAL_TOKENS] = 0  # greedy decoding never draws one: every token has text, and no answer ends early
+    found = {"model.embed_tokens.weight": embed, "model.norm.weight": ones(hidden)}
     for layer in range(layers):
         at = f"model.layers.{layer}."
         found[at + "input_layernorm.weight"] = ones(hidden)

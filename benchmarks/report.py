@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    interference,
     layerwise,
     pd_overhead,
+    peers,
     router_cost,
     router_path,
     router_policies,
@@ -31,6 +33,8 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 KEPT = ROOT / "docs" / "reports"
 
 QUICK: dict[str, list[str]] = {
+    "peers": ["--turns", "1", "--rounds", "1", "--workloads", "A"],
+    "interference": ["--rounds", "1"],
     "pd_overhead": ["--requests", "10"],
     "step_time": ["--layers", "4", "--output-len", "16"],
     "layerwise": ["--layers", "2", "--hidden", "256", "--requests", "2", "--prompt-len", "2048"],
@@ -41,6 +45,19 @@ QUICK: dict[str, list[str]] = {
     "start_time": ["--rounds", "1"],
 }
 SECTIONS = {
+    "peers": (
+        "Beside its peers",
+        "The same checkpoint (Qwen3-0.6B's layers, random bf16 weights, a small vocabulary), loads and client on one server at "
+        "a time, each with all cores; medians of the rounds. Ratios are Tandem's figure over the row's: more is better "
+        "for tokens/s, less for times.",
+        peers.render,
+    ),
+    "interference": (
+        "What prompts do to running answers",
+        "Four long decodes alone, and while a prompt of 1,024 tokens comes every second, which is more than these cores can "
+        "prefill: a queue builds up. The aim for a core each: p99 within 1.3 of alone.",
+        interference.render,
+    ),
     "pd_overhead": (
         "Unified against prefill + decode",
         "Both on this one machine, in turns within one run: prefill and decode have no more hardware together than the "

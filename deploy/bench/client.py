@@ -39,6 +39,7 @@ class Choice(msgspec.Struct):
     text: str | None = None
     delta: Delta | None = None
     message: Delta | None = None
+    finish_reason: str | None = None
 
 
 class Event(msgspec.Struct):
@@ -130,7 +131,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 async def _read_stream(reply: aiohttp.ClientResponse, record: Record, sent_at: float) -> None:
-    parser, last_at = SseParser(), None
+    parser, last_at, finished = SseParser(), None, False
     async for chunk in reply.content.iter_any():
         now = time.perf_counter()
         for data in parser.feed(chunk):
@@ -138,14 +139,17 @@ async def _read_stream(reply: aiohttp.ClientResponse, record: Record, sent_at: f
                 if record.ttft_s is None:
                     raise StreamFailed("empty answer", "the stream brought no text")
                 return
-            if not _note(record, _decode(data)):
+            event = _decode(data)
+            finished = finished or any(choice.finish_reason for choice in event.choices)
+            if not _note(record, event):
                 continue
             if last_at is None:
                 record.ttft_s = now - sent_at
             else:
                 record.itl_s.append(now - last_at)
             last_at = now
-    raise StreamFailed("cut short", "the stream ended without [DONE]")
+    if not (finished and last_at is not None):  # `transformers serve` sends a finish_reason, never [DONE]
+        raise StreamFailed("cut short", "the stream ended without [DONE]")
 
 
 def _decode(data: bytes) -> Event:

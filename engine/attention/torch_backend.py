@@ -18,9 +18,12 @@ class TorchBackend:
         self._step: StepBatch | None = None
         self._requests: list[_Request] = []
 
-    def begin(self, step: StepBatch) -> None:
+    def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:
+        """`skip`: requests whose KV is written and whose rows of the output are left as they are, of any content."""
         self._step = step
-        self._requests = [_Request(step, i, span, self._pool.page_size) for i, span in enumerate(step.spans())]
+        self._requests = [
+            _Request(step, i, span, self._pool.page_size) for i, span in enumerate(step.spans()) if i not in skip
+        ]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         assert self._step is not None, "begin() comes first"

@@ -78,6 +78,21 @@ def test_every_length(page_size):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_single_tokens_beside_prompts_are_bitwise_those_of_a_decode_step(dtype):
+    heads = Heads(q=4, kv=2, dim=64)
+    starts, ends = [0, 76, 40, 299, 0, 199], [50, 77, 90, 300, 1, 200]
+    sequences = make_sequences(heads, ends, page_size=16, dtype=dtype)
+    pool = make_pool(heads, num_pages=pages_needed(ends, 16), page_size=16, dtype=dtype)
+    fill(pool, sequences, starts)
+    mixed = run_step(CpuBackend(pool), sequences, starts, ends, page_size=16)
+    assert worst_error(mixed, sequences, starts, ends) < TOLERANCE[dtype]
+    single = [i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if b - a == 1]
+    chosen = [[of[i] for i in single] for of in (sequences, starts, ends)]
+    alone = run_step(CpuBackend(pool), *chosen, page_size=16, extend=False)
+    assert all(torch.equal(mixed[i], out) for i, out in zip(single, alone, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_request_alone_and_in_a_batch_are_bitwise_equal(dtype):
     heads = Heads(q=4, kv=2, dim=64)
     lengths = [300, 1, 64, 77, 200]

@@ -58,6 +58,9 @@ class Server:
                 return reply
             if self.behaviour == "junk":
                 await reply.write(b"data: {nonsense\n\n")
+        if self.behaviour == "no done":
+            await send(reply, {"choices": [{"text": "", "finish_reason": "length"}], "usage": usage()})
+            return reply
         await send(reply, {"choices": [], "usage": usage()})
         await reply.write(b"data: [DONE]\n\n")
         return reply
@@ -129,6 +132,15 @@ def test_without_streaming_there_is_no_ttft() -> None:
     async def scenario(server: Server) -> None:
         (record,) = await records_of(server, stream=False, num_requests=1)
         assert record.error is None and record.ttft_s is None and record.output_tokens == TOKENS
+
+    against_server(scenario)
+
+
+def test_a_finish_reason_ends_an_answer_without_done() -> None:
+    async def scenario(server: Server) -> None:
+        server.behaviour = "no done"
+        (record,) = await records_of(server, num_requests=1)
+        assert record.error is None and record.output_tokens == TOKENS
 
     against_server(scenario)
 

