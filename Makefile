@@ -29,7 +29,7 @@ SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
-	@echo "make test [TESTS=...]  run the tests"
+	@echo "make test [TESTS=...]  run the tests (all of them: in two processes)"
 	@echo "make setup             make $(VENV) with everything in it"
 	@echo "make soak-core [STEPS=1000000] [SEED=...]  drive the core with fresh stories: docs/reports/soak_core.json"
 	@echo "make mutants           plant bugs in the core, one by one, and see each found"
@@ -61,7 +61,7 @@ run: $(STAMP)
 
 test: $(STAMP)
 	@bash deploy/system_packages.sh tests
-	$(BIN)/python -m pytest -q $(TESTS)
+	$(BIN)/python -m pytest -q $(if $(TESTS),$(TESTS),-n 2 --dist loadfile)
 
 # A failure prints the line that replays it, and leaves no report.
 soak-core: $(STAMP)
