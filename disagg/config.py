@@ -58,7 +58,7 @@ class DisaggConfig:
     )
     disaggregation_layerwise_transfer: str = flag(
         "auto",
-        "prefill sends a layer's KV while the next layers compute; on, off, or auto: on CUDA, where pages are large enough",
+        "prefill sends a layer's KV while the next layers compute; on, off, or auto: where pages are large enough",
         choices=("auto", "on", "off"),
     )
     cluster_secret_file: str | None = flag(

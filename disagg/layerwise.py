@@ -9,12 +9,12 @@ MAX_GROUPS = 8  # more would hide little more of the transfer, and cost as many 
 MIN_PIECE_BYTES = 32 << 10  # of one group in one page: engines pay by the piece (docs/benchmarks.md, "KV transfer")
 
 
-def groups_of(layer_ends: Sequence[int], *, asked: str, on_cuda: bool) -> tuple[LayerGroup, ...]:
+def groups_of(layer_ends: Sequence[int], *, asked: str) -> tuple[LayerGroup, ...]:
     """`asked`: --disaggregation-layerwise-transfer. (): pages leave whole.
 
-    `auto`: not on a CPU, where both want the same cores, nor where a page is too small to be cut.
+    `auto`: where a page is large enough to be cut.
     """
-    worth_it = on_cuda and layer_ends[-1] >= 2 * MIN_PIECE_BYTES
+    worth_it = layer_ends[-1] >= 2 * MIN_PIECE_BYTES
     if asked == "off" or (asked == "auto" and not worth_it):
         return ()
     return group_layers(layer_ends, min_piece_bytes=MIN_PIECE_BYTES if asked == "auto" else 1)

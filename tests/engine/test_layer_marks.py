@@ -55,22 +55,21 @@ def test_layers_end_where_the_pool_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "on_cuda", "page_bytes", "ends"),
+    ("asked", "page_bytes", "ends"),
     [
-        ("off", True, 1 << 20, []),
-        ("auto", False, 1 << 20, []),
-        ("auto", True, MIN_PIECE_BYTES, []),
-        ("auto", True, 4 * MIN_PIECE_BYTES, [7, 14, 21, 28]),
-        ("auto", True, 1 << 24, [3, 7, 10, 14, 17, 21, 24, 28]),
-        ("on", False, 28 * 64, [3, 7, 10, 14, 17, 21, 24, 28]),
+        ("off", 1 << 20, []),
+        ("auto", MIN_PIECE_BYTES, []),
+        ("auto", 4 * MIN_PIECE_BYTES, [7, 14, 21, 28]),
+        ("auto", 1 << 24, [3, 7, 10, 14, 17, 21, 24, 28]),
+        ("on", 28 * 64, [3, 7, 10, 14, 17, 21, 24, 28]),
     ],
 )
-def test_where_pages_are_cut(asked: str, on_cuda: bool, page_bytes: int, ends: list[int]) -> None:
+def test_where_pages_are_cut(asked: str, page_bytes: int, ends: list[int]) -> None:
     layer_ends = [page_bytes * (layer + 1) // 28 for layer in range(28)]
-    groups = groups_of(layer_ends, asked=asked, on_cuda=on_cuda)
+    groups = groups_of(layer_ends, asked=asked)
     assert [group.end_layer for group in groups] == ends
     assert [group.end_byte for group in groups] == [layer_ends[end - 1] for end in ends]
-    assert groups_of(layer_ends[:1], asked="on", on_cuda=False)[0].end_layer == 1
+    assert groups_of(layer_ends[:1], asked="on")[0].end_layer == 1
 
 
 def test_marks_on_cuda_wait_for_their_event(monkeypatch: pytest.MonkeyPatch) -> None:
