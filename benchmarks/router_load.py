@@ -19,8 +19,9 @@ class Seen:
     events: int = 0
 
 
-def request_bytes(host: str, *, stream: bool) -> bytes:
-    body = BODY % (PROMPT.encode(), b',"stream":true' if stream else b"")
+def request_bytes(host: str, *, stream: bool, body: bytes | None = None) -> bytes:
+    """A chat request; `body`: of another one than usual."""
+    body = body or BODY % (PROMPT.encode(), b',"stream":true' if stream else b"")
     return (
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
         % (host.encode(), len(body), body)
@@ -85,11 +86,11 @@ class _Client(asyncio.Protocol):
             self.done.set_exception(err)
 
 
-async def load(url: str, *, clients: int, seconds: float, stream: bool) -> Seen:
+async def load(url: str, *, clients: int, seconds: float, stream: bool, body: bytes | None = None) -> Seen:
     """Keep `clients` connections busy for `seconds`. Raises on the first answer that is not 200."""
     parts = urlsplit(url)
     seen, until_s = Seen(), time.perf_counter() + seconds
-    request = request_bytes(parts.netloc, stream=stream)
+    request = request_bytes(parts.netloc, stream=stream, body=body)
     loop = asyncio.get_running_loop()
     made = [
         await loop.create_connection(
