@@ -47,7 +47,7 @@ class MooncakePeer:
 
 @dataclass(eq=False)
 class MooncakeOp:
-    """`ids`: submitted and not final. `failed`: some piece was refused or failed."""
+    """`ids`: submitted and not known to be final, in order. `failed`: some piece was refused or failed."""
 
     ids: list[int]
     failed: bool
@@ -136,16 +136,20 @@ class MooncakeEngine:
         return MooncakeOp([], failed=False)  # each id is exact: nothing writes after its end
 
     def poll(self, op: MooncakeOp) -> OpState:
+        """Asks up to the first piece that is pending: those behind it end later, mostly, and 64 questions a look cost
+
+        the sender a tenth of its rate with small pages.
+        """
         check = self._engine.transfer_check_status
-        pending = []
+        num_final = 0
         for number in op.ids:
             status = check(number)
             if status in (PENDING, OVERDUE):
-                pending.append(number)
-            elif status != DONE:
-                op.failed = True
-        op.ids = pending
-        if pending:
+                break
+            op.failed |= status != DONE
+            num_final += 1
+        del op.ids[:num_final]
+        if op.ids:
             return OpState.PENDING
         return OpState.FAILED if op.failed else OpState.DONE
 
