@@ -29,21 +29,21 @@ def check_finish(
         return request.abort
     if len(request.output_ids) >= request.max_new_tokens:
         return FinishReason(kind="length")
-    if reason := _grammar_end(request):
-        return reason
+    if request.grammar is not None and request.grammar.ended:
+        return _grammar_end(request)
     if reason := _stop_token(request):
         return reason
     if bad:
         return FinishReason(kind="abort", message=NAN_MESSAGE, status=500)
     if reason := _outside(request, vocab_size):
         return reason
+    if not request.sampling.stop and not request.stop_patterns:
+        return None
     return _stop_string(request, tail_text) or _stop_regex(request, tail_text)
 
 
-def _grammar_end(request: Request) -> FinishReason | None:
+def _grammar_end(request: Request) -> FinishReason:
     """The end token is told, and cut from the text, where one was drawn; most grammars just have nothing more to say."""
-    if request.grammar is None or not request.grammar.ended:
-        return None
     last = request.output_ids[-1] if request.output_ids else None
     return FinishReason(kind="stop", matched=last if last in request.eos_ids else None)
 

@@ -29,8 +29,7 @@ def note_launch(request: Request, start: int, end: int) -> int | None:
 
 def take(request: Request, item: PlanItem, rows: bytes) -> None:
     """A collected step's rows: the prompt's are joined, a later token's stand alone, an embedding's are summed up."""
-    if item.hidden_from is None:
-        return
+    assert item.hidden_from is not None
     if request.pooling:
         request.hidden = [_pooled(request, rows)] if item.sample else [_sum(request.hidden, rows)]
         return

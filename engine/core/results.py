@@ -52,7 +52,8 @@ class Results:
             request = self._stages.live[item.rid]
             request.inflight -= 1
             request.pending -= item.sample
-            request.computed_len = max(request.computed_len, item.kv_len)
+            if (kv_len := item.kv_len) > request.computed_len:
+                request.computed_len = kv_len
             if request.finish is None:
                 self._apply(request, item, item_result, effects)
             else:
@@ -66,7 +67,8 @@ class Results:
 
     def _apply(self, request: Request, item: PlanItem, result: ItemResult, effects: StepEffects) -> None:
         request.input_logprobs += result.input_logprobs
-        take_hidden(request, item, result.hidden)
+        if item.hidden_from is not None:
+            take_hidden(request, item, result.hidden)
         if item.extend:
             self._memory.share(request)
             effects.progressed.append(request)

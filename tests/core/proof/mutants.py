@@ -169,9 +169,11 @@ MUTANTS = (
         "the length is checked behind the stop token",
         "engine/core/finish.py",
         '    if len(request.output_ids) >= request.max_new_tokens:\n        return FinishReason(kind="length")\n'
-        "    if reason := _grammar_end(request):\n        return reason\n    if reason := _stop_token(request):\n"
+        "    if request.grammar is not None and request.grammar.ended:\n        return _grammar_end(request)\n"
+        "    if reason := _stop_token(request):\n"
         "        return reason\n",
-        "    if reason := _grammar_end(request):\n        return reason\n    if reason := _stop_token(request):\n"
+        "    if request.grammar is not None and request.grammar.ended:\n        return _grammar_end(request)\n"
+        "    if reason := _stop_token(request):\n"
         "        return reason\n    if len(request.output_ids) >= request.max_new_tokens:\n"
         '        return FinishReason(kind="length")\n',
     ),
