@@ -1,18 +1,22 @@
 """CPU time of the scheduler alone, with nothing behind it: one step at many running requests, waiting ones, big trees.
 
-usage: python -m benchmarks.scheduler_step [--running N] [--steps N] [--output FILE]
+usage: python -m benchmarks.scheduler_step [--running N] [--steps N] [--peers DIR] [--output FILE]
 
-    decode   N running decodes of 512-token prompts, prefix cache on, pages of 16: schedule() and collect() of a step.
-             The same load as the vLLM scheduler figure in the house's facts (p50 2,738 us a step for 256).
+    decode   N running decodes of 512-token prompts, prefix cache on, pages of 16: schedule() and collect() of a step
+    beside   the same load on vLLM's scheduler, in turns with ours, where make_peers.sh put vLLM into DIR
     waiting  the same while W requests wait that share a prefix and cannot be admitted: must be flat in W
     radix    match and insert of 512-token prompts in a tree of so many nodes
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,11 @@ NEW_TOKENS = 2048
 PAGE_SIZE = 16
 WAITING = (0, 1_000, 10_000)
 TREE_NODES = (1_000, 10_000, 100_000)
+TURNS = 10
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "engine" / "models" / "recall" / "checkpoint"  # vLLM wants some checkpoint's config.json
+
+Steps = dict[str, list[float]]  # "schedule_us" and "collect_us" of each step
 
 
 def main() -> None:
@@ -45,6 +54,7 @@ def main() -> None:
         "environment": describe(),
         "running": args.running,
         "steps": rows,
+        "beside": beside_vllm(args.peers / "vllm" / "bin" / "python", args.running, steps=args.steps),
         "radix": [radix(nodes) for nodes in tqdm(TREE_NODES, unit="tree")],
     }
     print(render(report))
@@ -56,23 +66,67 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--running", type=int, default=256, help="running decodes")
     parser.add_argument("--steps", type=int, default=400, help="decode steps")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".build" / "peers", help="where make_peers.sh put them")
     parser.add_argument("--output", help="write the JSON here")
     return parser.parse_args()
 
 
 def decode_step(running: int, waiting: int, *, steps: int, policy: str) -> dict[str, Any]:
     """CPU microseconds of a decode step with `running` requests in it and `waiting` behind them."""
-    scheduler = _scheduler(running, policy=policy)
-    rng = random.Random(0)
-    for i in range(running):
-        scheduler.add(_request(f"r{i}", [rng.randrange(1000) for _ in range(PROMPT_TOKENS)]))
-    while scheduler.num_waiting:
-        plan = scheduler.schedule()
-        assert plan is not None
-        scheduler.collect(plan, _result(plan))
+    scheduler = _decoding(running, policy=policy)
+    rng = random.Random(1)
     shared = [rng.randrange(1000) for _ in range(256)]
     for i in range(waiting):
         scheduler.add(_request(f"w{i}", shared + [rng.randrange(1000) for _ in range(PROMPT_TOKENS - 256)]))
+    return {"policy": policy, "waiting": waiting, **_summary(_run(scheduler, steps))}
+
+
+def beside_vllm(python: Path, running: int, *, steps: int) -> list[dict[str, Any]] | None:
+    """Ours and vLLM's in turns, each in its own process; None where there is no vLLM."""
+    if not python.exists():
+        return None
+    scheduler = _decoding(running, policy="fcfs")
+    ours: Steps = {"schedule_us": [], "collect_us": []}
+    theirs: Steps = {"schedule_us": [], "collect_us": []}
+    with _vllm(python, running) as (version, run):
+        for _ in range(TURNS):
+            for seen, new in ((ours, _run(scheduler, steps // TURNS)), (theirs, run(steps // TURNS))):
+                for name, values in new.items():
+                    seen[name] += values
+    return [{"name": "tandem", **_summary(ours)}, {"name": f"vLLM {version}", **_summary(theirs)}]
+
+
+@contextmanager
+def _vllm(python: Path, running: int) -> Iterator[tuple[str, Callable[[int], Steps]]]:
+    """Its version, and what runs so many steps (benchmarks/vllm_scheduler.py)."""
+    process = subprocess.Popen(
+        [str(python), str(ROOT / "benchmarks" / "vllm_scheduler.py"), str(MODEL), str(running)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    )
+    asks, answers = process.stdin, process.stdout
+    assert asks is not None and answers is not None
+
+    def answer() -> dict[str, Any]:
+        if not (line := answers.readline()):
+            raise RuntimeError("vLLM's scheduler ended; its error stands above")
+        return dict(json.loads(line))
+
+    def run(steps: int) -> Steps:
+        print(steps, file=asks, flush=True)
+        return answer()
+
+    try:
+        yield str(answer()["ready"]), run
+    finally:
+        asks.close()
+        process.wait(30)
+        answers.close()
+
+
+def _run(scheduler: Scheduler, steps: int) -> Steps:
     schedule_us, collect_us = [], []
     for _ in range(steps):
         started_s = time.process_time()
@@ -84,12 +138,14 @@ def decode_step(running: int, waiting: int, *, steps: int, policy: str) -> dict[
         scheduler.collect(plan, result)
         schedule_us.append((planned_s - started_s) * 1e6)
         collect_us.append((time.process_time() - computed_s) * 1e6)
-    both = [a + b for a, b in zip(schedule_us, collect_us, strict=True)]
+    return {"schedule_us": schedule_us, "collect_us": collect_us}
+
+
+def _summary(steps: Steps) -> dict[str, int]:
+    both = [a + b for a, b in zip(steps["schedule_us"], steps["collect_us"], strict=True)]
     return {
-        "policy": policy,
-        "waiting": waiting,
-        "schedule_p50_us": round(statistics.median(schedule_us)),
-        "collect_p50_us": round(statistics.median(collect_us)),
+        "schedule_p50_us": round(statistics.median(steps["schedule_us"])),
+        "collect_p50_us": round(statistics.median(steps["collect_us"])),
         "step_p50_us": round(statistics.median(both)),
         "step_min_us": round(min(both)),
     }
@@ -119,15 +175,43 @@ def radix(nodes: int) -> dict[str, Any]:
     }
 
 
+FIGURES = ("schedule_p50_us", "collect_p50_us", "step_p50_us", "step_min_us")
+
+
 def render(report: dict[str, Any]) -> str:
     lines = ["| policy | running | waiting | schedule p50 us | collect p50 us | step p50 us | step min us |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for r in report["steps"]:
-        numbers = [r[name] for name in ("schedule_p50_us", "collect_p50_us", "step_p50_us", "step_min_us")]
-        lines.append(f"| {r['policy']} | {report['running']} | {r['waiting']} | {' | '.join(map(str, numbers))} |")
+        lines.append(f"| {r['policy']} | {report['running']} | {r['waiting']} | {_figures(r)} |")
+    if report.get("beside"):
+        ours, theirs = report["beside"]
+        lines += ["", "In turns, a process each:", ""]
+        lines += [
+            "| scheduler | schedule p50 us | collect p50 us | step p50 us | step min us |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [f"| {r['name']} | {_figures(r)} |" for r in report["beside"]]
+        lines.append(f"| ours over theirs | {' | '.join(f'{ours[name] / theirs[name]:.2f}' for name in FIGURES)} |")
     lines += ["", "| tree nodes | insert 512 tokens, us | match 512 tokens, us |", "|---|---|---|"]
     lines += [f"| {r['nodes']} | {r['insert_p50_us']} | {r['match_p50_us']} |" for r in report["radix"]]
     return "\n".join(lines)
+
+
+def _figures(row: dict[str, Any]) -> str:
+    return " | ".join(str(row[name]) for name in FIGURES)
+
+
+def _decoding(running: int, *, policy: str) -> Scheduler:
+    """One with `running` requests, all past their prompts."""
+    scheduler = _scheduler(running, policy=policy)
+    rng = random.Random(0)
+    for i in range(running):
+        scheduler.add(_request(f"r{i}", [rng.randrange(1000) for _ in range(PROMPT_TOKENS)]))
+    while scheduler.num_waiting:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.collect(plan, _result(plan))
+    return scheduler
 
 
 def _scheduler(running: int, *, policy: str) -> Scheduler:
