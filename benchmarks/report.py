@@ -25,6 +25,7 @@ from benchmarks import (
     scheduler_step,
     start_time,
     step_time,
+    token_path,
     transfer_rate,
 )
 
@@ -43,6 +44,7 @@ QUICK: dict[str, list[str]] = {
     "router_cost": ["--seconds", "0.5", "--rounds", "1"],
     "router_path": ["--seconds", "0.5"],
     "start_time": ["--rounds", "1"],
+    "token_path": ["--seconds", "1", "--rounds", "1"],
 }
 SECTIONS = {
     "peers": (
@@ -67,7 +69,10 @@ SECTIONS = {
     "transfer_rate": (
         "KV transfer",
         "Between two processes: through both managers (from `send` to `Success` on the other side), the engine alone "
-        "with the same pieces, and memcpy of the same pieces within one process.",
+        "with the same pieces, and memcpy of the same pieces within one process. The raw loop asks without pause whether a "
+        "piece has ended; managers nap in between, for a core that asks is one that does not compute. Where an engine moves "
+        "bytes by threads of its own (Mooncake over TCP) that loop gains or loses by where the kernel puts it: with small pages "
+        "it is measured with the managers' naps, too.",
         transfer_rate.render,
     ),
     "layerwise": (
@@ -88,6 +93,14 @@ SECTIONS = {
         "CPU time of the pure core with nothing behind it, decodes of 512-token prompts. The aim: at most half of vLLM's "
         "scheduler under the same load, however many wait.",
         scheduler_step.render,
+    ),
+    "token_path": (
+        "What a token costs outside the engine",
+        "CPU time of all that handles a token after the scheduler, for each token of chat streams through a PD cluster of the "
+        "shipped model, everything counted (requests, health checks, reports). The client's and the schedulers' is not, but "
+        "they share the cores. The aim: 40 us. With few streams most of it is processes that wake up for one token: at 1,000 "
+        "steps a second, which no large model makes, they sleep and wake as often.",
+        token_path.render,
     ),
     "start_time": (
         "Start",

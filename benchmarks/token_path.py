@@ -26,6 +26,7 @@ from deploy.bench.report import table
 OUTPUT_TOKENS = 256
 CLIENTS = (1, 16, 64)
 INTERVALS = {1: "each alone", 64: "64 at once"}
+FIGURES = ("all_us", "tokens_per_s", "first_byte_ms", "events_per_request")
 WARM_UP_S = 0.5
 DETOKENIZER, SCHEDULER = "engine.detokenizer", "disagg.scheduler_process"  # of their command lines
 
@@ -35,7 +36,7 @@ class Processes:
 
     def __init__(self, cluster: Cluster) -> None:
         workers = {pid: role for role, pid in cluster.pids}
-        up = psutil.Process(workers_pid(cluster, "up"))
+        up = psutil.Process(next(pid for role, pid in cluster.pids if role == "up"))
         self.named: list[tuple[str, psutil.Process]] = []
         for process in up.children(recursive=True):
             if (name := self._name(process, workers)) is not None:
@@ -57,10 +58,6 @@ class Processes:
             times = process.cpu_times()
             used[name] = used.get(name, 0.0) + times.user + times.system
         return used
-
-
-def workers_pid(cluster: Cluster, role: str) -> int:
-    return next(pid for name, pid in cluster.pids if name == role)
 
 
 def body(interval: int) -> bytes:
@@ -85,7 +82,13 @@ def sample(cluster: Cluster, processes: Processes, *, clients: int, interval: in
     seen: Seen = uvloop.run(load(cluster.url, clients=clients, seconds=seconds, stream=True, body=body(interval)))
     tokens = len(seen.whole_s) * OUTPUT_TOKENS
     us = {name: (used - before[name]) / tokens * 1e6 for name, used in processes.cpu_s().items()}
-    return {"us": us, "tokens": tokens, "events_per_request": seen.events / len(seen.whole_s)}
+    return {
+        "us": us,
+        "all_us": sum(us.values()),
+        "tokens_per_s": tokens / seconds,
+        "first_byte_ms": statistics.median(seen.first_byte_s) * 1e3,
+        "events_per_request": seen.events / len(seen.whole_s),
+    }
 
 
 def measure(*, seconds: float, rounds: int) -> list[dict[str, Any]]:
@@ -98,7 +101,7 @@ def measure(*, seconds: float, rounds: int) -> list[dict[str, Any]]:
                 for clients in CLIENTS:
                     one = sample(cluster, processes, clients=clients, interval=interval, seconds=seconds)
                     samples.setdefault((interval, clients), []).append(one)
-                    print(clients, interval, one, file=sys.stderr, flush=True)
+                    print(json.dumps({"clients": clients, "interval": interval, **one}), file=sys.stderr, flush=True)
     return [_row(interval, clients, taken) for (interval, clients), taken in samples.items()]
 
 
@@ -108,21 +111,22 @@ def _row(interval: int, clients: int, taken: list[dict[str, Any]]) -> dict[str, 
         "interval": interval,
         "clients": clients,
         "us": {name: statistics.median(one["us"][name] for one in taken) for name in names},
-        "all_us": statistics.median(sum(one["us"].values()) for one in taken),
-        "events_per_request": statistics.median(one["events_per_request"] for one in taken),
+        **{name: statistics.median(one[name] for one in taken) for name in FIGURES},
     }
 
 
 def render(result: dict[str, Any]) -> str:
     """The table of a result (benchmarks/report.py uses it too)."""
     names = sorted(result["rows"][0]["us"])
-    header = ["CPU us a token", *names, "in all", "events a request"]
+    header = ["CPU us a token", *names, "in all", "events a request", "tokens/s", "first byte p50, ms"]
     rows = [
         [
             f"{INTERVALS[row['interval']]}, {row['clients']} stream{'s' if row['clients'] > 1 else ''}",
             *(f"{row['us'][name]:.1f}" for name in names),
             f"{row['all_us']:.1f}",
             f"{row['events_per_request']:.0f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['first_byte_ms']:.1f}",
         ]
         for row in result["rows"]
     ]

@@ -5,7 +5,8 @@ usage: python -m benchmarks.transfer_rate [--backend nixl --backend mooncake] [-
 One process pair per backend. Each repeat measures, in turn: memcpy of the same pieces within the prefill process, the
 engine alone (the same merged pieces, a window of posts), and a whole transfer through both managers, timed from
 `sender.send` to `receiver.poll() == Success` in the other process (one monotonic clock on one machine). CPU seconds
-are those of both processes. Reported: medians over the repeats, and of the per-repeat ratios.
+are those of both processes. The raw engine is measured twice: with a loop that asks
+without pause, and with one that naps as the managers do. Reported: medians over the repeats, and of the per-repeat ratios.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from deploy.bench import environment
 from deploy.bench.report import table
 from transfer_backends.contract import Engine, KVArgs, OpState, Pieces, Region, Route, TransferConfig
 from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.engine_driver import FIRST_NAP_S, LONG_NAP_S
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.merge import batches, plan_pieces
@@ -38,6 +41,7 @@ WAIT_S = 60.0
 MIB = 1 << 20
 SMALL_MIB = 4  # a hand-over as of a short prompt: what counts is what is added to the engine's time
 PIECE_KIB = (16, 64, 1024)
+RATIOS = ("managers_over_raw", "managers_over_napping", "managers_over_memcpy")
 
 
 class Memory:
@@ -186,9 +190,13 @@ def process_pair(backend: str, *, num_pages: int, page_bytes: int) -> Iterator[P
 
 def drain(raw: Engine, ops: list[Any]) -> None:
     while ops:
-        states = [(op, raw.poll(op)) for op in ops]
-        assert all(state is not OpState.FAILED for _, state in states), "the raw engine failed"
-        ops[:] = [op for op, state in states if state is OpState.PENDING]
+        ops[:] = still_pending(raw, ops)
+
+
+def still_pending(raw: Engine, ops: list[Any]) -> list[Any]:
+    states = [(op, raw.poll(op)) for op in ops]
+    assert all(state is not OpState.FAILED for _, state in states), "the raw engine failed"
+    return [op for op, state in states if state is OpState.PENDING]
 
 
 def time_memcpy(pair: Pair, pieces: Pieces, target: "np.ndarray[Any, Any]") -> float:
@@ -203,21 +211,23 @@ def time_memcpy(pair: Pair, pieces: Pieces, target: "np.ndarray[Any, Any]") -> f
     return time.monotonic() - begin
 
 
-def time_raw(pair: Pair, pieces: Pieces) -> float:
-    """Post all pieces within the engine's limits and poll to the end."""
+def time_raw(pair: Pair, pieces: Pieces, *, naps: bool = False) -> float:
+    """Post all pieces within the engine's limits and poll to the end; `naps`: rest when nothing has ended."""
     caps = pair.raw.caps
     begin = time.monotonic()
-    running: list[Any] = []
-    pending_pieces: list[int] = []
-    for part in batches(pieces, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes):
-        while sum(pending_pieces) + len(part) > caps.max_inflight and running:
-            states = [pair.raw.poll(op) for op in running]
-            assert OpState.FAILED not in states
-            keep = [i for i, state in enumerate(states) if state is OpState.PENDING]
-            running, pending_pieces = [running[i] for i in keep], [pending_pieces[i] for i in keep]
-        running.append(pair.raw.post(pair.peer, part))
-        pending_pieces.append(len(part))
-    drain(pair.raw, running)
+    running: dict[Any, int] = {}  # operation -> its pieces
+    nap_s = FIRST_NAP_S
+    parts = deque(batches(pieces, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes))
+    while parts or running:
+        while parts and (not running or sum(running.values()) + len(parts[0]) <= caps.max_inflight):
+            part = parts.popleft()
+            running[pair.raw.post(pair.peer, part)] = len(part)
+            nap_s = FIRST_NAP_S
+        left = still_pending(pair.raw, list(running))
+        if naps and len(left) == len(running):
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, LONG_NAP_S)
+        running = {op: running[op] for op in left}
     return time.monotonic() - begin
 
 
@@ -244,7 +254,7 @@ def measure(backend: str, *, page_kib: int, contiguous: bool, total_mib: int, re
     count = max(1, total_mib * MIB // page_bytes)
     num_pages = 2 * count + 2
     rng = np.random.default_rng(1)
-    rates: dict[str, list[float]] = {"memcpy": [], "raw": [], "managers": []}
+    rates: dict[str, list[float]] = {"memcpy": [], "raw": [], "napping": [], "managers": []}
     cpu_managers: list[float] = []
     added_ms: list[float] = []
     with process_pair(backend, num_pages=num_pages, page_bytes=page_bytes) as pair:
@@ -257,17 +267,19 @@ def measure(backend: str, *, page_kib: int, contiguous: bool, total_mib: int, re
             )
             memcpy_s = time_memcpy(pair, pieces, target)
             raw_s = time_raw(pair, pieces)
+            napping_s = time_raw(pair, pieces, naps=True)
             cpu_before = pair.cpu_s()
             managers_s = time_managers(pair, src.tolist(), dst.tolist())
             cpu_after = pair.cpu_s()
             if repeat:
-                for name, seconds in (("memcpy", memcpy_s), ("raw", raw_s), ("managers", managers_s)):
+                taken = {"memcpy": memcpy_s, "raw": raw_s, "napping": napping_s, "managers": managers_s}
+                for name, seconds in taken.items():
                     rates[name].append(pieces.size_bytes / seconds / 1e9)
                 added_ms.append(1000 * (managers_s - raw_s))
                 cpu_managers.append((cpu_after - cpu_before) / (pieces.size_bytes / 1e9))
         problems = pair.manager.check()
     assert not problems, problems
-    pairs = list(zip(rates["managers"], rates["raw"], rates["memcpy"], strict=True))
+    pairs = list(zip(rates["managers"], rates["raw"], rates["napping"], rates["memcpy"], strict=True))
     return {
         "backend": backend,
         "page_kib": page_kib,
@@ -275,8 +287,9 @@ def measure(backend: str, *, page_kib: int, contiguous: bool, total_mib: int, re
         "total_mib": total_mib,
         **{f"{name}_gb_s": median(values) for name, values in rates.items()},
         "managers_add_ms": median(added_ms),
-        "managers_over_raw": median(m / r for m, r, _ in pairs),
-        "managers_over_memcpy": median(m / c for m, _, c in pairs),
+        "managers_over_raw": median(m / r for m, r, _, _ in pairs),
+        "managers_over_napping": median(m / n for m, _, n, _ in pairs),
+        "managers_over_memcpy": median(m / c for m, _, _, c in pairs),
         "cpu_s_per_gb": median(cpu_managers),
     }
 
@@ -292,11 +305,9 @@ def render(result: dict[str, Any]) -> str:
     rows = [
         [
             f"{row['backend']}, {row['total_mib']} MiB, {row['page_kib']} KiB pages, {row['pages']}",
-            *(f"{row[name]:.2f}" for name in ("managers_gb_s", "raw_gb_s", "memcpy_gb_s")),
-            *(
-                f"{row[name]:.2f}"
-                for name in ("managers_over_raw", "managers_over_memcpy", "managers_add_ms", "cpu_s_per_gb")
-            ),
+            *(f"{row[name]:.2f}" for name in ("managers_gb_s", "raw_gb_s", "napping_gb_s", "memcpy_gb_s")),
+            *(f"{row[name]:.2f}" for name in RATIOS),
+            *(f"{row[name]:.2f}" for name in ("managers_add_ms", "cpu_s_per_gb")),
         ]
         for row in result["rows"]
     ]
@@ -304,8 +315,10 @@ def render(result: dict[str, Any]) -> str:
         "",
         "managers GB/s",
         "raw engine GB/s",
+        "raw, napping GB/s",
         "memcpy GB/s",
         "managers/raw",
+        "managers/raw, napping",
         "managers/memcpy",
         "managers add, ms",
         "CPU s/GB",

@@ -27,6 +27,7 @@ class IncrementalText:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._window = _after_last(tokenizer.special_ids, prompt_tail)
+        self._inside = False  # the window ends inside a character
         self._given = len(self._final_text())
 
     def push(self, ids: list[int]) -> str:
@@ -41,16 +42,16 @@ class IncrementalText:
 
     def _final_text(self) -> str:
         text = self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special)
-        if not text.endswith(BROKEN) or not self._unfinished():
+        self._inside = text.endswith(BROKEN) and self._tokenizer.ends_inside_character(
+            self._window, skip_special_tokens=self._skip_special
+        )
+        if not self._inside:
             return text
         return text[:-1] if self._tokenizer.byte_level else text.rstrip(BROKEN)
 
-    def _unfinished(self) -> bool:
-        return self._tokenizer.ends_inside_character(self._window, skip_special_tokens=self._skip_special)
-
     def _cut(self) -> None:
         """Forget old tokens. The cut must leave visible context and must not go through a character."""
-        if self._unfinished() and len(self._window) <= WINDOW_MAX:
+        if self._inside and len(self._window) <= WINDOW_MAX:
             return
         first = len(self._window) - CONTEXT
         while first > 0 and not self._clean(first):
@@ -75,6 +76,10 @@ class StopScanner:
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._patterns = [(s, _failure_table(s)) for s in stop if s]
         self._states = [0] * len(self._patterns)
+
+    @property
+    def num_patterns(self) -> int:
+        return len(self._patterns)
 
     @property
     def held(self) -> int:
@@ -102,6 +107,7 @@ class RequestText:
         self._trims = not no_stop_trim
         self._scanner = StopScanner(stop if self._trims else ())
         self._regexes = {pattern: StopRegex(pattern) for pattern in (stop_regex if self._trims else ())}
+        self._may_hold = bool(self._scanner.num_patterns or self._regexes)
         self._reach = max((regex.reach - 1 for regex in self._regexes.values()), default=0)
         self._before = ""  # the last character given out: what ^ and \b see before the held text
         self._held = ""
@@ -111,6 +117,8 @@ class RequestText:
 
         without a last character of which only some bytes were generated.
         """
+        if finish is None and not self._may_hold:
+            return self._text.push(ids)
         before = len(self._held)
         new = self._text.push(_without_stop_token(ids, finish) if self._trims else ids)
         text = self._held + new

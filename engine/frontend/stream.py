@@ -23,6 +23,12 @@ STREAMING: web.RequestKey[bool] = web.RequestKey("streaming", bool)  # headers a
 _encode = msgspec.json.Encoder().encode
 
 
+class _CoalescedResponse(web.StreamResponse):
+    """Headers leave with the first event, in one packet: one wake-up less for whoever reads."""
+
+    _send_headers_immediately = False
+
+
 class View(Protocol):
     """How one API shows the samples of a request. Chunks come in order; `last` follows the last one."""
 
@@ -44,7 +50,7 @@ async def answer(request: web.Request, generation: Generation, *, view: View, st
         if not stream:
             return json_response(view.body(await generation.collect()))
         first = await generation.next()
-        response = web.StreamResponse(headers=SSE_HEADERS)
+        response = _CoalescedResponse(headers=SSE_HEADERS)
         request[STREAMING] = True
         await response.prepare(request)
         await _send_events(response, generation, view=view, news=first)
