@@ -26,7 +26,7 @@ from engine.kv_events_config import parse_kv_events_config
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.kv_events import EventPump, ZmqPublisher
 from engine.loop.loop import EngineLoop, LoopSettings
-from engine.loop.ports import IpcPorts
+from engine.loop.ports import ZmqPorts
 from engine.loop.watchdog import Watchdog
 from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
@@ -67,7 +67,7 @@ def run(spec: SchedulerSpec) -> None:
         raise ConfigError("--num-reserved-decode-tokens: must be at least 0")
     model = load_model_config(spec.engine.model_path)
     tokenizer = load_tokenizer(spec.engine.model_path)
-    ports = IpcPorts(IpcPaths(spec.ipc_dir))
+    ports = ZmqPorts(IpcPaths(spec.ipc_dir))
     parts = build_engine(
         spec.engine,
         model,
