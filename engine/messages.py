@@ -4,7 +4,7 @@
     scheduler                    --ToDetokenizer-->  detokenizer  --ToFrontend-->  frontend
     scheduler                    --ToFrontend-->     frontend       (control replies only)
 
-Transport: Unix stream sockets inside a 0700 directory (engine/frontend/ipc.py); one struct a frame. The receiver binds,
+Transport: ZMQ PUSH/PULL over ipc:// sockets inside a 0700 directory; one struct a message. The receiver binds,
 senders connect. Each batch is sent as one message, so per-token cost is shared.
 """
 

@@ -1,6 +1,6 @@
-"""The sockets between the processes of one worker: one msgspec struct a frame (frames.py), in a private directory.
+"""The sockets between the processes of one worker: typed ZMQ PUSH/PULL over ipc:// in a private directory.
 
-Owns endpoints, what may be said on each, and the bound on every queue. Must not know what a message means.
+Owns endpoints, framing (one msgspec struct a message) and the bound on every queue. Must not know what a message means.
 The receiver binds, senders connect; several senders may share one receiver.
 """
 
@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
-
-from engine.frontend.frames import FrameReader, FrameWriter, Full
+import zmq
 
 M = TypeVar("M")
 
 log = logging.getLogger(__name__)
 
 IPC_PREFIX = "tandem-ipc-"
-MAX_QUEUED_MESSAGES = 100_000  # at one sender; a peer this far behind is stuck
+MAX_QUEUED_MESSAGES = 100_000  # in one pipe; a peer this far behind is stuck
+MAX_MESSAGE_BYTES = 1 << 30
+LINGER_MS = 500  # what a closing sender may still deliver
+RECV_BURST = 256  # messages taken before the event loop may look at something else
 
 
 class PeerStalled(RuntimeError):
@@ -50,15 +52,15 @@ class IpcPaths:
 
     @property
     def to_scheduler(self) -> str:
-        return f"{self.dir}/scheduler"
+        return f"ipc://{self.dir}/scheduler"
 
     @property
     def to_detokenizer(self) -> str:
-        return f"{self.dir}/detokenizer"
+        return f"ipc://{self.dir}/detokenizer"
 
     @property
     def to_frontend(self) -> str:
-        return f"{self.dir}/frontend"
+        return f"ipc://{self.dir}/frontend"
 
     def remove(self) -> None:
         shutil.rmtree(self.dir, ignore_errors=True)
@@ -77,54 +79,66 @@ def _is_orphan(folder: Path) -> bool:
 class PullSocket(Generic[M]):
     """Receives the closed union `union`. Whatever does not decode is logged, counted in `rejected` and dropped."""
 
-    def __init__(self, endpoint: str, union: Any) -> None:
+    def __init__(self, endpoint: str, union: Any, *, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+        self.socket = (context or zmq.Context.instance()).socket(zmq.PULL)
+        self.socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.socket.bind(endpoint)
         self.rejected = 0
-        self._reader = FrameReader(endpoint)
         self._decode = msgspec.msgpack.Decoder(union).decode
         self._loop: asyncio.AbstractEventLoop | None = None
         self._handler: Callable[[M], None] | None = None
 
     @property
     def fd(self) -> int:
-        """Readable while there is something to receive."""
-        return self._reader.fd
+        """Edge-triggered: after it signals, call `recv_all_nowait` until it returns nothing."""
+        return int(self.socket.getsockopt(zmq.FD))
 
-    def recv_all_nowait(self) -> list[M]:
-        """Everything that has arrived, each sender's in order; never waits."""
+    def recv_all_nowait(self, limit: int = 1 << 30) -> list[M]:
+        """Everything that has arrived, in order, up to `limit` messages; never waits."""
         messages: list[M] = []
-        while (frames := self._reader.take()) is not None:
-            self._append(frames, messages)
+        while len(messages) < limit and (frame := self._frame()) is not None:
+            self._append(frame, messages)
         return messages
 
     def recv(self, timeout_s: float) -> list[M]:
-        """Wait until something arrives or the time is over, then take what is there."""
-        messages: list[M] = []
-        self._append(self._reader.take(timeout_s) or [], messages)
-        return messages
+        """Wait until something arrives or the time is over, then take all of it."""
+        self.socket.poll(int(timeout_s * 1000))
+        return self.recv_all_nowait()
 
     def attach(self, loop: asyncio.AbstractEventLoop, handler: Callable[[M], None]) -> None:
         """Call `handler` in `loop` for each message, in order, from now on."""
         self._loop, self._handler = loop, handler
         loop.add_reader(self.fd, self._drain)
+        loop.call_soon(self._drain)  # the descriptor does not signal what arrived before
 
     def close(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self.fd)
             self._loop = None
-        self._reader.close()
+        self.socket.close(0)
 
-    def _append(self, frames: list[bytes], messages: list[M]) -> None:
-        for frame in frames:
-            try:
-                messages.append(self._decode(frame))
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-                self.rejected += 1
-                log.error("dropped a message that is not of this worker's protocol: %s", e)
+    def _frame(self) -> bytes | None:
+        try:
+            return self.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def _append(self, frame: bytes, messages: list[M]) -> None:
+        try:
+            messages.append(self._decode(frame))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+            self.rejected += 1
+            log.error("dropped a message that is not of this worker's protocol: %s", e)
 
     def _drain(self) -> None:
-        """A piece at a time: the loop calls again while there is more, and looks at something else between."""
-        for message in self.recv(0):
+        if self._loop is None or self._handler is None:
+            return
+        messages = self.recv_all_nowait(RECV_BURST)
+        for message in messages:
             self._handle(message)
+        if len(messages) == RECV_BURST:
+            self._loop.call_soon(self._drain)
 
     def _handle(self, message: M) -> None:
         assert self._handler is not None
@@ -137,18 +151,22 @@ class PullSocket(Generic[M]):
 class PushSocket:
     """Sends structs to the process that binds `endpoint`; it need not be there yet."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, *, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+        self.socket = (context or zmq.Context.instance()).socket(zmq.PUSH)
+        self.socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+        self.socket.connect(endpoint)
         self._endpoint = endpoint
-        self._writer = FrameWriter(endpoint, max_kept=MAX_QUEUED_MESSAGES)
         self._encode = msgspec.msgpack.Encoder().encode
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue one message; never waits. Raises `PeerStalled` when too many are queued."""
+        """Queue one message; never waits. Raises `PeerStalled` when the peer's queue is full."""
         try:
-            self._writer.send(self._encode(message))
-        except Full:
+            self.socket.send(self._encode(message), zmq.NOBLOCK)
+        except zmq.Again:
             raise PeerStalled(f"{os.path.basename(self._endpoint)} takes no messages") from None
 
     def close(self) -> None:
-        """Waits a moment for what is queued."""
-        self._writer.close()
+        self.socket.close()

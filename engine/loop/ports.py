@@ -1,8 +1,9 @@
-"""The loop's sockets to the other processes of the worker, and a descriptor by which threads call for attention."""
+"""The loop's sockets: ZMQ to the other processes of the worker, and a pipe by which threads call for attention."""
 
 import os
-import select
 from contextlib import suppress
+
+import zmq
 
 from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
 from engine.messages import ToDetokenizer, ToFrontend, ToScheduler
@@ -11,15 +12,15 @@ EVENTFD_ONE = 1
 CLOSED = -1
 
 
-class IpcPorts:
+class ZmqPorts:
     def __init__(self, ipc: IpcPaths) -> None:
         self._inbox: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
         self._detokenizer = PushSocket(ipc.to_detokenizer)
         self._frontend = PushSocket(ipc.to_frontend)
         self._attention = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = select.poll()
-        self._poller.register(self._inbox.fd, select.POLLIN)
-        self._poller.register(self._attention, select.POLLIN)
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox.socket, zmq.POLLIN)
+        self._poller.register(self._attention, zmq.POLLIN)
 
     def receive(self) -> list[ToScheduler]:
         return self._inbox.recv_all_nowait()

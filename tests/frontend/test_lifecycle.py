@@ -293,7 +293,7 @@ def start_detokenizer(tmp_path: Path, ipc: IpcPaths, *, shell: bool = False) -> 
 
 
 def bound(ipc: IpcPaths) -> bool:
-    return os.path.exists(ipc.to_detokenizer)
+    return os.path.exists(ipc.to_detokenizer.removeprefix("ipc://"))
 
 
 def test_detokenizer_ends_on_sigterm_and_not_on_sigint(tmp_path: Path) -> None:

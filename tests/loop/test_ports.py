@@ -5,13 +5,13 @@ import os
 import pytest
 
 from engine.frontend.ipc import IpcPaths
-from engine.loop.ports import IpcPorts
+from engine.loop.ports import ZmqPorts
 
 
 def test_who_calls_for_attention_after_the_end_is_heard_by_nobody() -> None:
     """SIGTERM and threads may come late: not an error, and never a write to whoever has the file descriptor by then."""
     ipc = IpcPaths.create()
-    ports = IpcPorts(ipc)
+    ports = ZmqPorts(ipc)
     ports.call_attention()
     ports.wait(60.0)  # ended by the call
 
