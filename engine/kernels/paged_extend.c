@@ -95,7 +95,7 @@ INLINE __m512i line_of(const bf16 *row, int64_t from, int64_t dim) {
     return _mm512_maskz_loadu_epi16(left >= STEP ? 0xffffffffu : (1u << left) - 1, row + from);
 }
 
-static void tile_queries(const struct work *w) {
+static __attribute__((noinline)) void tile_queries(const struct work *w) {
     const struct args *a = w->a;
     for (int64_t tile = 0; tile < 2 * w->pairs; tile++) {
         const int64_t token = tile / w->group * TILE, left = tile < w->tiles ? w->at.count - token : 0;
@@ -122,7 +122,7 @@ static void find_rows(const struct work *w, const char *cache, int64_t from, int
 }
 
 /* `count` keys into tiles of K, filled up with zeros to a multiple of 32. */
-static void tile_keys(const struct work *w, int64_t from, int64_t count) {
+static __attribute__((noinline)) void tile_keys(const struct work *w, int64_t from, int64_t count) {
     const bf16 *rows[KEYS];
     find_rows(w, w->a->k_cache, from, count, rows);
     for (int64_t i = 0; i < ceil_div(count, STEP) * STEP; i++)
@@ -134,7 +134,7 @@ static void tile_keys(const struct work *w, int64_t from, int64_t count) {
 
 /* The same keys' V, transposed. Two keys' elements of a dim become a dword; unpacking leaves dims 0-3, 8-11, 16-19 and
  * 24-27 of 32 in one line and the rest in another. */
-static void tile_values(const struct work *w, int64_t from, int64_t count) {
+static __attribute__((noinline)) void tile_values(const struct work *w, int64_t from, int64_t count) {
     const bf16 *rows[KEYS];
     find_rows(w, w->a->v_cache, from, count, rows);
     for (int64_t key = 0; key < count; key += STEP)
@@ -194,33 +194,45 @@ INLINE __m512 maximum(const float *s, int64_t count, int64_t whole, int64_t ahea
     const __m512 none = _mm512_set1_ps(-INFINITY);
     __m512 best[4] = {none, none, none, none};
     int64_t i = 0;
-    for (; i + 4 <= whole; i += 4)
+    for (; i < whole; i += 4)
         for (int j = 0; j < 4; j++) best[j] = _mm512_max_ps(best[j], _mm512_load_ps(s + (i + j) * PANEL));
     for (; i < count; i++) best[0] = _mm512_mask_max_ps(best[0], seeing(ahead, i), best[0], _mm512_load_ps(s + i * PANEL));
     return _mm512_max_ps(_mm512_max_ps(best[0], best[1]), _mm512_max_ps(best[2], best[3]));
 }
 
+/* Two keys' weights -> their line of P'. */
+INLINE void put_pair(char *p, int64_t key, __m512 even, __m512 odd) {
+    const __m512i interleaved = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    char *to = p + key / STEP * STEP_BYTES + key % STEP / 2 * LINE_BYTES;
+    _mm512_store_si512(to, _mm512_permutexvar_epi16(interleaved, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+}
+
 /* S' of one tile's queries -> P'. `ahead`: the first query's position less that of the first key. `count` keys, a multiple
  * of 32. Returns the factor for what was summed before, 0 at the first block. */
 INLINE __m512 weigh(const float *s, char *p, float *m, float *l, int64_t count, int64_t ahead, float scale) {
-    const int64_t whole = smaller(count, ahead + 1 < 0 ? 0 : ahead + 1); /* keys that all of them see */
+    const int64_t whole = ahead < 0 ? 0 : smaller(count, (ahead + 1) / 4 * 4); /* keys that all of them see */
     const __m512 before = _mm512_load_ps(m), now = _mm512_max_ps(before, maximum(s, count, whole, ahead));
-    const __m512 factor_of = _mm512_set1_ps(scale), offset = _mm512_mul_ps(now, factor_of);
-    const __m512i interleaved = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512 times = _mm512_set1_ps(scale), offset = _mm512_mul_ps(now, times);
     __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
-    for (int64_t i = 0; i < count; i += 2) {
-        __m512 x = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + i * PANEL), factor_of, offset));
-        __m512 y = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + (i + 1) * PANEL), factor_of, offset));
-        if (i + 2 > whole) x = _mm512_maskz_mov_ps(seeing(ahead, i), x), y = _mm512_maskz_mov_ps(seeing(ahead, i + 1), y);
+    int64_t i = 0;
+    for (; i < whole; i += 2) {
+        const __m512 x = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + i * PANEL), times, offset));
+        const __m512 y = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + (i + 1) * PANEL), times, offset));
         even = _mm512_add_ps(even, x);
         odd = _mm512_add_ps(odd, y);
-        char *to = p + i / STEP * STEP_BYTES + i % STEP / 2 * LINE_BYTES;
-        _mm512_store_si512(to, _mm512_permutexvar_epi16(interleaved, (__m512i)_mm512_cvtne2ps_pbh(y, x)));
+        put_pair(p, i, x, y);
+    }
+    for (; i < count; i += 2) {
+        const __m512 x = _mm512_maskz_mov_ps(seeing(ahead, i), exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + i * PANEL), times, offset)));
+        const __m512 y = _mm512_maskz_mov_ps(seeing(ahead, i + 1), exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + (i + 1) * PANEL), times, offset)));
+        even = _mm512_add_ps(even, x);
+        odd = _mm512_add_ps(odd, y);
+        put_pair(p, i, x, y);
     }
     const __mmask16 begun = _mm512_cmp_ps_mask(before, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
     const __mmask16 same = _mm512_cmp_ps_mask(before, now, _CMP_EQ_OQ);
-    __m512 factor = _mm512_maskz_mov_ps(begun, exp2_of(_mm512_fmsub_ps(before, factor_of, offset)));
-    factor = _mm512_mask_mov_ps(factor, same, _mm512_set1_ps(1.0f));
+    __m512 factor = _mm512_maskz_mov_ps(begun, exp2_of(_mm512_fmsub_ps(before, times, offset)));
+    factor = _mm512_mask_mov_ps(factor, same, _mm512_set1_ps(1.0f)); /* the residue of a product is no reason to rescale */
     _mm512_store_ps(m, now);
     _mm512_store_ps(l, _mm512_fmadd_ps(_mm512_load_ps(l), factor, _mm512_add_ps(even, odd)));
     return factor;
@@ -238,7 +250,7 @@ INLINE void rescale(float *o, __m512 factor, int64_t dims) {
 INLINE int64_t position_of(const struct work *w, int64_t tile) { return w->at.position + tile / w->group * TILE; }
 
 /* A block of keys from position `from` on, for one pair of tiles. */
-static void attend_pair(const struct work *w, int64_t pair, int64_t from) {
+static __attribute__((noinline)) void attend_pair(const struct work *w, int64_t pair, int64_t from) {
     const int64_t last_tile = smaller(2 * pair + 1, w->tiles - 1);
     const int64_t end = smaller(position_of(w, last_tile) + TILE, w->at.position + w->at.count); /* past the last key seen */
     const int64_t count = smaller(KEYS, ceil_div(end - from, STEP) * STEP);
@@ -260,21 +272,26 @@ static void attend_pair(const struct work *w, int64_t pair, int64_t from) {
     }
 }
 
-static void write_tile(const struct work *w, int64_t tile) {
+static __attribute__((noinline)) void write_tile(const struct work *w, int64_t tile) {
     const struct args *a = w->a;
     const int64_t token = tile / w->group * TILE, rows = smaller(TILE, w->at.count - token), side = tile % 2 * TILE;
     const float *o = w->o + tile / 2 * w->steps * STEP * PANEL + side;
     const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(w->l + tile / 2 * PANEL + side));
     bf16 *out = a->out + ((w->at.row + token) * a->heads + w->head * w->group + tile % w->group) * a->dim;
-    for (int64_t d = 0; d < a->dim; d += TILE) {
-        __m512i r[TILE];
-        for (int i = 0; i < TILE; i++) r[i] = (__m512i)_mm512_mul_ps(_mm512_load_ps(o + (d + i) * PANEL), inverse);
-        transpose(r);
-        for (int64_t i = 0; i < rows; i++) _mm256_storeu_si256((__m256i *)(out + i * a->heads * a->dim + d), (__m256i)_mm512_cvtneps_pbh((__m512)r[i]));
+    for (int64_t d = 0; d < a->dim; d += STEP) {
+        const __mmask32 there = a->dim - d >= STEP ? 0xffffffffu : 0xffffu;
+        __m512i low[TILE], high[TILE];
+        for (int i = 0; i < TILE; i++) {
+            low[i] = (__m512i)_mm512_mul_ps(_mm512_load_ps(o + (d + i) * PANEL), inverse);
+            high[i] = (__m512i)_mm512_mul_ps(_mm512_load_ps(o + (d + TILE + i) * PANEL), inverse);
+        }
+        transpose(low);
+        transpose(high);
+        for (int64_t i = 0; i < rows; i++) _mm512_mask_storeu_epi16(out + i * a->heads * a->dim + d, there, (__m512i)_mm512_cvtne2ps_pbh((__m512)high[i], (__m512)low[i]));
     }
 }
 
-static void attend(struct work *w) {
+static __attribute__((noinline)) void attend(struct work *w) {
     const int64_t end = w->at.position + w->at.count;
     w->tiles = ceil_div(w->at.count, TILE) * w->group;
     w->pairs = ceil_div(w->tiles, 2);
