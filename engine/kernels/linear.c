@@ -55,7 +55,7 @@ static const bf16 *ready(const struct args *a, int64_t r, bf16 *own) {
     return own;
 }
 
-static void pack_rows(const struct args *a, int64_t first, int64_t count, char *to) {
+static __attribute__((noinline)) void pack_rows(const struct args *a, int64_t first, int64_t count, char *to) {
     const int64_t steps = ceil_div(a->inputs, STEP), whole = a->inputs / STEP;
     const __mmask32 rest = (__mmask32)((1ull << (a->inputs % STEP)) - 1);
     bf16 own[a->inputs];
@@ -87,17 +87,24 @@ INLINE __m512 bias_of(const struct args *a, int64_t output) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, a->bias + output)), 16));
 }
 
+/* A panel's 32 outputs of a row. */
+INLINE void write_line(const struct args *a, const float *from, const __m512 *bias, int64_t row, int64_t output) {
+    const __m512 low = _mm512_add_ps(_mm512_load_ps(from), bias[0]), high = _mm512_add_ps(_mm512_load_ps(from + TILE), bias[1]);
+    if (a->y_is_f32 || a->outputs - output < PANEL) {
+        write_half(a, low, row, output);
+        write_half(a, high, row, output + TILE);
+    } else {
+        _mm512_storeu_si512((bf16 *)a->y + row * a->outputs + output, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
 /* sums: `panels` blocks of [chunk, 32], those of outputs output.. on. */
 static void write_rows(const struct args *a, const float *sums, int64_t chunk, int64_t panels, int64_t first, int64_t count, int64_t output) {
     __m512 bias[2 * GROUP];
     for (int64_t h = 0; h < 2 * panels; h++) bias[h] = bias_of(a, output + h * TILE);
     for (int64_t r = 0; r < count; r++)
-        for (int64_t h = 0; h < 2 * panels; h++) {
-            const float *from = sums + (h / 2) * chunk * PANEL + r * PANEL + (h % 2) * TILE;
-            write_half(a, _mm512_add_ps(_mm512_load_ps(from), bias[h]), first + r, output + h * TILE);
-        }
+        for (int64_t p = 0; p < panels; p++) write_line(a, sums + (p * chunk + r) * PANEL, bias + 2 * p, first + r, output + p * PANEL);
 }
-
 #endif
 
 /* ---- AMX: sums of a block of at most 32 rows over `steps` steps of a panel */
@@ -135,7 +142,7 @@ static void amx_pair(const char *x, const char *w, float *sums, float *other, in
 /* Many rows. DEPTH steps of all panels at a time: their part of x stays in the L2 cache, and the weights of the panel at
  * hand in L1, while each block of rows fetches its share of the weights that come next. Rows beyond the last are computed
  * like the others, from what lies there, and not written. */
-static void amx_group(const char *x, const char *w, int64_t panels, float *sums, int64_t chunk, int64_t steps, int64_t rows) {
+static __attribute__((noinline)) void amx_group(const char *x, const char *w, int64_t panels, float *sums, int64_t chunk, int64_t steps, int64_t rows) {
     const int64_t x_block = steps * TILE_BYTES, share = ceil_div(STEP_BYTES / LINE_BYTES, ceil_div(rows, PANEL)) * LINE_BYTES;
     for (int64_t k = 0; k < steps; k += DEPTH) {
         const int64_t depth = smaller(DEPTH, steps - k);
