@@ -2,11 +2,15 @@
 
 import ctypes
 import mmap
+import time
+from pathlib import Path
 
 import torch
 
 from engine.executor.kv_pool import zeroed_bytes
 from engine.executor.prefault import Prefault
+from tests.engine.engine_in_process import EngineInProcess
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 MIB = 1 << 20
 DEADLINE_S = 60.0
@@ -49,3 +53,24 @@ def test_what_lies_there_stays() -> None:
     memory[::MIB] = 7
     assert Prefault(memory, ahead_bytes=100 * MIB).wait(DEADLINE_S)
     assert memory.sum() == 5 * 7 and resident(memory, 0, 4 * MIB) == {True}
+
+
+def test_an_engine_touches_the_pages_behind_those_in_use(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, "llama")
+    flags = {"page_size": 1024, "chunked_prefill_size": 8192, "max_total_tokens": 1024 * 128}  # 16 pages ahead
+    engine = EngineInProcess(path, **flags)
+    try:
+        pool = engine.parts.pool
+        size = pool.page_bytes
+        assert size >= MIB // 2
+        for i in range(20):
+            engine.add(f"r{i}", list(range(30, 40)), max_new_tokens=2)
+        engine.run()
+        behind = (21 * size + 2 * MIB, 29 * size)  # pages 1 to 20 were used; the last one's huge page may reach further
+        deadline_s = time.monotonic() + DEADLINE_S
+        while resident(pool.buffer, *behind) != {True} and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert resident(pool.buffer, *behind) == {True}
+        assert resident(pool.buffer, 64 * size, 128 * size) == {False}
+    finally:
+        engine.close()
