@@ -41,7 +41,7 @@ class CpuBackend:
         if self._decode is None:
             self._prompts.begin(step)
             return
-        single = [i for i, n in enumerate(step.q_lens) if n == 1]
+        single = self._single(step)
         if len(single) == len(step.q_lens):
             self._now = self._decode
             self._decode.begin(step)
@@ -52,6 +52,12 @@ class CpuBackend:
             spans = step.spans()
             self._riders = torch.tensor([spans[i][0] for i in single])
             self._decode.begin(_riders_of(step, single, self._riders))
+
+    def _single(self, step: StepBatch) -> Sequence[int]:
+        """Requests for the decode kernel. A prompt's last token by itself has the prompt kernel's bits if it can."""
+        if step.extend and step.riders is not None and self.has_prompt_kernel:
+            return step.riders
+        return [i for i, n in enumerate(step.q_lens) if n == 1]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = self._now.attend(layer, q, k, v)

@@ -153,6 +153,7 @@ class ModelRunner:
             positions=positions,
             token_pages=token_pages,
             token_offsets=token_offsets,
+            riders=[i for i, item in enumerate(items) if not item.extend],
         )
         self._backend.begin(step)
         if self._adapters is not None:

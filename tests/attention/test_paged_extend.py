@@ -1,5 +1,6 @@
 """The C kernel of prompts against float64, in each kind of arithmetic that this CPU has, and what its bits depend on."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -87,6 +88,22 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole(kind: int, cuts: list[int]
     heads = Heads(q=kv * group, kv=kv, dim=64)
     (sequence,) = make_sequences(heads, [600], page_size=16, dtype=BF16)
     assert torch.equal(in_chunks(kind, heads, sequence, cuts), in_chunks(kind, heads, sequence, [0, 600]))
+
+
+def test_the_last_token_of_a_prompt_by_itself_has_the_bits_of_the_whole() -> None:
+    heads = Heads(q=4, kv=2, dim=64)
+    sequences = make_sequences(heads, [300, 200], page_size=16, dtype=BF16)
+    pools = [make_pool(heads, num_pages=pages_needed([300, 200], 16), page_size=16, dtype=BF16) for _ in range(2)]
+    backends = [CpuBackend(pool) for pool in pools]
+    whole = run_step(backends[0], sequences, [0, 0], [300, 200], page_size=16)
+    fill(pools[1], sequences, [299, 199])
+    step = make_step(sequences, [299, 199], [300, 200], page_size=16, extend=True)
+    backends[1].begin(replace(step, riders=[1]))  # the second is the next token of an answer
+    rows = [torch.cat([getattr(s, name)[-1:] for s in sequences]) for name in "qkv"]
+    out = backends[1].attend(1, *rows)
+    decoded = run_step(backends[1], sequences, [299, 199], [300, 200], page_size=16, extend=False)
+    assert torch.equal(out[1:], decoded[1])
+    assert torch.equal(out[:1], whole[0][-1:]) or not backends[1].has_prompt_kernel
 
 
 @pytest.mark.parametrize("kind", kinds())
