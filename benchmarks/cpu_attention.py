@@ -1,9 +1,10 @@
-"""Decode attention on this CPU: the C kernel and the torch path, against the bandwidth this machine reads at.
+"""Attention on this CPU, the C kernels and the torch path: decode against the bandwidth this machine reads at,
+prompts by their rate of operations.
 
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_attention [--threads N] [--repeats N] [--output FILE]
 
-Prints JSON: per case the time of one layer in ms and the KV bytes read in a second, with the hardware, the command and
-the commit. Times are the least of the repeats: the machine may be shared.
+Prints JSON: per case the time of one layer in ms and the KV bytes read, or the operations done (masked ones not counted),
+in a second, with the hardware, the command and the commit. Times are the least of the repeats: the machine may be shared.
 """
 
 import argparse
@@ -27,6 +28,8 @@ from engine.models.cache_spec import FullAttentionSpec
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 16, 8, 128, 16  # Qwen3-0.6B
 CASES = [(1, 512), (1, 8192), (8, 512), (16, 512), (64, 512), (16, 2048)]  # batch, tokens of each request
 DTYPES = ("bfloat16", "float32")
+# prompts: requests, cached tokens and new tokens of each
+PROMPTS = [(1, 0, 64), (1, 0, 1024), (8, 0, 1024), (1, 1024, 1024), (1, 7168, 1024), (16, 768, 32)]
 
 
 def main() -> None:
@@ -36,7 +39,8 @@ def main() -> None:
     bandwidth = _read_bandwidth(args.repeats)
     cases = [(batch, tokens, dtype) for dtype in DTYPES for batch, tokens in CASES]
     rows = [_case(*case, repeats=args.repeats) for case in tqdm(cases, unit="case", file=sys.stderr)]
-    report = {**_provenance(), "threads": args.threads, "read_gb_s": bandwidth, "cases": rows}
+    prompts = [_prompts(*case, repeats=args.repeats) for case in tqdm(PROMPTS, unit="case", file=sys.stderr)]
+    report = {**_provenance(), "threads": args.threads, "read_gb_s": bandwidth, "cases": rows, "prompts": prompts}
     text = json.dumps(report, indent=1)
     print(text)
     if args.output:
@@ -74,23 +78,45 @@ def _case(batch: int, tokens: int, dtype: str, *, repeats: int) -> dict[str, flo
     }
 
 
-def _step(batch: int, tokens: int, pages: int) -> StepBatch:
+def _prompts(requests: int, cached: int, new: int, *, repeats: int) -> dict[str, float | int]:
+    spec = FullAttentionSpec(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="bfloat16")
+    pages = -(-(cached + new) // PAGE_SIZE)
+    pool = KVPool([spec], num_pages=requests * pages, page_size=PAGE_SIZE, device="cpu")
+    pool.k(0).normal_()
+    pool.v(0).normal_()
+    step = _step(requests, cached + new, pages, new=new)
+    kernel, fallback = (_time(backend(pool), step, "bfloat16", repeats) for backend in (CpuBackend, TorchBackend))
+    operations = 4 * HEADS * HEAD_DIM * requests * sum(range(cached + 1, cached + new + 1))
+    return {
+        "requests": requests,
+        "cached": cached,
+        "new": new,
+        "c_ms": round(kernel * 1e3, 3),
+        "torch_ms": round(fallback * 1e3, 3),
+        "c_gflop_s": round(operations / kernel / 1e9),
+        "torch_gflop_s": round(operations / fallback / 1e9),
+        "speedup": round(fallback / kernel, 1),
+    }
+
+
+def _step(batch: int, tokens: int, pages: int, *, new: int = 1) -> StepBatch:
+    """The last `new` tokens of `batch` requests of `tokens` each."""
     table = (1 + torch.randperm(batch * pages)).to(torch.int32).view(batch, pages)
-    last = tokens - 1
+    positions = torch.arange(tokens - new, tokens)
     return StepBatch(
-        extend=False,
-        q_lens=[1] * batch,
+        extend=new > 1,
+        q_lens=[new] * batch,
         kv_lens=[tokens] * batch,
         page_table=table,
-        positions=torch.full((batch,), last),
-        token_pages=table[:, last // PAGE_SIZE].long(),
-        token_offsets=torch.full((batch,), last % PAGE_SIZE),
+        positions=positions.repeat(batch),
+        token_pages=table[:, positions // PAGE_SIZE].long().flatten(),
+        token_offsets=(positions % PAGE_SIZE).repeat(batch),
     )
 
 
 def _time(backend: AttentionBackend, step: StepBatch, dtype: str, repeats: int) -> float:
     q, k, v = (
-        torch.randn(len(step.q_lens), h, HEAD_DIM).to(getattr(torch, dtype)) for h in (HEADS, KV_HEADS, KV_HEADS)
+        torch.randn(len(step.positions), h, HEAD_DIM).to(getattr(torch, dtype)) for h in (HEADS, KV_HEADS, KV_HEADS)
     )
     backend.begin(step)
     return _least(lambda: backend.attend(0, q, k, v), repeats)

@@ -25,6 +25,7 @@ from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
 from engine.executor.page_backup import PageBackup
 from engine.executor.page_table import PageTable
+from engine.executor.prefault import Prefault
 from engine.executor.sampler import Sampler
 from engine.executor.stream import make_stream
 from engine.executor.weights import Weights
@@ -117,6 +118,7 @@ def build_engine(
         host_pool=tier.pool if tier else None,
         adapters=bank,
         layers=layers,
+        prefault=_prefault(config, pool),
     )
     stream = make_stream(
         config.stream,
@@ -191,6 +193,16 @@ def _allocate_pool(config: EngineConfig, specs: list, device: torch.device) -> K
         raise ConfigError(
             f"--max-total-tokens: no memory for a KV cache of {size:.1f} GiB ({error}); lower it"
         ) from error
+
+
+def _prefault(config: EngineConfig, pool: KVPool) -> Callable[[int], None]:
+    """Keeps memory for two steps of new tokens ready beyond the highest page in use; on a CPU alone."""
+    if pool.device.type != "cpu":
+        return lambda highest_page: None
+    chunk = config.chunked_prefill_size
+    pages = -(-(chunk if chunk > 0 else config.max_prefill_tokens) // config.page_size)
+    prefault = Prefault(pool.buffer, ahead_bytes=2 * pages * pool.page_bytes)
+    return lambda highest_page: prefault.reach((highest_page + 1) * pool.page_bytes)
 
 
 def _max_pages(config: EngineConfig, pool: KVPool) -> int:

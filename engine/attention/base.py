@@ -18,6 +18,8 @@ class StepBatch:
     page_table:    [B, max_pages] int32; row i: page ids of request i in order, padded with 0
     positions:     [T] int64 position of each new token in its request
     token_pages:   [T] int64, token_offsets: [T] int64: where each new token's KV goes
+    riders:        of an extend step: requests whose one token is the next of an answer, not part of a prompt; None: not
+                   known, and every request of one token may be one
     """
 
     extend: bool
@@ -27,6 +29,7 @@ class StepBatch:
     positions: torch.Tensor
     token_pages: torch.Tensor
     token_offsets: torch.Tensor
+    riders: Sequence[int] | None = None
 
     def spans(self) -> list[tuple[int, int]]:
         """(first, end) row of each request in the [T, ...] tensors."""

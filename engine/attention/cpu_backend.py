@@ -1,4 +1,4 @@
-"""CPU attention: prompts by torch's SDPA over the gathered pages, single tokens by the C kernel where it was built.
+"""CPU attention: prompts and single tokens by a C kernel each where it was built, else by torch over gathered pages.
 
 A step may bring both (`--enable-mixed-chunk`): each request goes its own way, whoever else is in the batch.
 """
@@ -12,15 +12,18 @@ from engine.attention.base import AttentionBackend, StepBatch
 from engine.attention.torch_backend import TorchBackend
 from engine.executor.kv_pool import KVPool
 from engine.kernels.paged_decode import make_paged_decode
+from engine.kernels.paged_extend import PagedExtend, make_paged_extend
 
 
 class CpuBackend:
-    """`scale` multiplies q.k (default head_dim ** -0.5). Decode results do not depend on who else is in the batch."""
+    """`scale` multiplies q.k (default head_dim ** -0.5). Results of the kernels do not depend on who else is in the batch."""
 
     def __init__(self, pool: KVPool, *, scale: float | None = None) -> None:
-        self._torch = TorchBackend(pool, scale=scale)
+        self._prompts: PagedExtend | TorchBackend = make_paged_extend(pool, scale=scale) or TorchBackend(
+            pool, scale=scale
+        )
         self._decode = make_paged_decode(pool, scale=scale)
-        self._now: AttentionBackend = self._torch
+        self._now: AttentionBackend = self._prompts
         self._riders: torch.Tensor | None = None  # rows of single tokens in a step that has prompts too
 
     @property
@@ -28,22 +31,33 @@ class CpuBackend:
         """Whether decode runs by the C kernel (else by torch, several times slower)."""
         return self._decode is not None
 
+    @property
+    def has_prompt_kernel(self) -> bool:
+        """Whether prompts run by the C kernel: bf16 on a CPU that multiplies it."""
+        return isinstance(self._prompts, PagedExtend)
+
     def begin(self, step: StepBatch) -> None:
         self._riders = None
         if self._decode is None:
-            self._torch.begin(step)
+            self._prompts.begin(step)
             return
-        single = [i for i, n in enumerate(step.q_lens) if n == 1]
+        single = self._single(step)
         if len(single) == len(step.q_lens):
             self._now = self._decode
             self._decode.begin(step)
             return
-        self._now = self._torch
-        self._torch.begin(step, skip=frozenset(single))
+        self._now = self._prompts
+        self._prompts.begin(step, skip=frozenset(single))
         if single:
             spans = step.spans()
             self._riders = torch.tensor([spans[i][0] for i in single])
             self._decode.begin(_riders_of(step, single, self._riders))
+
+    def _single(self, step: StepBatch) -> Sequence[int]:
+        """Requests for the decode kernel. A prompt's last token by itself has the prompt kernel's bits if it can."""
+        if step.extend and step.riders is not None and self.has_prompt_kernel:
+            return step.riders
+        return [i for i, n in enumerate(step.q_lens) if n == 1]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = self._now.attend(layer, q, k, v)

@@ -3,6 +3,7 @@
 Nothing here waits for the device: on CUDA everything is enqueued and results are copied to pinned memory behind it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -76,7 +77,10 @@ class ModelRunner:
         host_pool: HostPool | None = None,
         adapters: AdapterBank | None = None,
         layers: LayerMarks | None = None,
+        prefault: Callable[[int], None] = lambda highest_page: None,
     ) -> None:
+        """`prefault` is told the highest page in use, before each step that may have new ones."""
+        self._prefault = prefault
         self._layers = layers or LayerMarks(device)
         self._backup = backup
         self._host_pool = host_pool
@@ -119,6 +123,7 @@ class ModelRunner:
                 self._adapters.open(opened)
         if plan.items:
             self._page_table.update(plan.items)
+            self._prefault(self._page_table.highest_page)
             out.hidden = self._forward(plan)
 
     def draw(self, plan: Plan, forward: Forward) -> StepOutput:
@@ -148,6 +153,7 @@ class ModelRunner:
             positions=positions,
             token_pages=token_pages,
             token_offsets=token_offsets,
+            riders=[i for i, item in enumerate(items) if not item.extend],
         )
         self._backend.begin(step)
         if self._adapters is not None:

@@ -12,29 +12,19 @@
  * Sources: Intel, "Architecture Instruction Set Extensions Programming Reference" (AMX tiles), and its optimization
  * manual, chapter 20 (2x2 blocks of tiles, operands kept in L1 and L2).
  */
-#define _GNU_SOURCE
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include "rows.h"
+#include "tiles.h"
 
 #define ABI_VERSION 1
-#define TILE 16                 /* outputs or rows of a tile */
-#define STEP 32                 /* inputs of a tile */
-#define TILE_BYTES 1024
-#define PANEL 32                /* outputs of a panel */
-#define STEP_BYTES (2 * TILE_BYTES)
-#define LINE_BYTES 64
 #define CHUNK 256               /* rows that share one reading of the weights */
 #define DEPTH 8                 /* steps of a panel that stay in the L1 cache while the rows of a chunk pass */
 #define GROUP 8                 /* panels of many rows that are written together: 512 bytes of each row, not 64 */
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
 #define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
-
-enum kind { NONE = 0, AVX512 = 1, AMX = 2 };
 
 /* Mirrored by _Args in linear.py. x [rows, inputs] with rows x_stride elements apart, y [rows, outputs] dense. What is
  * multiplied is x; or, with `norm` [inputs], x's RMS norm times it, after x += delta where there is one [rows, inputs]; or,
@@ -49,12 +39,7 @@ struct args {
     float eps;
 };
 
-INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define HAVE_AVX512 1
-
+#if defined(HAVE_AVX512)
 /* ---- rows of x -> tiles: [block of 16 rows][step][row][32 inputs], zeros beyond the last input */
 
 /* Row r of what is multiplied: of x, or computed into `own`. */
@@ -70,7 +55,7 @@ static const bf16 *ready(const struct args *a, int64_t r, bf16 *own) {
     return own;
 }
 
-static void pack_rows(const struct args *a, int64_t first, int64_t count, char *to) {
+static __attribute__((noinline)) void pack_rows(const struct args *a, int64_t first, int64_t count, char *to) {
     const int64_t steps = ceil_div(a->inputs, STEP), whole = a->inputs / STEP;
     const __mmask32 rest = (__mmask32)((1ull << (a->inputs % STEP)) - 1);
     bf16 own[a->inputs];
@@ -102,87 +87,29 @@ INLINE __m512 bias_of(const struct args *a, int64_t output) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, a->bias + output)), 16));
 }
 
+/* A panel's 32 outputs of a row. */
+INLINE void write_line(const struct args *a, const float *from, const __m512 *bias, int64_t row, int64_t output) {
+    const __m512 low = _mm512_add_ps(_mm512_load_ps(from), bias[0]), high = _mm512_add_ps(_mm512_load_ps(from + TILE), bias[1]);
+    if (a->y_is_f32 || a->outputs - output < PANEL) {
+        write_half(a, low, row, output);
+        write_half(a, high, row, output + TILE);
+    } else {
+        _mm512_storeu_si512((bf16 *)a->y + row * a->outputs + output, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
 /* sums: `panels` blocks of [chunk, 32], those of outputs output.. on. */
 static void write_rows(const struct args *a, const float *sums, int64_t chunk, int64_t panels, int64_t first, int64_t count, int64_t output) {
     __m512 bias[2 * GROUP];
     for (int64_t h = 0; h < 2 * panels; h++) bias[h] = bias_of(a, output + h * TILE);
     for (int64_t r = 0; r < count; r++)
-        for (int64_t h = 0; h < 2 * panels; h++) {
-            const float *from = sums + (h / 2) * chunk * PANEL + r * PANEL + (h % 2) * TILE;
-            write_half(a, _mm512_add_ps(_mm512_load_ps(from), bias[h]), first + r, output + h * TILE);
-        }
-}
-
-/* Weights of later steps. Past the end of the matrix nothing is read: a prefetch does not fault. */
-INLINE void fetch(const char *weight, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += LINE_BYTES) _mm_prefetch(weight + at, _MM_HINT_T1);
+        for (int64_t p = 0; p < panels; p++) write_line(a, sums + (p * chunk + r) * PANEL, bias + 2 * p, first + r, output + p * PANEL);
 }
 #endif
 
 /* ---- AMX: sums of a block of at most 32 rows over `steps` steps of a panel */
 
-#if defined(HAVE_AVX512) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__) && defined(__x86_64__)
-#define HAVE_AMX 1
-
-/* GCC's tile intrinsics do not say which memory they read. */
-INLINE void settle(void) { __asm__ volatile("" ::: "memory"); }
-
-struct tile_config {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-};
-
-/* Tiles 0 to 3: sums (rows 0-15 x outputs 0-15 and 16-31, then rows 16-31, or rows 0-15 of a second panel). 4, 5: x.
- * 6, 7: weights. */
-static void configure(int64_t rows) {
-    struct tile_config c = {.palette = 1};
-    const int64_t low = smaller(rows, TILE), high = rows > TILE ? rows - TILE : low;
-    const uint8_t of_tile[8] = {(uint8_t)low, (uint8_t)low, (uint8_t)high, (uint8_t)high, (uint8_t)low, (uint8_t)high, TILE, TILE};
-    for (int t = 0; t < 8; t++) c.bytes[t] = LINE_BYTES, c.rows[t] = of_tile[t];
-    settle();
-    _tile_loadconfig(&c);
-}
-
-INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, const int two, const int begun, const char *ahead, const int64_t ahead_bytes) {
-    float *const below = sums + TILE * PANEL;
-    const int stride = PANEL * sizeof(float);
-    settle();
-    if (begun) {
-        _tile_loadd(0, sums, stride);
-        _tile_loadd(1, sums + TILE, stride);
-        if (two) {
-            _tile_loadd(2, below, stride);
-            _tile_loadd(3, below + TILE, stride);
-        }
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += STEP_BYTES) {
-        fetch(ahead + k * ahead_bytes, ahead_bytes);
-        _tile_loadd(4, x, LINE_BYTES);
-        _tile_loadd(6, w, LINE_BYTES);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + TILE_BYTES, LINE_BYTES);
-        _tile_dpbf16ps(1, 4, 7);
-        if (two) {
-            _tile_loadd(5, x + x_block, LINE_BYTES);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-    _tile_stored(0, sums, stride);
-    _tile_stored(1, sums + TILE, stride);
-    if (two) {
-        _tile_stored(2, below, stride);
-        _tile_stored(3, below + TILE, stride);
-    }
-    settle();
-}
-
+#if defined(HAVE_AMX)
 /* At most 16 rows and two panels that lie one behind the other: x is read half as often. sums, other: [rows, 32]. */
 static void amx_pair(const char *x, const char *w, float *sums, float *other, int64_t steps) {
     const char *v = w + steps * STEP_BYTES;
@@ -215,7 +142,7 @@ static void amx_pair(const char *x, const char *w, float *sums, float *other, in
 /* Many rows. DEPTH steps of all panels at a time: their part of x stays in the L2 cache, and the weights of the panel at
  * hand in L1, while each block of rows fetches its share of the weights that come next. Rows beyond the last are computed
  * like the others, from what lies there, and not written. */
-static void amx_group(const char *x, const char *w, int64_t panels, float *sums, int64_t chunk, int64_t steps, int64_t rows) {
+static __attribute__((noinline)) void amx_group(const char *x, const char *w, int64_t panels, float *sums, int64_t chunk, int64_t steps, int64_t rows) {
     const int64_t x_block = steps * TILE_BYTES, share = ceil_div(STEP_BYTES / LINE_BYTES, ceil_div(rows, PANEL)) * LINE_BYTES;
     for (int64_t k = 0; k < steps; k += DEPTH) {
         const int64_t depth = smaller(DEPTH, steps - k);
@@ -244,32 +171,9 @@ static void amx_panel(const char *x, const char *w, float *sums, int64_t steps, 
 /* ---- AVX512-BF16: the same sums, 8 rows at a time */
 
 #if defined(HAVE_AVX512)
-enum { ROWS = 8 };
-
-INLINE void avx512_block(const char *x, const char *w, float *sums, int64_t steps, const int rows) {
-    __m512 acc[ROWS][2];
-    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += STEP_BYTES) {
-        fetch(w + AHEAD_BYTES, STEP_BYTES);
-        for (int i = 0; i < TILE; i++) {
-            const __m512bh low = (__m512bh)_mm512_load_si512(w + i * LINE_BYTES);
-            const __m512bh high = (__m512bh)_mm512_load_si512(w + TILE_BYTES + i * LINE_BYTES);
-            for (int r = 0; r < rows; r++) {
-                int32_t pair;
-                memcpy(&pair, x + r * LINE_BYTES + i * sizeof pair, sizeof pair);
-                const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-                acc[r][0] = _mm512_dpbf16_ps(acc[r][0], both, low);
-                acc[r][1] = _mm512_dpbf16_ps(acc[r][1], both, high);
-            }
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int half = 0; half < 2; half++) _mm512_store_ps(sums + r * PANEL + half * TILE, acc[r][half]);
-}
-
 /* The number of rows is a constant in each copy, so that the sums stay in registers. */
 #define COPY(rows) \
-    static __attribute__((noinline)) void avx512_block_##rows(const char *x, const char *w, float *sums, int64_t steps) { avx512_block(x, w, sums, steps, rows); }
+    static __attribute__((noinline)) void avx512_block_##rows(const char *x, const char *w, float *sums, int64_t steps) { avx512_block(x, w, sums, steps, rows, 0, w + AHEAD_BYTES, STEP_BYTES); }
 COPY(1) COPY(2) COPY(4) COPY(8)
 
 static void avx512_panel(const struct args *a, const char *x, const char *w, float *sums, int64_t rows) {
@@ -384,18 +288,7 @@ static void pack(const bf16 *weight, int64_t outputs, int64_t inputs, char *to, 
 
 int tandem_linear_abi(void) { return ABI_VERSION; }
 
-/* The best kind this process may use. AMX needs the kernel's leave, once a process: it enlarges signal frames. */
-int tandem_linear_kind(void) {
-#if defined(HAVE_AMX)
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
-    if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0) return AMX;
-#endif
-#if defined(HAVE_AVX512)
-    return AVX512;
-#else
-    return NONE;
-#endif
-}
+int tandem_linear_kind(void) { return best_kind(); }
 
 /* weight [outputs, inputs] dense -> `to`, 64-byte aligned, of ceil(outputs / 32) * ceil(inputs / 32) * 2048 bytes. */
 void tandem_linear_pack(const bf16 *weight, int64_t outputs, int64_t inputs, char *to, int64_t threads) {

@@ -1,0 +1,124 @@
+"""Attention of prompts on CPU by paged_extend.c: fills in its arguments. Knows the pool's layout; no fallback here."""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from engine.attention.base import StepBatch
+from engine.executor.kv_pool import KVPool
+from engine.kernels.build import load_library
+from engine.models.cache_spec import CacheSpec
+
+SOURCE = Path(__file__).with_suffix(".c")
+ABI_VERSION = 1
+LANES = 16
+DTYPE = "bfloat16"
+
+_POINTERS = ("q", "k_new", "v_new", "out", "k_cache", "v_cache")
+_TABLES = ("page_table", "first_rows", "q_lens", "kv_lens", "token_pages", "token_offsets")
+_STRIDES = ("q_stride", "k_stride", "v_stride", "page_stride_bytes", "table_width")
+_NUMBERS = ("tokens", "requests", "heads", "kv_heads", "dim", "page_size", "threads", "kind")
+
+
+class _Args(ctypes.Structure):
+    """Mirror of `struct args` in paged_extend.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (*_POINTERS, *_TABLES)),
+        *((name, ctypes.c_int64) for name in (*_STRIDES, *_NUMBERS)),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class PagedExtend:
+    """One pool's attention of prompts. `begin` once a step, `attend` once a layer; drops the GIL.
+
+    A query's result depends on its position and the KV up to it, to the bit (paged_extend.c).
+    """
+
+    def __init__(self, library: ctypes.CDLL, pool: KVPool, *, scale: float | None, kind: int | None = None) -> None:
+        """`kind` of arithmetic: the best this CPU has. Raises OSError where it has none of that kind."""
+        best = library.tandem_paged_extend_kind()
+        kind = best if kind is None else kind
+        if not 0 < kind <= best:
+            raise OSError(f"paged_extend.c: no arithmetic of kind {kind} on this CPU")
+        self._call = library.tandem_paged_extend
+        self._call.argtypes = [ctypes.POINTER(_Args)]
+        self._pool = pool
+        self._scale = scale
+        self._caches = [(pool.k(i).data_ptr(), pool.v(i).data_ptr()) for i in range(pool.num_layers)]
+        self._args = _Args(page_stride_bytes=pool.page_bytes, page_size=pool.page_size, kind=kind)
+        self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _args point into
+
+    def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:
+        """`skip`: requests whose KV is written and whose rows of the output are left as they are, of any content."""
+        self._check(step)
+        chosen = [i for i in range(len(step.q_lens)) if i not in skip]
+        spans = step.spans()
+        runs = torch.tensor([[spans[i][0] for i in chosen], _of(step.q_lens, chosen), _of(step.kv_lens, chosen)])
+        table = step.page_table[torch.tensor(chosen)] if skip else step.page_table
+        table = table.to(torch.int32).contiguous()
+        self._kept = (table, *runs, step.token_pages.contiguous(), step.token_offsets.contiguous(), runs)
+        args = self._args
+        for name, tensor in zip(_TABLES, self._kept, strict=False):
+            setattr(args, name, tensor.data_ptr())
+        args.table_width = table.shape[1]
+        args.tokens, args.requests = len(step.token_pages), len(chosen)
+        args.threads = torch.get_num_threads()
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """As AttentionBackend.attend: writes k and v, returns [T, heads * head_dim]."""
+        args, spec = self._args, self._pool.specs[layer]
+        q_, k_, v_ = (_dense_heads(x.to(torch.bfloat16)) for x in (q, k, v))
+        assert len(q_) == args.tokens and k_.shape[1:] == (spec.num_kv_heads, spec.head_dim), (q.shape, k.shape)
+        assert q_.shape[2] == spec.head_dim and v_.shape == k_.shape, (q.shape, v.shape)
+        out = torch.empty(q_.shape, dtype=torch.bfloat16)
+        args.q, args.k_new, args.v_new, args.out = q_.data_ptr(), k_.data_ptr(), v_.data_ptr(), out.data_ptr()
+        args.q_stride, args.k_stride, args.v_stride = q_.stride(0), k_.stride(0), v_.stride(0)
+        args.k_cache, args.v_cache = self._caches[layer]
+        args.heads, args.kv_heads, args.dim = q_.shape[1], spec.num_kv_heads, spec.head_dim
+        args.scale = self._scale if self._scale is not None else spec.head_dim**-0.5
+        if self._call(ctypes.byref(args)):
+            raise MemoryError("paged extend: no memory for one block of queries")
+        return out.flatten(1).to(q.dtype)
+
+    def _check(self, step: StepBatch) -> None:
+        """C believes what it is told: a wrong page id would write to foreign memory."""
+        for pages in (step.page_table, step.token_pages):
+            low, high = pages.aminmax()
+            assert int(low) >= 0 and int(high) <= self._pool.num_pages, (int(low), int(high))
+        low, high = step.token_offsets.aminmax()
+        assert int(low) >= 0 and int(high) < self._pool.page_size, (int(low), int(high))
+        assert all(0 < q <= kv for q, kv in zip(step.q_lens, step.kv_lens, strict=True)), (step.q_lens, step.kv_lens)
+        assert max(step.kv_lens) <= step.page_table.shape[1] * self._pool.page_size, step.kv_lens
+        assert sum(step.q_lens) == len(step.token_pages) == len(step.token_offsets), step.q_lens
+        assert len(step.q_lens) == len(step.page_table), step.q_lens
+
+
+def make_paged_extend(pool: KVPool, *, scale: float | None) -> PagedExtend | None:
+    """The C kernel for this pool, or None: a layer it does not take, no compiler (logged), or no bf16 arithmetic."""
+    if not all(takes(spec) for spec in pool.specs):
+        return None
+    library = load_library(SOURCE)
+    if library is None:
+        return None
+    assert library.tandem_paged_extend_abi() == ABI_VERSION
+    try:
+        return PagedExtend(library, pool, scale=scale)
+    except OSError:
+        return None
+
+
+def takes(spec: CacheSpec) -> bool:
+    return spec.head_dim % LANES == 0 and spec.dtype == DTYPE
+
+
+def _of(values: Sequence[int], chosen: list[int]) -> list[int]:
+    return [values[i] for i in chosen]
+
+
+def _dense_heads(x: torch.Tensor) -> torch.Tensor:
+    """[T, heads, dim] with dense heads; a slice of a merged qkv is taken as it is."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
