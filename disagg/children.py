@@ -12,8 +12,8 @@ from disagg.scheduler_process import TOLD
 
 TERM_S = 3.0  # what a child may take to end before it is killed
 POLL_S = 0.01
-# A step is hundreds of parallel parts some 50 us apart. A team that sleeps between them takes 1.7 times as long a step, one that
-# waits awake for long takes cores from whoever else serves: at libgomp's 100 spins a us, this is 0.2 ms.
+# A step is hundreds of parallel parts some 50 us apart: a team that sleeps between them takes 1.7 times as long a step. At
+# libgomp's 100 spins a us this is 0.2 ms. Where others want the same cores it is the other way round, by far: GOMP_SPINCOUNT=0.
 SPINS = "20000"
 
 
