@@ -19,7 +19,9 @@ WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "TANDEM_PROGRESS": "1",
 }
-SHARING_ENV = WORKER_ENV | {"GOMP_SPINCOUNT": "0"}  # not even for the moment that a worker alone would (disagg/children.py)
+SHARING_ENV = WORKER_ENV | {
+    "GOMP_SPINCOUNT": "0"
+}  # not even for the moment that a worker alone would (disagg/children.py)
 
 
 @dataclass(frozen=True, kw_only=True)
