@@ -24,6 +24,7 @@ from benchmarks import (
     scale,
     scheduler_step,
     start_time,
+    step_gap,
     step_time,
     token_path,
     transfer_rate,
@@ -38,6 +39,7 @@ QUICK: dict[str, list[str]] = {
     "interference": ["--rounds", "1"],
     "pd_overhead": ["--requests", "10"],
     "step_time": ["--layers", "4", "--output-len", "16"],
+    "step_gap": ["--layers", "2", "--batches", "1", "8", "--steps", "8"],
     "layerwise": ["--layers", "2", "--hidden", "256", "--requests", "2", "--prompt-len", "2048"],
     "transfer_rate": ["--total-mib", "16", "--repeats", "3"],
     "scheduler_step": ["--steps", "50"],
@@ -84,9 +86,18 @@ SECTIONS = {
     ),
     "step_time": (
         "Decode step and prefill",
-        "A random checkpoint with the layers of Qwen3-0.6B in bf16, one thread; the limit of a step is the time to read the "
-        "weights from huge pages, that of a prefill torch's bf16 matrix product.",
+        "A random checkpoint with the layers of Qwen3-0.6B in bf16, one thread and all cores; the limit of a step is the time to "
+        "read the weights and the batch's KV from huge pages on as many threads, that of a prefill torch's bf16 matrix product. "
+        "With all cores the threads share them with HTTP, detokenizer and the load's client.",
         step_time.render,
+    ),
+    "step_gap": (
+        "Between two steps",
+        "Time for which the executor's stream has nothing to do from the end of one decode step to the start of the next, with one "
+        "step in flight (depth 1) and with two; one thread computes. Inline is the default on a CPU: the scheduler's own thread "
+        "computes, and what it does between steps is the gap. What `threaded` hides it pays for twice over in Python's lock, which "
+        "both threads need.",
+        step_gap.render,
     ),
     "scheduler_step": (
         "Scheduler alone",

@@ -19,6 +19,9 @@ WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "TANDEM_PROGRESS": "1",
 }
+SHARING_ENV = WORKER_ENV | {
+    "GOMP_SPINCOUNT": "0"
+}  # not even for the moment that a worker alone would (disagg/children.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ def front_url(config: ClusterConfig, port: int) -> str:
 
 def _worker(name: str, role: str, port: int, args: Sequence[str]) -> ProcessSpec:
     argv = _tandem("serve", f"--disaggregation-mode={role}", f"--host={LOOPBACK}", f"--port={port}", *args)
-    return ProcessSpec(name=name, role=role, argv=argv, url=_url(LOOPBACK, port), env=WORKER_ENV)
+    return ProcessSpec(name=name, role=role, argv=argv, url=_url(LOOPBACK, port), env=SHARING_ENV)
 
 
 def _unified(config: ClusterConfig, ports: Ports, args: Sequence[str]) -> ProcessSpec:

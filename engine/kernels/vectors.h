@@ -87,12 +87,16 @@ INLINE f16v larger(f16v x, f16v y) { /* x where they compare, and y is NaN */
     return (f16v)(((i16v)y & take) | ((i16v)x & ~take));
 }
 
-INLINE float largest(f16v x) {
+INLINE float largest(f16v x) { /* any number if there is a NaN */
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float r[LANES];
     memcpy(r, &x, sizeof r);
     float best = r[0];
     for (int i = 1; i < LANES; i++) best = r[i] > best ? r[i] : best;
     return best;
+#endif
 }
 
 /* e^x for x <= 0: range reduction by ln 2, then a polynomial (Cephes expf, relative error 2e-7). Below -87: 0. */

@@ -104,13 +104,15 @@ def test_a_request_alone_and_in_a_batch_are_bitwise_equal(dtype):
         assert torch.equal(decode(heads, [alone], [n], page_size=16, dtype=dtype)[0], out)
 
 
-def test_two_threads_give_the_same_bits():
-    heads = Heads(q=4, kv=2, dim=64)
-    sequences = make_sequences(heads, BORDERS, page_size=16, dtype="bfloat16")
-    one = decode(heads, sequences, BORDERS, page_size=16, dtype="bfloat16")
+@pytest.mark.parametrize(("kv", "lengths"), [(2, BORDERS), (5, [90] * 4), (3, [200])], ids=str)
+def test_two_threads_give_the_same_bits(kv, lengths):
+    """Whatever runs the kv heads are cut into: all together, 2 and 3, or one by one."""
+    heads = Heads(q=2 * kv, kv=kv, dim=64)
+    sequences = make_sequences(heads, lengths, page_size=16, dtype="bfloat16")
+    one = decode(heads, sequences, lengths, page_size=16, dtype="bfloat16")
     torch.set_num_threads(2)
     try:
-        two = decode(heads, sequences, BORDERS, page_size=16, dtype="bfloat16")
+        two = decode(heads, sequences, lengths, page_size=16, dtype="bfloat16")
     finally:
         torch.set_num_threads(1)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -40,6 +40,7 @@ def test_two_prefill_one_decode_and_a_router_that_knows_them() -> None:
         " --decode http://127.0.0.1:3 --policy=random"
     )
     assert specs["decode-0"].env["OMP_NUM_THREADS"] == "1"
+    assert specs["decode-0"].env["GOMP_SPINCOUNT"] == "0"  # several engines, the same cores
 
 
 def test_unified_is_one_worker_at_the_front_port() -> None:

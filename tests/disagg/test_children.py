@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
+import pytest
 
+from disagg.children import Children
 from tests.transfer.rig import until
 
 # The child never asks for anything itself: as one that still imports.
@@ -22,3 +25,19 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed_at_once() -> None:
     parent = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, check=False, timeout=60)
     child = int(parent.stdout)
     until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, "20000"), ("0", "0")])
+def test_a_team_waits_awake_for_a_moment_unless_the_operator_says_otherwise(
+    asked: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("GOMP_SPINCOUNT", asked)
+    children = Children()
+    try:
+        children.start("child", "http.server", ["0", "--bind", "127.0.0.1"], num_threads=2)
+        told = Path(f"/proc/{children._processes['child'].pid}/environ").read_text().split("\0")
+    finally:
+        children.end()
+    assert f"GOMP_SPINCOUNT={found}" in told and "OMP_NUM_THREADS=2" in told

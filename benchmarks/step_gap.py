@@ -1,0 +1,187 @@
+"""How long the executor stands idle between two decode steps, with one step in flight and with two.
+
+usage: python -m benchmarks.step_gap [--device cpu|cuda] [--models shipped 0.6b] [--batches 1 8 32 128] [--steps 32] [--output FILE]
+
+An engine without sockets (scheduler, pipeline, executor, model) decodes batches of one size. The gap is the time from the
+end of one step's forward and draw to the start of the next, in the executor's stream: by the clock of its thread on a CPU,
+by events in the stream on CUDA. There a gap is seen only where the stream has run dry; what the device waits for within a
+step (launches that come late) belongs to the step. Share: of all gaps in the time from the first start to the last end.
+
+Depths (engine/loop/pipeline.py): 1, the next step is launched when the results of the last one are read
+(`--disable-overlap-schedule`); 2, before. "inline" is the default on a CPU: the scheduler's own thread computes, so its
+gap is all that the scheduler does, and nothing can hide it. 0.6b: random weights in the shape of Qwen3-0.6B.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.random_model import write_model
+from deploy.bench import environment
+from deploy.bench.report import table
+from engine.build import EngineParts, build_engine
+from engine.config import EngineConfig
+from engine.core.plan import Plan
+from engine.core.request import Request
+from engine.executor.executor import Runner
+from engine.executor.model_runner import Forward, StepOutput
+from engine.loop.pipeline import Pipeline
+from engine.model_config import load_model_config
+from engine.resolve import with_model_path
+from engine.sampling_params import SamplingParams
+
+BATCHES = (1, 8, 32, 128)
+PROMPT_LEN = 16
+FIRST_TOKEN = 32  # ids that any of the models has
+SETTLED = 4  # decode steps before the first that counts
+WAYS = {"cpu": (("inline", 1), ("threaded", 1), ("threaded", 2)), "cuda": (("cuda", 1), ("cuda", 2))}
+SHIPPED, RANDOM = "shipped", "0.6b"
+
+Mark = Callable[[], float]  # milliseconds on one axis; on CUDA valid when the stream is done
+
+
+class TimedRunner:
+    """Notes when each step of the runner that it is put around begins and ends in the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._mark = _cuda_marks() if device.type == "cuda" else _clock_mark
+        self.steps: list[tuple[bool, Mark, Mark]] = []  # (it is a decode step, begin, end)
+
+    def around(self, runner: Runner) -> "TimedRunner":
+        self._runner = runner
+        return self
+
+    def run(self, plan: Plan) -> StepOutput:
+        begin = self._mark()
+        output = self._runner.run(plan)
+        self.steps.append((not plan.extend and bool(plan.items), begin, self._mark()))
+        return output
+
+    def forward(self, plan: Plan, out: Forward) -> None:
+        raise AssertionError("a step in two halves: only grammars ask for one")
+
+    def draw(self, plan: Plan, forward: Forward) -> StepOutput:
+        raise AssertionError("a step in two halves: only grammars ask for one")
+
+
+def _clock_mark() -> Mark:
+    now_ms = 1000 * time.perf_counter()
+    return lambda: now_ms
+
+
+def _cuda_marks() -> Callable[[], Mark]:
+    first: list[torch.cuda.Event] = []
+
+    def mark() -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        if not first:
+            first.append(event)
+        return lambda: float(first[0].elapsed_time(event))
+
+    return mark
+
+
+def measure(model: str, *, device: str, batches: Sequence[int], steps: int) -> list[dict[str, Any]]:
+    """One row a (way, batch)."""
+    rows = []
+    for stream, depth in WAYS[device]:
+        config = EngineConfig(
+            model_path=model,
+            device=device,
+            stream=stream,
+            max_total_tokens=max(batches) * (PROMPT_LEN + steps + 4 * SETTLED + 16),
+            max_running_requests=max(batches),
+            disable_radix_cache=True,
+        )
+        parts = build_engine(config, load_model_config(model), tail_text=lambda ids: "", progress=False)
+        try:
+            timed = TimedRunner(parts.pool.device)
+            parts.executor.watch(timed.around)
+            for batch in batches:
+                timed.steps.clear()
+                _decode(parts, depth=depth, batch=batch, steps=steps)
+                rows.append({"stream": stream, "depth": depth, "batch": batch, **_gaps(timed, steps)})
+        finally:
+            parts.executor.close()
+    return rows
+
+
+def _decode(parts: EngineParts, *, depth: int, batch: int, steps: int) -> None:
+    pipeline = Pipeline(
+        scheduler=parts.scheduler, executor=parts.executor, depth=depth, on_step=lambda effects: effects.outputs
+    )
+    for number in range(batch):
+        prompt = [FIRST_TOKEN + (7 * number + 3 * i) % 128 for i in range(PROMPT_LEN)]
+        sampling = SamplingParams(max_new_tokens=steps + 2 * SETTLED, temperature=0.0, ignore_eos=True)
+        request = Request(rid=f"{number}", input_ids=prompt, sampling=sampling, eos_ids=frozenset(), arrived_s=0.0)
+        assert parts.scheduler.add(request) == []
+    while (plan := parts.scheduler.schedule(time.monotonic())) is not None or pipeline.num_launched:
+        pipeline.advance(plan)
+
+
+def _gaps(timed: TimedRunner, steps: int) -> dict[str, float]:
+    marks = [(begin(), end()) for decode, begin, end in timed.steps if decode][SETTLED : SETTLED + steps]
+    gaps = [max(0.0, begin - end) for (_, end), (begin, _) in pairwise(marks)]
+    return {
+        "gap_p50_us": 1000 * median(gaps),
+        "gap_max_us": 1000 * max(gaps),
+        "step_p50_ms": median(end - begin for begin, end in marks),
+        "idle_share": sum(gaps) / (marks[-1][1] - marks[0][0]),
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """The table of a result (benchmarks/report.py uses it too)."""
+    lines = [
+        [
+            f"{name}, {row['stream']}, depth {row['depth']}",
+            str(row["batch"]),
+            f"{row['step_p50_ms']:.2f}",
+            f"{row['gap_p50_us']:.0f}",
+            f"{row['gap_max_us']:.0f}",
+            f"{100 * row['idle_share']:.1f} %",
+        ]
+        for name, rows in result["models"].items()
+        for row in rows
+    ]
+    return table(["model, stream", "batch", "step p50, ms", "gap p50, us", "max", "idle share"], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=tuple(WAYS))
+    parser.add_argument("--models", nargs="+", default=[SHIPPED, RANDOM], choices=(SHIPPED, RANDOM))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=28, help=f"of {RANDOM}")
+    parser.add_argument(
+        "--checkpoint", type=Path, help=f"{RANDOM}, made by benchmarks.random_model; default: it is made"
+    )
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    found = {}
+    with ExitStack() as stack:
+        for name in args.models:
+            path = with_model_path(EngineConfig()).model_path if name == SHIPPED else args.checkpoint
+            if path is None:
+                path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-gap-")))
+                write_model(path, layers=args.layers)
+            found[name] = measure(str(path), device=args.device, batches=args.batches, steps=args.steps)
+    result = {"environment": environment.describe(), "device": args.device, "models": found}
+    print(render(result))
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
