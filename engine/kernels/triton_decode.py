@@ -25,14 +25,18 @@ INTERPRETED_PROGRAMS = 3  # no device to ask: few, so that each has several spli
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
     """How work is cut. `min_split`: tokens of a split at least (longer requests: `splits` of them, longer ones); `block`:
-    tokens of one tile; `per_sm`: programs for each multiprocessor."""
+    tokens of one tile; `per_sm`: programs for each multiprocessor.
+
+    `stages`: K and V hang on a page id that is loaded before, so with Triton's pipeliner 3 of them are one tile ahead and
+    5 are two.
+    """
 
     min_split: int = 256
     splits: int = 32
     block: int = 64
     warps: int = 4
-    stages: int = 3
-    per_sm: int = 2
+    stages: int = 5
+    per_sm: int = 3
 
 
 @cache
@@ -41,8 +45,8 @@ def decode_tiles(*, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeTiles:
     alone would leave multiprocessors idle."""
     splits = min(64, max(16, 256 // triton.next_power_of_2(kv_heads)))
     if dtype == torch.float32:
-        return DecodeTiles(splits=splits, warps=8 if dim > 128 else 4, stages=2, block=64 if dim <= 128 else 32)
-    return DecodeTiles(splits=splits, per_sm=1 if dim > 128 else 2)
+        return DecodeTiles(splits=splits, warps=8 if dim > 128 else 4, stages=3, block=64 if dim <= 128 else 32, per_sm=1)
+    return DecodeTiles(splits=splits, stages=3, per_sm=2) if dim > 128 else DecodeTiles(splits=splits)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ def extend_tiles(*, dim: int, dtype: torch.dtype) -> ExtendTiles:
         return ExtendTiles(rows=16, block=32 if dim <= 128 else 16, warps=8, stages=2)
     if dim > 128:
         return ExtendTiles(rows=64, block=64, warps=8, stages=2)
-    return ExtendTiles(rows=128, block=64, warps=8 if dim > 64 else 4, stages=3)
+    return ExtendTiles(rows=128, block=64, warps=8 if dim > 64 else 4, stages=5)  # 5: two blocks ahead, see DecodeTiles
 
 
 @triton.jit

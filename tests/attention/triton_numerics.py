@@ -11,7 +11,7 @@ import torch
 from engine.attention import triton_backend
 from engine.attention.base import DeviceStep
 from engine.attention.triton_backend import TritonBackend
-from engine.kernels import triton_decode, triton_extend
+from engine.kernels import triton_decode, triton_elementwise, triton_extend
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
@@ -23,6 +23,7 @@ from tests.attention.attention_cases import (
     run_step,
     worst_error,
 )
+from tests.attention.triton_elementwise import check_elementwise
 
 GUARD = 7  # of any dtype
 GUARD_ROWS = 64  # more than any tile: a store too many hits a guard, not the heap
@@ -108,7 +109,7 @@ def check_alone_and_together() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for module in (triton_decode, triton_extend):
+    for module in (triton_decode, triton_extend, triton_elementwise):
         setattr(module, "torch", guarded)  # noqa: B010
     assert triton_backend.decode is triton_decode.decode
     mqa, gqa, odd = Heads(q=3, kv=1, dim=16), Heads(q=4, kv=2, dim=32), Heads(q=2, kv=1, dim=24)
@@ -121,6 +122,7 @@ def main() -> None:
     check("extend, tiles", mqa, [0, 70], [70, 140], page_size=16, extend=True)
     check_alone_and_together()
     check_lengths_on_the_device()
+    check_elementwise(guarded.check)
     # longer than all splits of the least size: splits grow
     few = triton_decode.DecodeTiles(min_split=128, splits=2)
     setattr(triton_backend, "decode_tiles", lambda **_: few)  # noqa: B010
