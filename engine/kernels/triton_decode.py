@@ -45,7 +45,9 @@ def decode_tiles(*, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeTiles:
     alone would leave multiprocessors idle."""
     splits = min(64, max(16, 256 // triton.next_power_of_2(kv_heads)))
     if dtype == torch.float32:
-        return DecodeTiles(splits=splits, warps=8 if dim > 128 else 4, stages=3, block=64 if dim <= 128 else 32, per_sm=1)
+        return DecodeTiles(
+            splits=splits, warps=8 if dim > 128 else 4, stages=3, block=64 if dim <= 128 else 32, per_sm=1
+        )
     return DecodeTiles(splits=splits, stages=3, per_sm=2) if dim > 128 else DecodeTiles(splits=splits)
 
 

@@ -79,9 +79,7 @@ def test_what_stands_around_decode_compiles_for_sm_90_without_spills():
     constants = merge_constants(heads=16, dim=128, tiles=tiles)
     check_compiled(decode_merge_kernel, signature, constants, aligned=[], warps=4, stages=2)
     signature = {"kv_lens_ptr": "*i32", "list_ptr": "*i32", "batch": "i32"}
-    check_compiled(
-        split_list_kernel, signature, {"TILE_BATCH": 64, **split_rule(tiles)}, aligned=[], warps=1, stages=2
-    )
+    check_compiled(split_list_kernel, signature, {"TILE_BATCH": 64, **split_rule(tiles)}, aligned=[], warps=1, stages=2)
     signature = {
         **dict.fromkeys(["k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"], "*bf16"),
         **dict.fromkeys(["pages_ptr", "offsets_ptr"], "*i64"),
