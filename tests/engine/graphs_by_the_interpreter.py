@@ -4,16 +4,17 @@ The whole engine with decode graphs (eager ones: the same work over the same buf
 """
 
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 
+from benchmarks.random_model import write_model
 from engine.core.plan import PAD_PAGE
 from engine.executor.decode_graphs import EagerCapture
-from engine.model_config import DEFAULT_MODEL_PATH
 from tests.engine.engine_in_process import EngineInProcess
 
-# the shipped model goes on as it went on after the same two tokens before
-PROMPTS = {"a": [20, 30, 40, 20, 30], "b": [*range(20, 50), 20, 21], "c": [60, 61, 62, 63, 64, 65, 60, 61]}
+PROMPTS = {"a": [20, 30, 40], "b": list(range(20, 37)), "c": [60, 61, 62, 63, 64, 65]}
 LENGTHS = {"a": 6, "b": 3, "c": 5}  # the batch shrinks from 3 to 1
 
 
@@ -27,10 +28,16 @@ def run(engine: EngineInProcess) -> dict[str, list[int]]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="tandem-graphs-") as folder:
+        write_model(Path(folder), layers=2, hidden=64, intermediate=64)
+        check(folder)
+
+
+def check(folder: str) -> None:
     flags = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160, "disable_radix_cache": True}
-    expected = run(EngineInProcess(DEFAULT_MODEL_PATH, attention_backend="torch", **flags))
+    expected = run(EngineInProcess(folder, attention_backend="torch", **flags))
     engine = EngineInProcess(
-        DEFAULT_MODEL_PATH, depth=2, stream="threaded", attention_backend="triton", capture=EagerCapture, **flags
+        folder, depth=2, stream="threaded", attention_backend="triton", capture=EagerCapture, **flags
     )
     graphs, pool = engine.parts.graphs, engine.parts.pool
     assert graphs is not None and graphs.sizes == [1, 2, 4], graphs
