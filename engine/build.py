@@ -82,6 +82,7 @@ def build_engine(
     wakeup: Callable[[], None] = lambda: None,
     num_token_ids: int | None = None,
     capture: Callable[[], Capture] | None = None,
+    load: Callable[..., CausalLM] = load_model,
 ) -> EngineParts:
     """Load the model and allocate its memory. Raises ConfigError for what cannot be honoured here.
 
@@ -90,13 +91,14 @@ def build_engine(
     `reserve_floor`: tokens of growth that `Scheduler.reserve` expects of a request at least.
     `host_tier`: False where peers write pages (decode): --enable-hierarchical-cache means nothing there.
     `capture`: how decode graphs are recorded; default: as CUDA graphs on cuda, not at all elsewhere.
+    `load`: where the model comes from; as `load_model`.
     `wakeup` is called in a thread when files of the hierarchical cache have been read or written.
     """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
     torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
     before = fingerprint(config.model_path) if config.enable_hierarchical_cache else ""
-    model = load_model(
+    model = load(
         config.model_path,
         model_config,
         dtype=config.dtype,

@@ -59,7 +59,11 @@ class Executor:
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` in stream order: after every launched step. Waits for it; what it raises is raised here."""
-        return self._stream.submit(work).wait()
+        return self.enqueue(work).wait()
+
+    def enqueue(self, work: Callable[[], T]) -> Ticket[T]:
+        """As `call`, without the wait."""
+        return self._stream.submit(work)
 
     def close(self) -> None:
         self._stream.close()

@@ -15,7 +15,7 @@ import importlib
 import threading
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -32,6 +32,7 @@ SETTINGS = {
     "UCX_TCP_USER_TIMEOUT": "20s",
 }
 LOCAL = {"UCX_NET_DEVICES": "lo"}
+GPU_CAPS = {"max_inflight_bytes": 512 << 20, "max_post_bytes": 128 << 20, "max_piece_bytes": 64 << 20}
 FENCE_BYTES = 8
 SCRATCH_BYTES = 4096
 
@@ -116,6 +117,9 @@ class NixlEngine:
         self._closed = False
 
     def register(self, regions: Sequence[Region]) -> None:
+        """A GPU's memory raises what may be in flight: a window that is long for a CPU's is over in 30 us there."""
+        if any(region.device is not None for region in regions):
+            self.caps = replace(self.caps, **GPU_CAPS)
         scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES)
         for region in (*regions, scratch):
             rows = [(region.base_ptr, region.size_bytes, region.device or 0, "")]
