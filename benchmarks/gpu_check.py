@@ -32,16 +32,16 @@ NO_GPU = 2
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`work`: "module:function" of benchmarks.gpu. `aims`: (what, row of the result that it is about, key, aim)."""
+    """`work`: "module:function" of benchmarks.gpu."""
 
     work: str
     budget_s: float
 
 
 PARTS = {
-    "limits": Part("limits:measure", 40),
-    "numerics": Part("attention:numerics", 70),
-    "identity": Part("identity:measure", 90),
+    "limits": Part("limits:measure", 30),
+    "numerics": Part("attention:numerics", 60),
+    "identity": Part("identity:measure", 70),
     "decode_attention": Part("attention:decode_bandwidth", 60),
     "extend_attention": Part("attention:extend_rate", 60),
     "decode": Part("steps:decode", 80),

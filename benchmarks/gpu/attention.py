@@ -19,14 +19,14 @@ from engine.kernels.triton_extend import ExtendTiles, extend, extend_tiles
 from engine.models.cache_spec import FullAttentionSpec
 
 PAGE_SIZE = 16
-TOLERANCE = {"bfloat16": 2e-2, "float32": 2e-3}  # beside torch, on values of size 1
+TOLERANCE = {"bfloat16": 4e-2, "float32": 1e-3}  # beside torch, on values up to 4 or so: one step of bf16 there
 
 
 def decode_bandwidth(target: Target) -> dict[str, Any]:
     shape = target.pick(QWEN3_8B, TINY)
     batch, context = target.pick((64, 4096), (2, 40))
     pool, table = _pool(shape, batch=batch, context=context, target=target)
-    q = torch.randn(batch, shape.heads, shape.head_dim, device=target.device).bfloat16()
+    q = torch.randn(batch, shape.heads, shape.head_dim, device=target.device).to(pool.k(0).dtype)
     kv_lens = torch.full((batch,), context, dtype=torch.int32, device=target.device)
 
     def run(tiles: DecodeTiles) -> float:
@@ -45,7 +45,7 @@ def decode_bandwidth(target: Target) -> dict[str, Any]:
         )
 
     size = 2 * batch * context * shape.kv_heads * shape.head_dim * 2
-    used = decode_tiles(kv_heads=shape.kv_heads, dim=shape.head_dim, dtype=torch.bfloat16)
+    used = decode_tiles(kv_heads=shape.kv_heads, dim=shape.head_dim, dtype=pool.k(0).dtype)
     rows = _tried(run, used, _other_decodes(used) if not target.small else [])
     for row in rows:
         row["gb_s"] = size / row["ms"] / 1e6
@@ -57,7 +57,7 @@ def extend_rate(target: Target) -> dict[str, Any]:
     shape = target.pick(QWEN3_8B, TINY)
     tokens = target.pick(8192, 40)
     pool, table = _pool(shape, batch=1, context=tokens, target=target)
-    q = torch.randn(tokens, shape.heads, shape.head_dim, device=target.device).bfloat16()
+    q = torch.randn(tokens, shape.heads, shape.head_dim, device=target.device).to(pool.k(0).dtype)
     starts, kv_lens = (torch.tensor(x, dtype=torch.int32, device=target.device) for x in ([0, tokens], [tokens]))
 
     def run(tiles: ExtendTiles) -> float:
@@ -76,7 +76,7 @@ def extend_rate(target: Target) -> dict[str, Any]:
         )
 
     flop = 2 * tokens * tokens * shape.heads * shape.head_dim
-    used = extend_tiles(dim=shape.head_dim, dtype=torch.bfloat16)
+    used = extend_tiles(dim=shape.head_dim, dtype=pool.k(0).dtype)
     rows = _tried(run, used, _other_extends(used) if not target.small else [])
     rows.append({"tiles": "torch, contiguous K and V", "ms": _torch_ms(target, shape, tokens)})
     for row in rows:
@@ -88,7 +88,7 @@ def extend_rate(target: Target) -> dict[str, Any]:
 def numerics(target: Target) -> dict[str, Any]:
     """The compiled kernels beside torch: a prompt in two chunks, then single tokens; raises where they differ."""
     found: dict[str, Any] = {}
-    for dtype in ("bfloat16", "float32"):
+    for dtype in target.pick(("bfloat16", "float32"), ("float32",)):  # the interpreter multiplies no bf16
         for dim, kv_heads in target.pick(((128, 8), (64, 8), (256, 2)), ((16, 2),)):
             shape = Shape(1, 0, 0, 4 * kv_heads, kv_heads, dim, 0)
             error = _worst_error(target, shape, dtype)
@@ -140,11 +140,10 @@ def _step(begins: list[int], ends: list[int], table: torch.Tensor, device: torch
     )
 
 
-def _pool(
-    shape: Shape, *, batch: int, context: int, target: Target, dtype: str = "bfloat16"
-) -> tuple[KVPool, torch.Tensor]:
+def _pool(shape: Shape, *, batch: int, context: int, target: Target, dtype: str = "") -> tuple[KVPool, torch.Tensor]:
     """One layer of random K and V, and a page table [batch, pages] whose pages are scattered."""
     pages = -(-context // PAGE_SIZE)
+    dtype = dtype or target.dtype
     spec = FullAttentionSpec(num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=dtype)
     pool = KVPool([spec], num_pages=batch * pages, page_size=PAGE_SIZE, device=target.device)
     for cache in (pool.k(0), pool.v(0)):

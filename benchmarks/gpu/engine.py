@@ -52,7 +52,7 @@ def make_engine(target: Target, shape: Shape, *, context: int, load: Any = rando
     """On a CPU with eager graphs, so that the same code runs."""
     defaults: dict[str, Any] = {
         "model_path": "random",
-        "dtype": "bfloat16",
+        "dtype": target.dtype,
         "device": target.device.type,
         "attention_backend": "triton",
         "disable_radix_cache": True,

@@ -12,7 +12,6 @@ def measure(target: Target) -> dict[str, Any]:
     source = torch.zeros(size, dtype=torch.uint8, device=target.device)
     goal = torch.zeros_like(source)
     copy_ms = target.ms(lambda: goal.copy_(source), flush=False)
-    del source, goal
     edge = target.pick(8192, 64)
     # random: the same product of zeros runs faster (it draws less power)
     a, b = (torch.randn(edge, edge, device=target.device).bfloat16() for _ in range(2))

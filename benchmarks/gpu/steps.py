@@ -1,6 +1,7 @@
 """Steps of a model of Qwen3-8B's shape: decode beside the memory's floor, a prompt beside bf16 products, the gap between steps."""
 
 from collections import Counter
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -87,7 +88,7 @@ def gap(target: Target) -> dict[str, Any]:
     that are not launched yet, which the draw's are one by one) count as the step's.
     """
     shape, prompt_len = target.pick((QWEN3_8B, 64), (TINY, 4))
-    batches, num_steps = target.pick(((1, 8, 32, 128), 60), ((1, 2), 4))
+    batches, num_steps = target.pick(((1, 8, 32, 128), 60), ((2,), 3))
     flags = {"max_running_requests": max(batches), "max_total_tokens": max(batches) * (prompt_len + 2 * num_steps + 32)}
     parts = make_engine(target, shape, context=1024, **flags)
     rows = [
@@ -114,7 +115,7 @@ def _gap_row(
         return row
     torch.cuda.synchronize()
     marks = events.marks[5:-3]  # the prompts' step and what warms up before, the last ones behind
-    gaps = [1000 * a[1].elapsed_time(b[0]) for a, b in zip(marks, marks[1:], strict=False)]
+    gaps = [1000 * a[1].elapsed_time(b[0]) for a, b in pairwise(marks)]
     span_us = 1000 * marks[0][0].elapsed_time(marks[-1][1])
     return row | {
         "step_ms": median(a.elapsed_time(b) for a, b in marks),

@@ -27,6 +27,10 @@ class Target:
     def device(self) -> torch.device:
         return torch.device("cpu" if self.small else "cuda:0")
 
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.small else "bfloat16"  # Triton's interpreter multiplies no bf16
+
     def pick(self, full: Any, small: Any) -> Any:
         return small if self.small else full
 

@@ -20,7 +20,7 @@ from engine.attention.base import CapturableBackend, DeviceStep
 from engine.core.plan import Plan, PlanItem
 from engine.executor.future_map import FutureMap
 from engine.executor.page_table import PageTable
-from engine.executor.upload import upload
+from engine.executor.upload import upload_into
 from engine.models.causal_lm import CausalLM
 
 WARM_UP_RUNS = 2  # kernels are compiled and workspaces made before anything is recorded
@@ -89,7 +89,6 @@ class DecodeGraphs:
         self._backend = backend
         self._page_table = page_table
         self._future_map = future_map
-        self._device = device
         self._progress = progress
         padding = torch.tensor([[0], [0], [page_table.scratch_slot]], device=device)
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
@@ -112,17 +111,17 @@ class DecodeGraphs:
     def run(self, items: list[PlanItem]) -> Tensor:
         """[len(items), hidden] of a step that `takes` said yes to; good until the next one begins."""
         size = self.sizes[bisect_left(self.sizes, len(items))]
-        self._inputs[size].copy_(self._rows(items, size), non_blocking=True)
+        upload_into(self._inputs[size], self._rows(items, size))
         self.num_replays += 1
         return self._graphs[size]()[: len(items)]
 
     def _rows(self, items: list[PlanItem], size: int) -> Tensor:
-        """[3, size] int64: token ids or placeholders, positions, slots."""
+        """[3, size] int64 on the host: token ids or placeholders, positions, slots."""
         more = size - len(items)
         ids = [item.tokens[0] for item in items] + [0] * more
         positions = [item.start for item in items] + [0] * more
         slots = [item.slot for item in items] + [self._page_table.scratch_slot] * more
-        return upload(torch.tensor([ids, positions, slots]), self._device)
+        return torch.tensor([ids, positions, slots])
 
     def _work(self, model: CausalLM, size: int) -> Work:
         ids, positions, slots = self._inputs[size]

@@ -23,6 +23,13 @@ from engine.kernels.triton_decode import (
     split_list_kernel,
     split_rule,
 )
+from engine.kernels.triton_elementwise import (
+    GATE_TILE,
+    HEAD_TILE,
+    norm_turn_kernel,
+    rms_norm_kernel,
+    silu_mul_kernel,
+)
 from engine.kernels.triton_extend import extend_constants, extend_kernel, extend_tiles
 from engine.kernels.triton_kv_write import kv_write_kernel
 
@@ -89,6 +96,32 @@ def test_what_stands_around_decode_compiles_for_sm_90_without_spills():
     strides = ["k_stride", "v_stride", "page_stride"]
     check_compiled(
         kv_write_kernel, signature, {"ROW": 1024, "TILE": 1024}, aligned=strides, warps=4, stages=2, streams=False
+    )
+
+
+def test_elementwise_kernels_compile_for_sm_90_without_spills():
+    """Of Qwen3-8B."""
+    pointers = dict.fromkeys(["x_ptr", "delta_ptr", "weight_ptr", "out_ptr"], "*bf16")
+    check_compiled(
+        rms_norm_kernel,
+        {**pointers, "width": "i32", "eps": "fp32"},
+        {"ADDS": True, "TILE": 4096},
+        aligned=["width"],
+        warps=8,
+        stages=3,
+    )
+    pointers = dict.fromkeys(["x_ptr", "weight_ptr", "cosine_ptr", "sine_ptr"], "*bf16")
+    check_compiled(
+        norm_turn_kernel,
+        {**pointers, "x_stride": "i32", "turn_stride": "i32", "eps": "fp32"},
+        {"HEADS": 40, "DIM": 128, "NORMS": True, "TILE": 64, "TILE_HEADS": HEAD_TILE},
+        aligned=["x_stride", "turn_stride"],
+        warps=4,
+        stages=3,
+    )
+    pointers = dict.fromkeys(["x_ptr", "out_ptr"], "*bf16")
+    check_compiled(
+        silu_mul_kernel, {**pointers, "width": "i32"}, {"TILE": GATE_TILE}, aligned=["width"], warps=4, stages=3
     )
 
 
