@@ -81,6 +81,7 @@ def build_engine(
     host_tier: bool = True,
     wakeup: Callable[[], None] = lambda: None,
     num_token_ids: int | None = None,
+    decodes: bool = True,
     capture: Callable[[], Capture] | None = None,
     load: Callable[..., CausalLM] = load_model,
 ) -> EngineParts:
@@ -90,6 +91,7 @@ def build_engine(
     `num_token_ids`: ids that the tokenizer knows; a model may have rows beyond them, which mean nothing (None: all do).
     `reserve_floor`: tokens of growth that `Scheduler.reserve` expects of a request at least.
     `host_tier`: False where peers write pages (decode): --enable-hierarchical-cache means nothing there.
+    `decodes`: False where answers are not continued (prefill): no decode graphs are made.
     `capture`: how decode graphs are recorded; default: as CUDA graphs on cuda, not at all elsewhere.
     `load`: where the model comes from; as `load_model`.
     `wakeup` is called in a thread when files of the hierarchical cache have been read or written.
@@ -121,7 +123,7 @@ def build_engine(
         num_slots=num_slots, max_pages=_max_pages(config, pool), page_size=config.page_size, device=device
     )
     future_map = FutureMap(num_slots=num_slots, device=device)
-    if capture is None and device.type == "cuda" and not config.disable_cuda_graph:
+    if capture is None and decodes and device.type == "cuda" and not config.disable_cuda_graph:
         capture = partial(CudaCapture, device)
     graphs = _graphs(config, capture, backend, page_table=page_table, future_map=future_map, progress=progress)
     runner = ModelRunner(
