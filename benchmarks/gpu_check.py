@@ -181,7 +181,7 @@ def _at(value: Any, path: str) -> float | None:
             value = value[int(key)] if int(key) < len(value) else None
         else:
             value = value.get(key) if isinstance(value, dict) else None
-    return value
+    return None if value is None else float(value)
 
 
 def render(result: dict[str, Any]) -> str:

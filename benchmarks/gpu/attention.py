@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.target import QWEN3_8B, TINY, Shape, Target
-from engine.attention.base import StepBatch
+from engine.attention.base import AttentionBackend, StepBatch
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.executor.kv_pool import KVPool
@@ -103,7 +103,7 @@ def _worst_error(target: Target, shape: Shape, dtype: str) -> float:
     pools = [_pool(shape, batch=len(lengths), context=max(lengths) + 1, target=target, dtype=dtype) for _ in range(2)]
     table = pools[0][1]
     pools[1][0].buffer.copy_(pools[0][0].buffer)
-    backends = [TritonBackend(pools[0][0]), TorchBackend(pools[1][0])]
+    backends: list[AttentionBackend] = [TritonBackend(pools[0][0]), TorchBackend(pools[1][0])]
     worst = 0.0
     begins = [0 for _ in lengths]
     for ends in ([max(1, n // 3) for n in lengths], lengths, [n + 1 for n in lengths]):

@@ -73,12 +73,11 @@ def request(rid: str, *, prompt: list[int], new_tokens: int) -> Request:
 class Run:
     """Drives scheduler and executor as the loop of a worker does, without messages."""
 
-    def __init__(self, parts: EngineParts, *, depth: int, executor: Any = None) -> None:
-        """`executor`: another than that of `parts` (a Launcher)."""
+    def __init__(self, parts: EngineParts, *, depth: int) -> None:
         self.parts = parts
         self.tokens: dict[str, list[int]] = {}
         self._pipeline = Pipeline(
-            scheduler=parts.scheduler, executor=executor or parts.executor, depth=depth, on_step=self._on_step
+            scheduler=parts.scheduler, executor=parts.executor, depth=depth, on_step=self._on_step
         )
 
     def add(self, rid: str, *, prompt: list[int], new_tokens: int) -> None:

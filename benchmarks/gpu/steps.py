@@ -12,7 +12,8 @@ from benchmarks.gpu.engine import Run, Steps, make_engine
 from benchmarks.gpu.target import QWEN3_8B, TINY, Target
 from engine.build import EngineParts
 from engine.core.plan import Plan
-from engine.executor.executor import Executor, Launch
+from engine.executor.executor import Runner
+from engine.executor.model_runner import StepOutput
 
 KERNELS_SHOWN = 14
 
@@ -62,23 +63,21 @@ def prefill(target: Target) -> dict[str, Any]:
     return found
 
 
-class MarkedExecutor:
-    """An executor that notes when the device begins and ends each step."""
+class MarkedRunner:
+    """Notes when the device begins and ends each step of the runner that it is put around."""
 
-    def __init__(self, executor: Executor) -> None:
-        self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.collect = executor.collect
-        self.launch_forward = executor.launch_forward
-        self.launch_draw = executor.launch_draw
-        self._executor = executor
+    def __init__(self, runner: Runner) -> None:
+        self.marks: list[tuple[Any, Any]] = []
+        self.forward, self.draw = runner.forward, runner.draw
+        self._run = runner.run
 
-    def launch(self, plan: Plan) -> Launch:
+    def run(self, plan: Plan) -> StepOutput:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._executor.enqueue(begin.record)
-        launch = self._executor.launch(plan)
-        self._executor.enqueue(end.record)
+        begin.record()
+        output = self._run(plan)
+        end.record()
         self.marks.append((begin, end))
-        return launch
+        return output
 
 
 def gap(target: Target) -> dict[str, Any]:
@@ -91,8 +90,16 @@ def gap(target: Target) -> dict[str, Any]:
     batches, num_steps = target.pick(((1, 8, 32, 128), 60), ((2,), 3))
     flags = {"max_running_requests": max(batches), "max_total_tokens": max(batches) * (prompt_len + 2 * num_steps + 32)}
     parts = make_engine(target, shape, context=1024, **flags)
+    marked: list[MarkedRunner] = []
+
+    def mark(runner: Runner) -> Runner:
+        marked.append(MarkedRunner(runner))
+        return marked[-1]
+
+    if not target.small:
+        parts.executor.watch(mark)
     rows = [
-        _gap_row(target, parts, batch=batch, depth=depth, prompt_len=prompt_len, num_steps=num_steps)
+        _gap_row(parts, marked, batch=batch, depth=depth, prompt_len=prompt_len, num_steps=num_steps)
         for batch in batches
         for depth in (1, 2)
     ]
@@ -101,20 +108,21 @@ def gap(target: Target) -> dict[str, Any]:
 
 
 def _gap_row(
-    target: Target, parts: EngineParts, *, batch: int, depth: int, prompt_len: int, num_steps: int
+    parts: EngineParts, marked: list[MarkedRunner], *, batch: int, depth: int, prompt_len: int, num_steps: int
 ) -> dict[str, Any]:
-    events = None if target.small else MarkedExecutor(parts.executor)
-    run = Run(parts, depth=depth, executor=events or parts.executor)
+    for runner in marked:
+        runner.marks.clear()
+    run = Run(parts, depth=depth)
     for i in range(batch):
         run.add(f"{batch}-{depth}-{i}", prompt=[1 + (i + t) % 500 for t in range(prompt_len)], new_tokens=num_steps)
     begin = perf_counter()
     run.drain()
     wall_ms = 1000 * (perf_counter() - begin)
     row: dict[str, Any] = {"batch": batch, "depth": depth, "wall_ms_per_step": wall_ms / num_steps}
-    if events is None:
+    if not marked:
         return row
     torch.cuda.synchronize()
-    marks = events.marks[5:-3]  # the prompts' step and what warms up before, the last ones behind
+    marks = marked[0].marks[5:-3]  # the prompts' step and what warms up before, the last ones behind
     gaps = [1000 * a[1].elapsed_time(b[0]) for a, b in pairwise(marks)]
     span_us = 1000 * marks[0][0].elapsed_time(marks[-1][1])
     return row | {

@@ -35,6 +35,10 @@ class Executor:
         self._runner = runner
         self._stream = stream
 
+    def watch(self, wrap: Callable[[Runner], Runner]) -> None:
+        """Steps launched from now on run by what `wrap` makes of the runner (benchmarks time them in the stream)."""
+        self._runner = wrap(self._runner)
+
     def launch(self, plan: Plan) -> Launch:
         """Enqueue a step; returns at once (an inline stream has run it by then)."""
         return Launch(plan, self._stream.submit(lambda: self._runner.run(plan)))
@@ -59,11 +63,7 @@ class Executor:
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` in stream order: after every launched step. Waits for it; what it raises is raised here."""
-        return self.enqueue(work).wait()
-
-    def enqueue(self, work: Callable[[], T]) -> Ticket[T]:
-        """As `call`, without the wait."""
-        return self._stream.submit(work)
+        return self._stream.submit(work).wait()
 
     def close(self) -> None:
         self._stream.close()
