@@ -133,11 +133,11 @@ def build_engine(
         future_map=future_map,
         sampler=Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device),
         device=device,
+        graphs=graphs,
         backup=PageBackup(pool),
         host_pool=tier.pool if tier else None,
         adapters=bank,
         layers=layers,
-        graphs=graphs,
     )
     stream = make_stream(
         config.stream,

@@ -8,8 +8,10 @@ the device. Sampling stays outside.
 Must not know requests, nor who attends.
 """
 
+import contextlib
+import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -24,6 +26,8 @@ from engine.executor.upload import upload_into
 from engine.models.causal_lm import CausalLM
 
 WARM_UP_RUNS = 2  # kernels are compiled and workspaces made before anything is recorded
+
+log = logging.getLogger(__name__)
 
 Work = Callable[[], Tensor]
 
@@ -104,6 +108,14 @@ class DecodeGraphs:
         capture = self._capture()
         bar = tqdm(self.sizes[::-1], desc="decode graphs", disable=None if self._progress else True, leave=False)
         self._graphs = {size: capture.capture(self._work(model, size)) for size in bar}
+
+    @contextlib.contextmanager
+    def or_none(self) -> Iterator[None]:
+        """Where memory is short meanwhile, decode goes on without graphs: steps must go on."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            log.warning("decode goes on without graphs: %s", error)
 
     def takes(self, plan: Plan) -> bool:
         return bool(self._graphs) and not plan.extend and len(plan.items) <= self.sizes[-1]

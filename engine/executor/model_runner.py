@@ -3,7 +3,6 @@
 Nothing here waits for the device: on CUDA everything is enqueued and results are copied to pinned memory behind it.
 """
 
-import logging
 from dataclasses import dataclass, field
 
 import torch
@@ -26,8 +25,6 @@ from engine.messages import LogprobOptions
 from engine.models.causal_lm import CausalLM
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [rows, vocab] float32
-
-log = logging.getLogger(__name__)
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
@@ -79,8 +76,8 @@ class ModelRunner:
         backup: PageBackup | None = None,
         host_pool: HostPool | None = None,
         adapters: AdapterBank | None = None,
-        layers: LayerMarks | None = None,
         graphs: DecodeGraphs | None = None,
+        layers: LayerMarks | None = None,
     ) -> None:
         self._layers = layers or LayerMarks(device)
         self._backup = backup
@@ -97,10 +94,9 @@ class ModelRunner:
     def use(self, model: CausalLM) -> None:
         """From the next step on another model of the same shape. Call it in stream order (`Executor.call`)."""
         self._attach(model)
-        try:
-            self.record()
-        except torch.OutOfMemoryError as error:
-            log.warning("the new weights decode without graphs: %s", error)
+        if self._graphs is not None:
+            with self._graphs.or_none():
+                self.record()
 
     def record(self) -> None:
         """Record the decode graphs of the model at hand, if there are to be any. In stream order, before the first step."""
