@@ -4,6 +4,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+PYTHON ?=
+GPU_JSON ?=
 TESTS ?= tests
 CELLS ?=
 JOBS ?= 2
@@ -25,7 +27,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix death-notice churn-soak plan-error lint format clean
+.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -34,6 +36,7 @@ help:
 	@echo "make soak-core [STEPS=1000000] [SEED=...]  drive the core with fresh stories: docs/reports/soak_core.json"
 	@echo "make mutants           plant bugs in the core, one by one, and see each found"
 	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
+	@echo "make gpu-check [PYTHON=python3]  on a machine with a GPU: kernels, steps and transfers beside its limits, under 9 minutes"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reliability.md"
 	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
 	@echo "make death-notice      how soon the router notices a frozen or cut worker; docs/reliability.md"
@@ -73,6 +76,10 @@ mutants: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)
+
+# PYTHON: another interpreter that has torch with CUDA and what benchmarks/gpu_check.py names; no $(VENV) is made then.
+gpu-check: $(if $(PYTHON),,$(STAMP))
+	$(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu_check --output $(or $(GPU_JSON),docs/reports/gpu_check.json) $(ARGS)
 
 fault-matrix: $(STAMP)
 	$(BIN)/python -m tests.faults.matrix --jobs $(JOBS) $(if $(CELLS),--again '$(CELLS)')

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    gpu_check,
     interference,
     layerwise,
     pd_overhead,
@@ -139,6 +140,12 @@ SECTIONS = {
         "cache of 2 M tokens) and 8 decode workers; what the figures mean: [router.md](router.md).",
         router_policies.render,
     ),
+    "gpu_check": (
+        "On a GPU",
+        "Kernels, steps and transfers of Qwen3-8B's shape with random weights, beside what this GPU copies within its memory and "
+        "multiplies in bf16; all figures: [gpu_check.json](reports/gpu_check.json), what they mean: [gpu.md](gpu.md).",
+        gpu_check.render,
+    ),
     "scale": (
         "Scale",
         "The router's core at work for many workers, and the bootstrap server's registry: production code in virtual time, fed by a "
@@ -152,6 +159,7 @@ SECTIONS = {
     ),
 }
 REPLAYS = ("router_policies", "scale")
+ELSEWHERE = ("gpu_check",)  # run where a GPU is: `make gpu-check`
 
 
 def run(name: str, *, results: Path, quick: bool) -> None:
@@ -173,7 +181,7 @@ def page(results: Path) -> str:
     """The text of docs/benchmarks.md."""
     parts = ["# Benchmarks", "", "Written by `make bench` (benchmarks/report.py) from one run. Do not edit by hand."]
     for name, (title, text, render) in SECTIONS.items():
-        path = (KEPT if name in REPLAYS else results) / f"{name}.json"
+        path = (KEPT if name in (*REPLAYS, *ELSEWHERE) else results) / f"{name}.json"
         if path.exists():
             result = json.loads(path.read_text())
             parts += ["", f"## {title}", "", text, "", render(result), "", _where(name, result["environment"])]
@@ -197,7 +205,7 @@ def main() -> None:
     for name in SECTIONS:
         if name in REPLAYS and args.trace:
             replay(name, args.trace)
-        elif name not in REPLAYS and not args.reuse:
+        elif name not in (*REPLAYS, *ELSEWHERE) and not args.reuse:
             run(name, results=args.results, quick=args.quick)
     PAGE.write_text(page(args.results))
     print(f"wrote {PAGE}")

@@ -77,6 +77,7 @@ def run(spec: SchedulerSpec) -> None:
         resume_elsewhere=_resumes_by(spec.disagg, "prefill"),
         reserve_floor=spec.disagg.num_reserved_decode_tokens,
         host_tier=spec.disagg.disaggregation_mode != "decode",
+        decodes=spec.disagg.disaggregation_mode != "prefill",
         wakeup=ports.call_attention,
         num_token_ids=tokenizer.num_ids,
     )

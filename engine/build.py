@@ -1,12 +1,15 @@
 """Puts an engine together: model, KV pool, executor, scheduler. The only place that knows all of them."""
 
+import logging
 import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from engine.attention.base import AttentionBackend, CapturableBackend
 from engine.attention.registry import make_attention_backend
 from engine.config import ConfigError, EngineConfig
 from engine.core.cache_events import CacheEvents
@@ -18,8 +21,10 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.page_keys import KVIdentity
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
+from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.executor.executor import Executor
 from engine.executor.future_map import FutureMap
+from engine.executor.graph_sizes import graph_sizes
 from engine.executor.kv_pool import KVPool
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
@@ -41,10 +46,12 @@ from engine.models.checkpoint import DTYPES
 from engine.models.registry import load_model
 from engine.resolve import depth, limits, num_pages, priorities, resolve
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A ready engine. `config` is resolved. `adapters`: None where requests may name none.
+    """A ready engine. `config` is resolved. `adapters`: None where requests may name none. `graphs`: of its decode steps.
 
     `events`: what happens in the prefix cache, None where nobody is told. `layers`: how far its steps have got.
     """
@@ -60,6 +67,7 @@ class EngineParts:
     layers: LayerMarks
     adapters: AdapterStore | None = None
     events: CacheEvents | None = None
+    graphs: DecodeGraphs | None = None
 
 
 def build_engine(
@@ -74,6 +82,9 @@ def build_engine(
     host_tier: bool = True,
     wakeup: Callable[[], None] = lambda: None,
     num_token_ids: int | None = None,
+    decodes: bool = True,
+    capture: Callable[[], Capture] | None = None,
+    load: Callable[..., CausalLM] = load_model,
 ) -> EngineParts:
     """Load the model and allocate its memory. Raises ConfigError for what cannot be honoured here.
 
@@ -81,13 +92,16 @@ def build_engine(
     `num_token_ids`: ids that the tokenizer knows; a model may have rows beyond them, which mean nothing (None: all do).
     `reserve_floor`: tokens of growth that `Scheduler.reserve` expects of a request at least.
     `host_tier`: False where peers write pages (decode): --enable-hierarchical-cache means nothing there.
+    `decodes`: False where answers are not continued (prefill): no decode graphs are made.
+    `capture`: how decode graphs are recorded; default: as CUDA graphs on cuda, not at all elsewhere.
+    `load`: where the model comes from; as `load_model`.
     `wakeup` is called in a thread when files of the hierarchical cache have been read or written.
     """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
     torch.set_num_threads(config.num_threads)
     device = torch.device(config.device)
     before = fingerprint(config.model_path) if config.enable_hierarchical_cache else ""
-    model = load_model(
+    model = load(
         config.model_path,
         model_config,
         dtype=config.dtype,
@@ -105,15 +119,22 @@ def build_engine(
         tier = build_host_tier(config, pool, identity(config.weight_version, before), wakeup=wakeup)
     bank = AdapterBank() if config.enable_lora else None
     layers = LayerMarks(device)
+    backend = make_attention_backend(config.attention_backend, pool, num_heads=model_config.num_heads)
+    page_table = PageTable(
+        num_slots=num_slots, max_pages=_max_pages(config, pool), page_size=config.page_size, device=device
+    )
+    future_map = FutureMap(num_slots=num_slots, device=device)
+    if capture is None and decodes and device.type == "cuda" and not config.disable_cuda_graph:
+        capture = partial(CudaCapture, device)
+    graphs = _graphs(config, capture, backend, page_table=page_table, future_map=future_map, progress=progress)
     runner = ModelRunner(
         model=model,
-        backend=make_attention_backend(config.attention_backend, pool, num_heads=model_config.num_heads),
-        page_table=PageTable(
-            num_slots=num_slots, max_pages=_max_pages(config, pool), page_size=config.page_size, device=device
-        ),
-        future_map=FutureMap(num_slots=num_slots, device=device),
+        backend=backend,
+        page_table=page_table,
+        future_map=future_map,
         sampler=Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device),
         device=device,
+        graphs=graphs,
         backup=PageBackup(pool),
         host_pool=tier.pool if tier else None,
         adapters=bank,
@@ -128,6 +149,7 @@ def build_engine(
         seed=config.random_seed,
     )
     executor = Executor(runner=runner, stream=stream)
+    _record(executor, runner)
     allocator = PageAllocator(num_pages=pool.num_pages, page_size=config.page_size)
     host = tier.cache if tier else None
     told = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
@@ -164,7 +186,46 @@ def build_engine(
         adapters=None if bank is None else _adapter_store(config, model, bank, executor),
         events=events,
         layers=layers,
+        graphs=graphs,
     )
+
+
+def _graphs(
+    config: EngineConfig,
+    capture: Callable[[], Capture] | None,
+    backend: AttentionBackend,
+    *,
+    page_table: PageTable,
+    future_map: FutureMap,
+    progress: bool,
+) -> DecodeGraphs | None:
+    if capture is None:
+        return None
+    if not isinstance(backend, CapturableBackend):
+        log.warning("no decode graphs: the attention backend asks the host for lengths; triton does not")
+        return None
+    sizes = graph_sizes(
+        asked=config.cuda_graph_bs, max_bs=config.cuda_graph_max_bs, max_running=config.max_running_requests
+    )
+    return DecodeGraphs(
+        sizes=sizes,
+        capture=capture,
+        backend=backend,
+        page_table=page_table,
+        future_map=future_map,
+        device=torch.device(config.device),
+        progress=progress,
+    )
+
+
+def _record(executor: Executor, runner: ModelRunner) -> None:
+    try:
+        executor.call(runner.record)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--mem-fraction-static: no memory is left for the decode graphs ({error}); lower it or --cuda-graph-max-bs, "
+            "or give --disable-cuda-graph"
+        ) from error
 
 
 def _adapter_store(config: EngineConfig, model: CausalLM, bank: AdapterBank, executor: Executor) -> AdapterStore:

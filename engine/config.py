@@ -90,6 +90,11 @@ class EngineConfig:
         None, 'publish what happens in the prefix cache over ZMQ; JSON such as {"endpoint": "tcp://127.0.0.1:5557"}'
     )
     disable_overlap_schedule: bool = flag(False, "depth 1: collect each step before the next is launched")
+    disable_cuda_graph: bool = flag(False, "on cuda: decode steps are launched kernel by kernel, not as graphs")
+    cuda_graph_max_bs: int | None = flag(
+        None, "largest batch that decodes as a graph; default: --max-running-requests, at most 256"
+    )
+    cuda_graph_bs: tuple[int, ...] = flag((), "batch sizes to make graphs of, instead of the default choice")
     enable_lora: bool = flag(False, "requests may name LoRA adapters; --lora-paths asks for it as well")
     lora_paths: tuple[str, ...] = flag(
         (), "adapters to load at start, each NAME=DIRECTORY or a directory that is its own name (PEFT, safetensors)"

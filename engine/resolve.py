@@ -34,6 +34,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     if device == "cuda" and not cuda:
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
     _check_ranges(config)
+    _check_cuda_graph(config, device)
     check_lora(config)
     return replace(
         config,
@@ -154,6 +155,19 @@ def _check_ranges(config: EngineConfig) -> None:
     _require(config.watchdog_timeout >= 0, "--watchdog-timeout", "must be at least 0", config.watchdog_timeout)
     total = config.max_total_tokens
     _require(total is None or total >= config.page_size, "--max-total-tokens", "must hold at least one page", total)
+
+
+def _check_cuda_graph(config: EngineConfig, device: str) -> None:
+    asked, most = config.cuda_graph_bs, config.cuda_graph_max_bs
+    _require(all(size >= 1 for size in asked), "--cuda-graph-bs", "must be at least 1 each", list(asked))
+    _require(most is None or most >= 1, "--cuda-graph-max-bs", "must be at least 1", most)
+    for name, given in (("--cuda-graph-bs", bool(asked)), ("--cuda-graph-max-bs", most is not None)):
+        if given and device != "cuda":
+            raise ConfigError(f"{name}: the model runs on {device}, where there are no CUDA graphs; leave the flag out")
+        if given and config.disable_cuda_graph:
+            raise ConfigError(f"{name}: --disable-cuda-graph is given as well; leave one of them out")
+    if asked and most is not None:
+        raise ConfigError("--cuda-graph-bs: names every size, so --cuda-graph-max-bs means nothing beside it")
 
 
 def _require(ok: bool, flag: str, rule: str, value: object) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -37,6 +37,21 @@ class StepBatch:
         return [(end - n, end) for end, n in zip(ends, self.q_lens, strict=True)]
 
 
+@dataclass(slots=True)
+class DeviceStep:
+    """A decode step of B requests, of which only the device knows how long they are: what a captured graph is made of.
+
+    page_table:    [B, max_pages] int32
+    kv_lens:       [B] int32, at least 1
+    token_pages:   [B] int64, token_offsets: [B] int64: where each new token's KV goes
+    """
+
+    page_table: torch.Tensor
+    kv_lens: torch.Tensor
+    token_pages: torch.Tensor
+    token_offsets: torch.Tensor
+
+
 class AttentionBackend(Protocol):
     """Order owed by the caller: `begin` once a step, then `attend` once for each layer, on one thread or stream."""
 
@@ -49,3 +64,11 @@ class AttentionBackend(Protocol):
         q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim]. Returns [T, num_heads * head_dim] in q's dtype.
         Query head h reads kv head h // (num_heads // num_kv_heads).
         """
+
+
+@runtime_checkable
+class CapturableBackend(AttentionBackend, Protocol):
+    """A backend whose decode steps can be captured: it looks at no length, so the same kernels serve every step."""
+
+    def begin_on_device(self, step: DeviceStep) -> None:
+        """As `begin`. What is computed here and in `attend` is a function of the tensors' contents alone."""

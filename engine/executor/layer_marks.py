@@ -29,6 +29,10 @@ class LayerMarks:
         """From the next step on. A mark is set where `ends` layers are written; `wake` is called in the stream's thread."""
         self._ends, self._wake = frozenset(ends), wake
 
+    @property
+    def watched(self) -> bool:
+        return bool(self._ends)
+
     def attend(self, step: int, attend: Attend) -> Attend:
         """`attend`, marking. To be called once a step, when all that comes before its forward has been enqueued."""
         if not self._ends:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, StepBatch
 from engine.core.plan import Plan, PlanItem
+from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.future_map import FutureMap
 from engine.executor.hidden import hidden_rows
 from engine.executor.host_pool import HostPool
@@ -76,6 +77,7 @@ class ModelRunner:
         backup: PageBackup | None = None,
         host_pool: HostPool | None = None,
         adapters: AdapterBank | None = None,
+        graphs: DecodeGraphs | None = None,
         layers: LayerMarks | None = None,
         prefault: Callable[[int], None] = lambda highest_page: None,
     ) -> None:
@@ -85,6 +87,7 @@ class ModelRunner:
         self._backup = backup
         self._host_pool = host_pool
         self._adapters = adapters
+        self._graphs = graphs
         self._attach(model)
         self._backend = backend
         self._page_table = page_table
@@ -95,6 +98,17 @@ class ModelRunner:
     def use(self, model: CausalLM) -> None:
         """From the next step on another model of the same shape. Call it in stream order (`Executor.call`)."""
         self._attach(model)
+        if self._graphs is not None:
+            with self._graphs.or_none():
+                self.record()
+
+    def record(self) -> None:
+        """Record the decode graphs of the model at hand, if there are to be any. In stream order, before the first step."""
+        if self._graphs is None:
+            return
+        if self._adapters is not None:
+            self._adapters.begin(())
+        self._graphs.record(self._model)
 
     def _attach(self, model: CausalLM) -> None:
         self._model = model
@@ -138,6 +152,10 @@ class ModelRunner:
     def _forward(self, plan: Plan) -> Tensor:
         """[T, hidden] of all new tokens, item after item."""
         items = plan.items
+        if self._adapters is not None:
+            self._adapters.begin(items)
+        if self._graphs is not None and self._graphs.takes(plan) and self._plain():
+            return self._graphs.run(items)
         q_lens = [item.q_len for item in items]
         flat = self._upload([t for item in items for t in item.tokens])
         positions = self._upload([p for i in items for p in range(i.start, i.kv_len)])
@@ -156,10 +174,12 @@ class ModelRunner:
             riders=[i for i, item in enumerate(items) if not item.extend],
         )
         self._backend.begin(step)
-        if self._adapters is not None:
-            self._adapters.begin(items)
         attend = self._layers.attend(plan.seq, self._backend.attend)
         return self._model.forward(self._future_map.resolve(flat), positions, attend)
+
+    def _plain(self) -> bool:
+        """No adapter computes in this step, and nobody follows it layer by layer: it is what the graphs recorded."""
+        return not self._layers.watched and (self._adapters is None or not self._adapters.active)
 
     def _draw(self, items: list[PlanItem], hidden: Tensor, masks: dict[int, bytes]) -> StepOutput:
         starts = _starts(items)

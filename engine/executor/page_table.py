@@ -8,10 +8,14 @@ from engine.executor.upload import upload
 
 
 class PageTable:
-    """[num_slots, max_pages] int32, rows padded with whatever was there before: readers go by kv_len."""
+    """[num_slots + 1, max_pages] int32, rows padded with whatever was there before: readers go by kv_len.
+
+    The last row is nobody's (`scratch_slot`): all of it is page 0.
+    """
 
     def __init__(self, *, num_slots: int, max_pages: int, page_size: int, device: torch.device) -> None:
-        self._rows = torch.zeros((num_slots, max_pages), dtype=torch.int32, device=device)
+        self._rows = torch.zeros((num_slots + 1, max_pages), dtype=torch.int32, device=device)
+        self.scratch_slot = num_slots
         self._page_size = page_size
         self._device = device
         self.highest_page = 0  # of all that were ever handed out
@@ -34,6 +38,10 @@ class PageTable:
     def rows(self, slots: Tensor, *, max_kv_len: int) -> Tensor:
         """[B, pages for max_kv_len] int32."""
         return self._rows[slots, : -(-max_kv_len // self._page_size)]
+
+    def whole_rows(self, slots: Tensor) -> Tensor:
+        """[B, max_pages] int32."""
+        return self._rows.index_select(0, slots)
 
     def locate(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Where position t of its slot's request lives: (pages, offsets), both [T] int64."""

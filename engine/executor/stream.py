@@ -110,6 +110,7 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)  # weights and a zeroed pool are still under way on the default stream
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
         with torch.inference_mode(), torch.cuda.stream(self._stream):

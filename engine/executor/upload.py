@@ -8,3 +8,11 @@ def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return x
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def upload_into(target: torch.Tensor, x: torch.Tensor) -> None:
+    """`target` takes the values of `x` (CPU, of its shape and type), in stream order: as `upload`, into memory that stays."""
+    if target.device.type == "cpu":
+        target.copy_(x)
+    else:
+        target.copy_(x.pin_memory(), non_blocking=True)

@@ -1,11 +1,14 @@
-"""Calls elementwise.c: what lies between a decoder's products, for bf16 tensors on a CPU. No fallback here.
+"""What lies between a decoder's products: calls elementwise.c for bf16 on a CPU, and chooses who computes it elsewhere.
+No fallback here.
 
 C believes what it is told: shapes and types are asserted before each call, which drops the GIL.
 """
 
 import ctypes
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -91,9 +94,34 @@ def elementwise() -> Elementwise | None:
     return None if library is None else Elementwise(library)
 
 
-def elementwise_for(weight: torch.Tensor, *, multiple: int = LANES) -> Elementwise | None:
-    """The kernels, if they take rows of the type and last size of `weight`."""
-    fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.shape[-1] % multiple == 0
+class Rowwise(Protocol):
+    """What `Elementwise` does, whoever does it."""
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+    def norm_turn(
+        self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], *, weight: torch.Tensor | None, eps: float
+    ) -> None: ...
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@cache
+def _on_gpu() -> Rowwise | None:
+    if find_spec("triton") is None:
+        return None
+    from engine.kernels.triton_elementwise import TritonElementwise
+
+    return TritonElementwise()
+
+
+def elementwise_for(like: torch.Tensor, *, multiple: int = LANES) -> Rowwise | None:
+    """The kernels, if they take rows of the type, device and last size (on a CPU a multiple of `multiple`) of `like`."""
+    if like.device.type == "cuda":
+        return _on_gpu()
+    fits = like.device.type == "cpu" and like.dtype == torch.bfloat16 and like.shape[-1] % multiple == 0
     return elementwise() if fits else None
 
 

@@ -1,21 +1,54 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Paged decode attention for GPUs, in two stages: partial softmax over splits of a request's tokens, then a merge.
+"""Paged decode attention for GPUs: partial softmax over splits of a request's tokens, then a merge.
 
 Split-KV decode is Flash-Decoding (Dao et al. 2023); one tile holds all query heads of a kv head, so K and V are read
 once. How a request is split depends on its length alone: its result is the same in any batch.
+
+Lengths are read on the device, and the grid is what the machine has room for: a list of all splits is made first
+(`split_list`, once a step), and each program takes every so-manieth. So one captured graph serves every length, and a
+long context costs a short request nothing.
 """
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-MIN_SPLIT_TOKENS = 128
-MAX_SPLITS = 64  # longer requests get longer splits
-BLOCK_N = 64
 MIN_TILE_HEADS = 16  # what tl.dot takes at least
-NUM_STAGES = 3
+LOG2_E = 1.4426950408889634
+INTERPRETED_PROGRAMS = 3  # no device to ask: few, so that each has several splits
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """How work is cut. `min_split`: tokens of a split at least (longer requests: `splits` of them, longer ones); `block`:
+    tokens of one tile; `per_sm`: programs for each multiprocessor.
+
+    `stages`: K and V hang on a page id that is loaded before, so with Triton's pipeliner 3 of them are one tile ahead and
+    5 are two.
+    """
+
+    min_split: int = 256
+    splits: int = 32
+    block: int = 64
+    warps: int = 4
+    stages: int = 5
+    per_sm: int = 3
+
+
+@cache
+def decode_tiles(*, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeTiles:
+    """What keeps accumulators in registers on sm_90 (tests compile it). Few kv heads: more splits, or one long request
+    alone would leave multiprocessors idle."""
+    splits = min(64, max(16, 256 // triton.next_power_of_2(kv_heads)))
+    if dtype == torch.float32:
+        return DecodeTiles(
+            splits=splits, warps=8 if dim > 128 else 4, stages=3, block=64 if dim <= 128 else 32, per_sm=1
+        )
+    return DecodeTiles(splits=splits, stages=3, per_sm=2) if dim > 128 else DecodeTiles(splits=splits)
 
 
 @triton.jit
@@ -26,18 +59,43 @@ def split_tokens(kv_len, MIN_SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
+def split_list_kernel(
+    kv_lens_ptr,  # [B] int32
+    list_ptr,  # [B * SPLITS + 1] int32
+    batch,
+    TILE_BATCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Program (request): its splits, behind those of the requests before it."""
+    request = tl.program_id(0)
+    at = tl.arange(0, TILE_BATCH)
+    lens = tl.load(kv_lens_ptr + at, mask=at < batch, other=0)
+    counts = tl.cdiv(lens, split_tokens(lens, MIN_SPLIT, SPLITS, BLOCK))
+    first = tl.sum(tl.where(at < request, counts, 0))
+    count = tl.sum(tl.where(at == request, counts, 0))
+    split = tl.arange(0, SPLITS)
+    tl.store(list_ptr + first + split, request * SPLITS + split, mask=split < count)
+    if request == batch - 1:
+        tl.store(list_ptr + batch * SPLITS, first + count)
+
+
+@triton.jit
 def decode_split_kernel(
-    q_ptr,  # [B, heads, dim] dense
+    q_ptr,  # [B, heads, dim]; heads of a row are dense
     k_ptr,  # page 0 of this layer's K; rows of a token are dense
     v_ptr,
-    part_ptr,  # [B, heads, splits, dim] fp32: normalised output of each split
-    lse_ptr,  # [B, heads, splits] fp32: log of each split's sum of weights
+    part_ptr,  # [B, splits, heads, dim] fp32: normalised output of each split
+    lse_ptr,  # [B, splits, heads] fp32: log2 of each split's sum of weights
+    list_ptr,  # [B * splits + 1] int32: request * splits + split of each; the last is how many there are
     table_ptr,  # [B, table_stride] int32
     kv_lens_ptr,  # [B] int32
+    batch,
+    q_stride,
     table_stride,
     page_stride,  # elements; page * page_stride exceeds 32 bits
-    num_splits,  # of the grid: as many as the longest request needs
-    scale,
+    scale,  # times log2(e)
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -49,22 +107,25 @@ def decode_split_kernel(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (request, kv head, split)."""
-    request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kv_len = tl.load(kv_lens_ptr + request)
-    per_split = split_tokens(kv_len, MIN_SPLIT, SPLITS, BLOCK)
-    begin = split * per_split
-    end = tl.minimum(begin + per_split, kv_len)
-    if begin < end:
-        GROUP: tl.constexpr = HEADS // KV_HEADS
-        in_group = tl.arange(0, TILE_HEADS)
-        dims = tl.arange(0, TILE_DIM)
+    """Each program: every so-manieth (split, kv head) of the list."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    in_group = tl.arange(0, TILE_HEADS)
+    dims = tl.arange(0, TILE_DIM)
+    mask_h = in_group < GROUP
+    mask_d = dims < DIM
+    mask_hd = mask_h[:, None] & mask_d[None, :]
+    total_work = tl.load(list_ptr + batch * SPLITS) * KV_HEADS
+    for work in range(tl.program_id(0), total_work, tl.num_programs(0)):
+        unit = tl.load(list_ptr + work // KV_HEADS)
+        kv_head = work % KV_HEADS
+        request = unit // SPLITS
+        kv_len = tl.load(kv_lens_ptr + request)
+        per_split = split_tokens(kv_len, MIN_SPLIT, SPLITS, BLOCK)
+        begin = (unit % SPLITS) * per_split
+        end = tl.minimum(begin + per_split, kv_len)
         head = kv_head * GROUP + in_group
-        row = request.to(tl.int64) * HEADS + head
-        mask_h = in_group < GROUP
-        mask_d = dims < DIM
-        mask_hd = mask_h[:, None] & mask_d[None, :]
-        q = tl.load(q_ptr + row[:, None] * DIM + dims[None, :], mask=mask_hd, other=0.0)
+        at_q = request.to(tl.int64) * q_stride + head * DIM
+        q = tl.load(q_ptr + at_q[:, None] + dims[None, :], mask=mask_hd, other=0.0)
         best = tl.full([TILE_HEADS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_HEADS], tl.float32)
         acc = tl.zeros([TILE_HEADS, TILE_DIM], tl.float32)
@@ -78,15 +139,15 @@ def decode_split_kernel(
             scores = tl.dot(q, k, input_precision=PRECISION) * scale
             scores = tl.where(mask_n[None, :], scores, float("-inf"))
             best_now = tl.maximum(best, tl.max(scores, 1))
-            factor = tl.exp(best - best_now)
-            weights = tl.exp(scores - best_now[:, None])
+            factor = tl.exp2(best - best_now)
+            weights = tl.exp2(scores - best_now[:, None])
             v = tl.load(v_ptr + start[:, None] + dims[None, :], mask=mask_n[:, None] & mask_d[None, :], other=0.0)
             acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             total = total * factor + tl.sum(weights, 1)
             best = best_now
-        part = row * num_splits + split
+        part = unit.to(tl.int64) * HEADS + head
         tl.store(part_ptr + part[:, None] * DIM + dims[None, :], acc / total[:, None], mask=mask_hd)
-        tl.store(lse_ptr + part, best + tl.log(total), mask=mask_h)
+        tl.store(lse_ptr + part, best + tl.log2(total), mask=mask_h)
 
 
 @triton.jit
@@ -95,7 +156,6 @@ def decode_merge_kernel(
     lse_ptr,
     out_ptr,  # [B, heads, dim] dense
     kv_lens_ptr,
-    num_splits,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     TILE_DIM: tl.constexpr,
@@ -103,30 +163,25 @@ def decode_merge_kernel(
     MIN_SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Program (request, head): the parts, weighed by their sums, in order."""
+    """Program (request, head): the parts, weighed by their sums."""
     request, head = tl.program_id(0), tl.program_id(1)
     kv_len = tl.load(kv_lens_ptr + request)
     used = tl.cdiv(kv_len, split_tokens(kv_len, MIN_SPLIT, SPLITS, BLOCK))
+    split, dims = tl.arange(0, SPLITS), tl.arange(0, TILE_DIM)
+    part = (request.to(tl.int64) * SPLITS + split) * HEADS + head
+    lse = tl.load(lse_ptr + part, mask=split < used, other=float("-inf"))
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    mask = (split < used)[:, None] & (dims < DIM)[None, :]
+    parts = tl.load(part_ptr + part[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+    merged = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
     row = request.to(tl.int64) * HEADS + head
-    dims = tl.arange(0, TILE_DIM)
-    mask = dims < DIM
-    best = tl.full([], float("-inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
-    acc = tl.zeros([TILE_DIM], tl.float32)
-    for split in range(0, used):
-        lse = tl.load(lse_ptr + row * num_splits + split)
-        part = tl.load(part_ptr + (row * num_splits + split) * DIM + dims, mask=mask, other=0.0)
-        best_now = tl.maximum(best, lse)
-        factor = tl.exp(best - best_now)
-        weight = tl.exp(lse - best_now)
-        acc = acc * factor + part * weight
-        total = total * factor + weight
-        best = best_now
-    tl.store(out_ptr + row * DIM + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=dims < DIM)
 
 
-def split_constants(*, heads: int, kv_heads: int, dim: int, page_size: int, precision: str) -> dict[str, Any]:
-    """Compile-time constants of the first stage."""
+def split_constants(
+    *, heads: int, kv_heads: int, dim: int, page_size: int, precision: str, tiles: DecodeTiles
+) -> dict[str, Any]:
+    """Compile-time constants of the kernel that reads K and V."""
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -135,31 +190,37 @@ def split_constants(*, heads: int, kv_heads: int, dim: int, page_size: int, prec
         "TILE_HEADS": max(MIN_TILE_HEADS, triton.next_power_of_2(heads // kv_heads)),
         "TILE_DIM": tile_dim(dim),
         "PRECISION": precision,
-        **_split_rule(),
+        **split_rule(tiles),
     }
 
 
-def merge_constants(*, heads: int, dim: int) -> dict[str, Any]:
-    """Compile-time constants of the second stage."""
-    return {"HEADS": heads, "DIM": dim, "TILE_DIM": tile_dim(dim), **_split_rule()}
+def merge_constants(*, heads: int, dim: int, tiles: DecodeTiles) -> dict[str, Any]:
+    """Compile-time constants of the merge."""
+    return {"HEADS": heads, "DIM": dim, "TILE_DIM": tile_dim(dim), **split_rule(tiles)}
 
 
 def tile_dim(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-def num_warps(dim: int, dtype: torch.dtype) -> int:
-    """Warps of the first stage: what keeps its accumulators in registers on sm_90 (tests compile it)."""
-    return 8 if dtype == torch.float32 and dim > 128 else 4
+def split_rule(tiles: DecodeTiles) -> dict[str, int]:
+    return {"BLOCK": tiles.block, "MIN_SPLIT": tiles.min_split, "SPLITS": tiles.splits}
 
 
-def _split_rule() -> dict[str, int]:
-    return {"BLOCK": BLOCK_N, "MIN_SPLIT": MIN_SPLIT_TOKENS, "SPLITS": MAX_SPLITS}
+@cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def splits_needed(longest: int) -> int:
-    """Splits of the grid for a batch whose longest request has `longest` tokens."""
-    return min(MAX_SPLITS, -(-longest // MIN_SPLIT_TOKENS))
+def split_list(kv_lens: torch.Tensor, *, tiles: DecodeTiles) -> torch.Tensor:
+    """[B * splits + 1] int32: the splits of requests of `kv_lens` [B] int32, for `decode`; once a step, for all layers."""
+    batch = len(kv_lens)
+    found = torch.empty((batch * tiles.splits + 1,), dtype=torch.int32, device=kv_lens.device)
+    width = triton.next_power_of_2(batch)
+    split_list_kernel[(batch,)](kv_lens, found, batch, TILE_BATCH=width, **split_rule(tiles), num_warps=1)
+    return found
 
 
 def decode(
@@ -169,37 +230,41 @@ def decode(
     *,
     page_table: torch.Tensor,
     kv_lens: torch.Tensor,
-    longest: int,
+    splits: torch.Tensor,
     scale: float,
+    tiles: DecodeTiles,
 ) -> torch.Tensor:
-    """[B, heads, dim]. q [B, heads, dim] dense; caches as KVPool.k; page_table [B, pages] int32; kv_lens [B] int32.
-
-    `longest`: an upper bound of kv_lens, known to the host.
+    """[B, heads, dim] dense. q [B, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k; page_table
+    [B, pages] int32; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths and tiles.
     """
     batch, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
-    splits = splits_needed(longest)
-    parts = torch.empty((batch, heads, splits, dim), dtype=torch.float32, device=q.device)
-    lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
-    out = torch.empty_like(q)
+    parts = torch.empty((batch, tiles.splits, heads, dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((batch, tiles.splits, heads), dtype=torch.float32, device=q.device)
+    out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
     precision = "ieee" if k_cache.dtype == torch.float32 else "tf32"
-    decode_split_kernel[(batch, kv_heads, splits)](
+    programs = min(multiprocessors(q.device) * tiles.per_sm, batch * kv_heads * tiles.splits)
+    decode_split_kernel[(programs,)](
         q,
         k_cache,
         v_cache,
         parts,
         lse,
+        splits,
         page_table,
         kv_lens,
+        batch,
+        q.stride(0),
         page_table.stride(0),
         k_cache.stride(0),
-        splits,
-        scale,
-        **split_constants(heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, precision=precision),
-        num_warps=num_warps(dim, k_cache.dtype),
-        num_stages=NUM_STAGES,
+        scale * LOG2_E,
+        **split_constants(
+            heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, precision=precision, tiles=tiles
+        ),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
     decode_merge_kernel[(batch, heads)](
-        parts, lse, out, kv_lens, splits, **merge_constants(heads=heads, dim=dim), num_warps=2
+        parts, lse, out, kv_lens, **merge_constants(heads=heads, dim=dim, tiles=tiles), num_warps=4
     )
     return out

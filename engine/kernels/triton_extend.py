@@ -1,33 +1,114 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 """Attention of many new tokens over pages that already hold the prefix and the new tokens themselves, for GPUs.
 
-FlashAttention-2's loop (Dao 2023) with K and V fetched through the page table. A row's result depends on its position
-and the cache alone, not on how the prompt was cut into chunks beyond rounding.
+FlashAttention-2's loop (Dao 2023) with K and V fetched through the page table: first the tokens that every row of a
+tile sees, without a mask, then the few at its diagonal. A row's result depends on its position and the cache alone, not
+on how the prompt was cut into chunks beyond rounding.
 """
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_decode import tile_dim
+from engine.kernels.triton_decode import LOG2_E, tile_dim
 
-NUM_STAGES = 2
+
+@dataclass(frozen=True, slots=True)
+class ExtendTiles:
+    """A program's share: `rows` of one head against `block` tokens at a time."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
+
+
+@cache
+def extend_tiles(*, dim: int, dtype: torch.dtype) -> ExtendTiles:
+    """What fits the registers and the shared memory of sm_90 without spills (tests compile it)."""
+    if dtype == torch.float32:  # no tensor cores for exact fp32: small tiles
+        return ExtendTiles(rows=16, block=32 if dim <= 128 else 16, warps=8, stages=2)
+    if dim > 128:
+        return ExtendTiles(rows=64, block=64, warps=8, stages=2)
+    return ExtendTiles(rows=128, block=64, warps=8 if dim > 64 else 4, stages=5)  # 5: two blocks ahead, see DecodeTiles
+
+
+@triton.jit
+def extend_block(
+    q,
+    best,
+    total,
+    acc,
+    at,
+    end,
+    position,  # of each row
+    table,
+    k_ptr,
+    v_ptr,
+    page_stride,
+    kv_head,
+    scale,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,  # some row does not see some token of this block
+):
+    """Tokens at..at + BLOCK: (best, total, acc) with them."""
+    dims = tl.arange(0, TILE_DIM)
+    token = at + tl.arange(0, BLOCK)
+    if MASKED:
+        mask_n = token < end
+        page = tl.load(table + token // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
+    else:
+        page = tl.load(table + token // PAGE_SIZE).to(tl.int64)
+    start = page * page_stride + ((token % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
+    at_k = k_ptr + start[None, :] + dims[:, None]
+    at_v = v_ptr + start[:, None] + dims[None, :]
+    if MASKED:
+        k = tl.load(at_k, mask=mask_n[None, :] & (dims < DIM)[:, None], other=0.0)
+    elif TILE_DIM == DIM:
+        k = tl.load(at_k)
+    else:
+        k = tl.load(at_k, mask=(dims < DIM)[:, None], other=0.0)
+    scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    if MASKED:
+        # rows past the end see what the last row sees: no row is empty, no NaN arises
+        seen = (token[None, :] <= position[:, None]) & mask_n[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+    best_now = tl.maximum(best, tl.max(scores, 1))
+    factor = tl.exp2(best - best_now)
+    weights = tl.exp2(scores - best_now[:, None])
+    if MASKED:
+        v = tl.load(at_v, mask=mask_n[:, None] & (dims < DIM)[None, :], other=0.0)
+    elif TILE_DIM == DIM:
+        v = tl.load(at_v)
+    else:
+        v = tl.load(at_v, mask=(dims < DIM)[None, :], other=0.0)
+    acc = acc * factor[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    return best_now, total * factor + tl.sum(weights, 1), acc
 
 
 @triton.jit
 def extend_kernel(
-    q_ptr,  # [T, heads, dim] dense
+    q_ptr,  # [T, heads, dim]; heads of a row are dense
     k_ptr,  # page 0 of this layer's K; rows of a token are dense
     v_ptr,
-    out_ptr,  # as q
+    out_ptr,  # [T, heads, dim] dense
     table_ptr,  # [B, table_stride] int32
     starts_ptr,  # [B + 1] int32: first row of each request in q
     kv_lens_ptr,  # [B] int32
+    q_stride,
     table_stride,
     page_stride,  # elements; page * page_stride exceeds 32 bits
-    scale,
+    scale,  # times log2(e)
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -37,8 +118,9 @@ def extend_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (tile of rows, head, request)."""
-    tile, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Program (tile of rows, head, request); the last rows, which see most, begin first."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, request = tl.program_id(1), tl.program_id(2)
     first = tl.load(starts_ptr + request)
     q_len = tl.load(starts_ptr + request + 1) - first
     if tile * BLOCK_ROWS < q_len:
@@ -46,40 +128,35 @@ def extend_kernel(
         kv_head = head // (HEADS // KV_HEADS)
         rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         dims = tl.arange(0, TILE_DIM)
-        mask_m = rows < q_len
-        mask_d = dims < DIM
-        mask_md = mask_m[:, None] & mask_d[None, :]
-        at_q = ((first + rows).to(tl.int64) * HEADS + head) * DIM
-        q = tl.load(q_ptr + at_q[:, None] + dims[None, :], mask=mask_md, other=0.0)
+        mask_md = (rows < q_len)[:, None] & (dims < DIM)[None, :]
+        in_batch = (first + rows).to(tl.int64)
+        at_q = q_ptr + in_batch[:, None] * q_stride + head * DIM + dims[None, :]
+        q = tl.load(at_q, mask=mask_md, other=0.0)
         position = kv_len - q_len + rows
-        end = tl.minimum(kv_len, kv_len - q_len + (tile + 1) * BLOCK_ROWS)
+        prefix = kv_len - q_len + tile * BLOCK_ROWS  # tokens before the first row
+        end = tl.minimum(kv_len, prefix + BLOCK_ROWS)
+        seen_by_all = (prefix + 1) // BLOCK * BLOCK
         best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
         acc = tl.zeros([BLOCK_ROWS, TILE_DIM], tl.float32)
         table = table_ptr + request.to(tl.int64) * table_stride
-        for at in range(0, end, BLOCK):
-            token = at + tl.arange(0, BLOCK)
-            mask_n = token < end
-            page = tl.load(table + token // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
-            start = page * page_stride + ((token % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
-            k = tl.load(k_ptr + start[None, :] + dims[:, None], mask=mask_n[None, :] & mask_d[:, None], other=0.0)
-            scores = tl.dot(q, k, input_precision=PRECISION) * scale
-            # rows past the end see what the last row sees: no row is empty, no NaN arises
-            seen = (token[None, :] <= position[:, None]) & mask_n[None, :]
-            scores = tl.where(seen, scores, float("-inf"))
-            best_now = tl.maximum(best, tl.max(scores, 1))
-            factor = tl.exp(best - best_now)
-            weights = tl.exp(scores - best_now[:, None])
-            v = tl.load(v_ptr + start[:, None] + dims[None, :], mask=mask_n[:, None] & mask_d[None, :], other=0.0)
-            acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-            total = total * factor + tl.sum(weights, 1)
-            best = best_now
+        for at in range(0, seen_by_all, BLOCK):
+            best, total, acc = extend_block(
+                q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, kv_head, scale,
+                KV_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, False,
+            )  # fmt: skip
+        for at in range(seen_by_all, end, BLOCK):
+            best, total, acc = extend_block(
+                q, best, total, acc, at, end, position, table, k_ptr, v_ptr, page_stride, kv_head, scale,
+                KV_HEADS, DIM, PAGE_SIZE, TILE_DIM, BLOCK, PRECISION, True,
+            )  # fmt: skip
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at_q[:, None] + dims[None, :], out, mask=mask_md)
+        at_out = (in_batch * HEADS + head) * DIM
+        tl.store(out_ptr + at_out[:, None] + dims[None, :], out, mask=mask_md)
 
 
 def extend_constants(
-    *, heads: int, kv_heads: int, dim: int, page_size: int, precision: str, block_rows: int, block: int
+    *, heads: int, kv_heads: int, dim: int, page_size: int, precision: str, tiles: ExtendTiles
 ) -> dict[str, Any]:
     """Compile-time constants."""
     return {
@@ -88,19 +165,10 @@ def extend_constants(
         "DIM": dim,
         "PAGE_SIZE": page_size,
         "TILE_DIM": tile_dim(dim),
-        "BLOCK_ROWS": block_rows,
-        "BLOCK": block,
+        "BLOCK_ROWS": tiles.rows,
+        "BLOCK": tiles.block,
         "PRECISION": precision,
     }
-
-
-def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """(rows, tokens, warps) of a tile: what fits the registers of sm_90 without spills (tests compile it)."""
-    if dtype == torch.float32:  # no tensor cores for exact fp32: small tiles
-        return 16, (32 if dim <= 128 else 16), 8
-    if dim > 128:
-        return 64, 64, 8
-    return 128, 64, 8 if dim > 64 else 4
 
 
 def extend(
@@ -113,17 +181,18 @@ def extend(
     kv_lens: torch.Tensor,
     most_rows: int,
     scale: float,
+    tiles: ExtendTiles,
 ) -> torch.Tensor:
-    """[T, heads, dim]. q [T, heads, dim] dense; caches as KVPool.k; page_table [B, pages] int32; starts [B + 1] int32.
+    """[T, heads, dim] dense. q [T, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k; page_table
+    [B, pages] int32; starts [B + 1] int32.
 
     `most_rows`: an upper bound of the requests' q_len, known to the host.
     """
     heads, dim = q.shape[1:]
     page_size, kv_heads = k_cache.shape[1:3]
-    block_rows, block, warps = tile_shape(dim, k_cache.dtype)
-    out = torch.empty_like(q)
+    out = torch.empty(tuple(q.shape), dtype=q.dtype, device=q.device)
     precision = "ieee" if k_cache.dtype == torch.float32 else "tf32"
-    extend_kernel[(triton.cdiv(most_rows, block_rows), heads, len(kv_lens))](
+    extend_kernel[(triton.cdiv(most_rows, tiles.rows), heads, len(kv_lens))](
         q,
         k_cache,
         v_cache,
@@ -131,19 +200,14 @@ def extend(
         page_table,
         starts,
         kv_lens,
+        q.stride(0),
         page_table.stride(0),
         k_cache.stride(0),
-        scale,
+        scale * LOG2_E,
         **extend_constants(
-            heads=heads,
-            kv_heads=kv_heads,
-            dim=dim,
-            page_size=page_size,
-            precision=precision,
-            block_rows=block_rows,
-            block=block,
+            heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, precision=precision, tiles=tiles
         ),
-        num_warps=warps,
-        num_stages=NUM_STAGES,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
     return out

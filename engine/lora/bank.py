@@ -44,6 +44,11 @@ class AdapterBank:
         runs = adapter_runs((self._of_slot[item.slot], item.q_len) for item in items)
         self._active = [(run.rows, self._adapters[run.adapter]) for run in runs]
 
+    @property
+    def active(self) -> bool:
+        """Some token of the step at hand computes with an adapter."""
+        return bool(self._active)
+
     def _delta(self, index: int) -> Delta:
         def delta(x: Tensor, y: Tensor) -> None:
             for rows, adapter in self._active:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,28 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.triton_decode import (
-    NUM_STAGES,
     decode_merge_kernel,
     decode_split_kernel,
+    decode_tiles,
     merge_constants,
-    num_warps,
     split_constants,
+    split_list_kernel,
+    split_rule,
 )
-from engine.kernels.triton_extend import NUM_STAGES as EXTEND_STAGES
-from engine.kernels.triton_extend import extend_constants, extend_kernel, tile_shape
+from engine.kernels.triton_elementwise import (
+    GATE_TILE,
+    HEAD_TILE,
+    norm_turn_kernel,
+    rms_norm_kernel,
+    silu_mul_kernel,
+)
+from engine.kernels.triton_extend import extend_constants, extend_kernel, extend_tiles
+from engine.kernels.triton_kv_write import kv_write_kernel
 
 ROOT = Path(__file__).parents[2]
 SM_90 = GPUTarget("cuda", 90, 32)
-SHARED_LIMIT_BYTES = 227 << 10
+SHARED_LIMIT_BYTES = 227 << 10  # of a multiprocessor
+REGISTERS = 65536
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = {
     "Qwen3-0.6B": {"heads": 16, "kv_heads": 8, "dim": 128},
@@ -48,26 +58,71 @@ def test_decode_compiles_for_sm_90_without_spills(shape, dtype):
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], f"*{dtype}"),
         **dict.fromkeys(["part_ptr", "lse_ptr"], "*fp32"),
-        **dict.fromkeys(["table_ptr", "kv_lens_ptr"], "*i32"),
+        **dict.fromkeys(["list_ptr", "table_ptr", "kv_lens_ptr"], "*i32"),
+        "batch": "i32",
+        "q_stride": "i32",
         "table_stride": "i32",
         "page_stride": "i64",
-        "num_splits": "i32",
         "scale": "fp32",
     }
-    warps = num_warps(SHAPES[shape]["dim"], TORCH_DTYPES[dtype])
-    constants = split_constants(**SHAPES[shape], page_size=16, precision=_precision(dtype))
-    check_compiled(decode_split_kernel, signature, constants, aligned=["page_stride"], warps=warps, stages=NUM_STAGES)
+    heads = SHAPES[shape]
+    tiles = decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
+    constants = split_constants(**heads, page_size=16, precision=_precision(dtype), tiles=tiles)
+    made = check_compiled(
+        decode_split_kernel,
+        signature,
+        constants,
+        aligned=["page_stride", "q_stride"],
+        warps=tiles.warps,
+        stages=tiles.stages,
+    )
+    assert made.metadata.shared * tiles.per_sm <= SHARED_LIMIT_BYTES
+    assert made.usage["REG"] * 32 * tiles.warps * tiles.per_sm <= REGISTERS
 
 
-def test_merge_compiles_for_sm_90_without_spills():
+def test_what_stands_around_decode_compiles_for_sm_90_without_spills():
+    tiles = decode_tiles(kv_heads=8, dim=128, dtype=torch.bfloat16)
+    signature = {"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "kv_lens_ptr": "*i32"}
+    constants = merge_constants(heads=16, dim=128, tiles=tiles)
+    check_compiled(decode_merge_kernel, signature, constants, aligned=[], warps=4, stages=2)
+    signature = {"kv_lens_ptr": "*i32", "list_ptr": "*i32", "batch": "i32"}
+    check_compiled(split_list_kernel, signature, {"TILE_BATCH": 64, **split_rule(tiles)}, aligned=[], warps=1, stages=2)
     signature = {
-        "part_ptr": "*fp32",
-        "lse_ptr": "*fp32",
-        "out_ptr": "*bf16",
-        "kv_lens_ptr": "*i32",
-        "num_splits": "i32",
+        **dict.fromkeys(["k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"], "*bf16"),
+        **dict.fromkeys(["pages_ptr", "offsets_ptr"], "*i64"),
+        **dict.fromkeys(["k_stride", "v_stride"], "i32"),
+        "page_stride": "i64",
     }
-    check_compiled(decode_merge_kernel, signature, merge_constants(heads=16, dim=128), aligned=[], warps=2, stages=2)
+    strides = ["k_stride", "v_stride", "page_stride"]
+    check_compiled(
+        kv_write_kernel, signature, {"ROW": 1024, "TILE": 1024}, aligned=strides, warps=4, stages=2, streams=False
+    )
+
+
+def test_elementwise_kernels_compile_for_sm_90_without_spills():
+    """Of Qwen3-8B."""
+    pointers = dict.fromkeys(["x_ptr", "delta_ptr", "weight_ptr", "out_ptr"], "*bf16")
+    check_compiled(
+        rms_norm_kernel,
+        {**pointers, "width": "i32", "eps": "fp32"},
+        {"ADDS": True, "TILE": 4096},
+        aligned=["width"],
+        warps=8,
+        stages=3,
+    )
+    pointers = dict.fromkeys(["x_ptr", "weight_ptr", "cosine_ptr", "sine_ptr"], "*bf16")
+    check_compiled(
+        norm_turn_kernel,
+        {**pointers, "x_stride": "i32", "turn_stride": "i32", "eps": "fp32"},
+        {"HEADS": 40, "DIM": 128, "NORMS": True, "TILE": 64, "TILE_HEADS": HEAD_TILE},
+        aligned=["x_stride", "turn_stride"],
+        warps=4,
+        stages=3,
+    )
+    pointers = dict.fromkeys(["x_ptr", "out_ptr"], "*bf16")
+    check_compiled(
+        silu_mul_kernel, {**pointers, "width": "i32"}, {"TILE": GATE_TILE}, aligned=["width"], warps=4, stages=3
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -76,25 +131,50 @@ def test_extend_compiles_for_sm_90_without_spills(shape, dtype):
     signature = {
         **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], f"*{dtype}"),
         **dict.fromkeys(["table_ptr", "starts_ptr", "kv_lens_ptr"], "*i32"),
+        "q_stride": "i32",
         "table_stride": "i32",
         "page_stride": "i64",
         "scale": "fp32",
     }
-    rows, block, warps = tile_shape(SHAPES[shape]["dim"], TORCH_DTYPES[dtype])
-    constants = extend_constants(
-        **SHAPES[shape], page_size=16, precision=_precision(dtype), block_rows=rows, block=block
+    tiles = extend_tiles(dim=SHAPES[shape]["dim"], dtype=TORCH_DTYPES[dtype])
+    constants = extend_constants(**SHAPES[shape], page_size=16, precision=_precision(dtype), tiles=tiles)
+    made = check_compiled(
+        extend_kernel,
+        signature,
+        constants,
+        aligned=["page_stride", "q_stride"],
+        warps=tiles.warps,
+        stages=tiles.stages,
     )
-    check_compiled(extend_kernel, signature, constants, aligned=["page_stride"], warps=warps, stages=EXTEND_STAGES)
+    if dtype == "bf16":
+        assert "wgmma" in made.asm["ptx"], "Hopper's own products are idle"
 
 
 def _precision(dtype: str) -> str:
     return "ieee" if dtype == "fp32" else "tf32"
 
 
+@dataclass
+class Made:
+    asm: dict[str, Any]
+    metadata: Any
+    usage: dict[str, int]
+
+
 def check_compiled(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], *, aligned: list[str], warps: int, stages: int
-) -> None:
-    """Compile as a launch would: pointers, and the scalars named in `aligned`, are multiples of 16."""
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    aligned: list[str],
+    warps: int,
+    stages: int,
+    streams: bool = True,
+) -> Made:
+    """Compile as a launch would: pointers, and the scalars named in `aligned`, are multiples of 16.
+
+    `streams`: it multiplies what it loads in a loop.
+    """
     names = kernel.arg_names
     assert [n for n in names if n not in constants] == list(signature)
     whole = {n: signature.get(n, "constexpr") for n in names}
@@ -109,9 +189,10 @@ def check_compiled(
     assert compiled.metadata.shared <= SHARED_LIMIT_BYTES
     usage = resource_usage(compiled.asm["cubin"])
     assert usage["STACK"] == 0 and usage["LOCAL"] == 0, usage
-    if signature.get("k_ptr") == "*bf16":
+    if signature.get("k_ptr") == "*bf16" and streams:
         assert "mma" in compiled.asm["ptx"], "tensor cores are idle"
         assert "cp.async" in compiled.asm["ptx"], "loads are not pipelined"
+    return Made(compiled.asm, compiled.metadata, usage)
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:

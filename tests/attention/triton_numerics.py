@@ -9,20 +9,23 @@ import sys
 import torch
 
 from engine.attention import triton_backend
+from engine.attention.base import DeviceStep
 from engine.attention.triton_backend import TritonBackend
-from engine.kernels import triton_decode, triton_extend
+from engine.kernels import triton_decode, triton_elementwise, triton_extend
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,
     fill,
     make_pool,
     make_sequences,
+    make_step,
     pages_needed,
     run_step,
     worst_error,
 )
+from tests.attention.triton_elementwise import check_elementwise
 
-GUARD = 7.5
+GUARD = 7  # of any dtype
 GUARD_ROWS = 64  # more than any tile: a store too many hits a guard, not the heap
 
 
@@ -66,6 +69,33 @@ def check(name: str, heads: Heads, starts: list[int], ends: list[int], *, page_s
     guarded.check()
 
 
+def check_lengths_on_the_device() -> None:
+    """A captured graph's way: two requests and a padded row, whose table names only page 0, beside them."""
+    heads, ends = Heads(q=4, kv=2, dim=16), [300, 40]
+    sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
+    pool = make_pool(heads, num_pages=pages_needed(ends, 16), page_size=16)
+    starts = [n - 1 for n in ends]
+    fill(pool, sequences, starts)
+    before = pool.buffer[pool.page_bytes :].clone()
+    step = make_step(sequences, starts, ends, page_size=16, extend=False)
+    backend = TritonBackend(pool)
+    more = torch.nn.functional.pad
+    backend.begin_on_device(
+        DeviceStep(
+            page_table=more(step.page_table, (0, 7, 0, 1)),
+            kv_lens=more(torch.tensor(ends, dtype=torch.int32), (0, 1), value=1),
+            token_pages=more(step.token_pages, (0, 1)),
+            token_offsets=more(step.token_offsets, (0, 1)),
+        )
+    )
+    rows = [torch.cat([getattr(s, name)[-1:] for s in sequences]) for name in "qkv"]
+    out = backend.attend(1, *(more(row, (0, 0, 0, 0, 0, 1)) for row in rows))
+    assert worst_error(list(out[:2].split(1)), sequences, starts, ends) < TOLERANCE["float32"]
+    pool.write(1, step.token_pages, step.token_offsets, *(torch.zeros_like(row) for row in rows[1:]))
+    assert torch.equal(pool.buffer[pool.page_bytes :], before), "a padded row wrote into a request's page"
+    guarded.check()
+
+
 def check_alone_and_together() -> None:
     heads, ends = Heads(q=2, kv=1, dim=16), [300, 40]
     sequences = make_sequences(heads, ends, page_size=16, dtype="float32")
@@ -79,7 +109,7 @@ def check_alone_and_together() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for module in (triton_decode, triton_extend):
+    for module in (triton_decode, triton_extend, triton_elementwise):
         setattr(module, "torch", guarded)  # noqa: B010
     assert triton_backend.decode is triton_decode.decode
     mqa, gqa, odd = Heads(q=3, kv=1, dim=16), Heads(q=4, kv=2, dim=32), Heads(q=2, kv=1, dim=24)
@@ -91,8 +121,11 @@ def main() -> None:
     check("extend, dim", odd, [3], [21], page_size=16, extend=True)
     check("extend, tiles", mqa, [0, 70], [70, 140], page_size=16, extend=True)
     check_alone_and_together()
-    # longer than MAX_SPLITS of the least size: splits grow
-    triton_decode.MAX_SPLITS = 2
+    check_lengths_on_the_device()
+    check_elementwise(guarded.check)
+    # longer than all splits of the least size: splits grow
+    few = triton_decode.DecodeTiles(min_split=128, splits=2)
+    setattr(triton_backend, "decode_tiles", lambda **_: few)  # noqa: B010
     check("decode, long splits", mqa, [419, 9], [420, 10], page_size=16, extend=False)
 
 

@@ -1,12 +1,14 @@
 """The whole engine of one process (real model, pool, kernels, streams, scheduler), driven without sockets."""
 
 import time
+from collections.abc import Callable
 
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.grammar import Grammar
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
+from engine.executor.decode_graphs import Capture
 from engine.loop.pipeline import Pipeline
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
 from engine.model_config import load_model_config
@@ -17,12 +19,18 @@ class EngineInProcess:
     """`depth=None`: what the configuration resolves to."""
 
     def __init__(
-        self, model_path: str, *, depth: int | None = None, num_token_ids: int | None = None, **flags: object
+        self,
+        model_path: str,
+        *,
+        depth: int | None = None,
+        num_token_ids: int | None = None,
+        capture: Callable[[], Capture] | None = None,
+        **flags: object,
     ) -> None:
         config = EngineConfig(model_path=model_path, **{"max_total_tokens": 8192, **flags})  # type: ignore[arg-type]
         self.model = load_model_config(model_path)
         self.parts: EngineParts = build_engine(
-            config, self.model, tail_text=lambda ids: "", progress=False, num_token_ids=num_token_ids
+            config, self.model, tail_text=lambda ids: "", progress=False, num_token_ids=num_token_ids, capture=capture
         )
         self.pipeline = Pipeline(
             scheduler=self.parts.scheduler,

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.elementwise import elementwise
-from engine.layers import gate, linear
+from engine.layers import linear
 from engine.layers.gate import silu_mul
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
@@ -22,7 +22,6 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Who computes bf16 on this CPU."""
     if request.param == "torch":
         monkeypatch.setattr(linear, "linear_kernel", lambda: None)
-        monkeypatch.setattr(gate, "elementwise", lambda: None)
         monkeypatch.setattr("engine.kernels.elementwise.elementwise", lambda: None)
     yield request.param
 

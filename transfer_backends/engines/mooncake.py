@@ -27,8 +27,8 @@ SETTINGS = {
     "MC_TRANSFER_TIMEOUT": "30",
     "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "2",
     "MC_LOG_LEVEL": "ERROR",
+    "MC_TCP_SLICE_SIZE": str(2 << 20),  # of a GPU's memory: one blocking cudaMemcpy a slice; nothing to host memory
 }
-GPU_SLICE = {"MC_TCP_SLICE_SIZE": str(2 << 20)}  # one blocking cudaMemcpy a slice
 SCRATCH_BYTES = 4096
 PROBE_BYTES = 8
 PENDING, DONE, FAILED, OVERDUE = 0, 1, -1, -2  # of transfer_check_status; OVERDUE is still pending
@@ -93,11 +93,9 @@ class MooncakeEngine:
             )
 
     def register(self, regions: Sequence[Region]) -> None:
-        if any(region.device is not None for region in regions):
-            set_defaults(GPU_SLICE)
         scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES)
         for region in (*regions, scratch):
-            status = self._engine.register_memory(region.base_ptr, region.size_bytes)
+            status = self._engine.register_memory(region.base_ptr, region.size_bytes, _location(region.device))
             if status != 0:
                 raise EngineError(f"Mooncake cannot register {region.size_bytes} bytes (status {status})")
             self._addresses.append(region.base_ptr)
@@ -162,3 +160,8 @@ class MooncakeEngine:
         self._addresses.clear()
         with quiet(1, 2):
             self._engine = None
+
+
+def _location(device: int | None) -> str:
+    """Mooncake's name of where memory is; "*": it looks itself."""
+    return "*" if device is None else f"cuda:{device}"

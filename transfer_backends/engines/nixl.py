@@ -15,7 +15,7 @@ import importlib
 import threading
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ import numpy as np
 
 from security.addresses import is_loopback
 from transfer_backends.contract import BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
+from transfer_backends.engines.cuda_context import CudaContext
 from transfer_backends.engines.environment import quiet, set_defaults
 
 SETTINGS = {
@@ -111,11 +112,18 @@ class NixlEngine:
         leave_without_destructors()
         self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
         self._registered: list[Any] = []
+        self._context: CudaContext | None = None  # of the GPU whose memory is registered
         # Adding and removing peers beside other calls crashes UCX (facts section 4, bug 11).
         self._membership = threading.Lock()
         self._closed = False
 
     def register(self, regions: Sequence[Region]) -> None:
+        """A GPU's memory raises what may be in flight: a window that is long for a CPU's is over in 30 us there."""
+        for region in regions:
+            if region.device is not None and self._context is None:
+                self.caps = _of_gpu(self.caps)
+                self._context = CudaContext(region.device)
+        self._enter()
         scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES)
         for region in (*regions, scratch):
             rows = [(region.base_ptr, region.size_bytes, region.device or 0, "")]
@@ -124,7 +132,13 @@ class NixlEngine:
     def descriptor(self) -> bytes:
         return msgspec.msgpack.encode(_Descriptor(self._agent.get_agent_metadata(), self._scratch.ctypes.data))
 
+    def _enter(self) -> None:
+        """Before UCX is called, in whatever thread."""
+        if self._context is not None:
+            self._context.enter()
+
     def connect(self, incarnation: str, descriptor: bytes) -> NixlPeer:
+        self._enter()
         try:
             known = msgspec.msgpack.decode(descriptor, type=_Descriptor)
         except msgspec.MsgspecError as error:
@@ -137,10 +151,12 @@ class NixlEngine:
         return NixlPeer(name.decode() if isinstance(name, bytes) else name, known.scratch_ptr)
 
     def disconnect(self, peer: NixlPeer) -> None:
+        self._enter()
         with self._membership:
             self._agent.remove_remote_agent(peer.name)
 
     def post(self, peer: NixlPeer, pieces: Pieces) -> NixlOp:
+        self._enter()
         local = self._agent.get_xfer_descs(_rows(pieces.src, pieces, pieces.src_device), _kind(pieces.src_device))
         remote = self._agent.get_xfer_descs(_rows(pieces.dst, pieces, pieces.dst_device), _kind(pieces.dst_device))
         try:
@@ -161,6 +177,7 @@ class NixlEngine:
 
     def poll(self, op: NixlOp) -> OpState:
         if op.state is OpState.PENDING:
+            self._enter()
             self._note(op, lambda: self._agent.check_xfer_state(op.handle))
         return op.state
 
@@ -176,6 +193,7 @@ class NixlEngine:
             op.handle.release()
 
     def progress(self) -> None:
+        self._enter()
         self._agent.get_new_notifs()
 
     def close(self) -> None:
@@ -186,6 +204,10 @@ class NixlEngine:
             with contextlib.suppress(Exception):
                 self._agent.deregister_memory(registered)
         del self._agent
+
+
+def _of_gpu(caps: Caps) -> Caps:
+    return replace(caps, max_inflight_bytes=512 << 20, max_post_bytes=128 << 20, max_piece_bytes=64 << 20)
 
 
 def _kind(device: int | None) -> str:

@@ -1,0 +1,189 @@
+"""Steps of a model of Qwen3-8B's shape: decode beside the memory's floor, a prompt beside bf16 products, the gap between steps."""
+
+from collections import Counter
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.engine import Run, Steps, make_engine
+from benchmarks.gpu.target import QWEN3_8B, TINY, Target
+from engine.build import EngineParts
+from engine.core.plan import Plan
+from engine.executor.executor import Runner
+from engine.executor.model_runner import StepOutput
+
+KERNELS_SHOWN = 14
+
+
+def decode(target: Target) -> dict[str, Any]:
+    """Decode steps back to back, as graphs and launched kernel by kernel; what of a step is which kernel."""
+    shape, context = target.pick((QWEN3_8B, 1024), (TINY, 20))
+    batches = target.pick((1, 64), (1, 2))
+    found: dict[str, Any] = {"context": context, "rows": []}
+    flags = {"max_running_requests": max(batches), "max_total_tokens": max(batches) * (context + 32)}
+    for graphs in (True, False):
+        parts = make_engine(target, shape, context=context + 16, disable_cuda_graph=not graphs, **flags)
+        for batch in batches:
+            ms = _step_ms(target, parts, batch=batch, context=context)
+            floor_ms = None
+            if "copy_gb_s" in target.limits:
+                floor_ms = shape.step_bytes(batch=batch, context=context) / target.limits["copy_gb_s"] / 1e6
+            row = {"batch": batch, "graphs": graphs, "ms": ms, "floor_ms": floor_ms}
+            row["of_floor"] = ms / floor_ms if floor_ms else None
+            if graphs and not target.small:
+                row["kernels"] = _kernels(parts, batch=batch, context=context)
+            found["rows"].append(row)
+        parts.executor.close()
+        del parts
+        _give_back(target)
+    return found
+
+
+def prefill(target: Target) -> dict[str, Any]:
+    shape, tokens = target.pick((QWEN3_8B, 8192), (TINY, 20))
+    flags = {"max_running_requests": 1, "max_total_tokens": tokens + 32, "disable_cuda_graph": True}
+    parts = make_engine(target, shape, context=tokens + 16, **flags)
+    steps = Steps(parts, batch=1, context=tokens)
+    _collect(parts, steps.prefill())
+    times = []
+    for _ in range(target.pick(5, 1)):
+        begin = perf_counter()
+        _collect(parts, steps.prefill())
+        times.append(1000 * (perf_counter() - begin))
+    ms = median(times)
+    flop = shape.prefill_flop(tokens)
+    found = {"tokens": tokens, "ms": ms, "flop": flop, "tflop_s": flop / ms / 1e9}
+    found["of_bf16"] = target.share(found["tflop_s"], "bf16_tflop_s")
+    if not target.small:
+        found["kernels"] = _profiled(parts, steps.prefill, count=1)
+    parts.executor.close()
+    return found
+
+
+class MarkedRunner:
+    """Notes when the device begins and ends each step of the runner that it is put around."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.marks: list[tuple[Any, Any]] = []
+        self.forward, self.draw = runner.forward, runner.draw
+        self._run = runner.run
+
+    def run(self, plan: Plan) -> StepOutput:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        output = self._run(plan)
+        end.record()
+        self.marks.append((begin, end))
+        return output
+
+
+def gap(target: Target) -> dict[str, Any]:
+    """What the device waits between decode steps, driven by the scheduler, at depth 1 and 2: by events around each step.
+
+    A step's begin is when the device comes to the first thing that is enqueued for it; waits within a step (for kernels
+    that are not launched yet, which the draw's are one by one) count as the step's.
+    """
+    shape, prompt_len = target.pick((QWEN3_8B, 64), (TINY, 4))
+    batches, num_steps = target.pick(((1, 8, 32, 128), 60), ((2,), 3))
+    flags = {"max_running_requests": max(batches), "max_total_tokens": max(batches) * (prompt_len + 2 * num_steps + 32)}
+    parts = make_engine(target, shape, context=1024, **flags)
+    marked: list[MarkedRunner] = []
+
+    def mark(runner: Runner) -> Runner:
+        marked.append(MarkedRunner(runner))
+        return marked[-1]
+
+    if not target.small:
+        parts.executor.watch(mark)
+    rows = [
+        _gap_row(parts, marked, batch=batch, depth=depth, prompt_len=prompt_len, num_steps=num_steps)
+        for batch in batches
+        for depth in (1, 2)
+    ]
+    parts.executor.close()
+    return {"rows": rows}
+
+
+def _gap_row(
+    parts: EngineParts, marked: list[MarkedRunner], *, batch: int, depth: int, prompt_len: int, num_steps: int
+) -> dict[str, Any]:
+    for runner in marked:
+        runner.marks.clear()
+    run = Run(parts, depth=depth)
+    for i in range(batch):
+        run.add(f"{batch}-{depth}-{i}", prompt=[1 + (i + t) % 500 for t in range(prompt_len)], new_tokens=num_steps)
+    begin = perf_counter()
+    run.drain()
+    wall_ms = 1000 * (perf_counter() - begin)
+    row: dict[str, Any] = {"batch": batch, "depth": depth, "wall_ms_per_step": wall_ms / num_steps}
+    if not marked:
+        return row
+    torch.cuda.synchronize()
+    marks = marked[0].marks[5:-3]  # the prompts' step and what warms up before, the last ones behind
+    gaps = [1000 * a[1].elapsed_time(b[0]) for a, b in pairwise(marks)]
+    span_us = 1000 * marks[0][0].elapsed_time(marks[-1][1])
+    return row | {
+        "step_ms": median(a.elapsed_time(b) for a, b in marks),
+        "gap_us_p50": median(gaps),
+        "gap_us_max": max(gaps),
+        "idle_share": sum(gaps) / span_us,
+    }
+
+
+def _step_ms(target: Target, parts: EngineParts, *, batch: int, context: int) -> float:
+    """Milliseconds of one of many steps that are all launched before the first is waited for: what the device needs."""
+    steps = Steps(parts, batch=batch, context=context)
+    many = target.pick(40, 2)
+    _collect(parts, steps.decode())
+    times = []
+    for _ in range(target.pick(3, 1)):
+        target.sync()
+        begin = perf_counter()
+        launches = [parts.executor.launch(steps.decode()) for _ in range(many)]
+        for launch in launches:
+            parts.executor.collect(launch)
+        times.append(1000 * (perf_counter() - begin) / many)
+    steps.close()
+    return min(times)
+
+
+def _kernels(parts: EngineParts, *, batch: int, context: int) -> list[dict[str, Any]]:
+    steps = Steps(parts, batch=batch, context=context)
+    _collect(parts, steps.decode())
+    rows = _profiled(parts, steps.decode, count=5)
+    steps.close()
+    return rows
+
+
+def _profiled(parts: EngineParts, plan: Any, *, count: int) -> list[dict[str, Any]]:
+    """Microseconds and launches of each kernel in a step, the longest first."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(count):
+            _collect(parts, plan())
+        torch.cuda.synchronize()
+    micros: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name[:90]
+            micros[name] += event.time_range.elapsed_us()
+            launches[name] += 1
+    rows = [
+        {"kernel": name, "us": us / count, "launches": launches[name] / count}
+        for name, us in micros.most_common(KERNELS_SHOWN)
+    ]
+    total = {"kernel": "all", "us": sum(micros.values()) / count, "launches": sum(launches.values()) / count}
+    return [total, *rows]
+
+
+def _collect(parts: EngineParts, plan: Any) -> None:
+    parts.executor.collect(parts.executor.launch(plan))
+
+
+def _give_back(target: Target) -> None:
+    if not target.small:
+        torch.cuda.empty_cache()

@@ -1,0 +1,124 @@
+"""Where a part of the GPU check runs: a GPU at full size, or this CPU at a size that shows that the code runs."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from engine.model_config import ModelConfig, load_model_config
+
+FLUSH_BYTES = 256 << 20  # more than any L2: what a step left there does not help the next
+Work = Any  # Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`limits`: what the part `limits` measured: `copy_gb_s` (bytes read and written), `bf16_tflop_s`."""
+
+    small: bool
+    limits: dict[str, float]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.small else "cuda:0")
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.small else "bfloat16"  # Triton's interpreter multiplies no bf16
+
+    def pick(self, full: Any, small: Any) -> Any:
+        return small if self.small else full
+
+    def sync(self) -> None:
+        if not self.small:
+            torch.cuda.synchronize()
+
+    def ms(self, work: Work, *, repeats: int = 20, warm_up: int = 3, flush: bool = True) -> float:
+        """Median milliseconds of `work` on the device, by events; caches are flushed between two runs."""
+        if self.small:
+            return _wall_ms(work)
+        scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device) if flush else None
+        for _ in range(warm_up):
+            work()
+        times = []
+        for _ in range(repeats):
+            if scratch is not None:
+                scratch.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work()
+            end.record()
+            times.append((begin, end))
+        torch.cuda.synchronize()
+        return median(begin.elapsed_time(end) for begin, end in times)
+
+    def share(self, value: float, limit: str) -> float | None:
+        """`value` over a limit, where that was measured."""
+        return value / self.limits[limit] if limit in self.limits else None
+
+
+def _wall_ms(work: Work) -> float:
+    begin = perf_counter()
+    work()
+    return 1000 * (perf_counter() - begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder of the Qwen3 family."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    def config(self, *, context: int) -> ModelConfig:
+        text = {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "torch_dtype": "bfloat16",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "max_position_embeddings": context,
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "eos_token_id": 0,
+        }
+        with TemporaryDirectory(prefix="tandem-gpu-") as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(text))
+            return load_model_config(folder)
+
+    @property
+    def products(self) -> int:
+        """Weights of the layers' matrices."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    def step_bytes(self, *, batch: int, context: int) -> int:
+        """What a decode step has to read in bf16: every matrix once, and each request's K and V."""
+        kv = 2 * self.kv_heads * self.head_dim * self.layers * batch * context
+        return 2 * (self.products + self.hidden * self.vocab + kv)
+
+    def prefill_flop(self, tokens: int) -> int:
+        """Of a prompt alone: two operations a weight and token, and causal attention (half of QK and PV); one row of logits."""
+        return 2 * self.products * tokens + 2 * self.layers * self.heads * self.head_dim * tokens * tokens
+
+
+QWEN3_8B = Shape(36, 4096, 12288, 32, 8, 128, 151936)
+TINY = Shape(2, 64, 64, 4, 2, 16, 528)

@@ -1,0 +1,200 @@
+"""KV pages from one process to another on the same GPU, through both managers and NIXL, beside a copy within the device.
+
+Two processes, as a prefill and a decode worker are. NIXL moves the GPU's memory by UCX's cuda_ipc, where its wheel and
+this machine allow. What arrives is compared with what was sent. At the small size the same goes over host memory.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.target import QWEN3_8B, Target
+from benchmarks.transfer_rate import AUX_BYTES, receive, say, until
+from transfer_backends.contract import KVArgs, Region, Route, TransferConfig
+from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.engines.registry import make_engine
+from transfer_backends.kvpoll import KVPoll
+from transfer_backends.prefill_manager import PrefillManager
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE_SIZE = 16
+REPEATS = 5
+CHILD_WAIT_S = 20.0
+
+
+class DeviceMemory:
+    """A KV pool on a device, and a metadata row on the host, as workers have them."""
+
+    def __init__(self, *, num_pages: int, page_bytes: int, device: torch.device) -> None:
+        self.pool = torch.zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)
+        self._aux = np.zeros(AUX_BYTES, np.uint8)
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # zeroed on a stream; a peer's write knows no stream
+        ordinal = device.index or 0 if device.type == "cuda" else None
+        self.args = KVArgs(
+            Region(self.pool.data_ptr(), num_pages, page_bytes, ordinal),
+            Region(self._aux.ctypes.data, 1, AUX_BYTES),
+            signature="gpu-check",
+            page_size=PAGE_SIZE,
+            dtype="uint8",
+        )
+
+    def digest(self, pages: list[int]) -> int:
+        """Depends on every byte of `pages` and on where it lies in a page."""
+        rows = self.pool[torch.tensor(pages, device=self.pool.device)].view(torch.int32).to(torch.int64)
+        weights = torch.arange(1, rows.shape[1] + 1, device=rows.device) % 8191
+        return int((rows * weights).sum(1).cumsum(0).sum())
+
+
+def measure(target: Target) -> dict[str, Any]:
+    shape = QWEN3_8B
+    page_bytes = target.pick(shape.layers * 2 * shape.kv_heads * shape.head_dim * 2 * PAGE_SIZE, 4096)
+    found: dict[str, Any] = {"page_bytes": page_bytes, "rows": []}
+    for tokens in target.pick((1024, 8192, 32768), (64,)):
+        found["rows"].append(_row(target, num_send=tokens // PAGE_SIZE, page_bytes=page_bytes))
+        print(json.dumps(found["rows"][-1]), flush=True)
+    found["tcp_or_host"] = "a rate far under the copy's says that UCX goes by way of the host: cuda_ipc is not there"
+    return found
+
+
+def _row(target: Target, *, num_send: int, page_bytes: int) -> dict[str, Any]:
+    num_pages = 2 * num_send + 2
+    memory = DeviceMemory(num_pages=num_pages, page_bytes=page_bytes, device=target.device)
+    memory.pool.random_(0, 255)
+    target.sync()
+    copy_ms = _copy_ms(target, memory, num_send)
+    manager = PrefillManager(memory.args, make_engine("nixl"), TransferConfig())
+    changed = threading.Event()
+    manager.set_wakeup(changed.set)
+    manager.start()
+    argv = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.transfer",
+        "--num-pages",
+        str(num_pages),
+        "--page-bytes",
+        str(page_bytes),
+    ]
+    argv += ["--control", manager.control_address, "--incarnation", manager.incarnation]
+    argv += ["--device", str(target.device)]
+    child = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        times = [
+            _send(manager, memory, child, changed, room=room, num_send=num_send)
+            for room in range(1, target.pick(REPEATS + 2, 2))
+        ]
+    finally:
+        _end(child)
+        manager.close()
+    size = num_send * page_bytes
+    seconds = median(times[1:] or times)  # the first maps the peer's memory
+    return {
+        "bytes": size,
+        "ms": 1000 * seconds,
+        "first_ms": 1000 * times[0],
+        "gb_s": size / seconds / 1e9,
+        "scattered_copy_gb_s": size / copy_ms / 1e6,
+        "of_scattered_copy": copy_ms / 1000 / seconds,
+        # a copy's figure counts what it reads and what it writes
+        "of_copy": target.share(2 * size / seconds / 1e9, "copy_gb_s"),
+    }
+
+
+def _copy_ms(target: Target, memory: DeviceMemory, num_send: int) -> float:
+    """The same pages, to another place in this process's memory."""
+    src, dst = (torch.tensor(pages, device=target.device) for pages in _pages(num_send))
+    goal = torch.empty_like(memory.pool)
+    return target.ms(lambda: goal.index_copy_(0, dst, memory.pool.index_select(0, src)), repeats=5)
+
+
+def _pages(num_send: int) -> tuple[list[int], list[int]]:
+    """Odd ids in random order: no two pages adjoin."""
+    draw = np.random.default_rng(1)
+    src, dst = ((2 * draw.permutation(num_send) + 1).tolist() for _ in range(2))
+    return src, dst
+
+
+def _send(
+    manager: PrefillManager,
+    memory: DeviceMemory,
+    child: "subprocess.Popen[str]",
+    changed: threading.Event,
+    *,
+    room: int,
+    num_send: int,
+) -> float:
+    """Seconds from `send` to Success on the other side."""
+    src, dst = _pages(num_send)
+    sender = manager.sender(room)
+    _ask(child, room=room, pages=dst)
+    assert _answer(child)["provided"]
+    until(lambda: sender.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), changed, what="indices")
+    assert sender.poll() is KVPoll.WaitingForInput, sender.failure()
+    begin = time.monotonic()
+    sender.send(src, dst_start=0, last=True, aux_idx=0)
+    seconds = float(_answer(child)["success_at"]) - begin
+    until(lambda: sender.poll() is KVPoll.Success and sender.released(), changed, what="release")
+    sender.close()
+    found = _answer(child)["digest"]
+    if found != memory.digest(src):
+        raise AssertionError("other bytes arrived than were sent")
+    return seconds
+
+
+def _ask(child: "subprocess.Popen[str]", **command: Any) -> None:
+    assert child.stdin is not None
+    child.stdin.write(json.dumps(command) + "\n")
+    child.stdin.flush()
+
+
+def _answer(child: "subprocess.Popen[str]") -> dict[str, Any]:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if not line:
+        raise RuntimeError("the decode process ended; its error stands above")
+    return dict(json.loads(line))
+
+
+def _end(child: "subprocess.Popen[str]") -> None:
+    assert child.stdin is not None
+    child.stdin.close()
+    try:
+        child.wait(timeout=CHILD_WAIT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def main() -> None:
+    """The decode process: receives what it is told to, until stdin ends."""
+    parser = argparse.ArgumentParser()
+    for name in ("--control", "--incarnation", "--device"):
+        parser.add_argument(name, required=True)
+    for name in ("--num-pages", "--page-bytes"):
+        parser.add_argument(name, required=True, type=int)
+    args = parser.parse_args()
+    memory = DeviceMemory(num_pages=args.num_pages, page_bytes=args.page_bytes, device=torch.device(args.device))
+    route = Route(control=args.control, incarnation=args.incarnation)
+    manager = DecodeManager(memory.args, make_engine("nixl"), TransferConfig(), lookup=lambda _address, _room: route)
+    manager.start()
+    changed = threading.Event()
+    manager.set_wakeup(changed.set)
+    for line in sys.stdin:
+        command = json.loads(line)
+        receive(manager, changed, command["room"], command["pages"])
+        say(digest=memory.digest(command["pages"]))
+    manager.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""What one GPU reaches, in one JSON file: `make gpu-check`. Without a GPU it says so and exits with 2.
+
+usage: python -m benchmarks.gpu_check [--output FILE] [--parts limits,decode_attention,...] [--small]
+
+Each part runs in a process of its own with a time of its own (under nine minutes in all): one that fails or hangs leaves
+its error in the file and the others their figures. Shares are of what the part `limits` measured in the same run. --small
+walks the same code on a CPU, at sizes that mean nothing, in this one process.
+
+Needs torch with CUDA, triton, numpy, safetensors, tqdm, msgspec and pyzmq; the part `transfer` needs NIXL besides.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.bench import environment
+
+ROOT = Path(__file__).resolve().parents[1]
+NO_GPU = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`work`: "module:function" of benchmarks.gpu."""
+
+    work: str
+    budget_s: float
+
+
+PARTS = {
+    "limits": Part("limits:measure", 30),
+    "numerics": Part("attention:numerics", 60),
+    "identity": Part("identity:measure", 70),
+    "decode_attention": Part("attention:decode_bandwidth", 50),
+    "extend_attention": Part("attention:extend_rate", 50),
+    "decode": Part("steps:decode", 80),
+    "products": Part("products:measure", 30),
+    "prefill": Part("steps:prefill", 45),
+    "gap": Part("steps:gap", 60),
+    "transfer": Part("transfer:measure", 60),
+}
+
+
+def check(names: list[str], *, small: bool) -> dict[str, Any]:
+    """{part: its result, or {"error": ...}}; each with its seconds."""
+    found: dict[str, Any] = {}
+    run = _run_here if small else _run_apart
+    for name in names:
+        begin = time.monotonic()
+        limits = {key: value for key, value in found.get("limits", {}).items() if isinstance(value, float)}
+        result = run(name, limits)
+        result["seconds"] = round(time.monotonic() - begin, 1)
+        print(f"{name}: {result.get('error', 'done')} ({result['seconds']} s)", file=sys.stderr, flush=True)
+        found[name] = result
+    return found
+
+
+def _run_here(name: str, limits: dict[str, float]) -> dict[str, Any]:
+    try:
+        return _work(name)(_target(small=True, limits=limits))
+    except Exception as error:
+        return {"error": _said(error), "trace": traceback.format_exc()[-3000:]}
+
+
+def _run_apart(name: str, limits: dict[str, float]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="tandem-gpu-") as folder:
+        output = Path(folder) / "part.json"
+        argv = [sys.executable, "-m", "benchmarks.gpu_check", "--one", name, "--limits", json.dumps(limits)]
+        # its own session: what it started ends with it
+        child = subprocess.Popen(
+            [*argv, "--output", str(output)],
+            cwd=ROOT,
+            start_new_session=True,
+            stdout=sys.stderr,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            _, said = child.communicate(timeout=PARTS[name].budget_s)
+        except subprocess.TimeoutExpired:
+            _kill_group(child)
+            return {"error": f"not done after {PARTS[name].budget_s:.0f} s"}
+        if output.exists():
+            return dict(json.loads(output.read_text()))
+        return {"error": f"its process ended with {child.returncode}", "trace": said[-3000:]}
+
+
+def _kill_group(child: "subprocess.Popen[str]") -> None:
+    os.killpg(child.pid, 9)
+    child.communicate()
+
+
+def _run_one(name: str, *, limits: str, output: Path) -> None:
+    """In the part's own process."""
+    target = _target(small=False, limits=json.loads(limits))
+    try:
+        result = _work(name)(target)
+    except Exception as error:
+        result = {"error": _said(error), "trace": traceback.format_exc()[-3000:]}
+    output.write_text(json.dumps(result))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _work(name: str) -> Callable[[Any], dict[str, Any]]:
+    module, _, function = PARTS[name].work.partition(":")
+    work: Callable[[Any], dict[str, Any]] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)
+    return work
+
+
+def _target(*, small: bool, limits: dict[str, float]) -> Any:
+    import torch
+
+    from benchmarks.gpu.target import Target
+
+    torch.set_grad_enabled(False)
+    return Target(small=small, limits=limits)
+
+
+def _versions() -> dict[str, Any]:
+    """Of what decides a GPU's figures."""
+    import torch
+
+    found: dict[str, Any] = {"cuda": torch.version.cuda, "torch": torch.__version__}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"name": properties.name, "multiprocessors": properties.multi_processor_count}
+        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
+    for name in ("nixl_cu13", "nixl_cu12", "nixl"):
+        found[name] = importlib.util.find_spec(name) is not None
+    return found
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+AIMS: tuple[tuple[str, str, str, str, float], ...] = (
+    # what, part, where in its result, at least or at most, aim
+    ("decode attention, share of the copy rate, 64 x 4k", "decode_attention", "of_copy", ">=", 0.75),
+    ("extend attention, share of the bf16 rate, 8k", "extend_attention", "of_bf16", ">=", 0.50),
+    ("decode step over the floor, batch 1", "decode", "rows.0.of_floor", "<=", 1.25),
+    ("decode step over the floor, batch 64", "decode", "rows.1.of_floor", "<=", 1.25),
+    ("prefill, share of the bf16 rate, 8k", "prefill", "of_bf16", ">=", 0.55),
+    ("idle between steps at depth 2, batch 1", "gap", "rows.1.idle_share", "<=", 0.02),
+    ("idle between steps at depth 2, batch 8", "gap", "rows.3.idle_share", "<=", 0.02),
+    ("idle between steps at depth 2, batch 32", "gap", "rows.5.idle_share", "<=", 0.02),
+    ("idle between steps at depth 2, batch 128", "gap", "rows.7.idle_share", "<=", 0.02),
+    ("transfer on one GPU, share of the copy rate, 8k tokens", "transfer", "rows.1.of_copy", ">=", 0.50),
+)
+
+
+def aims(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each aim of issue 6 beside what was found; `found` None where its part has no figure."""
+    rows = []
+    for what, part, path, relation, aim in AIMS:
+        value = _at(found.get(part), path)
+        met = None if value is None else (value >= aim if relation == ">=" else value <= aim)
+        rows.append({"what": what, "found": value, "aim": f"{relation} {aim}", "met": met})
+    return rows
+
+
+def _at(value: Any, path: str) -> float | None:
+    for key in path.split("."):
+        if isinstance(value, list):
+            value = value[int(key)] if int(key) < len(value) else None
+        else:
+            value = value.get(key) if isinstance(value, dict) else None
+    return None if value is None else float(value)
+
+
+def render(result: dict[str, Any]) -> str:
+    """The table of a result (benchmarks/report.py uses it too)."""
+    from deploy.bench.report import table
+
+    words = {True: "yes", False: "no", None: "-"}
+    rows = [
+        [row["what"], "-" if row["found"] is None else f"{row['found']:.3f}", row["aim"], words[row["met"]]]
+        for row in result["aims"]
+    ]
+    text = table(["", "found", "aim", "met"], rows)
+    failed = [f"{name}: {part['error']}" for name, part in result["parts"].items() if "error" in part]
+    return text + ("\n\nParts without figures: " + "; ".join(failed) if failed else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--small", action="store_true", help="on a CPU, to see that everything runs")
+    parser.add_argument("--one", choices=list(PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--limits", default="{}", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        return _run_one(args.one, limits=args.limits, output=args.output)
+    names = args.parts.split(",")
+    unknown = sorted(set(names) - set(PARTS))
+    if unknown:
+        parser.error(f"--parts: no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if args.small:
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports a kernel
+    elif not has_gpu():
+        print(
+            "gpu_check: torch finds no CUDA device here; --small shows on a CPU that everything runs", file=sys.stderr
+        )
+        raise SystemExit(NO_GPU)
+    parts = check(names, small=args.small)
+    result = {"environment": environment.describe(), "gpu": _versions(), "aims": aims(parts), "parts": parts}
+    print(render(result))
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1))
+    if any("error" in part for part in parts.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

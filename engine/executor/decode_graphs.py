@@ -1,0 +1,152 @@
+"""Decode steps as graphs: recorded once for each batch size, replayed with one launch. Owns the buffers that they read.
+
+A batch takes the graph of the next size. Its padded rows are token 0 at position 0 of a row of the page table that no
+request has: what they write goes to page 0, which is scratch. A graph reads and writes the same memory every time: its
+input (token ids, positions, slots), page table, future map, KV pool and weights. Lengths follow from the positions, on
+the device. Sampling stays outside.
+
+Must not know requests, nor who attends.
+"""
+
+import contextlib
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from engine.attention.base import CapturableBackend, DeviceStep
+from engine.core.plan import Plan, PlanItem
+from engine.executor.future_map import FutureMap
+from engine.executor.page_table import PageTable
+from engine.executor.upload import upload_into
+from engine.models.causal_lm import CausalLM
+
+WARM_UP_RUNS = 2  # kernels are compiled and workspaces made before anything is recorded
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[], Tensor]
+
+
+class Capture(Protocol):
+    def capture(self, work: Work) -> Work:
+        """What does `work` again, over the same memory; its result is the same tensor each time, or one like it."""
+
+
+class EagerCapture:
+    """Records nothing: the work is done anew. What a graph computes, on any device (tests)."""
+
+    def capture(self, work: Work) -> Work:
+        return work
+
+
+class CudaCapture:
+    """torch.cuda.CUDAGraph. All graphs share one memory pool: they never run at once, so largest first is least memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # one for all captures, or they do not share memory
+
+    def capture(self, work: Work) -> Work:
+        self._warm_up(work)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: a transfer engine's thread may ask CUDA something meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            out = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    def _warm_up(self, work: Work) -> None:
+        torch.cuda.synchronize(self._device)  # weights and pool come from other streams
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UP_RUNS):
+                work()
+        torch.cuda.synchronize(self._device)
+
+
+class DecodeGraphs:
+    """`sizes`: batch sizes to record, ascending. Nothing is there before `record`."""
+
+    def __init__(
+        self,
+        *,
+        sizes: Sequence[int],
+        capture: Callable[[], Capture],
+        backend: CapturableBackend,
+        page_table: PageTable,
+        future_map: FutureMap,
+        device: torch.device,
+        progress: bool = False,
+    ) -> None:
+        assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, sizes
+        self.sizes = list(sizes)
+        self._capture = capture
+        self._backend = backend
+        self._page_table = page_table
+        self._future_map = future_map
+        self._progress = progress
+        padding = torch.tensor([[0], [0], [page_table.scratch_slot]], device=device)
+        self._inputs = {size: padding.repeat(1, size) for size in sizes}
+        self._graphs: dict[int, Work] = {}
+        self.num_replays = 0
+
+    def record(self, model: CausalLM) -> None:
+        """Record every size for `model`; what was recorded for another is dropped. In stream order, nothing in flight.
+
+        Raises torch.OutOfMemoryError: then there are no graphs.
+        """
+        self._graphs = {}
+        capture = self._capture()
+        bar = tqdm(self.sizes[::-1], desc="decode graphs", disable=None if self._progress else True, leave=False)
+        self._graphs = {size: capture.capture(self._work(model, size)) for size in bar}
+
+    @contextlib.contextmanager
+    def or_none(self) -> Iterator[None]:
+        """Where memory is short meanwhile, decode goes on without graphs: steps must go on."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            log.warning("decode goes on without graphs: %s", error)
+
+    def takes(self, plan: Plan) -> bool:
+        return bool(self._graphs) and not plan.extend and len(plan.items) <= self.sizes[-1]
+
+    def run(self, items: list[PlanItem]) -> Tensor:
+        """[len(items), hidden] of a step that `takes` said yes to; good until the next one begins."""
+        size = self.sizes[bisect_left(self.sizes, len(items))]
+        upload_into(self._inputs[size], self._rows(items, size))
+        self.num_replays += 1
+        return self._graphs[size]()[: len(items)]
+
+    def _rows(self, items: list[PlanItem], size: int) -> Tensor:
+        """[3, size] int64 on the host: token ids or placeholders, positions, slots."""
+        more = size - len(items)
+        ids = [item.tokens[0] for item in items] + [0] * more
+        positions = [item.start for item in items] + [0] * more
+        slots = [item.slot for item in items] + [self._page_table.scratch_slot] * more
+        return torch.tensor([ids, positions, slots])
+
+    def _work(self, model: CausalLM, size: int) -> Work:
+        ids, positions, slots = self._inputs[size]
+
+        def work() -> Tensor:
+            pages, offsets = self._page_table.locate(slots, positions)
+            step = DeviceStep(
+                page_table=self._page_table.whole_rows(slots),
+                kv_lens=(positions + 1).to(torch.int32),
+                token_pages=pages,
+                token_offsets=offsets,
+            )
+            self._backend.begin_on_device(step)
+            return model.forward(self._future_map.resolve(ids), positions, self._backend.attend)
+
+        return work

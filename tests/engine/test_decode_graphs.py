@@ -1,0 +1,65 @@
+"""Decode graphs: which sizes, and (by the interpreter, in a process of its own) that padded batches draw the same tokens."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import ConfigError, EngineConfig
+from engine.executor.graph_sizes import graph_sizes
+from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.resolve import resolve
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_bs", "max_running", "sizes"),
+    [
+        ((), None, 1, [1]),
+        ((), None, 3, [1, 2, 3]),
+        ((), None, 64, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]),
+        ((), 20, 64, [1, 2, 4, 8, 16, 20]),
+        ((), 512, 40, [1, 2, 4, 8, 16, 24, 32, 40]),
+        ((8, 2, 8), None, 64, [2, 8]),
+        ((1, 8, 16, 32), None, 9, [1, 8, 16]),
+    ],
+)
+def test_sizes(asked: tuple[int, ...], max_bs: int | None, max_running: int, sizes: list[int]) -> None:
+    assert graph_sizes(asked=asked, max_bs=max_bs, max_running=max_running) == sizes
+
+
+def test_many_requests_take_steps_of_32() -> None:
+    sizes = graph_sizes(asked=(), max_bs=None, max_running=1000)
+    assert sizes[-1] == 256 and sizes[-2] == 224
+    for batch in range(1, 257):
+        padded = next(size for size in sizes if size >= batch)
+        assert padded - batch < (8 if batch <= 64 else 32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "cuda", "named"),
+    [
+        ({"cuda_graph_bs": (0,)}, True, "--cuda-graph-bs"),
+        ({"cuda_graph_max_bs": 0}, True, "--cuda-graph-max-bs"),
+        ({"cuda_graph_bs": (4,)}, False, "--cuda-graph-bs"),
+        ({"cuda_graph_max_bs": 4}, False, "--cuda-graph-max-bs"),
+        ({"cuda_graph_max_bs": 4, "disable_cuda_graph": True}, True, "--cuda-graph-max-bs"),
+        ({"cuda_graph_max_bs": 4, "cuda_graph_bs": (4,)}, True, "--cuda-graph-bs"),
+    ],
+)
+def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, Any], cuda: bool, named: str) -> None:
+    model = load_model_config(DEFAULT_MODEL_PATH)
+    with pytest.raises(ConfigError, match=f"^{named}: "):
+        resolve(EngineConfig(model_path=DEFAULT_MODEL_PATH, **flags), model, cuda=cuda)
+    resolve(EngineConfig(model_path=DEFAULT_MODEL_PATH, disable_cuda_graph=True), model, cuda=cuda)
+
+
+def test_padded_batches_draw_the_same_tokens() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.engine.graphs_by_the_interpreter"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,63 @@
+"""benchmarks/gpu_check.py where there is no GPU: it says so, one part's failure is its own, and its code runs on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_check
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_without_a_gpu_there_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check"])
+    with pytest.raises(SystemExit) as left:
+        gpu_check.main()
+    assert left.value.code == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_a_part_that_fails_leaves_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu_check.PARTS, "broken", gpu_check.Part("target:TINY", 30))
+    found = gpu_check.check(["broken", "limits"], small=True)
+    assert found["broken"]["error"].startswith("TypeError: ") and "copy_gb_s" in found["limits"]
+    apart = gpu_check.check(["broken"], small=False)["broken"]  # a process of its own, which knows no such part
+    assert apart["error"] == "its process ended with 2" and "invalid choice: 'broken'" in apart["trace"]
+
+
+def test_a_part_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu_check.PARTS, "limits", gpu_check.Part("limits:measure", 0.02))
+    assert gpu_check.check(["limits"], small=False)["limits"]["error"] == "not done after 0 s"
+
+
+def test_parts_run_on_a_cpu_at_a_small_size(tmp_path: Path) -> None:
+    """Kernels by Triton's interpreter: what the GPU run does, but for the figures."""
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--small", "--output", str(output)]
+    command += ["--parts", "limits,prefill,gap"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(output.read_text())
+    parts = result["parts"]
+    assert set(parts) == {"limits", "prefill", "gap"}
+    assert parts["limits"]["copy_gb_s"] > 0
+    assert [(row["batch"], row["depth"]) for row in parts["gap"]["rows"]] == [(2, 1), (2, 2)]
+    met = {row["what"]: row["met"] for row in result["aims"]}
+    assert met["prefill, share of the bf16 rate, 8k"] is not None
+    assert met["decode attention, share of the copy rate, 64 x 4k"] is None, "a part that did not run"
+
+
+def test_budgets_stay_under_nine_minutes() -> None:
+    assert sum(part.budget_s for part in gpu_check.PARTS.values()) < 540

@@ -1,0 +1,41 @@
+"""A GPU's context in whatever thread drives an engine, without torch: by the CUDA driver's own library.
+
+A new thread has no context. UCX then finds cuda_ipc unreachable and goes by way of the host without a word, or crashes
+in cuEventQuery (openucx/ucx#11194, ai-dynamo/nixl#2102). The primary context is the one that torch works in, too.
+"""
+
+import ctypes
+import threading
+
+from transfer_backends.contract import BackendUnavailable
+
+LIBRARY = "libcuda.so.1"
+
+
+class CudaContext:
+    """Of device `ordinal`, as the process counts its devices. Raises BackendUnavailable where there is none."""
+
+    def __init__(self, ordinal: int, *, library: str = LIBRARY) -> None:
+        try:
+            self._driver = ctypes.CDLL(library)
+        except OSError as error:
+            raise BackendUnavailable(
+                f"KV cache on cuda:{ordinal}: the CUDA driver cannot be loaded ({error})"
+            ) from None
+        self._ordinal = ordinal
+        self._here = threading.local()
+        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuInit", ctypes.c_uint(0))
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+
+    def enter(self) -> None:
+        """From now on this thread has the context. Costs nothing the next time."""
+        if not getattr(self._here, "entered", False):
+            self._call("cuCtxSetCurrent", self._context)
+            self._here.entered = True
+
+    def _call(self, name: str, *args: object) -> None:
+        status = getattr(self._driver, name)(*args)
+        if status != 0:
+            raise BackendUnavailable(f"KV cache on cuda:{self._ordinal}: {name} failed with CUDA error {status}")
