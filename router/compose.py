@@ -228,6 +228,7 @@ def build_routes(base: Base, serving: Serving) -> Routes:
         live=base.live,
         num_running=lambda: base.admission.door.line.num_everywhere,
         siblings=base.siblings,
+        auto_roles=serving.auto_roles.told if base.config.auto_roles else None,
     )
     generate = serving.dispatcher.handle
     return Routes(
