@@ -26,7 +26,7 @@ class Pool {
 
 class Model {
   constructor(name) {
-    this.title = el("h3", "", name);
+    this.title = el("h3", "", name || "workers that name no model");
     this.pools = Object.fromEntries(ROLES.map((role) => [role, new Pool(role)]));
     this.verdict = el("p", "note verdict");
     this.node = el("div", "model", this.title, ...ROLES.map((role) => this.pools[role].node), this.verdict);
@@ -62,7 +62,7 @@ class Roles {
     this.section.hidden = !told;
     if (!told) return;
     const names = Object.keys(told.models).sort();
-    if (names.join("\n") !== [...this.models.keys()].join("\n")) {
+    if (JSON.stringify(names) !== JSON.stringify([...this.models.keys()])) { // "" is a name, too: workers that do not say
       this.models = new Map(names.map((name) => [name, this.models.get(name) ?? new Model(name)]));
       this.box.replaceChildren(...[...this.models.values()].map((model) => model.node));
     }

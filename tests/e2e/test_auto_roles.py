@@ -44,7 +44,7 @@ def test_workers_follow_the_load_there_and_back(logs: Path) -> None:
 
     async def scenario(up: Cluster) -> None:
         async with session() as http:
-            async with streams(up.router, num_clients=NUM_CLIENTS, new_tokens=80) as more:
+            async with streams(up.router, num_clients=NUM_CLIENTS, new_tokens=40) as more:
                 first = await until_moved(http, up, more, moves=1)
                 assert (first["to_role"], first["result"]) == ("decode", "moved") and "decode is short" in first["reason"]
                 await serves(up, first, more)

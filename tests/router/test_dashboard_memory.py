@@ -166,8 +166,13 @@ def test_processes_are_added_up_but_for_what_all_of_them_hear() -> None:
         journey.end(200, now_s=clock.now)
         recorder.on_failure("lost", "decode")
         recorder.on_report(Role.UNIFIED, LoadReport(), LoadReport(output_tokens_total=7))
-    encoded = [msgspec.json.encode(recorder.snapshot()) for recorder in pair]
+    snapshots = [recorder.snapshot() for recorder in pair]
+    snapshots[1].switching["http://w:1"] = "decode"  # one of them moves it, all show it
+    encoded = [msgspec.json.encode(snapshot) for snapshot in snapshots]
     whole = merge([snapshot for body in encoded if (snapshot := decode_snapshot(body))])
+    table = WorkerTable()
+    table.add("http://w:1", role=Role.PREFILL)
+    assert draw(whole, table.workers(), now_s=clock.now)["workers"][0]["switching_to"] == "decode"
     assert [r.key for r in whole.records] == ["0-1", "1-1"]
     (second,) = whole.seconds
     assert (second.arrived, second.ended, second.output_tokens) == (2, 2, 7)
