@@ -101,7 +101,7 @@ def day_and_night(num_workers: int) -> Load:
     day = Phase(lengths=DAY, count=round(PHASE_S * total))
     night = Phase(lengths=NIGHT, count=round(PHASE_S * NIGHT_RATE * num_workers), gap=DAY_RATE / NIGHT_RATE)
     study = _study()
-    hardware = msgspec.structs.replace(study.hardware, step_time=SLOW)
+    hardware = msgspec.structs.replace(study.hardware, step_times={1: SLOW})
     requests = from_phases([day, night] * DAYS, seed=SEED)
     study = replace(study, hardware=hardware, slo=SLOW_SLO, requests=requests, history=[])
     return Load(name="day and night", study=study, rate=DAY_RATE)

@@ -124,7 +124,12 @@ class Cluster:
         self.admission = Admission(config, chooser=chooser)
         self.rooms = RoomMinter(entropy.bits)
         self.picker = Picker(
-            table=self.table, chooser=chooser, admission=self.admission, wait_s=0.0, clock=lambda: self.now_s
+            table=self.table,
+            chooser=chooser,
+            admission=self.admission,
+            wait_s=0.0,
+            silence_s=0.0,
+            clock=lambda: self.now_s,
         )
         for i in range(self.workers):
             worker = self.table.add(f"http://10.{i >> 8}.{i & 255}.1:30000", role=ROLES[i % 2])

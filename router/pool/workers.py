@@ -179,12 +179,13 @@ class WorkerTable:
     """All workers of one router, in the order they were added.
 
     `on_gone` is told of a worker that was removed, went down, is another process now, or has another role: what it had cached
-    is lost.
+    is lost. `on_change` is called whenever somebody may be chosen who might not before, or the other way round.
     """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
     view: LoadView = ALONE
     on_gone: Callable[[Worker], None] = lambda worker: None
+    on_change: Callable[[], None] = lambda: None
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
     _workers: list[Worker] = field(default_factory=list)
     _by_name: dict[str, Worker] = field(default_factory=dict)  # of `same_url`
@@ -236,9 +237,9 @@ class WorkerTable:
         return worker
 
     def _on_change(self) -> None:
-        """Someone came, went, or may be chosen where he might not, or the other way round."""
         self._pools.clear()
         self._models = None
+        self.on_change()
 
     def _on_circuit(self, worker: Worker, until_s: float) -> None:
         worker.view.publish_open(worker.slot, until_s)
@@ -454,6 +455,11 @@ def _kind(check: Check) -> Check:
 def missing_roles(table: WorkerTable, roles: Iterable[Role], model: str = "") -> list[Role]:
     """The roles of which no worker (that serves `model`) is alive."""
     return [role for role in roles if not table.pool(role, model)]
+
+
+def silent_roles(table: WorkerTable, roles: Iterable[Role], model: str = "") -> list[Role]:
+    """The roles of which workers (that serve `model`) are alive, and none says anything."""
+    return [role for role in roles if (pool := table.pool(role, model)) and pool[0].silent]
 
 
 def _reported_tokens(role: Role, report: LoadReport) -> int:

@@ -207,7 +207,8 @@ def test_a_worker_that_changes_its_role_shows_so_and_why(devtools: str) -> None:
     async def scenario(c: Cluster, page: Page) -> None:
         for worker in (*c.prefills, *c.decodes):
             worker.behave, worker.incarnation = obey_later, "a"
-            worker.load = load(num_used_tokens=950 if worker in c.decodes else 0, totals={"busy_ms": 0, "prompt_tokens": 0})
+            used = 950 if worker in c.decodes else 0
+            worker.load = load(num_used_tokens=used, totals={"busy_ms": 0, "prompt_tokens": 0})
         mover = c.prefills[0]
         await page.until(f"{card(mover)}?.dataset.health === 'switching'")
         assert "→ decode" in await page.js(f"{card(mover)}.innerText")

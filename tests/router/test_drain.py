@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from router.http.credentials import Credentials
 from router.pool.health import HealthMonitor
 from router.pool.reports import says_draining
 from router.pool.workers import Check, Health, Role, WorkerTable
-from router.requests.deadline import less_time
+from router.requests.deadline import less_time, time_given
 from router.requests.legs import LegError
 from router.requests.replies import no_worker_message
 from security.keys import KeyRing
@@ -209,6 +210,7 @@ def test_a_retry_has_less_of_the_clients_time() -> None:
     assert float(less_time(headers, 11.0)["x-request-timeout"]) > 0
     junk = {"x-request-timeout": "nan", "x-envoy-expected-rq-timeout-ms": "soon"}
     assert less_time(junk, 1.0) == junk
+    assert (time_given(headers), time_given(junk)) == (0.5005, math.inf)
 
     async def scenario() -> None:
         async with cluster(decode=2) as c:
