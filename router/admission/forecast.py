@@ -4,7 +4,8 @@
     ITL of a decode (or unified) worker      a + b * requests there
 
 a and b are fitted for each worker (fit.py) to what this router saw of streams: from sending a request to its answer's first
-byte, and the mean time between its events. So they hold network, batching and whatever else there is. The idea of
+byte, and the mean time between its events. So they hold network, batching and whatever else there is. Several processes of one
+router tell one another what they saw (router/fleet/shared_load.py), and each foretells from all of it. The idea of
 refusing early what would be too late is Mooncake's (FAST'25), that of two objectives for two pools DistServe's (OSDI'24).
 """
 
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.admission.fit import Fit
+from router.admission.fit import STATE, Fit
+from router.pool.load_view import NUM_LEARNT
 from router.pool.workers import Role, Worker
 
 TTFT_HEADER = "x-slo-ttft-ms"
@@ -48,11 +50,38 @@ class TooLate(Exception):
 
 
 @dataclass(slots=True)
-class _Known:
+class _Learnt:
+    """`ttft_s`, `itl_s`: when something was last learnt of it, or tried to be (0: never)."""
+
     ttft: Fit = field(default_factory=Fit)
     itl: Fit = field(default_factory=Fit)
+    news_s: dict[str, float] = field(default_factory=lambda: {"ttft": 0.0, "itl": 0.0})
+
+    @property
+    def numbers(self) -> list[float]:
+        """As other processes get it."""
+        return [1.0, self.news_s["ttft"], self.news_s["itl"], *self.ttft.state, *self.itl.state]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "_Learnt":
+        _, ttft_s, itl_s, *states = numbers
+        return cls(Fit.of(states[:STATE]), Fit.of(states[STATE:]), {"ttft": ttft_s, "itl": itl_s})
+
+    def join(self, other: "_Learnt") -> None:
+        """Add what another process has learnt."""
+        self.ttft.join(other.ttft)
+        self.itl.join(other.itl)
+        for what, at_s in other.news_s.items():
+            self.news_s[what] = max(self.news_s[what], at_s)
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """Of one worker in one life. `here`: what this process has seen itself."""
+
+    worker: Worker
+    here: _Learnt = field(default_factory=_Learnt)
     pending_tokens: int = 0  # of prompts whose answers have not begun
-    news_s: dict[str, float] = field(default_factory=dict)  # "ttft", "itl": when we last learnt, or tried to
 
 
 class Trip(msgspec.Struct):
@@ -73,7 +102,8 @@ class Forecast:
 
     def forget(self, worker: Worker) -> None:
         """It left, or is another process now; what still runs there teaches nothing about the next one."""
-        self._known.pop(worker.worker_id, None)
+        if self._known.pop(worker.worker_id, None) is not None:
+            worker.view.publish_learnt(worker.slot, [0.0] * NUM_LEARNT)
 
     def depart(self, worker: Worker, tokens: int, *, now_s: float) -> Trip:
         """A request with so many uncached tokens is about to be sent there (and charged to it)."""
@@ -84,8 +114,8 @@ class Forecast:
 
     def begun(self, trip: Trip, *, now_s: float) -> None:
         """The first byte of its stream came."""
-        trip.known.ttft.add(trip.ahead_tokens, now_s - trip.sent_s)
-        trip.known.news_s["ttft"] = now_s
+        trip.known.here.ttft.add(trip.ahead_tokens, now_s - trip.sent_s)
+        self._news(trip.known, "ttft", now_s)
         self.computed(trip)
 
     def computed(self, trip: Trip) -> None:
@@ -97,21 +127,21 @@ class Forecast:
     def on_pace(self, trip: Trip, pace: "Pace", *, requests: float, now_s: float) -> None:
         """A stream ended; so many requests ran there meanwhile."""
         if pace.num_events >= MIN_EVENTS:
-            trip.known.itl.add(requests, (pace.last_s - pace.first_s) / pace.num_events)
-            trip.known.news_s["itl"] = now_s
+            trip.known.here.itl.add(requests, (pace.last_s - pace.first_s) / pace.num_events)
+            self._news(trip.known, "itl", now_s)
 
     def ttft_s(self, worker: Worker, tokens: int) -> float | None:
         """For a request with so many uncached tokens; None: unknown."""
-        return self._of(worker).ttft.at(self._waiting(worker) + tokens)
+        return self._everywhere(worker).ttft.at(self._waiting(worker) + tokens)
 
     def itl_s(self, worker: Worker) -> float | None:
         """For one more request there."""
-        return self._of(worker).itl.at(requests_at(worker) + 1)
+        return self._everywhere(worker).itl.at(requests_at(worker) + 1)
 
     def fits(self, worker: Worker) -> tuple[Fit, Fit]:
         """(TTFT by tokens, ITL by requests), as far as they are known."""
-        known = self._of(worker)
-        return known.ttft, known.itl
+        learnt = self._everywhere(worker)
+        return learnt.ttft, learnt.itl
 
     def in_time(self, pool: Sequence[Worker], slo: Slo, *, tokens: Mapping[int, int], now_s: float) -> list[Worker]:
         """Those of `pool` (of one role) that would keep `slo`, or of which too little is known. `TooLate` if none would.
@@ -127,14 +157,32 @@ class Forecast:
 
     def _keep(self, what: str, foretold: Mapping[Worker, float | None], wanted_s: float, now_s: float) -> list[Worker]:
         kept = [w for w, at_s in foretold.items() if at_s is None or at_s <= wanted_s]
-        kept = kept or [w for w in foretold if now_s - self._of(w).news_s.get(what, now_s) >= STALE_S]
+        kept = kept or [w for w in foretold if now_s - self._everywhere(w).news_s[what] >= STALE_S]
         if not kept:
             best_s = min(at_s for at_s in foretold.values() if at_s is not None)
             raise TooLate(what, foretold_s=best_s, wanted_s=wanted_s)
         for worker in kept:
             if (at_s := foretold[worker]) is not None and at_s > wanted_s:
-                self._of(worker).news_s[what] = now_s  # one request is enough to learn by
+                self._news(self._of(worker), what, now_s)  # one request is enough to learn by
         return kept
+
+    def _news(self, known: _Known, what: str, now_s: float) -> None:
+        """Something was learnt, or will be: the other processes are told. Of a life that is over they want to hear nothing."""
+        known.here.news_s[what] = now_s
+        worker = known.worker
+        if worker.view.has_siblings and self._known.get(worker.worker_id) is known:
+            worker.view.publish_learnt(worker.slot, known.here.numbers)
+
+    def _everywhere(self, worker: Worker) -> _Learnt:
+        """What all processes of this router have seen; not to be changed."""
+        here = self._of(worker).here
+        others = worker.view.others_learnt(worker.slot)
+        if not others:
+            return here
+        learnt = _Learnt.of(here.numbers)
+        for numbers in others:
+            learnt.join(_Learnt.of(numbers))
+        return learnt
 
     def _waiting(self, worker: Worker) -> int:
         """Tokens that are to be computed there first. A unified worker's load is KV, so there our own requests are what we know."""
@@ -143,7 +191,7 @@ class Forecast:
     def _of(self, worker: Worker) -> _Known:
         known = self._known.get(worker.worker_id)
         if known is None:
-            known = self._known[worker.worker_id] = _Known()
+            known = self._known[worker.worker_id] = _Known(worker)
         return known
 
 
