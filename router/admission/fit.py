@@ -33,7 +33,7 @@ class Fit:
 
     @property
     def state(self) -> tuple[float, ...]:
-        """`STATE` numbers that say it all; the first is 0 only where there is no point."""
+        """`STATE` numbers that say it all."""
         return (self.num_points, self._weight, self._x, self._y, self._xx, self._xy)
 
     @classmethod
@@ -41,18 +41,23 @@ class Fit:
         """From its `state`."""
         return cls(int(state[0]), *state[1:])
 
-    def join(self, other: "Fit") -> None:
-        """Add all points of another one: co-moments about the common mean (Chan, Golub, LeVeque 1983)."""
-        weight = self._weight + other._weight
+    def joined(self, other: "Fit") -> "Fit":
+        """Of the points of both: co-moments about the common mean (Chan, Golub, LeVeque 1983)."""
         if not other._weight:
-            return
+            return self
+        if not self._weight:
+            return other
+        weight = self._weight + other._weight
         share, dx, dy = other._weight / weight, other._x - self._x, other._y - self._y
-        self._xx += other._xx + dx * dx * self._weight * share
-        self._xy += other._xy + dx * dy * self._weight * share
-        self._x += share * dx
-        self._y += share * dy
-        self._weight = weight
-        self.num_points += other.num_points
+        between = self._weight * share
+        return Fit(
+            self.num_points + other.num_points,
+            weight,
+            self._x + share * dx,
+            self._y + share * dy,
+            self._xx + other._xx + dx * dx * between,
+            self._xy + other._xy + dx * dy * between,
+        )
 
     @property
     def slope(self) -> float:

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.admission.fit import STATE, Fit
+from router.admission.fit import MIN_POINTS, STATE, Fit
 from router.pool.load_view import NUM_LEARNT
 from router.pool.workers import Role, Worker
 
 TTFT_HEADER = "x-slo-ttft-ms"
 ITL_HEADER = "x-slo-itl-ms"
 MIN_EVENTS = 4  # of a stream that says something of pace
+WHAT = ("ttft", "itl")
+TELL_S = 0.1  # between two times that other processes are told of one worker; at first they are told of each stream
 STALE_S = 30.0  # without news for so long a worker is tried once, whatever was foretold: it may be faster now
 
 
@@ -51,37 +53,43 @@ class TooLate(Exception):
 
 @dataclass(slots=True)
 class _Learnt:
-    """`ttft_s`, `itl_s`: when something was last learnt of it, or tried to be (0: never)."""
+    """What was seen of one worker. `news_s`: when something was last learnt, or tried to be (0: never)."""
 
-    ttft: Fit = field(default_factory=Fit)
-    itl: Fit = field(default_factory=Fit)
-    news_s: dict[str, float] = field(default_factory=lambda: {"ttft": 0.0, "itl": 0.0})
+    fits: dict[str, Fit] = field(default_factory=lambda: {what: Fit() for what in WHAT})
+    news_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
 
     @property
     def numbers(self) -> list[float]:
         """As other processes get it."""
-        return [1.0, self.news_s["ttft"], self.news_s["itl"], *self.ttft.state, *self.itl.state]
+        told = [1.0]
+        for what in WHAT:
+            told += (self.news_s[what], *self.fits[what].state)
+        return told
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "_Learnt":
-        _, ttft_s, itl_s, *states = numbers
-        return cls(Fit.of(states[:STATE]), Fit.of(states[STATE:]), {"ttft": ttft_s, "itl": itl_s})
+        begins = {what: 1 + i * (1 + STATE) for i, what in enumerate(WHAT)}
+        fits = {what: Fit.of(numbers[at + 1 : at + 1 + STATE]) for what, at in begins.items()}
+        return cls(fits, {what: numbers[at] for what, at in begins.items()})
 
-    def join(self, other: "_Learnt") -> None:
-        """Add what another process has learnt."""
-        self.ttft.join(other.ttft)
-        self.itl.join(other.itl)
-        for what, at_s in other.news_s.items():
-            self.news_s[what] = max(self.news_s[what], at_s)
+    def joined(self, other: "_Learnt") -> "_Learnt":
+        """What both have seen."""
+        fits = {what: fit.joined(other.fits[what]) for what, fit in self.fits.items()}
+        return _Learnt(fits, {what: max(at_s, other.news_s[what]) for what, at_s in self.news_s.items()})
 
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """Of one worker in one life. `here`: what this process has seen itself."""
+    """Of one worker in one life. `here`: what this process has seen itself; the others were told at `told_s`.
+
+    `heard`: what they said when it was last looked at, and what all of it says together.
+    """
 
     worker: Worker
     here: _Learnt = field(default_factory=_Learnt)
     pending_tokens: int = 0  # of prompts whose answers have not begun
+    told_s: float = -math.inf
+    heard: tuple[list[Sequence[float]], _Learnt] = field(default_factory=lambda: ([], _Learnt()))
 
 
 class Trip(msgspec.Struct):
@@ -114,8 +122,7 @@ class Forecast:
 
     def begun(self, trip: Trip, *, now_s: float) -> None:
         """The first byte of its stream came."""
-        trip.known.here.ttft.add(trip.ahead_tokens, now_s - trip.sent_s)
-        self._news(trip.known, "ttft", now_s)
+        self._learn(trip.known, "ttft", trip.ahead_tokens, now_s - trip.sent_s, now_s=now_s)
         self.computed(trip)
 
     def computed(self, trip: Trip) -> None:
@@ -127,21 +134,19 @@ class Forecast:
     def on_pace(self, trip: Trip, pace: "Pace", *, requests: float, now_s: float) -> None:
         """A stream ended; so many requests ran there meanwhile."""
         if pace.num_events >= MIN_EVENTS:
-            trip.known.here.itl.add(requests, (pace.last_s - pace.first_s) / pace.num_events)
-            self._news(trip.known, "itl", now_s)
+            self._learn(trip.known, "itl", requests, (pace.last_s - pace.first_s) / pace.num_events, now_s=now_s)
 
     def ttft_s(self, worker: Worker, tokens: int) -> float | None:
         """For a request with so many uncached tokens; None: unknown."""
-        return self._everywhere(worker).ttft.at(self._waiting(worker) + tokens)
+        return self._fit(worker, "ttft").at(self._waiting(worker) + tokens)
 
     def itl_s(self, worker: Worker) -> float | None:
         """For one more request there."""
-        return self._everywhere(worker).itl.at(requests_at(worker) + 1)
+        return self._fit(worker, "itl").at(requests_at(worker) + 1)
 
     def fits(self, worker: Worker) -> tuple[Fit, Fit]:
         """(TTFT by tokens, ITL by requests), as far as they are known."""
-        learnt = self._everywhere(worker)
-        return learnt.ttft, learnt.itl
+        return self._fit(worker, "ttft"), self._fit(worker, "itl")
 
     def in_time(self, pool: Sequence[Worker], slo: Slo, *, tokens: Mapping[int, int], now_s: float) -> list[Worker]:
         """Those of `pool` (of one role) that would keep `slo`, or of which too little is known. `TooLate` if none would.
@@ -157,32 +162,49 @@ class Forecast:
 
     def _keep(self, what: str, foretold: Mapping[Worker, float | None], wanted_s: float, now_s: float) -> list[Worker]:
         kept = [w for w, at_s in foretold.items() if at_s is None or at_s <= wanted_s]
-        kept = kept or [w for w in foretold if now_s - self._everywhere(w).news_s[what] >= STALE_S]
+        kept = kept or [w for w in foretold if now_s - self._news_s(w, what) >= STALE_S]
         if not kept:
             best_s = min(at_s for at_s in foretold.values() if at_s is not None)
             raise TooLate(what, foretold_s=best_s, wanted_s=wanted_s)
         for worker in kept:
             if (at_s := foretold[worker]) is not None and at_s > wanted_s:
-                self._news(self._of(worker), what, now_s)  # one request is enough to learn by
+                known = self._of(worker)
+                known.here.news_s[what] = now_s  # one request is enough to learn by
+                self._tell(known, now_s)
         return kept
 
-    def _news(self, known: _Known, what: str, now_s: float) -> None:
-        """Something was learnt, or will be: the other processes are told. Of a life that is over they want to hear nothing."""
+    def _learn(self, known: _Known, what: str, x: float, y: float, *, now_s: float) -> None:
+        fit = known.here.fits[what]
+        fit.add(x, y)
         known.here.news_s[what] = now_s
+        if fit.num_points <= MIN_POINTS or now_s - known.told_s >= TELL_S:
+            self._tell(known, now_s)
+
+    def _tell(self, known: _Known, now_s: float) -> None:
+        """Of a life that is over the other processes want to hear nothing."""
         worker = known.worker
         if worker.view.has_siblings and self._known.get(worker.worker_id) is known:
             worker.view.publish_learnt(worker.slot, known.here.numbers)
+            known.told_s = now_s
 
-    def _everywhere(self, worker: Worker) -> _Learnt:
-        """What all processes of this router have seen; not to be changed."""
-        here = self._of(worker).here
-        others = worker.view.others_learnt(worker.slot)
-        if not others:
-            return here
-        learnt = _Learnt.of(here.numbers)
-        for numbers in others:
-            learnt.join(_Learnt.of(numbers))
-        return learnt
+    def _fit(self, worker: Worker, what: str) -> Fit:
+        """Through what all processes of this router have seen; not to be changed."""
+        known = self._of(worker)
+        return known.here.fits[what].joined(self._elsewhere(known).fits[what])
+
+    def _news_s(self, worker: Worker, what: str) -> float:
+        known = self._of(worker)
+        return max(known.here.news_s[what], self._elsewhere(known).news_s[what])
+
+    def _elsewhere(self, known: _Known) -> _Learnt:
+        """What the other processes have seen."""
+        said = known.worker.view.others_learnt(known.worker.slot)
+        if said != known.heard[0]:
+            learnt = _Learnt()
+            for numbers in said:
+                learnt = learnt.joined(_Learnt.of(numbers))
+            known.heard = said, learnt
+        return known.heard[1]
 
     def _waiting(self, worker: Worker) -> int:
         """Tokens that are to be computed there first. A unified worker's load is KV, so there our own requests are what we know."""

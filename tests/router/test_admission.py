@@ -127,15 +127,13 @@ def test_fits_of_two_processes_are_as_good_as_one_of_all_points() -> None:
         x, y = 100.0 * i, 0.5 + 0.002 * i
         halves[i % 2].add(x, y)
         whole.add(x, y)
-    joined, alone = Fit.of(halves[0].state), Fit.of(halves[0].state)
-    assert joined.at(0.0) is None, "half of them is too few"
-    joined.join(Fit.of(halves[1].state))
-    alone.join(Fit())
-    assert (joined.num_points, alone) == (whole.num_points, halves[0])
-    assert (joined.intercept, joined.slope) == pytest.approx((0.5, 2e-5)) == (whole.intercept, whole.slope)
-    empty = Fit()
-    empty.join(whole)
-    assert empty == whole
+    half = Fit.of(halves[0].state)
+    assert half == halves[0] and half.at(0.0) is None, "too few"
+    joined = half.joined(halves[1])
+    assert joined.num_points == whole.num_points
+    assert (joined.intercept, joined.slope) == pytest.approx((0.5, 2e-5))
+    assert (whole.intercept, whole.slope) == pytest.approx((0.5, 2e-5))
+    assert half.joined(Fit()) == half == Fit().joined(half)
 
 
 def pool(count: int, role: Role) -> tuple[WorkerTable, list[Worker]]:
