@@ -78,6 +78,9 @@ class _Learnt:
         return _Learnt(fits, {what: max(at_s, other.news_s[what]) for what, at_s in self.news_s.items()})
 
 
+_NOTHING = _Learnt()  # never written to: what is heard is joined into new ones
+
+
 @dataclass(slots=True, eq=False)
 class _Known:
     """Of one worker in one life. `here`: what this process has seen itself; the others were told at `told_s`.
@@ -89,7 +92,7 @@ class _Known:
     here: _Learnt = field(default_factory=_Learnt)
     pending_tokens: int = 0  # of prompts whose answers have not begun
     told_s: float = -math.inf
-    heard: tuple[list[Sequence[float]], _Learnt] = field(default_factory=lambda: ([], _Learnt()))
+    heard: tuple[list[Sequence[float]], _Learnt] = ([], _NOTHING)
 
 
 class Trip(msgspec.Struct):
@@ -200,7 +203,7 @@ class Forecast:
         """What the other processes have seen."""
         said = known.worker.view.others_learnt(known.worker.slot)
         if said != known.heard[0]:
-            learnt = _Learnt()
+            learnt = _NOTHING
             for numbers in said:
                 learnt = learnt.joined(_Learnt.of(numbers))
             known.heard = said, learnt
