@@ -22,7 +22,9 @@ from router.choice.policies import Ask
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import RouterConfig
 from router.pool.models import serves
-from router.pool.workers import Check, Lease, LoadReport, Role, Worker, WorkerTable
+from router.pool.states import Check
+from router.pool.worker import Lease, LoadReport, Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.entropy import Entropy
 from router.requests.exchange import Exchange
 from router.requests.picking import Picker

@@ -17,7 +17,7 @@ import msgspec
 
 from router.admission.fit import MIN_POINTS, STATE, Fit
 from router.pool.load_view import NUM_LEARNT
-from router.pool.workers import Role, Worker
+from router.pool.worker import Role, Worker
 
 TTFT_HEADER = "x-slo-ttft-ms"
 ITL_HEADER = "x-slo-itl-ms"

@@ -7,7 +7,7 @@ import msgspec
 
 from router.dashboard.quantiles import add, quantile
 from router.dashboard.records import Record, Second, Snapshot
-from router.pool.workers import Worker
+from router.pool.worker import Worker
 
 SHOWN_REQUESTS = 48
 SHOWN_SECONDS = 120  # of the curves

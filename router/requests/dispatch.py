@@ -23,7 +23,8 @@ from router.http.relay import StreamBroken, end_with_event, relay_stream
 from router.metrics import RouterMetrics
 from router.pool.breaker import Event
 from router.pool.models import UnknownModel
-from router.pool.workers import Role, WorkerTable
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 from router.requests.attempt import Attempt, Launcher
 from router.requests.contest import Contest
 from router.requests.deadline import ENVOY_HEADER, TIMEOUT_HEADER

@@ -12,7 +12,8 @@ from router.admission.admission import Admission
 from router.choice.chooser import Chooser
 from router.choice.policies import Choice
 from router.pool.silence import ROUNDING_S
-from router.pool.workers import Role, Worker, WorkerTable, missing_roles, silent_roles
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable, missing_roles, silent_roles
 from router.requests.deadline import time_given
 from router.requests.exchange import Exchange
 from router.requests.hedging import other_pools

@@ -8,7 +8,8 @@ from aiohttp import web
 from router.http.errors import error_kind, error_response
 from router.http.sse import error_event
 from router.pool.models import UnknownModel, serves
-from router.pool.workers import Role, Worker, WorkerTable
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.draining import DRAINING
 from router.requests.legs import LegError
 

@@ -16,7 +16,8 @@ from aiohttp import web
 from router.config import RouterConfig
 from router.fleet.siblings import Siblings
 from router.metrics import RouterMetrics
-from router.pool.workers import Role, Worker, WorkerTable
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Move, Rules, Standing
 from router.roles.demand import Gauge, Goals
 from router.roles.switch import SwitchFailed, SwitchRefused

@@ -12,7 +12,7 @@ from deploy.plan.layout import parse_layout
 from deploy.plan.role_moves import AutoSpec
 from deploy.plan.step_time import Fitted
 from deploy.plan.workload import Asked, Lengths, Phase, from_phases
-from router.pool.workers import Role
+from router.pool.worker import Role
 from router.roles.controller import Rules
 from router.roles.demand import Goals
 from tests.plan.planned import asked, assert_at_rest, cluster

@@ -16,7 +16,8 @@ from router.admission.line import Limits, Line, Stand
 from router.fleet.shared_load import SharedLoad
 from router.metrics import RouterMetrics
 from router.pool.breaker import Event
-from router.pool.workers import Role, Worker, WorkerTable
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from tests.router.dummies import DummyWorker, cluster, stream, until
 
 # ---- the line

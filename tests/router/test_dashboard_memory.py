@@ -12,7 +12,8 @@ from router.dashboard.picture import SHOWN_REQUESTS, SHOWN_SECONDS, decode_snaps
 from router.dashboard.quantiles import MIN_S, add, bucket_of, middle_of, quantile
 from router.dashboard.recorder import KEPT_REQUESTS, KEPT_SECONDS, MAX_RUNNING, Recorder
 from router.http.upstream import UpstreamError
-from router.pool.workers import LoadReport, Role, WorkerTable
+from router.pool.worker import LoadReport, Role
+from router.pool.workers import WorkerTable
 from router.requests.journey import Journey, Journeys
 from router.requests.legs import Leg
 from telemetry.records import TracesQuery

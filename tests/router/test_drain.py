@@ -15,7 +15,9 @@ from router.config import RouterConfig, RouterConfigError, check_config
 from router.http.credentials import Credentials
 from router.pool.health import HealthMonitor
 from router.pool.reports import says_draining
-from router.pool.workers import Check, Health, Role, WorkerTable
+from router.pool.states import Check, Health
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 from router.requests.deadline import less_time, time_given
 from router.requests.legs import LegError
 from router.requests.replies import no_worker_message

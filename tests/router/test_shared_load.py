@@ -12,7 +12,8 @@ from router.fleet.shared_load import SharedLoad
 from router.fleet.siblings import merge_expositions
 from router.pool.breaker import BreakerSettings, Event, State
 from router.pool.load_view import NUM_LEARNT
-from router.pool.workers import Role, WorkerTable
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 
 
 def rows(path: Path, count: int) -> list[SharedLoad]:

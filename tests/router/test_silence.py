@@ -9,7 +9,9 @@ import uvloop
 
 from router.pool.lifelines import Lifelines
 from router.pool.silence import Question, quiet_for
-from router.pool.workers import Check, Health, Role, Worker, WorkerTable
+from router.pool.states import Check, Health
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.legs import Leg
 from tests.router.dummies import Cluster, cluster, hang, until, workers
 from tests.router.test_failures import CHAT, STREAM, streams_on
