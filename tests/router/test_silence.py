@@ -72,7 +72,7 @@ async def held(c: Cluster, **headers: str) -> "asyncio.Task[tuple[int, dict[str,
     c.decodes[0].frozen = True
     await until(lambda: state(c, 1).silent)
     ask = asyncio.create_task(c.post("/v1/chat/completions", CHAT, headers=headers))
-    await until(lambda: len(c.router.live) == 1)
+    await until(lambda: ask.done() or len(c.router.live) == 1)
     return ask
 
 
