@@ -217,6 +217,8 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
         panel.set(title=f"{load}, {workers} workers", ylabel="good requests, %", ylim=(0, 100))
         panel.set_xticks(range(len(names)), names, fontsize=8)
         panel.grid(axis="y", alpha=0.3)
+    for panel in panels.flat[len(cases) :]:
+        panel.set_visible(False)
     panels.flat[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -16,7 +16,7 @@ from tests.e2e.roles import num_served, server_info, streams
 
 BATCH = 4  # requests that a decode worker runs at a time
 NUM_CLIENTS = 3 * BATCH  # more than two such workers take, and no more than three
-MOVES_S = 120.0
+MOVES_S = 150.0
 FLAGS = (
     "--prefill=2",
     "--decode=2",
@@ -25,10 +25,12 @@ FLAGS = (
     "--load-poll-interval-s=0.2",
     "--auto-roles",
     "--auto-roles-interval=0.2",
+    "--auto-roles-enter=0.6",  # a busy machine is short of clients before it is short of prefill
+    "--auto-roles-leave=0.4",
     "--auto-roles-sustain=0.6",
     "--auto-roles-cooldown=1",
     "--auto-roles-switch-time=0.5",
-    "--auto-roles-ttft-ms=20",  # whatever waits for prefill on this machine waits too long
+    "--auto-roles-ttft-ms=50",  # two dozen prompts in front of two workers wait for longer
     "--auto-roles-min-decode=2",
 )
 
@@ -50,7 +52,7 @@ def test_workers_follow_the_load_there_and_back(logs: Path) -> None:
                 assert "decode is short" in first["reason"]
                 await serves(up, first, more)
                 assert await roles(http, up) == {"prefill": 1, "decode": 3}
-            async with streams(up.router, num_clients=NUM_CLIENTS, num_pairs=250, new_tokens=1) as more:
+            async with streams(up.router, num_clients=2 * NUM_CLIENTS, num_pairs=250, new_tokens=1) as more:
                 second = await until_moved(http, up, more, moves=2)
                 assert (second["to_role"], second["result"]) == ("prefill", "moved")
                 assert "prefill is short" in second["reason"]
