@@ -101,7 +101,7 @@ def day_and_night(num_workers: int) -> Load:
     day = Phase(lengths=DAY, count=round(PHASE_S * total))
     night = Phase(lengths=NIGHT, count=round(PHASE_S * NIGHT_RATE * num_workers), gap=DAY_RATE / NIGHT_RATE)
     study = _study()
-    hardware = msgspec.structs.replace(study.hardware, step_time=SLOW)
+    hardware = msgspec.structs.replace(study.hardware, step_times={1: SLOW})
     requests = from_phases([day, night] * DAYS, seed=SEED)
     study = replace(study, hardware=hardware, slo=SLOW_SLO, requests=requests, history=[])
     return Load(name="day and night", study=study, rate=DAY_RATE)
@@ -217,6 +217,8 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
         panel.set(title=f"{load}, {workers} workers", ylabel="good requests, %", ylim=(0, 100))
         panel.set_xticks(range(len(names)), names, fontsize=8)
         panel.grid(axis="y", alpha=0.3)
+    for panel in panels.flat[len(cases) :]:
+        panel.set_visible(False)
     panels.flat[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

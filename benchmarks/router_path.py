@@ -28,7 +28,7 @@ from router.compose import build_base, build_guard, build_routes, build_serving
 from router.config import RouterConfig
 from router.http.listening import http_server
 from router.http.upstream import HttpUpstream, _Connection
-from router.pool.workers import Check
+from router.pool.states import Check
 
 WINDOW = 100  # requests: so short that one of many is not disturbed
 EVENTS = 64

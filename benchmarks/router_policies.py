@@ -32,7 +32,7 @@ from router.choice.policies import (
     Stateless,
 )
 from router.choice.prefix_index import PrefixIndex
-from router.pool.workers import Worker
+from router.pool.worker import Worker
 
 TREE_BLOCKS = (1 << 26) // 512  # --max-tree-size
 SPEEDS = (0.5, 1.0, 1.5, 2.0)

@@ -22,7 +22,9 @@ from router.choice.policies import Ask
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import RouterConfig
 from router.pool.models import serves
-from router.pool.workers import Check, Lease, LoadReport, Role, Worker, WorkerTable
+from router.pool.states import Check
+from router.pool.worker import Lease, LoadReport, Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.entropy import Entropy
 from router.requests.exchange import Exchange
 from router.requests.picking import Picker
@@ -124,7 +126,12 @@ class Cluster:
         self.admission = Admission(config, chooser=chooser)
         self.rooms = RoomMinter(entropy.bits)
         self.picker = Picker(
-            table=self.table, chooser=chooser, admission=self.admission, wait_s=0.0, clock=lambda: self.now_s
+            table=self.table,
+            chooser=chooser,
+            admission=self.admission,
+            wait_s=0.0,
+            silence_s=0.0,
+            clock=lambda: self.now_s,
         )
         for i in range(self.workers):
             worker = self.table.add(f"http://10.{i >> 8}.{i & 255}.1:30000", role=ROLES[i % 2])

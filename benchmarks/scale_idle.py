@@ -23,7 +23,7 @@ import uvloop
 
 from lifecycle.open_files import allow_many_files
 from router.config import RouterConfig
-from router.pool.workers import Health
+from router.pool.states import Health
 from router.server import start_router
 
 START_S = 30.0

@@ -13,7 +13,7 @@ from engine.core.times import Times, stages
 from engine.frontend.tracing import Traces
 from engine.messages import Bootstrap, FinishReason, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
-from router.pool.workers import Role
+from router.pool.worker import Role
 from router.requests.journey import Journeys
 from router.requests.legs import Leg
 from telemetry.context import RequestContext

@@ -21,7 +21,9 @@ from router.choice.chooser import cost_tokens
 from router.choice.policies import Ask, Choice, Policy
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_TOKENS
-from router.pool.workers import Check, Lease, LoadReport, Role, Worker, WorkerTable
+from router.pool.states import Check
+from router.pool.worker import Lease, LoadReport, Role, Worker
+from router.pool.workers import WorkerTable
 
 TRACE_BLOCK_TOKENS = 512
 REPORT_S = 1.0  # between a worker's reports to the router

@@ -39,7 +39,9 @@ from router.pool.discovery import Discovery, open_discovery
 from router.pool.health import HealthMonitor
 from router.pool.lifelines import Lifelines
 from router.pool.load_view import ALONE, LoadView
-from router.pool.workers import Role, Thresholds, Worker, WorkerTable
+from router.pool.states import Thresholds
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.dispatch import Dispatcher, Parts
 from router.requests.draining import LiveRequests
 from router.requests.entropy import Entropy
@@ -228,6 +230,7 @@ def build_routes(base: Base, serving: Serving) -> Routes:
         live=base.live,
         num_running=lambda: base.admission.door.line.num_everywhere,
         siblings=base.siblings,
+        auto_roles=serving.auto_roles.told if base.config.auto_roles else None,
     )
     generate = serving.dispatcher.handle
     return Routes(

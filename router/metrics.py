@@ -16,7 +16,8 @@ from router.admission.fit import Fit
 from router.admission.forecast import Forecast
 from router.admission.line import Line
 from router.pool.breaker import State
-from router.pool.workers import Worker, WorkerTable
+from router.pool.worker import Worker
+from router.pool.workers import WorkerTable
 
 CIRCUITS = {State.CLOSED: 0, State.OPEN: 1, State.HALF_OPEN: 2}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -48,7 +48,7 @@ async def run_router(
     """
     signals = StopSignals()
     if place is not None:
-        obey_parent(on_drain=signals.on_sigterm, on_end=signals.on_sigint)
+        obey_parent(on_drain=signals.asked.set, on_end=signals.on_sigint)
     async with start_router(config, place=place) as router:
         with signals.caught(on_hangup=lambda: router.gate.reload(time.monotonic()), only_hangup=place is not None):
             _tell_ready(config, router.url, on_ready)

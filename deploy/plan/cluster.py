@@ -20,7 +20,7 @@ from deploy.plan.worker import PlanWorker, WorkerSpec
 from deploy.plan.workload import Asked
 from engine.messages import AbortRequest, Bootstrap, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
-from router.pool.workers import Lease
+from router.pool.worker import Lease
 
 LATE = "late"
 

@@ -15,7 +15,9 @@ from deploy.plan.timeline import Timeline
 from engine.frontend.load import v1_loads_entry
 from engine.messages import StateReply
 from router.pool.reports import parse_load
-from router.pool.workers import Check, Role, Worker, WorkerTable
+from router.pool.states import Check
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Move, Rules
 from router.roles.demand import Gauge, Goals
 

@@ -14,7 +14,9 @@ from router.choice.chooser import Chooser, cost_tokens, make_chooser
 from router.choice.policies import Ask
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import RouterConfig
-from router.pool.workers import Check, Lease, Role, Worker, WorkerTable
+from router.pool.states import Check
+from router.pool.worker import Lease, Role, Worker
+from router.pool.workers import WorkerTable
 
 SEED = 1
 T = TypeVar("T", bound=Hashable)

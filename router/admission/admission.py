@@ -14,7 +14,7 @@ from router.config import RouterConfig
 from router.http.errors import error_response
 from router.http.guard import client_name
 from router.pool.load_view import ALONE, LoadView
-from router.pool.workers import Worker
+from router.pool.worker import Worker
 from router.requests.rewrite import BadBody, ParsedBody, named_priority
 
 PRIORITY_HEADER = "x-priority"

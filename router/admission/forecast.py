@@ -4,7 +4,8 @@
     ITL of a decode (or unified) worker      a + b * requests there
 
 a and b are fitted for each worker (fit.py) to what this router saw of streams: from sending a request to its answer's first
-byte, and the mean time between its events. So they hold network, batching and whatever else there is. The idea of
+byte, and the mean time between its events. So they hold network, batching and whatever else there is. Several processes of one
+router tell one another what they saw (router/fleet/shared_load.py), and each foretells from all of it. The idea of
 refusing early what would be too late is Mooncake's (FAST'25), that of two objectives for two pools DistServe's (OSDI'24).
 """
 
@@ -14,12 +15,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.admission.fit import Fit
-from router.pool.workers import Role, Worker
+from router.admission.fit import MIN_POINTS, STATE, Fit
+from router.pool.load_view import NUM_LEARNT
+from router.pool.worker import Role, Worker
 
 TTFT_HEADER = "x-slo-ttft-ms"
 ITL_HEADER = "x-slo-itl-ms"
 MIN_EVENTS = 4  # of a stream that says something of pace
+WHAT = ("ttft", "itl")
+TELL_S = 0.1  # between two times that other processes are told of one worker; at first they are told of each stream
 STALE_S = 30.0  # without news for so long a worker is tried once, whatever was foretold: it may be faster now
 
 
@@ -48,11 +52,47 @@ class TooLate(Exception):
 
 
 @dataclass(slots=True)
+class _Learnt:
+    """What was seen of one worker. `news_s`: when something was last learnt, or tried to be (0: never)."""
+
+    fits: dict[str, Fit] = field(default_factory=lambda: {what: Fit() for what in WHAT})
+    news_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
+
+    @property
+    def numbers(self) -> list[float]:
+        """As other processes get it."""
+        told = [1.0]
+        for what in WHAT:
+            told += (self.news_s[what], *self.fits[what].state)
+        return told
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "_Learnt":
+        begins = {what: 1 + i * (1 + STATE) for i, what in enumerate(WHAT)}
+        fits = {what: Fit.of(numbers[at + 1 : at + 1 + STATE]) for what, at in begins.items()}
+        return cls(fits, {what: numbers[at] for what, at in begins.items()})
+
+    def joined(self, other: "_Learnt") -> "_Learnt":
+        """What both have seen."""
+        fits = {what: fit.joined(other.fits[what]) for what, fit in self.fits.items()}
+        return _Learnt(fits, {what: max(at_s, other.news_s[what]) for what, at_s in self.news_s.items()})
+
+
+_NOTHING = _Learnt()  # never written to: what is heard is joined into new ones
+
+
+@dataclass(slots=True, eq=False)
 class _Known:
-    ttft: Fit = field(default_factory=Fit)
-    itl: Fit = field(default_factory=Fit)
+    """Of one worker in one life. `here`: what this process has seen itself; the others were told at `told_s`.
+
+    `heard`: what they said when it was last looked at, and what all of it says together.
+    """
+
+    worker: Worker
+    here: _Learnt = field(default_factory=_Learnt)
     pending_tokens: int = 0  # of prompts whose answers have not begun
-    news_s: dict[str, float] = field(default_factory=dict)  # "ttft", "itl": when we last learnt, or tried to
+    told_s: float = -math.inf
+    heard: tuple[list[Sequence[float]], _Learnt] = ([], _NOTHING)
 
 
 class Trip(msgspec.Struct):
@@ -73,7 +113,8 @@ class Forecast:
 
     def forget(self, worker: Worker) -> None:
         """It left, or is another process now; what still runs there teaches nothing about the next one."""
-        self._known.pop(worker.worker_id, None)
+        if self._known.pop(worker.worker_id, None) is not None:
+            worker.view.publish_learnt(worker.slot, [0.0] * NUM_LEARNT)
 
     def depart(self, worker: Worker, tokens: int, *, now_s: float) -> Trip:
         """A request with so many uncached tokens is about to be sent there (and charged to it)."""
@@ -84,8 +125,7 @@ class Forecast:
 
     def begun(self, trip: Trip, *, now_s: float) -> None:
         """The first byte of its stream came."""
-        trip.known.ttft.add(trip.ahead_tokens, now_s - trip.sent_s)
-        trip.known.news_s["ttft"] = now_s
+        self._learn(trip.known, "ttft", trip.ahead_tokens, now_s - trip.sent_s, now_s=now_s)
         self.computed(trip)
 
     def computed(self, trip: Trip) -> None:
@@ -97,21 +137,19 @@ class Forecast:
     def on_pace(self, trip: Trip, pace: "Pace", *, requests: float, now_s: float) -> None:
         """A stream ended; so many requests ran there meanwhile."""
         if pace.num_events >= MIN_EVENTS:
-            trip.known.itl.add(requests, (pace.last_s - pace.first_s) / pace.num_events)
-            trip.known.news_s["itl"] = now_s
+            self._learn(trip.known, "itl", requests, (pace.last_s - pace.first_s) / pace.num_events, now_s=now_s)
 
     def ttft_s(self, worker: Worker, tokens: int) -> float | None:
         """For a request with so many uncached tokens; None: unknown."""
-        return self._of(worker).ttft.at(self._waiting(worker) + tokens)
+        return self._fit(worker, "ttft").at(self._waiting(worker) + tokens)
 
     def itl_s(self, worker: Worker) -> float | None:
         """For one more request there."""
-        return self._of(worker).itl.at(requests_at(worker) + 1)
+        return self._fit(worker, "itl").at(requests_at(worker) + 1)
 
     def fits(self, worker: Worker) -> tuple[Fit, Fit]:
         """(TTFT by tokens, ITL by requests), as far as they are known."""
-        known = self._of(worker)
-        return known.ttft, known.itl
+        return self._fit(worker, "ttft"), self._fit(worker, "itl")
 
     def in_time(self, pool: Sequence[Worker], slo: Slo, *, tokens: Mapping[int, int], now_s: float) -> list[Worker]:
         """Those of `pool` (of one role) that would keep `slo`, or of which too little is known. `TooLate` if none would.
@@ -127,14 +165,49 @@ class Forecast:
 
     def _keep(self, what: str, foretold: Mapping[Worker, float | None], wanted_s: float, now_s: float) -> list[Worker]:
         kept = [w for w, at_s in foretold.items() if at_s is None or at_s <= wanted_s]
-        kept = kept or [w for w in foretold if now_s - self._of(w).news_s.get(what, now_s) >= STALE_S]
+        kept = kept or [w for w in foretold if now_s - self._news_s(w, what) >= STALE_S]
         if not kept:
             best_s = min(at_s for at_s in foretold.values() if at_s is not None)
             raise TooLate(what, foretold_s=best_s, wanted_s=wanted_s)
         for worker in kept:
             if (at_s := foretold[worker]) is not None and at_s > wanted_s:
-                self._of(worker).news_s[what] = now_s  # one request is enough to learn by
+                known = self._of(worker)
+                known.here.news_s[what] = now_s  # one request is enough to learn by
+                self._tell(known, now_s)
         return kept
+
+    def _learn(self, known: _Known, what: str, x: float, y: float, *, now_s: float) -> None:
+        fit = known.here.fits[what]
+        fit.add(x, y)
+        known.here.news_s[what] = now_s
+        if fit.num_points <= MIN_POINTS or now_s - known.told_s >= TELL_S:
+            self._tell(known, now_s)
+
+    def _tell(self, known: _Known, now_s: float) -> None:
+        """Of a life that is over the other processes want to hear nothing."""
+        worker = known.worker
+        if worker.view.has_siblings and self._known.get(worker.worker_id) is known:
+            worker.view.publish_learnt(worker.slot, known.here.numbers)
+            known.told_s = now_s
+
+    def _fit(self, worker: Worker, what: str) -> Fit:
+        """Through what all processes of this router have seen; not to be changed."""
+        known = self._of(worker)
+        return known.here.fits[what].joined(self._elsewhere(known).fits[what])
+
+    def _news_s(self, worker: Worker, what: str) -> float:
+        known = self._of(worker)
+        return max(known.here.news_s[what], self._elsewhere(known).news_s[what])
+
+    def _elsewhere(self, known: _Known) -> _Learnt:
+        """What the other processes have seen."""
+        said = known.worker.view.others_learnt(known.worker.slot)
+        if said != known.heard[0]:
+            learnt = _NOTHING
+            for numbers in said:
+                learnt = learnt.joined(_Learnt.of(numbers))
+            known.heard = said, learnt
+        return known.heard[1]
 
     def _waiting(self, worker: Worker) -> int:
         """Tokens that are to be computed there first. A unified worker's load is KV, so there our own requests are what we know."""
@@ -143,7 +216,7 @@ class Forecast:
     def _of(self, worker: Worker) -> _Known:
         known = self._known.get(worker.worker_id)
         if known is None:
-            known = self._known[worker.worker_id] = _Known()
+            known = self._known[worker.worker_id] = _Known(worker)
         return known
 
 

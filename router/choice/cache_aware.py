@@ -23,7 +23,7 @@ from router.choice.policies import Ask, Choice
 from router.choice.prefix_index import Match, PrefixIndex
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.pool.pools import Pool, by_id
-from router.pool.workers import Worker
+from router.pool.worker import Worker
 
 RECOMPUTE_WEIGHT = 4
 SMALL_GROUP = 16  # workers that have equally much cached: so few are gone through

@@ -13,7 +13,7 @@ from router.choice.policies import Ask, Choice, ConsistentHashing, LeastLoad, Po
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_BYTES, prompt_keys
 from router.config import RouterConfig
-from router.pool.workers import Role, Worker
+from router.pool.worker import Role, Worker
 from router.requests.rewrite import ParsedBody
 
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")

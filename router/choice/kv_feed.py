@@ -14,7 +14,7 @@ import zmq.asyncio
 from router.choice.chooser import Chooser
 from router.choice.kv_view import WorkerCacheView
 from router.pool.reports import EventSource, parse_event_source
-from router.pool.workers import Worker
+from router.pool.worker import Worker
 from transfer_backends.curve import guard_connector
 from transfer_backends.kv_events import (
     END_SEQ,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from router.choice.load_order import LoadOrder, OrderByShare, load_key
 from router.pool.pools import Pool
-from router.pool.workers import Role, Worker
+from router.pool.worker import Role, Worker
 
 
 def least_loaded(candidates: Sequence[Worker]) -> Worker:

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
 from router.pool.pools import Pool, by_id
-from router.pool.workers import Worker
+from router.pool.worker import Worker
 
 SWEEP = 16
 

@@ -13,7 +13,7 @@ from router.choice.load import comparable_by_share, least_loaded
 from router.choice.load_order import load_key
 from router.choice.ring import Ring
 from router.pool.pools import Pool, by_id
-from router.pool.workers import Role, Worker
+from router.pool.worker import Role, Worker
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):

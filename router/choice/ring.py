@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
-from router.pool.workers import MAX_WORKERS, Worker
+from router.pool.worker import Worker
+from router.pool.workers import MAX_WORKERS
 
 POINTS = 16  # a multiple of 8
 PROBES = 21

@@ -31,18 +31,19 @@ class Card {
   }
 
   update(worker) {
-    const { report, health } = worker;
+    const { report, switching_to: next } = worker;
+    const health = next ? "switching" : worker.health;
     this.node.dataset.health = health;
     this.node.title = worker.error ? `${worker.url}\n${worker.error}` : worker.url;
     const share = report && report.capacity_tokens ? report.used_tokens / report.capacity_tokens : null;
-    put(this.usage, health !== "up" ? health : share === null ? "" : `KV ${(share * 100).toFixed(share < 0.1 ? 1 : 0)}%`);
+    put(this.usage, next ? `→ ${next}` : health !== "up" ? health : share === null ? "" : `KV ${(share * 100).toFixed(share < 0.1 ? 1 : 0)}%`);
     this.bar.style.width = `${Math.min(1, share ?? 0) * 100}%`;
     put(this.counts, this.said(worker));
   }
 
   /** Where requests stand there, by the worker's own word; else what the router has sent and not got back. */
-
   said(worker) {
+    if (worker.switching_to) return worker.inflight_requests ? `ends what it has: ${worker.inflight_requests}` : "starts in its new role";
     if (worker.health === "down" || worker.health === "starting") return worker.error || "not checked yet";
     if (!worker.report) return `${worker.inflight_requests} in flight, tells no load`;
     const { stages } = worker.report;

@@ -2,13 +2,14 @@
 
 import { makeFlow } from "/dashboard/flow.js";
 import { makeTiles } from "/dashboard/charts.js";
+import { makeRoles } from "/dashboard/roles.js";
 import { makeRequests } from "/dashboard/requests.js";
 import { put } from "/dashboard/show.js";
 
 const EVERY_MS = 1000, TIMEOUT_MS = 5000, KEY = "tandem-key", THEME = "tandem-theme";
 const $ = (id) => document.getElementById(id);
 
-const parts = [makeFlow($("flow")), makeTiles($("tiles")), makeRequests($("rows"), $("held"), (path, body) => ask(path, body))];
+const parts = [makeFlow($("flow")), makeRoles($("roles")), makeTiles($("tiles")), makeRequests($("rows"), $("held"), (path, body) => ask(path, body))];
 let lastGood = 0, timer = 0, asking = false;
 
 /** GET, or POST where there is a body. */
@@ -53,10 +54,11 @@ async function lookOnce() {
 }
 
 function summarise({ router, workers }) {
-  const down = workers.filter((w) => w.health === "down").length;
+  const switching = workers.filter((w) => w.switching_to).length;
+  const down = workers.filter((w) => w.health === "down" && !w.switching_to).length;
   const words = [
     `${router.running} running`,
-    `${workers.length} worker${workers.length === 1 ? "" : "s"}${down ? `, ${down} down` : ""}`,
+    `${workers.length} worker${workers.length === 1 ? "" : "s"}${down ? `, ${down} down` : ""}${switching ? `, ${switching} changing role` : ""}`,
     router.policy,
     ...(router.processes > 1 ? [`${router.processes} router processes`] : []),
     ...(router.draining ? ["draining"] : []),

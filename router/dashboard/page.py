@@ -4,7 +4,7 @@ Polled: without a page that looks, nothing is computed. Owns nothing.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ STATE, SNAPSHOT, REQUEST = "/dashboard/state", "/dashboard/snapshot", "/dashboar
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _FILES = {"/dashboard": "index.html"} | {
     f"/dashboard/{name}": name
-    for name in ("page.css", "page.js", "show.js", "flow.js", "charts.js", "requests.js", "icon.svg")
+    for name in ("page.css", "page.js", "show.js", "flow.js", "charts.js", "roles.js", "requests.js", "icon.svg")
 }
 FILE_PATHS = frozenset(_FILES)
 
@@ -44,7 +44,7 @@ _FILE_HEADERS = {
 
 
 class Dashboard:
-    """Handlers. The files are read once, when the router starts."""
+    """Handlers. The files are read once, when the router starts. `auto_roles`: what /auto_roles tells, None where it is off."""
 
     def __init__(
         self,
@@ -55,7 +55,9 @@ class Dashboard:
         live: LiveRequests,
         num_running: Callable[[], int],
         siblings: Siblings,
+        auto_roles: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
+        self._auto_roles = auto_roles
         self._config = config
         self._table = table
         self._recorder = recorder
@@ -83,12 +85,14 @@ class Dashboard:
         """Everything the page shows but the details of one request; of all processes of this router."""
         now_s = self._recorder.now_s()
         memory = await self._memory()
+        roles = None if self._auto_roles is None else msgspec.Raw(await self._auto_roles())
         picture = draw(memory, self._table.workers(), now_s=now_s)
-        return _json({"now_s": now_s, "wall_s": time.time(), "router": self._router(), **picture})
+        told = {"now_s": now_s, "wall_s": time.time(), "router": self._router(), "auto_roles": roles}
+        return _json({**told, **picture})
 
     async def snapshot(self, request: web.BaseRequest) -> web.Response:
         """What this process remembers, for its siblings."""
-        return _json(self._recorder.snapshot())
+        return _json(self._own())
 
     async def request(self, request: web.BaseRequest) -> web.Response:
         """One request by its `key`, as long as it is remembered."""
@@ -100,7 +104,15 @@ class Dashboard:
 
     async def _memory(self) -> Snapshot:
         others = [decode_snapshot(body) for body in await self._siblings.answers(SNAPSHOT)]
-        return merge([self._recorder.snapshot(), *(snapshot for snapshot in others if snapshot is not None)])
+        return merge([self._own(), *(snapshot for snapshot in others if snapshot is not None)])
+
+    def _own(self) -> Snapshot:
+        """What this process remembers, and which workers it moves."""
+        snapshot = self._recorder.snapshot()
+        snapshot.switching = {
+            worker.url: worker.switching_to.value for worker in self._table.workers() if worker.switching_to is not None
+        }
+        return snapshot
 
     def _router(self) -> dict[str, Any]:
         return {

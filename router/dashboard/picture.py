@@ -7,7 +7,7 @@ import msgspec
 
 from router.dashboard.quantiles import add, quantile
 from router.dashboard.records import Record, Second, Snapshot
-from router.pool.workers import Worker
+from router.pool.worker import Worker
 
 SHOWN_REQUESTS = 48
 SHOWN_SECONDS = 120  # of the curves
@@ -21,11 +21,14 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
     """One memory of many: what each process served is added up, what all were told by workers stands once."""
     seconds: dict[int, Second] = {}
     records: list[Record] = []
+    switching: dict[str, str] = {}
     for snapshot in snapshots:
         records += snapshot.records
+        switching |= snapshot.switching
         for second in snapshot.seconds:
             _merge_second(seconds.setdefault(second.at, Second(second.at)), second)
-    return Snapshot([seconds[at] for at in sorted(seconds)], sorted(records, key=lambda r: (r.started_s, r.key)))
+    in_order = sorted(records, key=lambda r: (r.started_s, r.key))
+    return Snapshot([seconds[at] for at in sorted(seconds)], in_order, switching)
 
 
 def _merge_second(into: Second, second: Second) -> None:
@@ -42,18 +45,22 @@ def _merge_second(into: Second, second: Second) -> None:
 def draw(memory: Snapshot, workers: Sequence[Worker], *, now_s: float) -> dict[str, Any]:
     """What the page shows: `workers`, `window` (the last minute), `series` (by the second), `requests` (newest first)."""
     return {
-        "workers": [show_worker(worker) for worker in workers],
+        "workers": [show_worker(worker, switching_to=memory.switching.get(worker.url)) for worker in workers],
         "window": _window(memory.seconds, now_s),
         "series": _series(memory.seconds, now_s),
         "requests": pick_records(memory.records),
     }
 
 
-def show_worker(worker: Worker) -> dict[str, Any]:
-    """`report` None: it does not say. In-flight figures are of all processes of the router."""
+def show_worker(worker: Worker, *, switching_to: str | None = None) -> dict[str, Any]:
+    """`report` None: it does not say. `switching_to`: the role that one process of the router moves it to.
+
+    In-flight figures are of all processes of the router.
+    """
     return {
         "url": worker.url,
         "role": worker.role.value,
+        "switching_to": switching_to,
         "health": "silent" if worker.silent else worker.health.value,
         "error": "" if worker.last_error is None else worker.last_error[:MAX_FAILURE_CHARS],
         "inflight_requests": worker.inflight_requests + worker.view.others_requests(worker.slot),

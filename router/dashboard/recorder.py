@@ -11,7 +11,7 @@ from typing import Protocol
 
 from router.dashboard.quantiles import bucket_of
 from router.dashboard.records import Record, Second, Snapshot
-from router.pool.workers import LoadReport, Role
+from router.pool.worker import LoadReport, Role
 
 KEPT_REQUESTS = 256  # that have ended
 MAX_RUNNING = 512  # that run and are remembered; more are only counted

@@ -54,7 +54,8 @@ class Record(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct):
-    """What one process remembers."""
+    """What one process remembers. `switching`: workers that it moves to another role, by URL."""
 
     seconds: list[Second]
     records: list[Record]
+    switching: dict[str, str] = {}

@@ -76,9 +76,17 @@ def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[int], 
 
 
 # What the parent says when it was told to end. Not the signals it got: a service manager may send those to every process
-# of the group, and a second one means "at once".
+# of the group. Each has one meaning however often it comes: two that come together are one to the kernel, and one may be told
+# twice by an event loop. So it is the parent that counts, and its second SIGTERM is another signal.
 DRAIN, END = signal.SIGUSR1, signal.SIGUSR2
-_SAYS = {signal.SIGTERM: DRAIN, signal.SIGINT: END, signal.SIGHUP: signal.SIGHUP}
+_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def what_to_say(number: int, *, stopping: bool) -> signal.Signals:
+    """What the parent tells its processes when it gets signal `number`. `stopping`: it was told to end before."""
+    if number == signal.SIGHUP:
+        return signal.SIGHUP
+    return DRAIN if number == signal.SIGTERM and not stopping else END
 
 
 def obey_parent(*, on_drain: Callable[[], None], on_end: Callable[[], None]) -> None:
@@ -139,7 +147,7 @@ class _Fleet:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Signals go on to all; after SIGTERM or SIGINT nobody is started again. No process is left at the end."""
-        before = {number: signal.signal(number, self._on_signal) for number in _SAYS}
+        before = {number: signal.signal(number, self._on_signal) for number in _HEARD}
         try:
             yield
         finally:
@@ -149,9 +157,10 @@ class _Fleet:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: object) -> None:
+        says = what_to_say(number, stopping=self._stopping)
         self._stopping = self._stopping or number != signal.SIGHUP
         for member in self._members:
-            member.send(_SAYS[signal.Signals(number)])
+            member.send(says)
 
     def start(self) -> None:
         """Start all, and wait until all listen. `RouterConfigError` when one does not."""

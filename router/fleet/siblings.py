@@ -16,7 +16,8 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.fleet.processes import Place
-from router.pool.workers import Role, WorkerTable
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 from telemetry.records import TracesQuery
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,9 @@ from router.metrics import RouterMetrics
 from router.pool.discovery import Discovery
 from router.pool.health import HealthMonitor
 from router.pool.models import UnknownModel, join_models, serves
-from router.pool.workers import Health, Role, Worker, WorkerTable, missing_roles
+from router.pool.states import Health
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable, missing_roles
 from router.requests.draining import DRAINING, LiveRequests
 from router.requests.replies import no_worker_message, unknown_model
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused

@@ -16,7 +16,8 @@ from router.pool.health import HealthMonitor
 from router.pool.pod_watch import KubeApi, PodWatch, connect
 from router.pool.pods import Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
 from router.pool.selectors import Selector
-from router.pool.workers import Role, Worker, WorkerTable, WorkerTableError
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable, WorkerTableError
 
 log = logging.getLogger(__name__)
 

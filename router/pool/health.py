@@ -21,7 +21,9 @@ from router.http.credentials import Credentials
 from router.pool.models import has_adapters, parse_models, says_models
 from router.pool.reports import parse_bootstrap, parse_incarnation, parse_load, parse_mode, says_draining
 from router.pool.silence import Question
-from router.pool.workers import Check, Health, Role, Worker, WorkerTable
+from router.pool.states import Check, Health
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.legs import LegError, Legs
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.pool.workers import Health, Worker
+from router.pool.states import Health
+from router.pool.worker import Worker
 
 
 class Waiting(Protocol):

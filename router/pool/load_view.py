@@ -1,7 +1,13 @@
-"""What a router process knows of the load that its siblings put on workers: an interface, and what holds without siblings. Pure."""
+"""What a router process knows of its siblings: the load they put on workers, and what they have learnt of them.
+
+An interface, and what holds without siblings. Pure.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
+
+# Numbers that a process has learnt of a worker; the first is not 0. What they mean is said by who learns (forecast.py).
+NUM_LEARNT = 15
 
 
 class LoadView(Protocol):
@@ -27,6 +33,10 @@ class LoadView(Protocol):
     def publish_open(self, slot: int, until_s: float) -> None: ...
 
     def others_open(self, now_s: float) -> Sequence[int]: ...
+
+    def publish_learnt(self, slot: int, numbers: Sequence[float]) -> None: ...
+
+    def others_learnt(self, slot: int) -> list[Sequence[float]]: ...
 
     def add_client(self, client: str, step: int) -> None: ...
 
@@ -64,6 +74,12 @@ class Alone:
 
     def others_open(self, now_s: float) -> Sequence[int]:
         return ()
+
+    def publish_learnt(self, slot: int, numbers: Sequence[float]) -> None:
+        """Nobody looks."""
+
+    def others_learnt(self, slot: int) -> list[Sequence[float]]:
+        return []
 
     def add_client(self, client: str, step: int) -> None:
         """Nobody looks."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.pool.workers import Role
+from router.pool.worker import Role
 
 MAX_PODS = 4096  # of one role; as many as the worker table takes
 MAX_PROBLEMS = 64

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from router.pool.workers import Worker
+    from router.pool.worker import Worker
 
 T = TypeVar("T")
 

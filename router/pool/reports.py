@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from router.pool.workers import STAGES, LoadReport
+from router.pool.worker import STAGES, LoadReport
 from router.requests.draining import DRAINING
 
 MAX_INCARNATION_CHARS = 128

@@ -4,174 +4,24 @@ Owns workers, their health and the leases on them. Pure: it is told check result
 no socket and reads no clock. One lease is one leg of one request; it charges tokens to a worker until released.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import lru_cache
 from urllib.parse import urlsplit
-
-import msgspec
 
 from router.pool.breaker import BreakerSettings, Circuit, State
 from router.pool.load_view import ALONE, LoadView
 from router.pool.models import Catalogue, serves
 from router.pool.pools import LoadLog, Pool
+from router.pool.states import TRANSITIONS, Check, Health, Thresholds
+from router.pool.worker import Lease, LoadReport, Role, Worker
 
 MAX_WORKERS = 4096
-# Through which a request goes, in this order; "retracted" lost its memory and waits for more.
-STAGES = ("bootstrap", "waiting", "inflight", "prealloc", "transfer", "running", "retracted")
 MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
-
-
-class Role(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    UNIFIED = "unified"
-
-
-class Health(StrEnum):
-    STARTING = "starting"  # never answered a check yet
-    UP = "up"
-    DRAINING = "draining"  # it finishes what it has, and takes nothing new
-    DOWN = "down"
-
-
-class Check(StrEnum):
-    """What was learnt about a worker. `REFUSED`: nothing listens there, so no second opinion is needed.
-
-    `DRAINING`: it says so itself.
-    """
-
-    OK = "ok"
-    DRAINING = "draining"
-    FAILED = "failed"
-    REFUSED = "refused"
-
-
-# (state, event) -> (next state, which threshold must be reached first). Every cell is here.
-TRANSITIONS: dict[tuple[Health, Check], tuple[Health, str]] = {
-    (Health.STARTING, Check.OK): (Health.UP, "success"),
-    (Health.STARTING, Check.DRAINING): (Health.DRAINING, "none"),
-    (Health.STARTING, Check.FAILED): (Health.STARTING, "none"),
-    (Health.STARTING, Check.REFUSED): (Health.STARTING, "none"),
-    (Health.UP, Check.OK): (Health.UP, "none"),
-    (Health.UP, Check.DRAINING): (Health.DRAINING, "none"),
-    (Health.UP, Check.FAILED): (Health.DOWN, "failure"),
-    (Health.UP, Check.REFUSED): (Health.DOWN, "none"),
-    (Health.DRAINING, Check.OK): (Health.UP, "success"),  # another one serves at this address
-    (Health.DRAINING, Check.DRAINING): (Health.DRAINING, "none"),
-    (Health.DRAINING, Check.FAILED): (Health.DOWN, "failure"),
-    (Health.DRAINING, Check.REFUSED): (Health.DOWN, "none"),
-    (Health.DOWN, Check.OK): (Health.UP, "success"),
-    (Health.DOWN, Check.DRAINING): (Health.DRAINING, "none"),
-    (Health.DOWN, Check.FAILED): (Health.DOWN, "none"),
-    (Health.DOWN, Check.REFUSED): (Health.DOWN, "none"),
-}
 
 
 class WorkerTableError(ValueError):
     """A change of the table that cannot be made: a URL that is already there, or not there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """Equal results in a row before the state changes."""
-
-    failure: int = 2
-    success: int = 1
-    none: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """What a worker says of itself, in requests and tokens, summed over its ranks. `*_total`: since it began.
-
-    `stages`: requests by where they stand (`STAGES`), as far as it tells. `transfer_*`: of the last KV transfers it sent.
-    `pending_tokens`: KV that requests in decode's prealloc queue want. `busy_ms_total`: with something to compute.
-    """
-
-    running_reqs: int = 0
-    waiting_reqs: int = 0
-    used_tokens: int = 0
-    waiting_tokens: int = 0
-    capacity_tokens: int = 0
-    stages: Mapping[str, int] = field(default_factory=dict)
-    prompt_tokens_total: int = 0
-    output_tokens_total: int = 0
-    kv_bytes_total: int = 0
-    transfer_gb_s: float = 0.0
-    transfer_ms: float = 0.0
-    max_running_reqs: int = 0
-    pending_tokens: int = 0
-    busy_ms_total: int = 0
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Worker:
-    """One worker. Only `WorkerTable` changes it; `bootstrap_*` is what decode needs to find a prefill worker."""
-
-    worker_id: int
-    url: str
-    role: Role
-    given_bootstrap_port: int | None
-    bootstrap_host: str
-    bootstrap_port: int | None
-    changed_s: float
-    health: Health = Health.STARTING
-    streak: int = 0  # equal check results in a row
-    last_check: Check | None = None
-    last_error: str = "not checked yet"
-    good_s: float = 0.0  # when it was last checked and well
-    incarnation: str = ""  # of the process that answers; "": it does not say
-    incarnation_s: float = 0.0  # when that one was last seen
-    former_life_s: float = -math.inf  # when the one before was last seen: who has waited since before waits for nobody
-    former_lives: tuple[str, ...] = ()
-    inflight_requests: int = 0
-    inflight_tokens: int = 0
-    assigned_total: int = 0
-    report: LoadReport | None = None
-    foreign_tokens: int = 0
-    view: LoadView = ALONE  # what this router's other processes have in flight, at `slot`
-    slot: int = 0
-    leaving: bool = False  # it gets nothing new, whatever its health
-    last_resort: bool = False  # it does, while nobody else of its role is up
-    silent: bool = False  # it is asked and says nothing: it gets requests where all others are silent too
-    switching_to: Role | None = None  # this router has asked it to change; it gets nothing new until it has
-    discovered: bool = False  # each process of this router finds it by itself
-    models: tuple[str, ...] = ()  # names that it serves, its own first; none: it does not say
-    circuit: Circuit = field(default_factory=Circuit)
-
-    @property
-    def url_host(self) -> str:
-        return urlsplit(self.url).hostname or ""
-
-    @property
-    def answers(self) -> bool:
-        """All is well with it, as far as its checks say."""
-        return self.health is Health.UP and not self.silent
-
-    def takes(self, now_s: float) -> bool:
-        """Whether no circuit keeps requests from it: not its own, and none of this router's other processes."""
-        return self.circuit.takes(now_s) and self.slot not in self.view.others_open(now_s)
-
-    @property
-    def load_tokens(self) -> int:
-        """Tokens this router has in flight there, plus those the worker reports that came from elsewhere."""
-        return self.inflight_tokens + self.view.others_tokens(self.slot) + self.foreign_tokens
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens of KV that fit there; 0: it does not say."""
-        return self.report.capacity_tokens if self.report is not None else 0
-
-
-class Lease(msgspec.Struct, frozen=True, eq=False):
-    """`tokens` of work charged to `worker` until released. `trial`: it tries a worker whose circuit is half open."""
-
-    worker: Worker
-    tokens: int
-    trial: bool = False
 
 
 @dataclass(slots=True)
@@ -179,12 +29,13 @@ class WorkerTable:
     """All workers of one router, in the order they were added.
 
     `on_gone` is told of a worker that was removed, went down, is another process now, or has another role: what it had cached
-    is lost.
+    is lost. `on_change` is called whenever somebody may be chosen who might not before, or the other way round.
     """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
     view: LoadView = ALONE
     on_gone: Callable[[Worker], None] = lambda worker: None
+    on_change: Callable[[], None] = lambda: None
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
     _workers: list[Worker] = field(default_factory=list)
     _by_name: dict[str, Worker] = field(default_factory=dict)  # of `same_url`
@@ -236,9 +87,9 @@ class WorkerTable:
         return worker
 
     def _on_change(self) -> None:
-        """Someone came, went, or may be chosen where he might not, or the other way round."""
         self._pools.clear()
         self._models = None
+        self.on_change()
 
     def _on_circuit(self, worker: Worker, until_s: float) -> None:
         worker.view.publish_open(worker.slot, until_s)
@@ -454,6 +305,11 @@ def _kind(check: Check) -> Check:
 def missing_roles(table: WorkerTable, roles: Iterable[Role], model: str = "") -> list[Role]:
     """The roles of which no worker (that serves `model`) is alive."""
     return [role for role in roles if not table.pool(role, model)]
+
+
+def silent_roles(table: WorkerTable, roles: Iterable[Role], model: str = "") -> list[Role]:
+    """The roles of which workers (that serve `model`) are alive, and none says anything."""
+    return [role for role in roles if (pool := table.pool(role, model)) and pool[0].silent]
 
 
 def _reported_tokens(role: Role, report: LoadReport) -> int:

@@ -11,7 +11,8 @@ from router.choice.chooser import cost_tokens
 from router.choice.policies import Ask, Choice
 from router.http.upstream import UpstreamError
 from router.pool.breaker import Event
-from router.pool.workers import Lease, Role, Worker, WorkerTable
+from router.pool.worker import Lease, Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.exchange import Exchange
 from router.requests.journey import Attempt as Told
 from router.requests.legs import Call, Leg, Legs

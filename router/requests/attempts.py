@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.pool.workers import Role, Worker
+from router.pool.worker import Role, Worker
 from router.requests.legs import LegError
 
 MAX_JOINS = 2

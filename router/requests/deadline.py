@@ -1,4 +1,4 @@
-"""How long a client will wait, as workers read it from headers: passed on, and shortened by what retries took. Pure."""
+"""How long a client will wait, as workers read it from headers: passed on, and shortened by what waits and retries took. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -10,6 +10,11 @@ LEAST_S = 0.001  # a worker may still be idle
 _UNITS_S = {TIMEOUT_HEADER: 1.0, ENVOY_HEADER: 0.001}
 
 
+def time_given(headers: Mapping[str, str]) -> float:
+    """Seconds that the client of a request with `headers` (names in lower case) will wait; inf: it does not say."""
+    return min((value_s for name in _UNITS_S if (value_s := _seconds(headers, name)) is not None), default=math.inf)
+
+
 def less_time(headers: Mapping[str, str], elapsed_s: float) -> dict[str, str]:
     """`headers` (of the first attempt, names in lower case) for one that begins `elapsed_s` later.
 
@@ -17,10 +22,16 @@ def less_time(headers: Mapping[str, str], elapsed_s: float) -> dict[str, str]:
     """
     left = dict(headers)
     for name, unit_s in _UNITS_S.items():
-        try:
-            value_s = float(headers[name]) * unit_s
-        except (KeyError, ValueError):
-            continue
-        if 0.0 < value_s < math.inf:
+        value_s = _seconds(headers, name)
+        if value_s is not None:
             left[name] = f"{max(LEAST_S, value_s - elapsed_s) / unit_s:.3f}"
     return left
+
+
+def _seconds(headers: Mapping[str, str], name: str) -> float | None:
+    """What the header says; None: nothing, or nothing that makes sense."""
+    try:
+        value_s = float(headers[name]) * _UNITS_S[name]
+    except (KeyError, ValueError):
+        return None
+    return value_s if 0.0 < value_s < math.inf else None

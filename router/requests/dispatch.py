@@ -23,7 +23,8 @@ from router.http.relay import StreamBroken, end_with_event, relay_stream
 from router.metrics import RouterMetrics
 from router.pool.breaker import Event
 from router.pool.models import UnknownModel
-from router.pool.workers import Role, WorkerTable
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 from router.requests.attempt import Attempt, Launcher
 from router.requests.contest import Contest
 from router.requests.deadline import ENVOY_HEADER, TIMEOUT_HEADER
@@ -103,6 +104,7 @@ class Dispatcher:
             chooser=parts.chooser,
             admission=parts.admission,
             wait_s=config.retry_wait_s,
+            silence_s=config.dead_worker_timeout_s,
             clock=parts.clock,
         )
         after_s = config.hedge_after / 1000
@@ -200,10 +202,12 @@ class Dispatcher:
         if not self._parts.rooms.has_room_for(exchange.parsed.num_samples):
             return too_many_samples()
         for number in range(config.retry_max + 1):
-            chosen = await self._picker.pick_soon(exchange)
+            chosen, is_late = self._picker.pick(exchange), number > 0
+            if chosen is None:
+                chosen, is_late = await self._picker.pick_later(exchange), True
             if chosen is None:
                 return self._none_left(exchange)
-            call = exchange.call if number == 0 else self._call_again(exchange)
+            call = self._call_again(exchange) if is_late else exchange.call
             try:
                 return await self._attempt(exchange, call, chosen)
             except LegError as failure:
@@ -214,7 +218,7 @@ class Dispatcher:
         raise AssertionError("the last attempt returns")
 
     def _call_again(self, exchange: Exchange) -> Call:
-        """For another attempt: the request has less time by now."""
+        """For an attempt that begins later: the request has less time by now."""
         return exchange.call.later(self._parts.clock() - exchange.started_s)
 
     async def _attempt(self, exchange: Exchange, call: Call, chosen: Chosen) -> web.StreamResponse:

@@ -5,7 +5,7 @@ from aiohttp import web
 
 from router.admission.forecast import Slo
 from router.choice.policies import Ask
-from router.pool.workers import Role
+from router.pool.worker import Role
 from router.requests.attempts import Attempts
 from router.requests.draining import LiveRequest
 from router.requests.journey import Journey

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.pool.workers import LoadReport, Worker
+from router.pool.worker import LoadReport, Worker
 
 HEDGE_HEADER = "x-tandem-hedge-after-ms"
 MAX_SAVED = 10.0  # hedges that a quiet time may leave for a bad one

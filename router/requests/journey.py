@@ -13,7 +13,7 @@ import msgspec
 from router.dashboard.recorder import Recorder
 from router.dashboard.records import Attempt as ShownAttempt
 from router.dashboard.records import Record as ShownRecord
-from router.pool.workers import Worker
+from router.pool.worker import Worker
 from router.requests.legs import Leg
 from telemetry.context import CURRENT, OPERATIONS, RequestContext
 from telemetry.logs import about

@@ -15,7 +15,7 @@ from router.http.upstream import STREAM_TYPE, Reply, Upstream, UpstreamError
 from router.pool.breaker import UNJOINED, is_fault
 from router.pool.lifelines import Lifelines
 from router.pool.reports import says_draining
-from router.pool.workers import Role, Worker
+from router.pool.worker import Role, Worker
 from router.requests.deadline import less_time
 
 log = logging.getLogger(__name__)

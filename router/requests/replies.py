@@ -8,7 +8,8 @@ from aiohttp import web
 from router.http.errors import error_kind, error_response
 from router.http.sse import error_event
 from router.pool.models import UnknownModel, serves
-from router.pool.workers import Role, WorkerTable
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.draining import DRAINING
 from router.requests.legs import LegError
 
@@ -45,9 +46,14 @@ def no_worker_response(message: str) -> web.Response:
 def no_worker_message(table: WorkerTable, missing: list[Role], model: str = "") -> str:
     """Which role is missing, and what is known of its workers."""
     known = [w for w in table.workers(missing[0]) if not model or serves(w.models, model)]
-    why = "; ".join(f"{w.url}: {w.last_error or w.health.value}" for w in known[:4]) or "none was given"
+    why = "; ".join(f"{w.url}: {_state(w)}" for w in known[:4]) or "none was given"
     what = f"worker for model {model!r}" if model and table.models.several else "worker"
-    return f"no {' and no '.join(missing)} {what} is alive ({why})"
+    state = "answers" if known and all(w.silent for w in known) else "is alive"
+    return f"no {' and no '.join(missing)} {what} {state} ({why})"
+
+
+def _state(worker: Worker) -> str:
+    return "it is asked and says nothing" if worker.silent else worker.last_error or worker.health.value
 
 
 def unknown_model(err: UnknownModel) -> web.Response:

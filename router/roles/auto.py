@@ -16,7 +16,8 @@ from aiohttp import web
 from router.config import RouterConfig
 from router.fleet.siblings import Siblings
 from router.metrics import RouterMetrics
-from router.pool.workers import Role, Worker, WorkerTable
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Move, Rules, Standing
 from router.roles.demand import Gauge, Goals
 from router.roles.switch import SwitchFailed, SwitchRefused
@@ -87,18 +88,32 @@ class AutoRoles:
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         """What is known, decided and done; a process that does not lead asks the one that does."""
-        body = msgspec.json.encode(self.status())
-        if self._enabled and not self._runs and not self._siblings.is_one(request):
-            answers = await self._siblings.answers(PATH)
-            body = next((answer for answer in answers if msgspec.json.decode(answer)["runs"]), body)
+        asked_by_sibling = self._siblings.is_one(request)
+        body = msgspec.json.encode(self.status()) if asked_by_sibling else await self.told()
         return web.Response(body=body, content_type="application/json")
 
+    async def told(self) -> bytes:
+        """`status` of the process that leads, as JSON; of this one where that does not answer."""
+        if self._enabled and not self._runs:
+            answers = await self._siblings.answers(PATH)
+            leading = next((answer for answer in answers if msgspec.json.decode(answer)["runs"]), None)
+            if leading is not None:
+                return leading
+        return msgspec.json.encode(self.status())
+
     def status(self) -> dict[str, Any]:
-        """`runs`: in this process. Models with their pressures (1: as much as a pool can bear), and the last moves."""
+        """`runs`: in this process. Models with their pressures (1: as much as a pool can bear), and the last moves.
+
+        Times are by the clock that `now_s` is read from.
+        """
+        rules, now_s = self.controller.rules, _now_s()
         return {
             "enabled": self._enabled,
             "runs": self._runs,
-            "models": {model: _told(standing, _now_s()) for model, standing in self.controller.standings.items()},
+            "now_s": now_s,
+            "enter": rules.enter,
+            "leave": rules.leave,
+            "models": {model: _told(standing, now_s) for model, standing in self.controller.standings.items()},
             "moves": list(reversed(self._moves)),
         }
 

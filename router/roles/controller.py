@@ -22,7 +22,7 @@ of two pools the slower one sets the goodput (DistServe, OSDI'24).
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.pool.workers import Role
+from router.pool.worker import Role
 from router.roles.smooth import Smooth
 
 ROLES = (Role.PREFILL, Role.DECODE)

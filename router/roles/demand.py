@@ -16,7 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.pool.workers import Health, LoadReport, Role, Worker
+from router.pool.states import Health
+from router.pool.worker import LoadReport, Role, Worker
 from router.roles.controller import Seen
 from router.roles.smooth import Smooth
 

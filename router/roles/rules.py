@@ -2,7 +2,9 @@
 
 from enum import StrEnum
 
-from router.pool.workers import Check, Health, Role, Worker, WorkerTable
+from router.pool.states import Check, Health
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 
 
 class Progress(StrEnum):

@@ -13,7 +13,8 @@ import msgspec
 from router.fleet.siblings import Siblings
 from router.http.credentials import Credentials
 from router.pool.health import HealthMonitor
-from router.pool.workers import Role, Worker, WorkerTable
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.roles.rules import Progress, objection, progress
 
 log = logging.getLogger(__name__)

@@ -15,19 +15,22 @@ from tests.e2e.cluster import POLL_S, Cluster, Worker
 from tests.e2e.workload import recall_body
 
 NUM_CLIENTS = 4
+NUM_PAIRS = 120
 NEW_TOKENS = 12
 ENOUGH = 3  # answers of each client between two switches
 
 
 @asynccontextmanager
-async def streams(url: str) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+async def streams(
+    url: str, *, num_clients: int = NUM_CLIENTS, num_pairs: int = NUM_PAIRS, new_tokens: int = NEW_TOKENS
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """Clients that stream one answer after another, each checked. Yields what waits until each has had some more."""
-    stop, counts = asyncio.Event(), [0] * NUM_CLIENTS
+    stop, counts = asyncio.Event(), [0] * num_clients
 
     async def client(http: aiohttp.ClientSession, number: int) -> None:
         rng = random.Random(number)
         while not stop.is_set():
-            body, expected = recall_body(rng, 120, max_new_tokens=NEW_TOKENS)
+            body, expected = recall_body(rng, num_pairs, max_new_tokens=new_tokens)
             answer = await generate(http, url, {**body, "stream": True})
             assert answer["output_ids"] == expected
             counts[number] += 1
@@ -40,7 +43,7 @@ async def streams(url: str) -> AsyncIterator[Callable[[], Awaitable[None]]]:
             await asyncio.sleep(POLL_S)
 
     async with session() as http:
-        tasks = [asyncio.create_task(client(http, number)) for number in range(NUM_CLIENTS)]
+        tasks = [asyncio.create_task(client(http, number)) for number in range(num_clients)]
         try:
             yield more
         finally:

@@ -5,12 +5,14 @@ from functools import cache
 
 import pytest
 
+from benchmarks.auto_roles import auto_spec, day_and_night, run
 from deploy.plan.cluster import PlannedCluster
 from deploy.plan.goodput import Slo
+from deploy.plan.layout import parse_layout
 from deploy.plan.role_moves import AutoSpec
 from deploy.plan.step_time import Fitted
 from deploy.plan.workload import Asked, Lengths, Phase, from_phases
-from router.pool.workers import Role
+from router.pool.worker import Role
 from router.roles.controller import Rules
 from router.roles.demand import Goals
 from tests.plan.planned import asked, assert_at_rest, cluster
@@ -98,3 +100,11 @@ def test_workers_report_the_time_that_they_computed() -> None:
     for worker in planned.workers():
         assert worker.state is not None and worker.executor.busy_s > 1.0
         assert worker.state.counters["busy_s"] == pytest.approx(worker.executor.busy_s, rel=0.02)
+
+
+def test_the_benchmark_plans_the_same_days_and_nights() -> None:
+    """(It takes minutes: this is its first seconds.)"""
+    load = day_and_night(2)
+    short = replace(load.study, requests=load.study.requests[:40])
+    told = run(replace(load, study=short), parse_layout("1P1D"), auto_spec(short.slo, 1.0))
+    assert told["requests"] == 40 and told["ends_as"] == "1P1D" and told["good_share"] > 0

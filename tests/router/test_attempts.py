@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import pytest
 
 from router.pool.lifelines import Lifelines
-from router.pool.workers import Check, Health, Role, Worker, WorkerTable
+from router.pool.states import Check, Health
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.attempts import Attempts
 from router.requests.legs import LegError
 

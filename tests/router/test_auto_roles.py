@@ -14,7 +14,9 @@ from aiohttp import web
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.fleet.siblings import Siblings
 from router.metrics import RouterMetrics
-from router.pool.workers import Check, LoadReport, Role, Worker, WorkerTable
+from router.pool.states import Check
+from router.pool.worker import LoadReport, Role, Worker
+from router.pool.workers import WorkerTable
 from router.roles.auto import PATH, AutoRoles
 from router.roles.switch import SwitchFailed, SwitchRefused
 from tests.router.dummies import cluster

@@ -8,18 +8,9 @@ from hypothesis import strategies as st
 
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.pool.reports import parse_bootstrap, parse_load, parse_mode
-from router.pool.workers import (
-    TRANSITIONS,
-    Check,
-    Health,
-    Lease,
-    LoadReport,
-    Role,
-    Thresholds,
-    WorkerTable,
-    WorkerTableError,
-    missing_roles,
-)
+from router.pool.states import TRANSITIONS, Check, Health, Thresholds
+from router.pool.worker import Lease, LoadReport, Role
+from router.pool.workers import WorkerTable, WorkerTableError, missing_roles
 from router.requests.dispatch import backoff_s
 from router.requests.replies import no_worker_message
 from router.requests.rooms import RoomMinter

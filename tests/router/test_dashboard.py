@@ -12,7 +12,7 @@ from aiohttp import web
 
 from router.dashboard.page import FILE_PATHS
 from tests.router.browser import Page, chromium, tab
-from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, hang, until
+from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, hang, obey, until
 from tests.router.test_fleet import fleet
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -193,6 +193,41 @@ def test_it_follows_traffic_and_survives_a_dead_worker(devtools: str) -> None:
         assert page.complaints == []
 
     show(devtools, scenario)
+
+
+def test_a_worker_that_changes_its_role_shows_so_and_why(devtools: str) -> None:
+    """Decode is full and prefill idle: the router moves a worker, which takes its time."""
+    may_go = asyncio.Event()
+
+    async def obey_later(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if request.path == "/switch_role":
+            await may_go.wait()
+        return await obey(worker, request, body)
+
+    async def scenario(c: Cluster, page: Page) -> None:
+        for worker in (*c.prefills, *c.decodes):
+            worker.behave, worker.incarnation = obey_later, "a"
+            used = 950 if worker in c.decodes else 0
+            worker.load = load(num_used_tokens=used, totals={"busy_ms": 0, "prompt_tokens": 0})
+        mover = c.prefills[0]
+        await page.until(f"{card(mover)}?.dataset.health === 'switching'")
+        assert "→ decode" in await page.js(f"{card(mover)}.innerText")
+        assert await page.js(f"{card(mover)}.closest('.lane').id") == "prefill"
+        await page.until("document.getElementById('summary').innerText.includes('1 changing role')")
+        move = f"document.querySelector('#roles .move[data-url=\"{mover.url}\"]')"
+        await page.until(f"{move}?.dataset.result === ''")
+        assert "decode is short" in await page.js(f"{move}.innerText")
+        assert await page.js("document.querySelector('#roles .decode b').textContent") == "0.95"
+        may_go.set()
+        await page.until(f"{card(mover)}.closest('.lane').id === 'decode'")
+        await page.until(f"{move}.dataset.result === 'moved'")
+        await page.until("document.querySelector('#roles .verdict').innerText === 'neither pool is short'")
+        assert "changing" not in await page.js("document.getElementById('summary').innerText")
+        assert await page.js("document.documentElement.scrollWidth <= innerWidth")
+        assert page.complaints == []
+
+    flags = {"auto_roles_interval": 0.02, "auto_roles_sustain": 0.1, "auto_roles_switch_time": 0.0}
+    show(devtools, scenario, auto_roles=True, **flags)
 
 
 def test_a_click_opens_the_time_line(devtools: str) -> None:

@@ -12,7 +12,8 @@ from router.dashboard.picture import SHOWN_REQUESTS, SHOWN_SECONDS, decode_snaps
 from router.dashboard.quantiles import MIN_S, add, bucket_of, middle_of, quantile
 from router.dashboard.recorder import KEPT_REQUESTS, KEPT_SECONDS, MAX_RUNNING, Recorder
 from router.http.upstream import UpstreamError
-from router.pool.workers import LoadReport, Role, WorkerTable
+from router.pool.worker import LoadReport, Role
+from router.pool.workers import WorkerTable
 from router.requests.journey import Journey, Journeys
 from router.requests.legs import Leg
 from telemetry.records import TracesQuery
@@ -166,8 +167,13 @@ def test_processes_are_added_up_but_for_what_all_of_them_hear() -> None:
         journey.end(200, now_s=clock.now)
         recorder.on_failure("lost", "decode")
         recorder.on_report(Role.UNIFIED, LoadReport(), LoadReport(output_tokens_total=7))
-    encoded = [msgspec.json.encode(recorder.snapshot()) for recorder in pair]
+    snapshots = [recorder.snapshot() for recorder in pair]
+    snapshots[1].switching["http://w:1"] = "decode"  # one of them moves it, all show it
+    encoded = [msgspec.json.encode(snapshot) for snapshot in snapshots]
     whole = merge([snapshot for body in encoded if (snapshot := decode_snapshot(body))])
+    table = WorkerTable()
+    table.add("http://w:1", role=Role.PREFILL)
+    assert draw(whole, table.workers(), now_s=clock.now)["workers"][0]["switching_to"] == "decode"
     assert [r.key for r in whole.records] == ["0-1", "1-1"]
     (second,) = whole.seconds
     assert (second.arrived, second.ended, second.output_tokens) == (2, 2, 7)

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from router.http.session import open_session
 from router.http.upstream import HttpUpstream
-from router.pool.workers import Health
+from router.pool.states import Health
 from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
 from tests.router.test_failures import CHAT, STREAM, streams_on
 

@@ -14,7 +14,8 @@ import pytest
 from router.config import RouterConfig, RouterConfigError
 from router.fleet.siblings import Siblings
 from router.http.control import describe
-from router.pool.workers import Role, WorkerTable
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 from router.server import RunningRouter, start_router
 from tests.router.dummies import DEADLINE_S, DummyWorker, until
 from tests.router.kube_server import NAMESPACE, KubeServer, kube_server, pod

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from router.config import RouterConfig, RouterConfigError, check_config
 from router.http.credentials import Credentials
 from router.pool.health import HealthMonitor
 from router.pool.reports import says_draining
-from router.pool.workers import Check, Health, Role, WorkerTable
-from router.requests.deadline import less_time
+from router.pool.states import Check, Health
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
+from router.requests.deadline import less_time, time_given
 from router.requests.legs import LegError
 from router.requests.replies import no_worker_message
 from security.keys import KeyRing
@@ -209,6 +212,7 @@ def test_a_retry_has_less_of_the_clients_time() -> None:
     assert float(less_time(headers, 11.0)["x-request-timeout"]) > 0
     junk = {"x-request-timeout": "nan", "x-envoy-expected-rq-timeout-ms": "soon"}
     assert less_time(junk, 1.0) == junk
+    assert time_given(headers) == pytest.approx(0.5005) and time_given(junk) == math.inf
 
     async def scenario() -> None:
         async with cluster(decode=2) as c:

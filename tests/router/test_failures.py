@@ -9,7 +9,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.pool.workers import Health
+from router.pool.states import Health
 from tests.router.dummies import (
     Behaviour,
     Cluster,

@@ -17,7 +17,10 @@ import aiohttp
 import psutil
 import pytest
 import uvloop
+from aiohttp import web
 
+from router.admission.fit import MIN_POINTS
+from router.fleet.processes import DRAIN, END, what_to_say
 from tests.router.dummies import DummyWorker, always, answer_ok, hang, obey
 from tests.router.kube_server import NAMESPACE, kube_server, pod
 
@@ -35,11 +38,11 @@ class Fleet:
     prefills: list[DummyWorker]
     children: list[psutil.Process] = field(default_factory=list)
 
-    async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    async def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """Over a connection of its own: any of the processes may get it."""
         async with (
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
-            session.request(method, self.url + path, json=body) as response,
+            session.request(method, self.url + path, json=body, headers=headers) as response,
         ):
             data = await response.read()
             return response.status, json.loads(data) if data[:1] in b"{[" else data.decode()
@@ -55,6 +58,11 @@ def _is_member(process: psutil.Process) -> bool:
         return "spawn_main" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
+
+
+async def answer_late(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    await asyncio.sleep(0.005)
+    return await answer_ok(worker, request, body)
 
 
 async def until(condition: Callable[[], Any]) -> Any:
@@ -141,6 +149,13 @@ def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tmp_path
             text = (await f.call("GET", "/metrics"))[1]
             answered = 'tandem_router_requests_total{path="/v1/chat/completions",status="200"} 12.0'
             assert answered in text and 'status="499"} 8.0' in text
+
+            for worker in (*f.prefills, *f.decodes):
+                worker.behave = answer_late
+            for _ in range(MIN_POINTS):  # too few for each alone
+                assert (await f.call("POST", "/v1/chat/completions", {**BODY, "stream": True}))[0] == 200
+            for _ in range(12):  # and each knows
+                assert (await f.call("POST", "/v1/chat/completions", BODY, **{"X-SLO-TTFT-ms": "1"}))[0] == 429
 
             faulty, well = f.decodes
             f.prefills[0].behave, well.behave, faulty.behave = answer_ok, answer_ok, always(500, {})
@@ -250,6 +265,9 @@ def test_sigterm_drains_every_process_though_all_of_them_get_it(tmp_path: Path) 
                 return (await f.call("GET", "/readiness"))[1]["status"] == "draining"
 
             await until(draining)
+            for process in f.members():  # what is said twice means no more than once
+                process.send_signal(DRAIN)
+            assert all([await draining() for _ in range(20)])
             assert not ask.done() and f.process.poll() is None
             f.process.send_signal(signal.SIGTERM)  # the second one: at once
             assert (await ask)[0] == 503
@@ -257,6 +275,14 @@ def test_sigterm_drains_every_process_though_all_of_them_get_it(tmp_path: Path) 
             await until(lambda: gone(f.children))
 
     uvloop.run(scenario())
+
+
+def test_the_parent_counts_the_signals_and_says_each_thing_by_one_of_its_own() -> None:
+    """Two equal signals at a busy process are one to the kernel: "drain", "at once" must not be told apart by their number."""
+    heard = {(s, was): what_to_say(s, stopping=was) for s in (signal.SIGTERM, signal.SIGINT) for was in (False, True)}
+    assert heard.pop((signal.SIGTERM, False)) is DRAIN
+    assert set(heard.values()) == {END}
+    assert all(what_to_say(signal.SIGHUP, stopping=was) is signal.SIGHUP for was in (False, True))
 
 
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.pool.breaker import State
-from router.pool.workers import LoadReport, Role, Worker, WorkerTable
+from router.pool.worker import LoadReport, Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.hedging import MAX_SAVED, Budget, Hedging, Withheld, other_pools
 from tests.router.dummies import DEADLINE_S, Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
 from tests.router.test_failures import CHAT, STREAM, streams_on

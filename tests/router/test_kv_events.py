@@ -25,7 +25,8 @@ from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_TOKENS, chain, token_bytes, token_seed
 from router.config import RouterConfig
 from router.pool.reports import EventSource, parse_event_source
-from router.pool.workers import Role, Worker, WorkerTable
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from tests.router.dummies import cluster, until
 from transfer_backends.kv_events import (
     AllBlocksCleared,

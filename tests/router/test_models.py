@@ -9,7 +9,7 @@ import uvloop
 from aiohttp import web
 
 from router.pool.models import Catalogue, UnknownModel, parse_models, serves
-from router.pool.workers import Health
+from router.pool.states import Health
 from tests.router.dummies import Cluster, DummyWorker, cluster, until
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}

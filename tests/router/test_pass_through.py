@@ -17,7 +17,7 @@ import uvloop
 from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError
-from router.pool.workers import Role
+from router.pool.worker import Role
 from router.server import start_router
 from tests.router.dummies import DummyWorker, always, cluster, events_of, hang, stream, until, workers
 

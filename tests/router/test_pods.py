@@ -11,7 +11,9 @@ from router.config import RouterConfig, RouterConfigError, check_config
 from router.pool.pod_watch import Backoff
 from router.pool.pods import MAX_PODS, Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
 from router.pool.selectors import Selector
-from router.pool.workers import Check, Role, WorkerTable
+from router.pool.states import Check
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 
 ANNOTATION = "sglang.ai/bootstrap-port"
 

@@ -15,7 +15,9 @@ from router.choice.policies import Ask, Choice, ConsistentHashing, LeastLoad, Po
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, chain
 from router.config import POLICIES, RouterConfig
-from router.pool.workers import Check, LoadReport, Role, Worker, WorkerTable
+from router.pool.states import Check
+from router.pool.worker import LoadReport, Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.rewrite import Api, parse_body
 
 ANY = Ask()

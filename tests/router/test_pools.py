@@ -16,7 +16,9 @@ from router.fleet.shared_load import SharedLoad
 from router.pool.breaker import BreakerSettings, Event
 from router.pool.models import serves
 from router.pool.pools import MAX_LOG, MAX_NARROWED, LoadLog
-from router.pool.workers import Check, Health, Lease, LoadReport, Role, Worker, WorkerTable
+from router.pool.states import Check, Health
+from router.pool.worker import Lease, LoadReport, Role, Worker
+from router.pool.workers import WorkerTable
 
 ROLES = (Role.PREFILL, Role.DECODE)
 MODELS = ("m", "n", "")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from router.http.upstream import UpstreamError
-from router.pool.workers import Role, Worker, WorkerTable
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.legs import Leg, LegError
 from router.requests.race import Race
 

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.pool.workers import Check, LoadReport, Role, Worker, WorkerTable
+from router.pool.states import Check
+from router.pool.worker import LoadReport, Role, Worker
+from router.pool.workers import WorkerTable
 from router.roles.controller import Controller, Move, Rules, Seen
 from router.roles.demand import Gauge, Goals, decode_demand
 

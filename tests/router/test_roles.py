@@ -10,7 +10,9 @@ from aiohttp import web
 from router.config import RouterConfig
 from router.fleet.siblings import Siblings
 from router.http.credentials import Credentials
-from router.pool.workers import Check, Health, LoadReport, Role, Worker, WorkerTable
+from router.pool.states import Check, Health
+from router.pool.worker import LoadReport, Role, Worker
+from router.pool.workers import WorkerTable
 from router.roles.rules import Progress, objection, progress
 from router.roles.switch import Switch, SwitchRefused
 from security.keys import KeyRing

@@ -17,7 +17,8 @@ from router.config import RouterConfig
 from router.http.credentials import Credentials
 from router.http.session import open_session
 from router.pool.health import BETWEEN_S, HealthMonitor, _Watch
-from router.pool.workers import Role, WorkerTable
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 from security.keys import open_gate
 from tests.router.test_trace_replay import write_trace
 

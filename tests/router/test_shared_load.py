@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import router.fleet.shared_load
-from router.fleet.shared_load import _HEADER, _PER_SLOT, SharedLoad
+from router.fleet.shared_load import SharedLoad
 from router.fleet.siblings import merge_expositions
 from router.pool.breaker import BreakerSettings, Event, State
-from router.pool.workers import Role, WorkerTable
+from router.pool.load_view import NUM_LEARNT
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 
 
 def rows(path: Path, count: int) -> list[SharedLoad]:
@@ -29,6 +31,18 @@ def test_each_sees_what_the_others_have_in_flight(tmp_path: Path) -> None:
     assert [r.others_tokens(slot) for r in (first, second, third)] == [20, 100, 120]
     assert [r.others_requests(slot) for r in (first, second, third)] == [2, 1, 3]
     assert [r.others_live() for r in (first, second, third)] == [0, 7, 7]
+
+
+def test_what_one_has_learnt_of_a_worker_the_others_can_read_until_it_leaves(tmp_path: Path) -> None:
+    first, second, third = rows(tmp_path, 3)
+    slot, other = first.take("http://a:1"), first.take("http://b:1")
+    numbers = [1.0 + i / 8 for i in range(NUM_LEARNT)]
+    first.publish_learnt(slot, numbers)
+    third.publish_learnt(slot, numbers[::-1])
+    assert second.others_learnt(slot) == [numbers, numbers[::-1]] and first.others_learnt(slot) == [numbers[::-1]]
+    assert second.others_learnt(other) == [] and second.others_of_client("c") == 0
+    first.give_back(slot)
+    assert second.others_learnt(slot) == [numbers[::-1]]
 
 
 def test_a_circuit_that_one_process_opens_keeps_the_others_away_until_its_time_is_over(tmp_path: Path) -> None:
@@ -64,7 +78,6 @@ def test_a_process_that_starts_again_has_nothing_in_flight(tmp_path: Path) -> No
 
 def test_a_place_is_free_again_when_no_process_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router.fleet.shared_load, "NUM_SLOTS", 4)
-    monkeypatch.setattr(router.fleet.shared_load, "_ROW_WORDS", _HEADER + _PER_SLOT * 4)
     first, second = rows(tmp_path, 2)
     slots = {url: first.take(url) for url in "abcd"}
     assert sorted(slots.values()) == [0, 1, 2, 3]

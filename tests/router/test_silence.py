@@ -9,9 +9,11 @@ import uvloop
 
 from router.pool.lifelines import Lifelines
 from router.pool.silence import Question, quiet_for
-from router.pool.workers import Check, Health, Role, Worker, WorkerTable
+from router.pool.states import Check, Health
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
 from router.requests.legs import Leg
-from tests.router.dummies import Cluster, cluster, hang, until
+from tests.router.dummies import Cluster, cluster, hang, until, workers
 from tests.router.test_failures import CHAT, STREAM, streams_on
 from tests.router.test_race import ToldReply
 
@@ -57,17 +59,86 @@ def test_the_first_answer_ends_the_silence() -> None:
     uvloop.run(scenario())
 
 
-def test_a_silent_worker_without_another_is_used_all_the_same() -> None:
-    """A pause of the only worker costs its clients that pause, not an error."""
+# ---- nobody else is there
+
+
+# A question takes so long; those for the load would be answered.
+BRIEF: dict[str, Any] = {**QUICK, "health_check_timeout_s": 0.2, "load_poll_interval_s": 0.0}
+LASTING: dict[str, Any] = {**BRIEF, "health_failure_threshold": 10**6}  # it is never taken for dead
+
+
+async def held(c: Cluster, **headers: str) -> "asyncio.Task[tuple[int, dict[str, str], bytes]]":
+    """A request that came when the only decode worker was silent; nothing of it was sent."""
+    c.decodes[0].frozen = True
+    await until(lambda: state(c, 1).silent)
+    ask = asyncio.create_task(c.post("/v1/chat/completions", CHAT, headers=headers))
+    await until(lambda: ask.done() or len(c.router.live) == 1)
+    return ask
+
+
+def test_a_request_waits_for_the_only_worker_while_it_is_silent() -> None:
+    """A pause costs that pause, not an error."""
 
     async def scenario() -> None:
-        async with cluster(**PATIENT) as c:
-            c.decodes[0].frozen = True
-            await until(lambda: state(c, 1).silent)
-            assert (await c.post("/v1/chat/completions", CHAT))[0] == 200
+        async with cluster(**LASTING) as c:
+            ask = await held(c)
             async with c.client.get(c.url + "/readiness") as response:
                 assert response.status == 200
+            assert not ask.done() and not c.prefills[0].seen and not c.decodes[0].seen
+            c.decodes[0].frozen = False
+            assert (await ask)[0] == 200 and len(c.decodes[0].seen) == 1
             await c.settled()
+
+    uvloop.run(scenario())
+
+
+def test_a_request_is_not_sent_to_a_worker_that_turns_out_to_be_dead() -> None:
+    async def scenario() -> None:
+        async with cluster(**BRIEF) as c:
+            status, headers, answer = await (await held(c))
+            assert state(c, 1).health is Health.DOWN
+            assert status == 503 and headers["Retry-After"] and b"no decode worker is alive" in answer
+            assert not c.prefills[0].seen and not c.decodes[0].seen
+            await c.settled()
+
+    uvloop.run(scenario())
+
+
+def test_a_request_that_waits_goes_to_a_worker_that_comes() -> None:
+    async def scenario() -> None:
+        async with cluster(**LASTING) as c, workers(1, mode="decode") as (other,):
+            ask = await held(c)
+            async with c.client.post(c.url + "/workers", json={"url": other.url, "role": "decode"}) as response:
+                assert response.status == 201
+            assert (await ask)[0] == 200 and len(other.seen) == 1 and not c.decodes[0].seen
+            await c.settled()
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("flags", "headers"),
+    [({}, {"X-Request-Timeout": "0.2"}), ({"dead_worker_timeout_s": 0.2}, {})],
+    ids=["client", "router"],
+)
+def test_nobody_waits_for_ever(flags: dict[str, Any], headers: dict[str, str]) -> None:
+    async def scenario() -> None:
+        async with cluster(**LASTING, **flags) as c:
+            status, _, answer = await (await held(c, **headers))
+            assert status == 503 and b"no decode worker answers" in answer and b"says nothing" in answer
+            assert state(c, 1).silent and not c.decodes[0].seen
+            await c.settled()
+
+    uvloop.run(scenario())
+
+
+def test_time_that_a_request_waited_is_taken_from_what_its_worker_gets() -> None:
+    async def scenario() -> None:
+        async with cluster(**LASTING) as c:
+            ask = await held(c, **{"X-Request-Timeout": "8"})
+            c.decodes[0].frozen = False
+            assert (await ask)[0] == 200
+            assert 0 < float(c.decodes[0].seen[0].headers["x-request-timeout"]) < 8
 
     uvloop.run(scenario())
 

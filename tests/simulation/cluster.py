@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.registry import Registry
-from router.pool.workers import Role
+from router.pool.worker import Role
 from tests.simulation.bootstrap import SimBootstrap
 from tests.simulation.clients import Clients
 from tests.simulation.http import Request

@@ -24,7 +24,9 @@ from router.http.guard import make_guard
 from router.metrics import RouterMetrics
 from router.pool.health import HealthMonitor
 from router.pool.lifelines import Lifelines
-from router.pool.workers import Role, Thresholds, WorkerTable
+from router.pool.states import Thresholds
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 from router.requests.dispatch import Dispatcher, Parts
 from router.requests.draining import LiveRequests
 from router.requests.journey import Journeys

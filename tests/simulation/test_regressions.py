@@ -9,7 +9,9 @@ import aiohttp
 from router.config import RouterConfig
 from router.http.credentials import Credentials
 from router.pool.health import HealthMonitor
-from router.pool.workers import Check, Role, WorkerTable
+from router.pool.states import Check
+from router.pool.worker import Role
+from router.pool.workers import WorkerTable
 from security.keys import open_gate
 from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route

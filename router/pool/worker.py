@@ -1,0 +1,113 @@
+"""What is known of one worker: who it is, how it is, what it reports, and how much work it holds. Data; only the table changes it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+import msgspec
+
+from router.pool.breaker import Circuit
+from router.pool.load_view import ALONE, LoadView
+from router.pool.states import Check, Health
+
+# Through which a request goes, in this order; "retracted" lost its memory and waits for more.
+STAGES = ("bootstrap", "waiting", "inflight", "prealloc", "transfer", "running", "retracted")
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a worker says of itself, in requests and tokens, summed over its ranks. `*_total`: since it began.
+
+    `stages`: requests by where they stand (`STAGES`), as far as it tells. `transfer_*`: of the last KV transfers it sent.
+    `pending_tokens`: KV that requests in decode's prealloc queue want. `busy_ms_total`: with something to compute.
+    """
+
+    running_reqs: int = 0
+    waiting_reqs: int = 0
+    used_tokens: int = 0
+    waiting_tokens: int = 0
+    capacity_tokens: int = 0
+    stages: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    kv_bytes_total: int = 0
+    transfer_gb_s: float = 0.0
+    transfer_ms: float = 0.0
+    max_running_reqs: int = 0
+    pending_tokens: int = 0
+    busy_ms_total: int = 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Worker:
+    """One worker. Only `WorkerTable` changes it; `bootstrap_*` is what decode needs to find a prefill worker."""
+
+    worker_id: int
+    url: str
+    role: Role
+    given_bootstrap_port: int | None
+    bootstrap_host: str
+    bootstrap_port: int | None
+    changed_s: float
+    health: Health = Health.STARTING
+    streak: int = 0  # equal check results in a row
+    last_check: Check | None = None
+    last_error: str = "not checked yet"
+    good_s: float = 0.0  # when it was last checked and well
+    incarnation: str = ""  # of the process that answers; "": it does not say
+    incarnation_s: float = 0.0  # when that one was last seen
+    former_life_s: float = -math.inf  # when the one before was last seen: who has waited since before waits for nobody
+    former_lives: tuple[str, ...] = ()
+    inflight_requests: int = 0
+    inflight_tokens: int = 0
+    assigned_total: int = 0
+    report: LoadReport | None = None
+    foreign_tokens: int = 0
+    view: LoadView = ALONE  # what this router's other processes have in flight, at `slot`
+    slot: int = 0
+    leaving: bool = False  # it gets nothing new, whatever its health
+    last_resort: bool = False  # it does, while nobody else of its role is up
+    silent: bool = False  # it is asked and says nothing: it gets requests where all others are silent too
+    switching_to: Role | None = None  # this router has asked it to change; it gets nothing new until it has
+    discovered: bool = False  # each process of this router finds it by itself
+    models: tuple[str, ...] = ()  # names that it serves, its own first; none: it does not say
+    circuit: Circuit = field(default_factory=Circuit)
+
+    @property
+    def url_host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def answers(self) -> bool:
+        """All is well with it, as far as its checks say."""
+        return self.health is Health.UP and not self.silent
+
+    def takes(self, now_s: float) -> bool:
+        """Whether no circuit keeps requests from it: not its own, and none of this router's other processes."""
+        return self.circuit.takes(now_s) and self.slot not in self.view.others_open(now_s)
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens this router has in flight there, plus those the worker reports that came from elsewhere."""
+        return self.inflight_tokens + self.view.others_tokens(self.slot) + self.foreign_tokens
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of KV that fit there; 0: it does not say."""
+        return self.report.capacity_tokens if self.report is not None else 0
+
+
+class Lease(msgspec.Struct, frozen=True, eq=False):
+    """`tokens` of work charged to `worker` until released. `trial`: it tries a worker whose circuit is half open."""
+
+    worker: Worker
+    tokens: int
+    trial: bool = False
