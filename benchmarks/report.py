@@ -96,8 +96,8 @@ SECTIONS = {
         "Between two steps",
         "Time for which the executor's stream has nothing to do from the end of one decode step to the start of the next, with one "
         "step in flight (depth 1) and with two; one thread computes. Inline is the default on a CPU: the scheduler's own thread "
-        "computes, and what it does between steps is the gap. What `threaded` hides it pays for twice over in Python's lock, which "
-        "both threads need.",
+        "computes, and what it does between steps is the gap. `threaded` hides it on a core of its own, but both threads need "
+        "Python's lock.",
         step_gap.render,
     ),
     "scheduler_step": (

@@ -218,7 +218,9 @@ static int multiply(const struct args *a) {
     const int64_t chunk = smaller(CHUNK, ceil_div(a->rows, PANEL) * PANEL);
     const int64_t at_once = chunk > PANEL ? GROUP : a->rows <= TILE ? 2 : 1;
     char *x = aligned_alloc(LINE_BYTES, (size_t)(chunk * steps * LINE_BYTES));
-    int failed = !x;
+    int failed = 0;
+    if (!x) return -1;
+    /* Threads meet when the rows are packed, and when a chunk is done: each meeting costs as much as a small matrix. */
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
     {
         float *sums = aligned_alloc(LINE_BYTES, (size_t)(chunk * PANEL * at_once) * sizeof(float));
@@ -226,8 +228,7 @@ static int multiply(const struct args *a) {
 #pragma omp atomic write
             failed = 1;
         }
-#pragma omp barrier
-        for (int64_t first = 0; first < a->rows && !failed; first += chunk) {
+        for (int64_t first = 0; first < a->rows; first += chunk) {
             const int64_t rows = smaller(chunk, a->rows - first);
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < rows; r += TILE)
@@ -235,11 +236,15 @@ static int multiply(const struct args *a) {
 #if defined(HAVE_AMX)
             if (a->kind == AMX) configure(rows <= PANEL ? rows : PANEL);
 #endif
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
             for (int64_t p = 0; p < panels; p += at_once) {
                 const int64_t end = smaller(p + at_once, panels);
+                if (!sums) continue;
                 sum_panels(a, x, p, end, sums, chunk, rows);
                 write_rows(a, sums, chunk, end - p, first, rows, p * PANEL);
+            }
+            if (first + chunk < a->rows) {
+#pragma omp barrier
             }
         }
 #if defined(HAVE_AMX)

@@ -356,7 +356,7 @@ int tandem_paged_decode(const struct args *a) {
 #pragma omp atomic write
             failed = 1;
         }
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
         for (int64_t i = 0; i < items; i++)
             if (scratch) attend(a, i, i + a->threads, runs, scratch);
         free(scratch);
