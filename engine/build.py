@@ -47,6 +47,7 @@ from engine.models.registry import load_model
 from engine.resolve import depth, limits, num_pages, priorities, resolve
 
 log = logging.getLogger(__name__)
+STEPS_AHEAD = 4  # prefill steps whose KV memory is made ready at start: 8,192 tokens with the default chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +258,12 @@ def _allocate_pool(config: EngineConfig, specs: list, device: torch.device) -> K
 
 
 def _prefault(config: EngineConfig, pool: KVPool) -> Callable[[int], None]:
-    """Keeps memory for two steps of new tokens ready beyond the highest page in use; on a CPU alone."""
+    """Keeps memory for STEPS_AHEAD steps of new tokens ready beyond the highest page in use; on a CPU alone."""
     if pool.device.type != "cpu":
         return lambda highest_page: None
     chunk = config.chunked_prefill_size
     pages = -(-(chunk if chunk > 0 else config.max_prefill_tokens) // config.page_size)
-    prefault = Prefault(pool.buffer, ahead_bytes=2 * pages * pool.page_bytes)
+    prefault = Prefault(pool.buffer, ahead_bytes=STEPS_AHEAD * pages * pool.page_bytes)
     return lambda highest_page: prefault.reach((highest_page + 1) * pool.page_bytes)
 
 

@@ -55,7 +55,7 @@ static const bf16 *ready(const struct args *a, int64_t r, bf16 *own) {
     return own;
 }
 
-static __attribute__((noinline)) void pack_rows(const struct args *a, int64_t first, int64_t count, char *to) {
+PART void pack_rows(const struct args *a, int64_t first, int64_t count, char *to) {
     const int64_t steps = ceil_div(a->inputs, STEP), whole = a->inputs / STEP;
     const __mmask32 rest = (__mmask32)((1ull << (a->inputs % STEP)) - 1);
     bf16 own[a->inputs];
@@ -142,7 +142,7 @@ static void amx_pair(const char *x, const char *w, float *sums, float *other, in
 /* Many rows. DEPTH steps of all panels at a time: their part of x stays in the L2 cache, and the weights of the panel at
  * hand in L1, while each block of rows fetches its share of the weights that come next. Rows beyond the last are computed
  * like the others, from what lies there, and not written. */
-static __attribute__((noinline)) void amx_group(const char *x, const char *w, int64_t panels, float *sums, int64_t chunk, int64_t steps, int64_t rows) {
+PART void amx_group(const char *x, const char *w, int64_t panels, float *sums, int64_t chunk, int64_t steps, int64_t rows) {
     const int64_t x_block = steps * TILE_BYTES, share = ceil_div(STEP_BYTES / LINE_BYTES, ceil_div(rows, PANEL)) * LINE_BYTES;
     for (int64_t k = 0; k < steps; k += DEPTH) {
         const int64_t depth = smaller(DEPTH, steps - k);

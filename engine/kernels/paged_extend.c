@@ -95,7 +95,7 @@ INLINE __m512i line_of(const bf16 *row, int64_t from, int64_t dim) {
     return _mm512_maskz_loadu_epi16(left >= STEP ? 0xffffffffu : (1u << left) - 1, row + from);
 }
 
-static __attribute__((noinline)) void tile_queries(const struct work *w) {
+PART void tile_queries(const struct work *w) {
     const struct args *a = w->a;
     for (int64_t tile = 0; tile < 2 * w->pairs; tile++) {
         const int64_t token = tile / w->group * TILE, left = tile < w->tiles ? w->at.count - token : 0;
@@ -122,7 +122,7 @@ static void find_rows(const struct work *w, const char *cache, int64_t from, int
 }
 
 /* `count` keys into tiles of K, filled up with zeros to a multiple of 32. */
-static __attribute__((noinline)) void tile_keys(const struct work *w, int64_t from, int64_t count) {
+PART void tile_keys(const struct work *w, int64_t from, int64_t count) {
     const bf16 *rows[KEYS];
     find_rows(w, w->a->k_cache, from, count, rows);
     for (int64_t i = 0; i < ceil_div(count, STEP) * STEP; i++)
@@ -134,7 +134,7 @@ static __attribute__((noinline)) void tile_keys(const struct work *w, int64_t fr
 
 /* The same keys' V, transposed. Two keys' elements of a dim become a dword; unpacking leaves dims 0-3, 8-11, 16-19 and
  * 24-27 of 32 in one line and the rest in another. */
-static __attribute__((noinline)) void tile_values(const struct work *w, int64_t from, int64_t count) {
+PART void tile_values(const struct work *w, int64_t from, int64_t count) {
     const bf16 *rows[KEYS];
     find_rows(w, w->a->v_cache, from, count, rows);
     for (int64_t key = 0; key < count; key += STEP)
@@ -250,7 +250,7 @@ INLINE void rescale(float *o, __m512 factor, int64_t dims) {
 INLINE int64_t position_of(const struct work *w, int64_t tile) { return w->at.position + tile / w->group * TILE; }
 
 /* A block of keys from position `from` on, for one pair of tiles. */
-static __attribute__((noinline)) void attend_pair(const struct work *w, int64_t pair, int64_t from) {
+PART void attend_pair(const struct work *w, int64_t pair, int64_t from) {
     const int64_t last_tile = smaller(2 * pair + 1, w->tiles - 1);
     const int64_t end = smaller(position_of(w, last_tile) + TILE, w->at.position + w->at.count); /* past the last key seen */
     const int64_t count = smaller(KEYS, ceil_div(end - from, STEP) * STEP);
@@ -272,7 +272,7 @@ static __attribute__((noinline)) void attend_pair(const struct work *w, int64_t 
     }
 }
 
-static __attribute__((noinline)) void write_tile(const struct work *w, int64_t tile) {
+PART void write_tile(const struct work *w, int64_t tile) {
     const struct args *a = w->a;
     const int64_t token = tile / w->group * TILE, rows = smaller(TILE, w->at.count - token), side = tile % 2 * TILE;
     const float *o = w->o + tile / 2 * w->steps * STEP * PANEL + side;
@@ -291,7 +291,7 @@ static __attribute__((noinline)) void write_tile(const struct work *w, int64_t t
     }
 }
 
-static __attribute__((noinline)) void attend(struct work *w) {
+PART void attend(struct work *w) {
     const int64_t end = w->at.position + w->at.count;
     w->tiles = ceil_div(w->at.count, TILE) * w->group;
     w->pairs = ceil_div(w->tiles, 2);

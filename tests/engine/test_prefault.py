@@ -57,7 +57,7 @@ def test_what_lies_there_stays() -> None:
 
 def test_an_engine_touches_the_pages_behind_those_in_use(tmp_path: Path) -> None:
     path = make_tiny_checkpoint(tmp_path, "llama")
-    flags = {"page_size": 1024, "chunked_prefill_size": 8192, "max_total_tokens": 1024 * 128}  # 16 pages ahead
+    flags = {"page_size": 1024, "chunked_prefill_size": 4096, "max_total_tokens": 1024 * 128}  # 16 pages ahead
     engine = EngineInProcess(path, **flags)
     try:
         pool = engine.parts.pool
