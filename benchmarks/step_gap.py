@@ -110,7 +110,7 @@ def measure(model: str, *, device: str, batches: Sequence[int], steps: int) -> l
             for batch in batches:
                 timed.steps.clear()
                 _decode(parts, depth=depth, batch=batch, steps=steps)
-                rows.append({"stream": stream, "depth": depth, "batch": batch, **_gaps(timed, steps)})
+                rows.append({"stream": stream, "depth": depth, "batch": batch, **gaps(timed, steps)})
         finally:
             parts.executor.close()
     return rows
@@ -129,14 +129,15 @@ def _decode(parts: EngineParts, *, depth: int, batch: int, steps: int) -> None:
         pipeline.advance(plan)
 
 
-def _gaps(timed: TimedRunner, steps: int) -> dict[str, float]:
+def gaps(timed: TimedRunner, steps: int) -> dict[str, float]:
+    """Of `steps` decode steps behind the first few: the gaps between them, the steps themselves, the idle share."""
     marks = [(begin(), end()) for decode, begin, end in timed.steps if decode][SETTLED : SETTLED + steps]
-    gaps = [max(0.0, begin - end) for (_, end), (begin, _) in pairwise(marks)]
+    found = [max(0.0, begin - end) for (_, end), (begin, _) in pairwise(marks)]
     return {
-        "gap_p50_us": 1000 * median(gaps),
-        "gap_max_us": 1000 * max(gaps),
+        "gap_p50_us": 1000 * median(found),
+        "gap_max_us": 1000 * max(found),
         "step_p50_ms": median(end - begin for begin, end in marks),
-        "idle_share": sum(gaps) / (marks[-1][1] - marks[0][0]),
+        "idle_share": sum(found) / (marks[-1][1] - marks[0][0]),
     }
 
 

@@ -1,7 +1,6 @@
 """Steps of a model of Qwen3-8B's shape: decode beside the memory's floor, a prompt beside bf16 products, the gap between steps."""
 
 from collections import Counter
-from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -10,10 +9,8 @@ import torch
 
 from benchmarks.gpu.engine import Run, Steps, make_engine
 from benchmarks.gpu.target import QWEN3_8B, TINY, Target
+from benchmarks.step_gap import SETTLED, TimedRunner, gaps
 from engine.build import EngineParts
-from engine.core.plan import Plan
-from engine.executor.executor import Runner
-from engine.executor.model_runner import StepOutput
 
 KERNELS_SHOWN = 14
 
@@ -63,23 +60,6 @@ def prefill(target: Target) -> dict[str, Any]:
     return found
 
 
-class MarkedRunner:
-    """Notes when the device begins and ends each step of the runner that it is put around."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.marks: list[tuple[Any, Any]] = []
-        self.forward, self.draw = runner.forward, runner.draw
-        self._run = runner.run
-
-    def run(self, plan: Plan) -> StepOutput:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        output = self._run(plan)
-        end.record()
-        self.marks.append((begin, end))
-        return output
-
-
 def gap(target: Target) -> dict[str, Any]:
     """What the device waits between decode steps, driven by the scheduler, at depth 1 and 2: by events around each step.
 
@@ -87,19 +67,13 @@ def gap(target: Target) -> dict[str, Any]:
     that are not launched yet, which the draw's are one by one) count as the step's.
     """
     shape, prompt_len = target.pick((QWEN3_8B, 64), (TINY, 4))
-    batches, num_steps = target.pick(((1, 8, 32, 128), 60), ((2,), 3))
+    batches, num_steps = target.pick(((1, 8, 32, 128), 60), ((2,), 3 * SETTLED))
     flags = {"max_running_requests": max(batches), "max_total_tokens": max(batches) * (prompt_len + 2 * num_steps + 32)}
     parts = make_engine(target, shape, context=1024, **flags)
-    marked: list[MarkedRunner] = []
-
-    def mark(runner: Runner) -> Runner:
-        marked.append(MarkedRunner(runner))
-        return marked[-1]
-
-    if not target.small:
-        parts.executor.watch(mark)
+    timed = TimedRunner(parts.pool.device)
+    parts.executor.watch(timed.around)
     rows = [
-        _gap_row(parts, marked, batch=batch, depth=depth, prompt_len=prompt_len, num_steps=num_steps)
+        _gap_row(parts, timed, batch=batch, depth=depth, prompt_len=prompt_len, num_steps=num_steps)
         for batch in batches
         for depth in (1, 2)
     ]
@@ -108,29 +82,17 @@ def gap(target: Target) -> dict[str, Any]:
 
 
 def _gap_row(
-    parts: EngineParts, marked: list[MarkedRunner], *, batch: int, depth: int, prompt_len: int, num_steps: int
+    parts: EngineParts, timed: TimedRunner, *, batch: int, depth: int, prompt_len: int, num_steps: int
 ) -> dict[str, Any]:
-    for runner in marked:
-        runner.marks.clear()
+    timed.steps.clear()
     run = Run(parts, depth=depth)
     for i in range(batch):
         run.add(f"{batch}-{depth}-{i}", prompt=[1 + (i + t) % 500 for t in range(prompt_len)], new_tokens=num_steps)
     begin = perf_counter()
     run.drain()
     wall_ms = 1000 * (perf_counter() - begin)
-    row: dict[str, Any] = {"batch": batch, "depth": depth, "wall_ms_per_step": wall_ms / num_steps}
-    if not marked:
-        return row
-    torch.cuda.synchronize()
-    marks = marked[0].marks[5:-3]  # the prompts' step and what warms up before, the last ones behind
-    gaps = [1000 * a[1].elapsed_time(b[0]) for a, b in pairwise(marks)]
-    span_us = 1000 * marks[0][0].elapsed_time(marks[-1][1])
-    return row | {
-        "step_ms": median(a.elapsed_time(b) for a, b in marks),
-        "gap_us_p50": median(gaps),
-        "gap_us_max": max(gaps),
-        "idle_share": sum(gaps) / span_us,
-    }
+    found = gaps(timed, num_steps - 2 * SETTLED)
+    return {"batch": batch, "depth": depth, "wall_ms_per_step": wall_ms / num_steps, **found}
 
 
 def _step_ms(target: Target, parts: EngineParts, *, batch: int, context: int) -> float:
