@@ -169,10 +169,11 @@ class PrefillRole:
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
-        self._give_way()
+        self._give_way(in_vain=self._scheduler.num_waiting > 0 and not self._scheduler.num_running)
         self._take_asked(now_s)
         for entry in list(self._entries.values()):
             outputs += entry.heard(self._move(entry, now_s))
+        self._give_way(in_vain=bool(self._computed) or self._scheduler.starved)
         self._hand_over_computed(now_s)
         return outputs
 
@@ -250,19 +251,19 @@ class PrefillRole:
         return outputs
 
     def _begin_early(self, entry: Entry, now_s: float) -> list[TokenOutput]:
-        """Only where it keeps nobody waiting, and costs nobody memory that decode may not be able to take soon."""
-        busy = (
-            self._scheduler.num_waiting or self._scheduler.num_running or any(e.early for e in self._entries.values())
-        )
+        """Only where nobody computes and nobody is before it in line: who may be told at any moment goes first."""
+        others = [one for one in self._entries.values() if one is not entry]
+        if any(one.early or one.stage is Stage.BOOTSTRAP for one in others):
+            return []
+        busy = self._scheduler.num_waiting or self._scheduler.num_running
         if busy or self._closed_to_peers or not entry.moves_bytes or self._checksum is not None:
             return []  # a checksum is over what decode asks for
         entry.early = True
         return self._begin(entry, now_s)
 
-    def _give_way(self) -> None:
-        """An early prompt that decode has no room for yet gives its pages and row to who needs them, or to a pause."""
-        short = self._computed or (self._scheduler.num_waiting and not self._scheduler.num_running)
-        if not (short or self._closed_to_peers):
+    def _give_way(self, *, in_vain: bool) -> None:
+        """An early prompt that decode has no room for yet gives its pages and row to a pause, or to who waits in vain."""
+        if not (in_vain or self._closed_to_peers):
             return
         for entry in self._entries.values():
             computed = entry.early and entry.stage is Stage.INFLIGHT and entry.request.inflight == 0
