@@ -88,7 +88,14 @@ def render(result: dict[str, Any]) -> str:
             label = name if name == "unified" else f"pd, {backend}"
             values = found["busy"][name]
             busy.append([label, *(f"{values[key]:.1f}" for key in values)])
-    header = ["one request at a time, TTFT p50", "unified, ms", "PD, ms", "PD adds, ms", "transfer, ms", "beyond it, ms"]
+    header = [
+        "one request at a time, TTFT p50",
+        "unified, ms",
+        "PD, ms",
+        "PD adds, ms",
+        "transfer, ms",
+        "beyond it, ms",
+    ]
     parts.append(table(header, ttft))
     header = ["8 at once, 256 in, 64 out", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "output tok/s"]
     return "\n\n".join([*parts, table(header, busy)])
@@ -97,7 +104,9 @@ def render(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", choices=("nixl", "mooncake"))
-    parser.add_argument("--requests", type=int, default=KEPT, help="of each length; the transfer is that of the last 64")
+    parser.add_argument(
+        "--requests", type=int, default=KEPT, help="of each length; the transfer is that of the last 64"
+    )
     parser.add_argument("--model-path")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
