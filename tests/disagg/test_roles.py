@@ -23,7 +23,7 @@ LEAST |= {
     "masks": 300,
     "gated": 500,
     "skipped": 20,
-    "given_back": 20,
+    "given_back": 3,
 }
 
 
