@@ -126,6 +126,23 @@ def test_rooms(pairs: Any) -> None:
     pair.works(5)  # a room may be used again once it is closed
 
 
+def test_what_is_sent_before_decode_has_told_where_leaves_when_it_does(pairs: Any) -> None:
+    """Nobody calls the sender any more. What decode has is left out, and a count that does not fit fails as ever."""
+    pair = pairs()
+    for room, given, fits in ((1, [5, 6], True), (2, [5], False)):
+        sender, receiver = pair.prefill.sender(room), pair.decode.receiver(room, bootstrap="b")
+        sender.send([1, 2], start=0, last=False)
+        sender.send([3], start=2, last=True, aux_idx=0)
+        until(lambda receiver=receiver: receiver.poll() is KVPoll.WaitingForInput)
+        assert sender.poll() is KVPoll.Bootstrapping and sender.offered_at_s is None
+        receiver.provide(given, 1, skip_pages=1)
+        end = KVPoll.Success if fits else KVPoll.Failed
+        until(lambda sender=sender, end=end: sender.poll() is end)
+        until(lambda receiver=receiver, end=end: receiver.poll() is end)
+        assert sender.offered_at_s is not None
+        assert fits or "decode gave 1 pages, prefill has 2" in (sender.failure() or "")
+
+
 def test_fake_pair_needs_no_peer(pairs: Any) -> None:
     pair = pairs()
     sender, receiver = pair.prefill.sender(1, fake=True), pair.decode.receiver(1, bootstrap="2.2.2.2:1", fake=True)
