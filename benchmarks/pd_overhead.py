@@ -4,13 +4,17 @@ usage: python -m benchmarks.pd_overhead [--backend nixl --backend mooncake] [--r
 
 Both clusters are up at the same time, one has load at a time. Prompts are random token ids, so nothing is cached.
 - start: `tandem up` to all healthy, and to the first token of a first request (the venv is set up)
-- TTFT at one request in flight, for several prompt lengths; what PD adds is the difference of the medians
+- TTFT at one request in flight, for several prompt lengths; what PD adds is the difference of the medians. Of that the
+  transfer is what the prefill worker measures itself, from the last chunk's hand-over (or decode's word where it goes, if
+  that comes later) until all has landed, the mean of the last requests; the rest is routing, handshake and hand-overs
 - throughput and latencies at 8 requests in flight
 """
 
 import argparse
 import json
+import re
 import time
+import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,8 +23,10 @@ from benchmarks.cluster import Cluster, load, tandem_up
 from deploy.bench import environment
 from deploy.bench.report import table
 from deploy.bench.stats import Summary
+from disagg.transfer_gauges import KEPT
 
 PROMPT_LENS = (64, 512, 2048)
+TRANSFER = re.compile(r"^sglang:kv_transfer_latency_ms(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 BUSY = {"concurrency": 8, "input_len": 256, "output_len": 64}
 
 
@@ -40,9 +46,19 @@ def compare(unified: Cluster, split: Cluster, *, requests: int) -> dict[str, Any
     for length in PROMPT_LENS:
         alone = {"concurrency": 1, "input_len": length, "output_len": 8, "num_requests": requests}
         one, two = load(url=unified.url, compare=split.url, prompt="ids", **alone)
-        rows.append({"prompt_len": length, "unified": _latencies(one), "pd": _latencies(two)})
+        pd = {**_latencies(two), "transfer_ms": transfer_ms(split)}
+        rows.append({"prompt_len": length, "unified": _latencies(one), "pd": pd})
     one, two = load(url=unified.url, compare=split.url, prompt="ids", num_requests=4 * requests, **BUSY)
     return {"ttft": rows, "busy": {"unified": _latencies(one), "pd": _latencies(two), "load": BUSY}}
+
+
+def transfer_ms(split: Cluster) -> float:
+    """Of the last `KEPT` requests, by the prefill worker itself."""
+    (prefill,) = (url for role, url in split.workers if role == "prefill")
+    with urllib.request.urlopen(f"{prefill}/metrics", timeout=10.0) as answer:
+        found = TRANSFER.search(answer.read().decode())
+    assert found is not None, "the prefill worker says nothing of its transfers"
+    return float(found[1])
 
 
 def _latencies(summary: Summary) -> dict[str, float]:
@@ -65,12 +81,22 @@ def render(result: dict[str, Any]) -> str:
         for row in found["ttft"]:
             one, two = row["unified"]["ttft_p50_ms"], row["pd"]["ttft_p50_ms"]
             name = f"{backend}, {row['prompt_len']} tokens"
-            ttft.append([name, f"{one:.1f}", f"{two:.1f}", f"{two - one:+.1f}"])
+            moved = row["pd"].get("transfer_ms")
+            parts_of = ["", ""] if moved is None else [f"{moved:.1f}", f"{two - one - moved:+.1f}"]
+            ttft.append([name, f"{one:.1f}", f"{two:.1f}", f"{two - one:+.1f}", *parts_of])
         for name in ("unified", "pd"):
             label = name if name == "unified" else f"pd, {backend}"
             values = found["busy"][name]
             busy.append([label, *(f"{values[key]:.1f}" for key in values)])
-    parts.append(table(["one request at a time, TTFT p50", "unified, ms", "PD, ms", "PD adds, ms"], ttft))
+    header = [
+        "one request at a time, TTFT p50",
+        "unified, ms",
+        "PD, ms",
+        "PD adds, ms",
+        "transfer, ms",
+        "beyond it, ms",
+    ]
+    parts.append(table(header, ttft))
     header = ["8 at once, 256 in, 64 out", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "output tok/s"]
     return "\n\n".join([*parts, table(header, busy)])
 
@@ -78,7 +104,9 @@ def render(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", choices=("nixl", "mooncake"))
-    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument(
+        "--requests", type=int, default=KEPT, help="of each length; the transfer is that of the last 64"
+    )
     parser.add_argument("--model-path")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

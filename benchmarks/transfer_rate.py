@@ -240,7 +240,7 @@ def time_managers(pair: Pair, src: Sequence[int], dst: Sequence[int]) -> float:
     until(lambda: sender.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), pair.changed, what="indices")
     assert sender.poll() is KVPoll.WaitingForInput, sender.failure()
     begin = time.monotonic()
-    sender.send(src, dst_start=0, last=True, aux_idx=0)
+    sender.send(src, start=0, last=True, aux_idx=0)
     success_at = float(pair.answer()["success_at"])
     until(lambda: sender.poll() is KVPoll.Success and sender.released(), pair.changed, what="release")
     pair.answer()

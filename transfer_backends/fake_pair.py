@@ -39,7 +39,7 @@ class FakeSender(_Fake):
         self,
         src_pages: Sequence[int],
         *,
-        dst_start: int,
+        start: int,
         last: bool,
         aux_idx: int | None = None,
         gate: Gate | None = None,
@@ -48,6 +48,13 @@ class FakeSender(_Fake):
             raise IllegalTransition("fake room: send after the last chunk")
         if self._state is not KVPoll.Failed:
             self._state = KVPoll.Success if last else KVPoll.Transferring
+
+    @property
+    def offered_at_s(self) -> float | None:
+        return None
+
+    def take_back(self) -> bool:
+        return False
 
     def released(self) -> bool:
         return self._state in FINAL

@@ -190,6 +190,10 @@ class Sender:
     def skip_pages(self) -> int:
         return self._rooms.skip_pages(self._key)
 
+    @property
+    def offered_at_s(self) -> float | None:
+        return self._rooms.offered_at_s(self._key)
+
     def poll(self) -> KVPoll:
         if self._last not in FINAL:
             self._last = self._rooms.machine.state(self._key)
@@ -199,16 +203,18 @@ class Sender:
         self,
         src_pages: Sequence[int],
         *,
-        dst_start: int,
+        start: int,
         last: bool,
         aux_idx: int | None = None,
         gate: Gate | None = None,
     ) -> None:
         with self._manager.core() as now_s:
-            self._rooms.send(
-                self._key, src_pages, dst_start=dst_start, last=last, aux_idx=aux_idx, now_s=now_s, gate=gate
-            )
+            self._rooms.send(self._key, src_pages, start=start, last=last, aux_idx=aux_idx, now_s=now_s, gate=gate)
             self._manager._driver.wake()  # before the control thread, whose news can wait: bytes first
+
+    def take_back(self) -> bool:
+        with self._manager.core():
+            return self._rooms.take_back(self._key)
 
     def abort(self, reason: str) -> None:
         with self._manager.core():

@@ -14,10 +14,10 @@ from transfer_backends.prefill_peers import Peer
 
 @dataclass(frozen=True)
 class Chunk:
-    """`gate`: what has to happen before its pages may leave, None: nothing."""
+    """Pages of a prompt from its page `start` on. `gate`: what has to happen before they may leave, None: nothing."""
 
     src: I64
-    dst_start: int
+    start: int
     aux_idx: int | None
     gate: Gate | None = None
 
@@ -35,7 +35,9 @@ class Post:
 
 @dataclass
 class Room:
-    """`queued_pages`: handed over by `send`; `done_bytes`: of pages, written; `num_ops`: operations that are not final.
+    """`queued_pages`: of the prompt, handed over by `send`, which may be before the offer (`offered_at_s`); `done_bytes`: of
+
+    pages, written; `num_ops`: operations that are not final.
 
     `left_groups`: groups of layers of the first chunk that have been planned.
 
@@ -47,6 +49,7 @@ class Room:
     key: RoomKey
     opened_at_s: float
     offer: Offer | None = None
+    offered_at_s: float | None = None
     chunks: deque[Chunk] = field(default_factory=deque)
     posts: deque[Post] = field(default_factory=deque)
     queued_pages: int = 0
@@ -62,6 +65,23 @@ class Room:
     given: list[Chunk] = field(default_factory=list)
     retry: int = 0
     held: bool = False
+
+    def take_back(self) -> None:
+        """Nothing was handed over."""
+        self.given.clear()
+        self.clear()
+        self.queued_pages, self.all_queued = 0, False
+
+    @property
+    def misfit(self) -> str | None:
+        """What is wrong with the number of pages that were handed over, as far as decode has told where they go."""
+        if self.offer is None:
+            return None
+        needed, given = self.queued_pages - self.offer.skip_pages, len(self.offer.pages)
+        if needed <= given and not (self.all_queued and needed != given):
+            return None
+        word = "at least " * (not self.all_queued)
+        return f"decode gave {given} pages, prefill has {word}{needed}: the two prompts differ"
 
     def hold(self) -> None:
         """A write failed: post nothing more for now."""
@@ -91,7 +111,7 @@ def check_send(
     src: I64,
     *,
     args: KVArgs,
-    dst_start: int,
+    start: int,
     last: bool,
     aux_idx: int | None,
     gate: Gate | None = None,
@@ -101,8 +121,8 @@ def check_send(
         raise ValueError(f"room {rec.key}: the last chunk has a gate, its metadata row would vouch for pages to come")
     if gate is not None and gate.by_layer and not args.groups:
         raise ValueError(f"room {rec.key}: pages are to leave by layers, and nothing says where layers end")
-    if dst_start != rec.queued_pages:
-        raise ValueError(f"room {rec.key}: dst_start {dst_start} leaves a gap (next is {rec.queued_pages})")
+    if start != rec.queued_pages:
+        raise ValueError(f"room {rec.key}: start {start} leaves a gap (next is {rec.queued_pages})")
     if len(src) and not (src.min() >= 0 and src.max() < args.kv.num_items):
         raise ValueError(f"room {rec.key}: a source page is outside the pool of {args.kv.num_items}")
     if last and (aux_idx is None or not 0 <= aux_idx < args.aux.num_items):
@@ -127,16 +147,18 @@ def num_groups(chunk: Chunk, args: KVArgs) -> int:
 def plan_posts(chunk: Chunk, rec: Room, peer: Peer, *, until: int, args: KVArgs, caps: Caps) -> list[Post]:
     """Engine operations of a chunk from `rec.left_groups` up to group `until`; with its last one the metadata row.
 
-    A chunk of which all is there is written page by page, merged where pages adjoin.
+    A chunk of which all is there is written page by page, merged where pages adjoin. What decode has already is left out.
     """
     assert rec.offer is not None
-    dst = rec.offer.pages[chunk.dst_start : chunk.dst_start + len(chunk.src)]
+    src = chunk.src[max(0, rec.offer.skip_pages - chunk.start) :]
+    first = max(0, chunk.start - rec.offer.skip_pages)
+    dst = rec.offer.pages[first : first + len(src)]
     if (rec.left_groups, until) == (0, num_groups(chunk, args)):
-        kv = plan_pieces(chunk.src, dst, src=args.kv, dst=peer.kv, max_piece_bytes=caps.max_piece_bytes)
+        kv = plan_pieces(src, dst, src=args.kv, dst=peer.kv, max_piece_bytes=caps.max_piece_bytes)
     else:
         begin = args.groups[rec.left_groups - 1].end_byte if rec.left_groups else 0
         end = args.groups[until - 1].end_byte
-        kv = plan_strips(chunk.src, dst, src=args.kv, dst=peer.kv, begin=begin, end=end)
+        kv = plan_strips(src, dst, src=args.kv, dst=peer.kv, begin=begin, end=end)
     posts = [
         Post(rec.key, peer.incarnation, part, part.size_bytes, rec.retry)
         for part in batches(kv, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)

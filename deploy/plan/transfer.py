@@ -47,6 +47,8 @@ class Room:
     num_pages: int | None = None
     decode_row: int = 0
     skip_pages: int = 0  # at the front, which decode has
+    offered_at_s: float | None = None
+    early: list[Callable[[], None]] = field(default_factory=list)  # sent before prefill had learnt decode's pages
 
 
 class Network:
@@ -82,7 +84,7 @@ class Network:
         """Prefill has computed them; `row`: the last ones, with their metadata."""
         room.prefill_state = KVPoll.Transferring
         assert room.prefill is not None
-        begin_s = room.prefill.now()
+        begin_s = max(room.prefill.now(), self._timeline.now_s)
         self._timeline.at(begin_s, lambda: self._move_bytes(room, num_pages * self._page_bytes, row))
 
     def fail(self, room: Room) -> None:
@@ -106,6 +108,9 @@ class Network:
     def _learn_pages(self, room: Room, num_pages: int) -> None:
         if room.prefill_state is KVPoll.Bootstrapping and room.prefill is not None:
             room.num_pages, room.prefill_state = num_pages, KVPoll.WaitingForInput
+            room.offered_at_s = self._timeline.now_s
+            for send in room.early:
+                send()
             room.prefill.wake()
 
     def _move_bytes(self, room: Room, size_bytes: int, row: int | None) -> None:
@@ -152,13 +157,31 @@ class Sender:
         self,
         src_pages: Sequence[int],
         *,
-        dst_start: int,
+        start: int,
         last: bool,
         aux_idx: int | None = None,
         gate: Gate | None = None,
     ) -> None:
-        if self.room.prefill_state is not KVPoll.Failed:
-            self.network.send(self.room, num_pages=len(src_pages), row=aux_idx if last else None)
+        """`start` counts pages of the prompt; those that decode has cost nothing."""
+        room, end, row = self.room, start + len(src_pages), aux_idx if last else None
+        if room.prefill_state is KVPoll.Bootstrapping:
+            room.early.append(lambda: self._send(start, end, row))
+        elif room.prefill_state is not KVPoll.Failed:
+            self._send(start, end, row)
+
+    def _send(self, start: int, end: int, row: int | None) -> None:
+        skip = self.room.skip_pages
+        self.network.send(self.room, num_pages=max(end, skip) - max(start, skip), row=row)
+
+    @property
+    def offered_at_s(self) -> float | None:
+        return self.room.offered_at_s
+
+    def take_back(self) -> bool:
+        waits = self.room.prefill_state is KVPoll.Bootstrapping
+        if waits:
+            self.room.early.clear()
+        return waits
 
     def abort(self, reason: str) -> None:
         self.network.fail(self.room)

@@ -6,7 +6,7 @@ from contextlib import suppress
 import zmq
 
 from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
-from engine.messages import ToDetokenizer, ToFrontend, ToScheduler
+from engine.messages import RequestOpened, ToDetokenizer, ToFrontend, ToScheduler
 
 EVENTFD_ONE = 1
 CLOSED = -1
@@ -17,6 +17,7 @@ class ZmqPorts:
         self._inbox: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
         self._detokenizer = PushSocket(ipc.to_detokenizer)
         self._frontend = PushSocket(ipc.to_frontend)
+        self._opened: list[RequestOpened] = []
         self._attention = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
@@ -37,6 +38,16 @@ class ZmqPorts:
                 os.eventfd_write(attention, EVENTFD_ONE)
 
     def to_detokenizer(self, message: ToDetokenizer) -> None:
+        """A request that opens is told with the first that is said of any: until then nobody there has work with it, and
+
+        would take a core from the step that is about to begin.
+        """
+        if isinstance(message, RequestOpened):
+            self._opened.append(message)
+            return
+        for opened in self._opened:
+            self._detokenizer.send(opened)
+        self._opened.clear()
         self._detokenizer.send(message)
 
     def to_frontend(self, message: ToFrontend) -> None:

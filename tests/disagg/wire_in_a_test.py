@@ -39,6 +39,7 @@ class Room:
     to_prefill: deque[Callable[[], None]] = field(default_factory=deque)
     to_decode: deque[Callable[[], None]] = field(default_factory=deque)
     writes: deque[Callable[[], None]] = field(default_factory=deque)
+    early: list[Callable[[], None]] = field(default_factory=list)  # sent before decode had told where to
     sealed: bool = False  # prefill will post nothing more
     asks: bool = False  # decode's message is the request
     buried: str | None = None  # decode gave up before prefill opened it
@@ -162,17 +163,24 @@ class Sender:
         self,
         src_pages: Sequence[int],
         *,
-        dst_start: int,
+        start: int,
         last: bool,
         aux_idx: int | None = None,
         gate: Gate | None = None,
     ) -> None:
         if self._side.state in FINAL:
             return
-        room, side, dst = self._room, self._side, self._room.dst[dst_start : dst_start + len(src_pages)]
-        assert len(dst) == len(src_pages)
+        room, side = self._room, self._side
+        if side.state is KVPoll.Bootstrapping:
+            sent = functools.partial(self.send, list(src_pages), start=start, last=last, aux_idx=aux_idx, gate=gate)
+            room.early.append(sent)
+            return
+        src = src_pages[max(0, room.skip_pages - start) :]
+        first = max(0, start - room.skip_pages)
+        dst = room.dst[first : first + len(src)]
+        assert len(dst) == len(src)
         _advance(side, KVPoll.Transferring)
-        for s, d in zip(src_pages, dst, strict=True):
+        for s, d in zip(src, dst, strict=True):
             write = functools.partial(self._wire.copy_pages, [s], [d])
             room.writes.append(write if gate is None else Gated(gate.step, write))
             self._wire.num_gated += gate is not None
@@ -180,6 +188,16 @@ class Sender:
             assert aux_idx is not None and gate is None
             room.writes.append(lambda: self._wire.copy_row(aux_idx, room.dst_row))
             room.writes.append(self._landed)
+
+    @property
+    def offered_at_s(self) -> float | None:
+        return 0.0 if self._room.dst else None
+
+    def take_back(self) -> bool:
+        waits = self._side.state is KVPoll.Bootstrapping
+        if waits:
+            self._room.early.clear()
+        return waits
 
     def _landed(self) -> None:
         if self._side.state in FINAL:
@@ -254,6 +272,8 @@ class Receiver:
                 room.to_decode.append(lambda: _settle(room))
             else:
                 _advance(room.prefill, KVPoll.WaitingForInput)
+                for send in room.early:
+                    send()
 
         room.to_prefill.append(arrive)
 
@@ -261,7 +281,7 @@ class Receiver:
         if self._side.state in FINAL:
             return
         room, pages = self._room, list(dst_pages)
-        self._side.settled, room.asks = False, True
+        self._side.settled, room.asks, room.skip_pages = False, True, work.skip_pages
         _advance(self._side, KVPoll.Transferring)
 
         def arrive() -> None:

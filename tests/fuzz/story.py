@@ -172,7 +172,7 @@ class Story:
     def send(self, room: int) -> None:
         given = self.prefill.num_pages((room, 0))
         if given is not None and given <= NUM_PAGES:
-            self.prefill.send((room, 0), range(given), dst_start=0, last=True, aux_idx=0, now_s=self.now_s)
+            self.prefill.send((room, 0), range(given), start=0, last=True, aux_idx=0, now_s=self.now_s)
 
     def abort(self, room: int) -> None:
         self.prefill.abort((room, 0), "fuzz")
@@ -196,7 +196,7 @@ class Story:
                 key = self.prefill.open(asked.room, asked.attempt, self.now_s)
                 given = self.prefill.num_pages(key) or 0
                 if given <= NUM_PAGES:
-                    self.prefill.send(key, range(given), dst_start=0, last=True, aux_idx=0, now_s=self.now_s)
+                    self.prefill.send(key, range(given), start=0, last=True, aux_idx=0, now_s=self.now_s)
 
     def route(self, room: int) -> None:
         self.decode.on_route(BOOTSTRAP, room, Route("127.0.0.1:1", PREFILL, shared=room == 6), self.now_s)

@@ -110,9 +110,9 @@ MUTANTS = (
     ),
     Mutant(
         "send what decode has cached, too",
-        "disagg/prefill_role.py",
-        "entry.skip_pages = entry.sent_pages = entry.sender.skip_pages",
-        "entry.skip_pages = entry.sender.skip_pages",
+        "transfer_backends/prefill_sending.py",
+        "src = chunk.src[max(0, rec.offer.skip_pages - chunk.start) :]",
+        "src = chunk.src",
     ),
     Mutant(
         "start to decode while the transfer runs",

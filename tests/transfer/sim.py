@@ -308,7 +308,7 @@ class World:
         prefill.senders[key] += n
         last = sent + n == total
         aux_idx = 1 if last else None
-        prefill.rooms.send(key, src, dst_start=sent, last=last, aux_idx=aux_idx, now_s=self.now_s)
+        prefill.rooms.send(key, src, start=sent, last=last, aux_idx=aux_idx, now_s=self.now_s)
 
     def decode_role(self, decode: Decode, key: RoomKey) -> None:
         core = decode.rooms

@@ -49,7 +49,7 @@ class Pair:
     def send(self, *, last: bool) -> None:
         self.give_pages()
         until(lambda: self.sender.poll() is KVPoll.WaitingForInput)
-        self.sender.send(PAGES, dst_start=0, last=last, aux_idx=0 if last else None)
+        self.sender.send(PAGES, start=0, last=last, aux_idx=0 if last else None)
 
     def close(self) -> None:
         self.decode.close()
@@ -143,7 +143,7 @@ def test_the_death_of_decode() -> None:
             until(lambda: decode.poll(1) is KVPoll.WaitingForInput)
             decode.provide(1, PAGES, 0)
             until(lambda: sender.poll() is KVPoll.WaitingForInput)
-            sender.send(PAGES, dst_start=0, last=False)
+            sender.send(PAGES, start=0, last=False)
             decode.kill()
             until(lambda: sender.poll() is KVPoll.Failed and sender.released())
             sender.close()

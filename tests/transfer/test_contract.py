@@ -118,7 +118,7 @@ def test_bytes_are_exact(prefill: Prefill, decode: ChildWorker) -> None:
         room, sender = meet(prefill, decode, dst, aux_idx=5)
         cuts = [0, *sorted(draw.sample(range(size), min(3, size - 1))), size]
         for start, end in itertools.pairwise(cuts):
-            sender.send(src[start:end], dst_start=start, last=end == size, aux_idx=7 if end == size else None)
+            sender.send(src[start:end], start=start, last=end == size, aux_idx=7 if end == size else None)
         until(lambda s=sender: s.poll() is KVPoll.Success)
         until(lambda r=room: decode.poll(r) is KVPoll.Success)
         if prefill.backend != "fake":
@@ -139,8 +139,8 @@ def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorke
     for step, first, end in ((3, 0, 20), (4, 20, 40)):
         written = prefill.pool.kv[src[first + 3 : end]].copy()
         prefill.pool.kv[src[first + 3 : end]] = 0
-        sender.send(src[first : first + 3], dst_start=first, last=False, gate=Gate(step, by_layer=False))
-        sender.send(src[first + 3 : end], dst_start=first + 3, last=False, gate=Gate(step, by_layer=True))
+        sender.send(src[first : first + 3], start=first, last=False, gate=Gate(step, by_layer=False))
+        sender.send(src[first + 3 : end], start=first + 3, last=False, gate=Gate(step, by_layer=True))
         begin = 0
         for layers, end_byte in ((0, 0), *((group.end_layer, group.end_byte) for group in GROUPS)):
             prefill.pool.kv[src[first + 3 : end], begin:end_byte] = written[:, begin:end_byte]
@@ -149,7 +149,7 @@ def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorke
             prefill.manager.wake_sender()
             until(lambda: prefill.manager.counters.get("posts", 0) == posts, what=f"step {step}, {layers} layers")  # noqa: B023
     assert sender.poll() is KVPoll.Transferring and decode.poll(room) is not KVPoll.Success
-    sender.send([], dst_start=40, last=True, aux_idx=7)
+    sender.send([], start=40, last=True, aux_idx=7)
     until(lambda: sender.poll() is decode.poll(room) is KVPoll.Success)
     if prefill.backend != "fake":
         assert decode.pages(dst) == right == prefill.pool.pages(src)
@@ -159,7 +159,7 @@ def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorke
 
 def test_an_abort_while_layers_are_awaited_drains_at_once(prefill: Prefill, decode: ChildWorker) -> None:
     room, sender = meet(prefill, decode, [1, 2, 3])
-    sender.send([4, 5, 6], dst_start=0, last=False, gate=Gate(prefill.clock.now.step + 1, by_layer=True))
+    sender.send([4, 5, 6], start=0, last=False, gate=Gate(prefill.clock.now.step + 1, by_layer=True))
     decode.abort(room, "the user left")
     until(lambda: sender.poll() is KVPoll.Failed)
     assert sender.released()  # nothing was posted, nothing will be
@@ -172,7 +172,7 @@ def test_an_abort_while_layers_are_awaited_drains_at_once(prefill: Prefill, deco
 def test_no_pages_but_metadata(prefill: Prefill, decode: ChildWorker) -> None:
     decode.wipe()
     room, sender = meet(prefill, decode, [], aux_idx=2)
-    sender.send([], dst_start=0, last=True, aux_idx=3)
+    sender.send([], start=0, last=True, aux_idx=3)
     until(lambda: decode.poll(room) is KVPoll.Success)
     assert decode.pages([]) == EMPTY
     if prefill.backend != "fake":
@@ -190,7 +190,7 @@ def test_concurrent_rooms(prefill: Prefill, decode: ChildWorker) -> None:
     for start in (0, 20, 40):
         for i, (_, sender) in enumerate(rooms):
             last = start == 40
-            sender.send(src[i][start : start + 20], dst_start=start, last=last, aux_idx=i if last else None)
+            sender.send(src[i][start : start + 20], start=start, last=last, aux_idx=i if last else None)
     for i, (room, sender) in enumerate(rooms):
         until(lambda r=room: decode.poll(r) is KVPoll.Success)
         if prefill.backend != "fake":
@@ -213,13 +213,13 @@ def test_abort(prefill: Prefill, decode: ChildWorker, side: str, stage: str) -> 
     else:
         room, sender = meet(prefill, decode, dst)
     if stage == "transferring":
-        sender.send(src, dst_start=0, last=False)
+        sender.send(src, start=0, last=False)
         until(lambda: decode.poll(room) >= KVPoll.Transferring)
     elif stage == "between chunks":
-        sender.send(src[:10], dst_start=0, last=False)
+        sender.send(src[:10], start=0, last=False)
         until(lambda: prefill.manager.counters.get("posts", 0) and prefill.manager._rooms.num_inflight == 0)
     elif stage == "last queued":
-        sender.send(src, dst_start=0, last=True, aux_idx=1)
+        sender.send(src, start=0, last=True, aux_idx=1)
     if side == "prefill":
         sender.abort("no more")
         if stage == "bootstrapping":  # it learns when it gives its pages
@@ -243,7 +243,7 @@ def test_abort(prefill: Prefill, decode: ChildWorker, side: str, stage: str) -> 
 def test_different_lengths_are_refused(prefill: Prefill, decode: ChildWorker) -> None:
     for extra in (-1, 1):
         room, sender = meet(prefill, decode, list(range(10)))
-        sender.send(list(range(10 + extra)), dst_start=0, last=True, aux_idx=0)
+        sender.send(list(range(10 + extra)), start=0, last=True, aux_idx=0)
         assert sender.poll() is KVPoll.Failed
         until(lambda r=room: decode.poll(r) is KVPoll.Failed)
         assert "decode gave 10 pages" in decode.state(room)[1]
@@ -265,7 +265,7 @@ def test_decode_killed(prefill: Prefill, decode: ChildWorker) -> None:
     """Its rooms fail within 2 s, source pages come back, the other decode worker does not notice."""
     with prefill.decode() as victim:
         room, sender = meet(prefill, victim, list(range(900)))
-        sender.send(list(range(500)), dst_start=0, last=False)
+        sender.send(list(range(500)), start=0, last=False)
         _, waiting = meet(prefill, victim, list(range(901, 920)))
         victim.kill()
         for lost in (sender, waiting):
@@ -277,7 +277,7 @@ def test_decode_killed(prefill: Prefill, decode: ChildWorker) -> None:
     with prefill.decode() as successor:
         for child in (decode, successor):
             room, sender = meet(prefill, child, [3, 1, 2])
-            sender.send([7, 8, 9], dst_start=0, last=True, aux_idx=0)
+            sender.send([7, 8, 9], start=0, last=True, aux_idx=0)
             until(lambda c=child, r=room: c.poll(r) is KVPoll.Success)
             finish(child, room, sender)
     assert prefill.manager.check() == []

@@ -61,8 +61,8 @@ class Rig:
         until(lambda: receiver.poll() is KVPoll.WaitingForInput)
         receiver.provide(DST, 7)
         until(lambda: sender.poll() is KVPoll.WaitingForInput)
-        sender.send(SRC[:2], dst_start=0, last=False)
-        sender.send(SRC[2:], dst_start=2, last=True, aux_idx=2)
+        sender.send(SRC[:2], start=0, last=False)
+        sender.send(SRC[2:], start=2, last=True, aux_idx=2)
         return sender, receiver
 
     def close(self) -> None:

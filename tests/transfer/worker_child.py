@@ -48,8 +48,8 @@ class Child:
     def provide(self, room: int, pages: list[int], aux_idx: int) -> None:
         self.rooms[room].provide(pages, aux_idx)
 
-    def send(self, room: int, pages: list[int], dst_start: int, last: bool, aux_idx: int | None) -> None:
-        self.rooms[room].send(pages, dst_start=dst_start, last=last, aux_idx=aux_idx)
+    def send(self, room: int, pages: list[int], start: int, last: bool, aux_idx: int | None) -> None:
+        self.rooms[room].send(pages, start=start, last=last, aux_idx=aux_idx)
 
     def state(self, room: int) -> list[Any]:
         """[poll, failure, drained or released]"""
