@@ -60,9 +60,12 @@ def _built(source: Path) -> Path:
             return target
         try:
             _compile(source, target, [compiler, *flags])
-            return target
         except BuildError as e:
             errors.append(str(e))
+            continue
+        if errors:
+            log.warning("%s was built without %s and may be slow: %s", source.name, FLAG_SETS[0], errors[0])
+        return target
     raise BuildError(errors[-1])
 
 

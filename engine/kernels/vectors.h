@@ -44,7 +44,14 @@ INLINE bf16 to_bf16(float x) { /* round to nearest even; a NaN stays one */
     return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-/* The same for 16 numbers: as values, and into memory. The CPU's own rounding makes zeros of denormals (below 1.2e-38). */
+/* The same for 16 numbers: in the upper halves of 32 bits, as values, and into memory. Of the last two the CPU's own
+ * rounding makes zeros of denormals (below 1.2e-38). */
+INLINE u16v bf16_bits(f16v x) {
+    const u16v bits = (u16v)x, nan = (u16v)(x != x);
+    const u16v even = bits + 0x7fff + ((bits >> 16) & 1);
+    return ((even & ~nan) | ((bits | 0x400000) & nan)) & 0xffff0000u;
+}
+
 #if defined(__AVX512BF16__) && defined(__AVX512F__) && defined(__AVX512VL__)
 INLINE void store_bf16(bf16 *to, f16v x) {
     const __m256bh h = _mm512_cvtneps_pbh((__m512)x);
@@ -56,12 +63,6 @@ INLINE f16v round_bf16(f16v x) {
     return (f16v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
 }
 #else
-INLINE u16v bf16_bits(f16v x) {
-    const u16v bits = (u16v)x, nan = (u16v)(x != x);
-    const u16v even = bits + 0x7fff + ((bits >> 16) & 1);
-    return ((even & ~nan) | ((bits | 0x400000) & nan)) & 0xffff0000u;
-}
-
 INLINE f16v round_bf16(f16v x) { return (f16v)bf16_bits(x); }
 
 INLINE void store_bf16(bf16 *to, f16v x) {
