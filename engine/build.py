@@ -47,7 +47,7 @@ from engine.models.registry import load_model
 from engine.resolve import depth, limits, num_pages, priorities, resolve
 
 log = logging.getLogger(__name__)
-STEPS_AHEAD = 4  # prefill steps whose KV memory is made ready at start: 8,192 tokens with the default chunk
+STEPS_AHEAD = 8  # prefill steps whose KV memory is made ready at start: 8,192 tokens with the default chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +262,7 @@ def _prefault(config: EngineConfig, pool: KVPool) -> Callable[[int], None]:
     if pool.device.type != "cpu":
         return lambda highest_page: None
     chunk = config.chunked_prefill_size
+    assert chunk is not None, "of a resolved config"
     pages = -(-(chunk if chunk > 0 else config.max_prefill_tokens) // config.page_size)
     prefault = Prefault(pool.buffer, ahead_bytes=STEPS_AHEAD * pages * pool.page_bytes)
     return lambda highest_page: prefault.reach((highest_page + 1) * pool.page_bytes)

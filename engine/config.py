@@ -45,8 +45,9 @@ class EngineConfig:
     )
     max_running_requests: int = flag(64, "requests in the running batch")
     max_queued_requests: int = flag(4096, "requests that may wait; one more is answered 503")
-    chunked_prefill_size: int = flag(
-        2048, "most prompt tokens in one step; longer prompts go in chunks; -1: no chunking"
+    chunked_prefill_size: int | None = flag(
+        None,
+        "most prompt tokens in one step; longer prompts go in chunks; -1: no chunking; default: 1024 on cpu, 8192 on cuda",
     )
     max_prefill_tokens: int = flag(16384, "most prompt tokens in one prefill batch when chunking is off")
     prefill_max_requests: int | None = flag(None, "most prompts in one prefill step; default: no limit")

@@ -14,6 +14,7 @@ from engine.model_config import DEFAULT_MODEL_PATH, ModelConfig
 
 MAX_CPU_KV_BYTES = 4 << 30
 MAX_PAGE_SIZE = 1024
+CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # more is no faster there, and keeps who came later waiting (docs/benchmarks.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         dtype=_dtype(config.dtype, model.dtype),
         stream=_stream(config.stream, device),
         context_length=_context_length(config.context_length, model.max_position_embeddings),
-        chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size),
+        chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
     )
 
 
@@ -53,6 +54,8 @@ def depth(config: EngineConfig) -> int:
 
 
 def limits(config: EngineConfig) -> Limits:
+    """Of a resolved config."""
+    assert config.chunked_prefill_size is not None
     return Limits(
         page_size=config.page_size,
         max_running_requests=config.max_running_requests,
@@ -197,8 +200,10 @@ def _context_length(asked: int | None, model_max: int) -> int:
     return asked
 
 
-def _chunk(asked: int, page_size: int) -> int:
+def _chunk(asked: int | None, page_size: int, device: str) -> int:
     """A multiple of the page, so that a chunk's pages are whole when they are handed over."""
+    if asked is None:
+        asked = max(CHUNK_OF[device], page_size)
     if asked == -1:
         return -1
     if asked < page_size:

@@ -15,3 +15,18 @@ def test_out_of_range_names_the_flag(field: str, value: float) -> None:
     config = EngineConfig(model_path=DEFAULT_MODEL_PATH, **{field: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--" + field.replace("_", "-") + ": must be at least"):
         resolve(config, load_model_config(DEFAULT_MODEL_PATH), cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "page_size", "device", "chunk"),
+    [
+        (None, 16, "cpu", 1024),
+        (None, 16, "cuda", 8192),
+        (None, 48, "cpu", 1008),
+        (500, 16, "cpu", 496),
+        (-1, 16, "cpu", -1),
+    ],
+)
+def test_chunks_suit_the_device_and_the_page(asked: int | None, page_size: int, device: str, chunk: int) -> None:
+    config = EngineConfig(model_path=DEFAULT_MODEL_PATH, chunked_prefill_size=asked, page_size=page_size, device=device)
+    assert resolve(config, load_model_config(DEFAULT_MODEL_PATH), cuda=True).chunked_prefill_size == chunk
