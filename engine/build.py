@@ -258,13 +258,18 @@ def _allocate_pool(config: EngineConfig, specs: list, device: torch.device) -> K
 
 
 def _prefault(config: EngineConfig, pool: KVPool) -> Callable[[int], None]:
-    """Keeps memory for STEPS_AHEAD steps of new tokens ready beyond the highest page in use; on a CPU alone."""
+    """Makes memory for STEPS_AHEAD steps of new tokens ready, on a CPU alone, and keeps as much ready beyond the highest page
+
+    in use where a core is left to do it: on the model's own cores decode steps would take half as long again.
+    """
     if pool.device.type != "cpu":
         return lambda highest_page: None
     chunk = config.chunked_prefill_size
     assert chunk is not None, "of a resolved config"
     pages = -(-(chunk if chunk > 0 else config.max_prefill_tokens) // config.page_size)
     prefault = Prefault(pool.buffer, ahead_bytes=STEPS_AHEAD * pages * pool.page_bytes)
+    if len(os.sched_getaffinity(0)) <= config.num_threads:
+        return lambda highest_page: None
     return lambda highest_page: prefault.reach((highest_page + 1) * pool.page_bytes)
 
 

@@ -8,6 +8,7 @@ import torch
 from engine.attention.base import StepBatch
 from engine.executor.kv_pool import KVPool
 from engine.kernels.build import load_library
+from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall
 from engine.models.cache_spec import CacheSpec
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -20,9 +21,9 @@ class _Args(ctypes.Structure):
     """Mirror of `struct args` in paged_decode.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k_new", "v_new", "out", "k_cache", "v_cache")),
+        *((name, ctypes.c_void_p) for name in POINTERS),
         *((name, ctypes.c_void_p) for name in ("page_table", "kv_lens", "token_pages", "token_offsets")),
-        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "page_stride_bytes", "table_width")),
+        *((name, ctypes.c_int64) for name in STRIDES),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "dim", "page_size", "is_bf16", "threads")),
         ("scale", ctypes.c_float),
     ]
@@ -35,8 +36,7 @@ class PagedDecode:
         self._call = library.tandem_paged_decode
         self._call.argtypes = [ctypes.POINTER(_Args)]
         self._pool = pool
-        self._scale = scale
-        self._caches = [(pool.k(i).data_ptr(), pool.v(i).data_ptr()) for i in range(pool.num_layers)]
+        self._layer = LayerCall(pool, scale=scale)
         self._args = _Args(page_stride_bytes=pool.page_bytes, page_size=pool.page_size)
         self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _args point into
 
@@ -54,20 +54,13 @@ class PagedDecode:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """As AttentionBackend.attend: writes k and v, returns [B, heads * head_dim]."""
-        args, spec = self._args, self._pool.specs[layer]
-        dtype = self._pool.k(layer).dtype
-        q_, k_, v_ = (_dense_heads(x.to(dtype)) for x in (q, k, v))
-        assert len(q_) == args.batch and k_.shape[1:] == (spec.num_kv_heads, spec.head_dim), (q.shape, k.shape)
-        out = torch.empty(q_.shape, dtype=dtype)
-        args.q, args.k_new, args.v_new, args.out = q_.data_ptr(), k_.data_ptr(), v_.data_ptr(), out.data_ptr()
-        args.q_stride, args.k_stride, args.v_stride = q_.stride(0), k_.stride(0), v_.stride(0)
-        args.k_cache, args.v_cache = self._caches[layer]
-        args.heads, args.kv_heads, args.dim = q_.shape[1], spec.num_kv_heads, spec.head_dim
-        args.is_bf16 = dtype == torch.bfloat16
-        args.scale = self._scale if self._scale is not None else spec.head_dim**-0.5
+        args = self._args
+        rows = self._layer.tell(args, layer, q, k, v)
+        assert len(rows.q) == args.batch, (q.shape, args.batch)
+        args.is_bf16 = rows.q.dtype == torch.bfloat16
         if self._call(ctypes.byref(args)):
             raise MemoryError("paged decode: no memory for one request's accumulators")
-        return out.flatten(1).to(q.dtype)
+        return rows.out.flatten(1).to(q.dtype)
 
     def _check(self, step: StepBatch, table: torch.Tensor) -> None:
         """C believes what it is told: a wrong page id would read foreign memory."""
@@ -92,8 +85,3 @@ def make_paged_decode(pool: KVPool, *, scale: float | None) -> PagedDecode | Non
 
 def takes(spec: CacheSpec) -> bool:
     return spec.head_dim % LANES == 0 and spec.dtype in DTYPES
-
-
-def _dense_heads(x: torch.Tensor) -> torch.Tensor:
-    """[B, heads, dim] with dense heads; a slice of a merged qkv is taken as it is."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

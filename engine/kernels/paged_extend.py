@@ -9,6 +9,7 @@ import torch
 from engine.attention.base import StepBatch
 from engine.executor.kv_pool import KVPool
 from engine.kernels.build import load_library
+from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall
 from engine.models.cache_spec import CacheSpec
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -16,9 +17,7 @@ ABI_VERSION = 1
 LANES = 16
 DTYPE = "bfloat16"
 
-_POINTERS = ("q", "k_new", "v_new", "out", "k_cache", "v_cache")
 _TABLES = ("page_table", "first_rows", "q_lens", "kv_lens", "token_pages", "token_offsets")
-_STRIDES = ("q_stride", "k_stride", "v_stride", "page_stride_bytes", "table_width")
 _NUMBERS = ("tokens", "requests", "heads", "kv_heads", "dim", "page_size", "threads", "kind")
 
 
@@ -26,8 +25,8 @@ class _Args(ctypes.Structure):
     """Mirror of `struct args` in paged_extend.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in (*_POINTERS, *_TABLES)),
-        *((name, ctypes.c_int64) for name in (*_STRIDES, *_NUMBERS)),
+        *((name, ctypes.c_void_p) for name in (*POINTERS, *_TABLES)),
+        *((name, ctypes.c_int64) for name in (*STRIDES, *_NUMBERS)),
         ("scale", ctypes.c_float),
     ]
 
@@ -47,8 +46,7 @@ class PagedExtend:
         self._call = library.tandem_paged_extend
         self._call.argtypes = [ctypes.POINTER(_Args)]
         self._pool = pool
-        self._scale = scale
-        self._caches = [(pool.k(i).data_ptr(), pool.v(i).data_ptr()) for i in range(pool.num_layers)]
+        self._layer = LayerCall(pool, scale=scale)
         self._args = _Args(page_stride_bytes=pool.page_bytes, page_size=pool.page_size, kind=kind)
         self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _args point into
 
@@ -70,19 +68,12 @@ class PagedExtend:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """As AttentionBackend.attend: writes k and v, returns [T, heads * head_dim]."""
-        args, spec = self._args, self._pool.specs[layer]
-        q_, k_, v_ = (_dense_heads(x.to(torch.bfloat16)) for x in (q, k, v))
-        assert len(q_) == args.tokens and k_.shape[1:] == (spec.num_kv_heads, spec.head_dim), (q.shape, k.shape)
-        assert q_.shape[2] == spec.head_dim and v_.shape == k_.shape, (q.shape, v.shape)
-        out = torch.empty(q_.shape, dtype=torch.bfloat16)
-        args.q, args.k_new, args.v_new, args.out = q_.data_ptr(), k_.data_ptr(), v_.data_ptr(), out.data_ptr()
-        args.q_stride, args.k_stride, args.v_stride = q_.stride(0), k_.stride(0), v_.stride(0)
-        args.k_cache, args.v_cache = self._caches[layer]
-        args.heads, args.kv_heads, args.dim = q_.shape[1], spec.num_kv_heads, spec.head_dim
-        args.scale = self._scale if self._scale is not None else spec.head_dim**-0.5
+        args = self._args
+        rows = self._layer.tell(args, layer, q, k, v)
+        assert len(rows.q) == args.tokens, (q.shape, args.tokens)
         if self._call(ctypes.byref(args)):
             raise MemoryError("paged extend: no memory for one block of queries")
-        return out.flatten(1).to(q.dtype)
+        return rows.out.flatten(1).to(q.dtype)
 
     def _check(self, step: StepBatch) -> None:
         """C believes what it is told: a wrong page id would write to foreign memory."""
@@ -117,8 +108,3 @@ def takes(spec: CacheSpec) -> bool:
 
 def _of(values: Sequence[int], chosen: list[int]) -> list[int]:
     return [values[i] for i in chosen]
-
-
-def _dense_heads(x: torch.Tensor) -> torch.Tensor:
-    """[T, heads, dim] with dense heads; a slice of a merged qkv is taken as it is."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,0 +1,48 @@
+"""What both paged attention kernels are told of one layer's call, by the same names. Knows the pool's layout."""
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from engine.executor.kv_pool import KVPool
+
+POINTERS = ("q", "k_new", "v_new", "out", "k_cache", "v_cache")
+STRIDES = ("q_stride", "k_stride", "v_stride", "page_stride_bytes", "table_width")
+
+
+class Rows(NamedTuple):
+    """New tokens, in the cache's dtype, and where their output goes: they have to live as long as the call."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+
+
+class LayerCall:
+    """`scale` multiplies q.k (default head_dim ** -0.5)."""
+
+    def __init__(self, pool: KVPool, *, scale: float | None) -> None:
+        self._pool = pool
+        self._scale = scale
+        self._caches = [(pool.k(i).data_ptr(), pool.v(i).data_ptr()) for i in range(pool.num_layers)]
+
+    def tell(self, args: ctypes.Structure, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Rows:
+        """Fills in `args`: addresses, strides, heads. q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
+        spec, dtype = self._pool.specs[layer], self._pool.k(layer).dtype
+        q, k, v = (_dense_heads(x.to(dtype)) for x in (q, k, v))
+        assert k.shape == v.shape == (len(q), spec.num_kv_heads, spec.head_dim), (q.shape, k.shape, v.shape)
+        assert q.shape[2] == spec.head_dim, q.shape
+        rows = Rows(q, k, v, torch.empty(q.shape, dtype=dtype))
+        args.q, args.k_new, args.v_new, args.out = (x.data_ptr() for x in rows)
+        args.q_stride, args.k_stride, args.v_stride = q.stride(0), k.stride(0), v.stride(0)
+        args.k_cache, args.v_cache = self._caches[layer]
+        args.heads, args.kv_heads, args.dim = q.shape[1], spec.num_kv_heads, spec.head_dim
+        args.scale = self._scale if self._scale is not None else spec.head_dim**-0.5
+        return rows
+
+
+def _dense_heads(x: torch.Tensor) -> torch.Tensor:
+    """[T, heads, dim] with dense heads; a slice of a merged qkv is taken as it is."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
