@@ -260,7 +260,7 @@ def _allocate_pool(config: EngineConfig, specs: list, device: torch.device) -> K
 def _prefault(config: EngineConfig, pool: KVPool) -> Callable[[int], None]:
     """Makes memory for STEPS_AHEAD steps of new tokens ready, on a CPU alone, and keeps as much ready beyond the highest page
 
-    in use where a core is left to do it: on the model's own cores decode steps would take half as long again.
+    in use where a core is left to do it: else it would take its time from the model's steps.
     """
     if pool.device.type != "cpu":
         return lambda highest_page: None

@@ -14,7 +14,7 @@ from engine.model_config import DEFAULT_MODEL_PATH, ModelConfig
 
 MAX_CPU_KV_BYTES = 4 << 30
 MAX_PAGE_SIZE = 1024
-CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # more is no faster there, and keeps who came later waiting (docs/benchmarks.md)
+CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # on a CPU more is no faster, and who came later waits longer
 
 
 @dataclass(frozen=True, slots=True)
