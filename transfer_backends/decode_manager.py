@@ -27,7 +27,7 @@ from transfer_backends.outside import THIS_MACHINE, Outside
 from transfer_backends.shell import TICK_S, Shell
 from transfer_backends.wire import Bye, Message, encode
 
-EAGER_S = 0.001  # poll period of an engine that needs it, while rooms are open
+EAGER_POLL_S = 0.001  # of an engine that needs it, while somebody waits for that
 NUM_LOOKUP_THREADS = 8 * MAX_LOOKUPS_A_SERVER  # started when needed; that many servers may hang and slow nobody
 CLOSE_S = 5.0
 NO_HANDSHAKE = "it refused the connection; start every worker with the same --cluster-secret-file (or all without)"
@@ -142,8 +142,8 @@ class DecodeManager(Shell):
         return bool(self._rooms.effects.queue)
 
     def _pause_s(self) -> float:
-        eager = self._engine.caps.target_must_poll and self._rooms.eager
-        return EAGER_S if eager else TICK_S
+        eager = self._engine.caps.target_must_poll and self._rooms.sessions.eager(self._clock())
+        return EAGER_POLL_S if eager else TICK_S
 
     def _on_event(self, event: Event, now_s: float) -> None:
         if isinstance(event, Frame):

@@ -28,6 +28,7 @@ from transfer_backends.wire import (
     Bye,
     Drained,
     Message,
+    Nudge,
     Ping,
     Pong,
     Recompute,
@@ -102,6 +103,7 @@ class DecodeRooms:
             Registered: self._on_registered,
             Refused: self._on_refused,
             Status: self._on_status,
+            Nudge: lambda session, message, now_s: self.sessions.on_nudge(now_s),
             Drained: self._on_drained,
             Ping: self._on_ping,
             Pong: lambda session, message, now_s: None,
@@ -120,11 +122,6 @@ class DecodeRooms:
     @property
     def num_farewells(self) -> int:
         return len(self._farewells)
-
-    @property
-    def eager(self) -> bool:
-        """Something may arrive at any moment: the shell polls its engine often."""
-        return self.num_exposed > 0 or self.sessions.connecting
 
     # ---- the role's calls
 

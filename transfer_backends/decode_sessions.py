@@ -28,6 +28,7 @@ MAX_DEAD = 256
 DEAD_S = 60.0  # longer than the lease by which a bootstrap server lists somebody
 FIRST_PROOF_S = 0.02
 LONGEST_PROOF_S = 1.0
+EAGER_S = 0.25  # after a nudge; the next comes sooner while it is needed
 LinkId = int
 
 
@@ -120,6 +121,7 @@ class SessionTable:
         self.gone: deque[str] = deque(
             maxlen=NUM_GONE
         )  # incarnations that a recompute need not be sent to, the last ones
+        self._eager_until_s = 0.0
         self._dead: dict[str, float] = {}  # incarnations that are proven to have ended, until when that is remembered
 
     def get(self, incarnation: str) -> Session | None:
@@ -141,9 +143,16 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    @property
-    def connecting(self) -> bool:
-        return any(s.phase is Phase.CONNECTING for s in self._sessions.values())
+    def eager(self, now_s: float) -> bool:
+        """The engine is to be driven often: a path is tried out, or a prefill worker waits for its writes to end.
+
+        Not whenever something may be written: within a machine and over RDMA writes end without us, and each look at the
+        engine interrupts a decode step.
+        """
+        return now_s < self._eager_until_s or any(s.phase is Phase.CONNECTING for s in self._sessions.values())
+
+    def on_nudge(self, now_s: float) -> None:
+        self._eager_until_s = now_s + EAGER_S
 
     def live(self) -> list[Session]:
         return [s for s in self._sessions.values() if s.phase is Phase.LIVE]

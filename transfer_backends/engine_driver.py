@@ -101,6 +101,9 @@ class EngineDriver:
         with self._core() as now_s:
             if self._layers is not None:
                 self._rooms.on_progress(self._layers.progress(), now_s)
+            if self._engine.caps.target_must_poll:
+                for incarnation in {running.task.incarnation for running in self._running}:  # by the last step's polls
+                    self._rooms.peers.on_pending(incarnation, now_s)
             commands = list(self._rooms.effects.commands)
             self._rooms.effects.commands.clear()
             post = self._rooms.next_post(now_s)

@@ -21,6 +21,7 @@ from transfer_backends.running_time import RunningTime
 from transfer_backends.wire import (
     Layout,
     Message,
+    Nudge,
     Ping,
     Refused,
     Register,
@@ -33,6 +34,7 @@ from transfer_backends.wire import (
 Link = Hashable
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
+NUDGE_EVERY_S = 0.1  # decode stays awake for longer than that
 ADDRESS_SPACE = 1 << 64
 MAX_ITEMS = 1 << 31  # page ids are int32
 
@@ -62,6 +64,7 @@ class Peer:
     retry_s: float = FIRST_RETRY_S
     settle_at_s: float | None = None  # in running time
     lost: bool = False
+    next_nudge_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,8 @@ class PeerTable:
             return f"bytes of a page and of a metadata row differ: prefill has {self._items}, decode has {theirs}"
         if not all(_is_mapped(region) for region in (message.kv, message.aux)):
             return "a region of memory does not fit into an address space"
+        if _overlap(message.kv, message.aux):
+            return "the regions of pages and of metadata rows overlap"
         if message.src not in self._peers and len(self._peers) >= self._config.max_peers:
             return f"prefill has {len(self._peers)} decode workers, more than it may (max_peers)"
         return None
@@ -253,6 +258,14 @@ class PeerTable:
             peer.retry_s = min(2 * peer.retry_s, LONGEST_RETRY_S)
         return False
 
+    def on_pending(self, incarnation: str, now_s: float) -> None:
+        """An operation to it has been asked for its end, and has none yet."""
+        peer = self._peers.get(incarnation)
+        if peer is not None and now_s >= peer.next_nudge_s:
+            peer.next_nudge_s = now_s + NUDGE_EVERY_S
+            self.effects.counters["nudges"] += 1
+            self.say(peer, Nudge(self.incarnation, incarnation))
+
     # ---- told by the control plane and the clock
 
     def lose(self, link: Link) -> Peer | None:
@@ -311,6 +324,11 @@ class PeerTable:
 def _is_mapped(region: WireRegion) -> bool:
     """Whether no address of it wraps around: what is inside the region is then inside the memory that decode meant."""
     return 0 < region.num_items <= MAX_ITEMS and region.base_ptr + region.num_items * region.item_bytes <= ADDRESS_SPACE
+
+
+def _overlap(one: WireRegion, other: WireRegion) -> bool:
+    first, second = sorted((one, other), key=lambda region: region.base_ptr)
+    return one.device == other.device and second.base_ptr < first.base_ptr + first.num_items * first.item_bytes
 
 
 def _region(wire: WireRegion) -> Region:

@@ -1,7 +1,7 @@
 """Control-plane messages between a decode and a prefill worker, and their frames.
 
     decode  -> prefill: Register, TransferInfo, Recompute, Abort, Ping, Pong, Bye
-    prefill -> decode:  Registered, Refused, Status, Drained, Ping, Pong, Bye
+    prefill -> decode:  Registered, Refused, Status, Nudge, Drained, Ping, Pong, Bye
 
 One ZMQ frame is one message: msgpack of a tagged struct out of a closed union. Who may speak at all is the connection's
 affair (`curve.py`). Every message names who sent it and for whom it is by incarnation (a uuid per process start):
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from transfer_backends.contract import KVArgs
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 8 << 20
 MAX_PAGES = 1 << 20  # of one transfer
 
@@ -124,6 +124,10 @@ class Status(_Message, frozen=True):
     retry: Retry = 0
 
 
+class Nudge(_Message, frozen=True):
+    """Writes to decode's memory do not end by themselves: its engine has to be driven often (`Caps.target_must_poll`) for a while."""
+
+
 class Abort(_Message, frozen=True):
     """Stop writing for this room, whichever try it is, then say `Drained`. `retry`: the last that decode has heard of."""
 
@@ -153,7 +157,9 @@ class Bye(_Message, frozen=True):
     """The sender's manager closes in order: nothing of it is in flight any more."""
 
 
-Message = Register | Registered | Refused | TransferInfo | Recompute | Status | Abort | Drained | Ping | Pong | Bye
+Message = (
+    Register | Registered | Refused | TransferInfo | Recompute | Status | Nudge | Abort | Drained | Ping | Pong | Bye
+)
 _DECODER = msgspec.msgpack.Decoder(Message)
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -156,6 +156,7 @@ _FIELDS: dict[str, tuple[Field, ...]] = {
     "Registered": (_mark,),
     "Refused": (_reason, _flag),
     "Status": (_room, _attempt, lambda source, ends: source.below(7) - 1, _count, _reason),
+    "Nudge": (),
     "Drained": (_room, _attempt),
     "Ping": (_count,),
     "Pong": (_count,),
@@ -170,5 +171,5 @@ _TO_PREFILL = (
     *("Ping", "Pong", "Bye"),
 )
 _TO_PREFILL += ("Status", "Drained", "Registered", "Refused")
-_TO_DECODE = (*("Status",) * 8, *("Drained",) * 4, *("Registered",) * 2, *("Refused", "Ping", "Pong", "Bye"))
+_TO_DECODE = (*("Status",) * 8, *("Drained",) * 4, *("Registered",) * 2, *("Refused", "Nudge", "Ping", "Pong", "Bye"))
 _TO_DECODE += ("TransferInfo", "Register", "Abort", "Recompute")

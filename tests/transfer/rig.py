@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ def until(condition: Callable[[], Any], *, timeout_s: float = 10.0, what: str = 
 class ChildWorker:
     """Calls `worker_child.Child`'s methods by name. `with` ends the process whatever happens."""
 
-    def __init__(self, **spec: Any) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    def __init__(self, *, env: Mapping[str, str] | None = None, **spec: Any) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
         command = [sys.executable, "-m", "tests.transfer.worker_child", json.dumps(spec)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=env, text=True

@@ -352,7 +352,7 @@ def test_one_connection_is_one_decode_worker(pairs: Any) -> None:
     """Found by fuzzing: a second life that registers on a connection hid the first one, which then was never dropped."""
     pair = pairs()
     layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
-    regions = WireRegion(1 << 20, 64, 64, None), WireRegion(1 << 20, 64, 512, None)
+    regions = WireRegion(1 << 20, 64, 64, None), WireRegion(1 << 21, 64, 512, None)
     with zmq.Context() as context, context.socket(zmq.DEALER) as link:
         link.setsockopt(zmq.LINGER, 0)
         link.connect(f"tcp://{pair.prefill.control_address}")
@@ -363,18 +363,29 @@ def test_one_connection_is_one_decode_worker(pairs: Any) -> None:
     until(lambda: pair.prefill.counters["peers"] == 0)
 
 
-@pytest.mark.parametrize("region", [(2**63 - 1, 2**62), (0, 0), (1 << 20, 2**31 + 1)])
-def test_a_region_that_wraps_around_is_refused(pairs: Any, region: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("region", "text"),
+    [
+        ((2**63 - 1, 2**62), b"address space"),
+        ((0, 0), b"address space"),
+        ((1 << 20, 2**31 + 1), b"address space"),
+        (((1 << 21) - 64, 2), b"overlap"),
+        (((1 << 21) + 64 * 512 - 1, 1), b"overlap"),
+    ],
+)
+def test_a_region_that_wraps_around_or_holds_the_other_is_refused(
+    pairs: Any, region: tuple[int, int], text: bytes
+) -> None:
     pair = pairs()
     layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
     base, count = region
     with zmq.Context() as context, context.socket(zmq.DEALER) as link:
         link.setsockopt(zmq.LINGER, 0)
         link.connect(f"tcp://{pair.prefill.control_address}")
-        regions = WireRegion(base, count, 64, None), WireRegion(1 << 20, 64, 512, None)
+        regions = WireRegion(base, count, 64, None), WireRegion(1 << 21, 64, 512, None)
         link.send(encode(Register("one", pair.prefill.incarnation, layout, *regions, b"fake")))
         link.setsockopt(zmq.RCVTIMEO, 5000)
-        assert b"address space" in link.recv()
+        assert text in link.recv()
     assert pair.prefill.counters["peers"] == 0
 
 
@@ -509,7 +520,7 @@ def hostile_frames(me: str) -> list[bytes]:
     layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
     newer = Layout(PROTOCOL_VERSION + 1, "fake", "model-a", 16, "float32")
     region = WireRegion(1 << 20, 64, 64, None)
-    aux = WireRegion(1 << 20, 64, 512, None)
+    aux = WireRegion(1 << 21, 64, 512, None)
     good = encode(Register("evil", me, layout, region, aux, b"fake"))
     return [
         b"",
