@@ -149,6 +149,7 @@ def _start(life: Life) -> None:
         ipc_dir=life.ipc.dir, model_path=engine.model_path, log_level=server.log_level, log_format=server.log_format
     )
     threads = engine.num_threads
+    assert threads is not None, "prepared (disagg/worker.py)"
     life.children.start("scheduler", "disagg.scheduler_process", ["--spec-json", _json(spec)], num_threads=threads)
     life.children.start("detokenizer", "engine.detokenizer", ["--config-json", _json(text)], num_threads=1)
 

@@ -28,6 +28,7 @@ from engine.frontend.listening import Listener, open_listener
 from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
 from engine.frontend.succession import Handover, RoleSwitch
 from engine.resolve import with_model_path
+from engine.threads import with_threads
 from lifecycle.stop_signals import StopSignals
 from security.addresses import SecurityConfigError
 from security.keys import Gate
@@ -43,7 +44,7 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
         raise ConfigError(f"--drain-timeout: must be at least 0, got {server.drain_timeout:g}")
     if server.default_deadline is not None and not server.default_deadline > 0:
         raise ConfigError(f"--default-deadline: must be greater than 0, got {server.default_deadline:g}")
-    plan = plan_life(engine=with_model_path(engine), server=server, disagg=disagg)
+    plan = plan_life(engine=with_threads(with_model_path(engine)), server=server, disagg=disagg)
     gate = open_worker_gate(server)
     signal.signal(signal.SIGTERM, _leave)  # until the loop catches signals: what is begun is undone in order
     signal.signal(signal.SIGINT, _leave)

@@ -99,7 +99,9 @@ def build_engine(
     `wakeup` is called in a thread when files of the hierarchical cache have been read or written.
     """
     config = resolve(config, model_config, cuda=torch.cuda.is_available())
-    torch.set_num_threads(config.num_threads)
+    num_threads = config.num_threads
+    assert num_threads is not None, "of a resolved config"
+    torch.set_num_threads(num_threads)
     device = torch.device(config.device)
     before = fingerprint(config.model_path) if config.enable_hierarchical_cache else ""
     model = load(
@@ -145,7 +147,7 @@ def build_engine(
     stream = make_stream(
         config.stream,
         device=device,
-        num_threads=config.num_threads,
+        num_threads=num_threads,
         max_delay_s=config.stream_delay_ms / 1000,
         seed=config.random_seed,
     )
@@ -265,7 +267,7 @@ def _prefault(config: EngineConfig, pool: KVPool) -> Callable[[int], None]:
     if pool.device.type != "cpu":
         return lambda highest_page: None
     chunk = config.chunked_prefill_size
-    assert chunk is not None, "of a resolved config"
+    assert chunk is not None and config.num_threads is not None, "of a resolved config"
     pages = -(-(chunk if chunk > 0 else config.max_prefill_tokens) // config.page_size)
     prefault = Prefault(pool.buffer, ahead_bytes=STEPS_AHEAD * pages * pool.page_bytes)
     if len(os.sched_getaffinity(0)) <= config.num_threads:

@@ -128,7 +128,10 @@ class EngineConfig:
         300.0, "seconds that one turn of the scheduler may take before it shows its stacks and ends; 0: any time"
     )
     weight_version: str = flag("default", "name of the weights in meta_info, until an update gives another")
-    num_threads: int = flag(1, "intra-op threads of the engine process on cpu")
+    num_threads: int | None = flag(
+        None,
+        "threads that compute on cpu; default: one a core (or OMP_NUM_THREADS), but no more than one for each 64 MiB of weights",
+    )
     stream_delay_ms: float = flag(0.0, "threaded stream: random delay up to this before each step (to shake out races)")
     random_seed: int = flag(0, "seed of the seeds that requests without one are given")
 

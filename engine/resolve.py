@@ -45,6 +45,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         stream=_stream(config.stream, device),
         context_length=_context_length(config.context_length, model.max_position_embeddings),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
+        num_threads=config.num_threads or 1,  # a worker has counted its cores by now (engine/threads.py)
     )
 
 
@@ -151,7 +152,8 @@ def _check_ranges(config: EngineConfig) -> None:
         config.grammar_compile_timeout,
     )
     _require(config.grammar_cache_size >= 1, "--grammar-cache-size", "must be at least 1", config.grammar_cache_size)
-    _require(config.num_threads >= 1, "--num-threads", "must be at least 1", config.num_threads)
+    threads = config.num_threads
+    _require(threads is None or threads >= 1, "--num-threads", "must be at least 1", threads)
     for name in ("stream_interval", "scheduler_recv_interval", "decode_log_interval"):
         value = getattr(config, name)
         _require(value >= 1, "--" + name.replace("_", "-"), "must be at least 1", value)

@@ -17,6 +17,7 @@ from deploy.launcher.process import Child
 from deploy.launcher.supervisor import Supervisor
 from disagg.config import DisaggConfig
 from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.threads import usable_cores
 from router.config import RouterConfig
 from security.keys import KeyRing
 
@@ -91,7 +92,7 @@ def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessS
         if hasattr(args, name) and not hasattr(args, f"worker_{name}"):
             router_args.append(f"--worker-{name.replace('_', '-')}={getattr(args, name)}")
     ports = assign_ports(config, front=front, free=free)
-    specs = plan_cluster(config, ports=ports, worker_args=worker_args, router_args=router_args)
+    specs = plan_cluster(config, ports=ports, cores=usable_cores(), worker_args=worker_args, router_args=router_args)
     return specs, front_url(config, front)
 
 

@@ -11,17 +11,12 @@ from deploy.launcher.config import ClusterConfig
 
 LOOPBACK = "127.0.0.1"
 
-# Several engines share one machine: one thread each, and OpenMP's waiting threads must not spin against each other
-# (facts: a spinning team turned 3 ms steps into 756 ms).
+# OpenMP's waiting threads must not spin against those of others (facts: a spinning team turned 3 ms steps into 756 ms).
 WORKER_ENV = {
-    "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "TANDEM_PROGRESS": "1",
 }
-SHARING_ENV = WORKER_ENV | {
-    "GOMP_SPINCOUNT": "0"
-}  # not even for the moment that a worker alone would (disagg/children.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +52,23 @@ def assign_ports(config: ClusterConfig, *, front: int, free: Sequence[int]) -> P
 
 
 def plan_cluster(
-    config: ClusterConfig, *, ports: Ports, worker_args: Sequence[str] = (), router_args: Sequence[str] = ()
+    config: ClusterConfig,
+    *,
+    ports: Ports,
+    cores: int,
+    worker_args: Sequence[str] = (),
+    router_args: Sequence[str] = (),
 ) -> list[ProcessSpec]:
-    """The processes in start order: workers, then the router. `*_args` are flags passed on as they are."""
+    """The processes in start order: workers, then the router. `*_args` are flags passed on as they are.
+
+    `cores`: of this machine, for all engines together.
+    """
     if config.unified:
         return [_unified(config, ports, worker_args)]
     common = (f"--disaggregation-transfer-backend={config.transfer_backend}", *worker_args)
+    env = _sharing(cores // (config.prefill + config.decode))
     workers = [
-        _worker(f"{role}-{i}", role, http, [f"--disaggregation-bootstrap-port={bootstrap}", *common])
+        _worker(f"{role}-{i}", role, http, [f"--disaggregation-bootstrap-port={bootstrap}", *common], env)
         for role, pairs in (("prefill", ports.prefill), ("decode", ports.decode))
         for i, (http, bootstrap) in enumerate(pairs)
     ]
@@ -76,9 +80,17 @@ def front_url(config: ClusterConfig, port: int) -> str:
     return _url(LOOPBACK if config.host in ("0.0.0.0", "::", "") else config.host, port)
 
 
-def _worker(name: str, role: str, port: int, args: Sequence[str]) -> ProcessSpec:
+def _sharing(cores: int) -> dict[str, str]:
+    """Of an engine that has others beside it: its share of the cores, and its team does not wait awake even for the moment
+
+    that a worker alone would (disagg/children.py).
+    """
+    return WORKER_ENV | {"OMP_NUM_THREADS": str(max(1, cores)), "GOMP_SPINCOUNT": "0"}
+
+
+def _worker(name: str, role: str, port: int, args: Sequence[str], env: dict[str, str]) -> ProcessSpec:
     argv = _tandem("serve", f"--disaggregation-mode={role}", f"--host={LOOPBACK}", f"--port={port}", *args)
-    return ProcessSpec(name=name, role=role, argv=argv, url=_url(LOOPBACK, port), env=SHARING_ENV)
+    return ProcessSpec(name=name, role=role, argv=argv, url=_url(LOOPBACK, port), env=env)
 
 
 def _unified(config: ClusterConfig, ports: Ports, args: Sequence[str]) -> ProcessSpec:

@@ -23,7 +23,9 @@ def by_name(specs: list[ProcessSpec]) -> dict[str, ProcessSpec]:
 
 def test_two_prefill_one_decode_and_a_router_that_knows_them() -> None:
     config = ClusterConfig(prefill=2, decode=1, transfer_backend="mooncake")
-    specs = by_name(plan_cluster(config, ports=PORTS, worker_args=["--page-size=1"], router_args=["--policy=random"]))
+    specs = by_name(
+        plan_cluster(config, ports=PORTS, cores=7, worker_args=["--page-size=1"], router_args=["--policy=random"])
+    )
     assert list(specs) == ["prefill-0", "prefill-1", "decode-0", "router"]
     prefill, router = specs["prefill-1"].argv, specs["router"].argv
     assert prefill[prefill.index("serve") :] == (
@@ -39,13 +41,13 @@ def test_two_prefill_one_decode_and_a_router_that_knows_them() -> None:
         "--pd-disaggregation --prefill http://127.0.0.1:1 11 --prefill http://127.0.0.1:2 12"
         " --decode http://127.0.0.1:3 --policy=random"
     )
-    assert specs["decode-0"].env["OMP_NUM_THREADS"] == "1"
+    assert specs["decode-0"].env["OMP_NUM_THREADS"] == "2"  # a third of seven
     assert specs["decode-0"].env["GOMP_SPINCOUNT"] == "0"  # several engines, the same cores
 
 
 def test_unified_is_one_worker_at_the_front_port() -> None:
     config = ClusterConfig(unified=True, host="0.0.0.0")
-    (spec,) = plan_cluster(config, ports=Ports(front=8000, prefill=(), decode=()))
+    (spec,) = plan_cluster(config, ports=Ports(front=8000, prefill=(), decode=()), cores=4)
     assert num_ports(config) == 0
     assert spec.url == "http://127.0.0.1:8000" and "--host=0.0.0.0" in spec.argv and spec.role == "unified"
 

@@ -1,0 +1,32 @@
+"""How many threads a CPU engine computes with when nobody says (--num-threads). Must not know torch: they are counted
+
+before it is imported, because OpenMP asks the environment only once.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from engine.config import EngineConfig
+
+# A thread is worth its meetings with the others (some hundreds a step) when it has a few ms of weights to read between them.
+BYTES_A_THREAD = 64 << 20
+
+
+def with_threads(config: EngineConfig) -> EngineConfig:
+    """`num_threads` decided. `config` has its model path."""
+    if config.num_threads is not None:
+        return config
+    return replace(config, num_threads=default_threads(config.model_path, cores=usable_cores()))
+
+
+def usable_cores() -> int:
+    """OMP_NUM_THREADS where the operator has set it, else the cores that this process may run on."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(asked) if asked.isdigit() and int(asked) > 0 else len(os.sched_getaffinity(0))
+
+
+def default_threads(model_path: str, *, cores: int) -> int:
+    """One a core, but no more than the checkpoint's weights are worth; at least 1."""
+    size = sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))
+    return max(1, min(cores, size // BYTES_A_THREAD))

@@ -1,0 +1,43 @@
+"""How many threads compute when nobody says: what a checkpoint is worth, what the operator allows."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.threads import BYTES_A_THREAD, default_threads, usable_cores, with_threads
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    for part in ("model-1.safetensors", "model-2.safetensors"):
+        with (tmp_path / part).open("wb") as file:
+            file.truncate(3 * BYTES_A_THREAD // 2)  # sparse
+    return tmp_path
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (64, 3)])
+def test_one_a_core_but_no_more_than_the_weights_are_worth(checkpoint: Path, cores: int, threads: int) -> None:
+    assert default_threads(str(checkpoint), cores=cores) == threads
+
+
+def test_a_small_model_has_one(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"small")
+    assert default_threads(str(tmp_path), cores=64) == 1
+    assert default_threads(str(tmp_path / "missing"), cores=64) == 1  # the load will say what is wrong
+
+
+@pytest.mark.parametrize(("asked", "cores"), [("3", 3), ("5,2", 5), ("0", None), ("many", None), ("", None)])
+def test_the_operator_s_environment_comes_before_the_machine(
+    asked: str, cores: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert usable_cores() == (cores or len(os.sched_getaffinity(0)))
+
+
+def test_a_flag_comes_before_all(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    config = EngineConfig(model_path=str(checkpoint))
+    assert with_threads(config).num_threads == 2
+    assert with_threads(EngineConfig(model_path=str(checkpoint), num_threads=7)).num_threads == 7
