@@ -7,7 +7,7 @@ Workload C of benchmarks/peer_loads.py: 4 long decodes, alone and while a prompt
 figure is the p99 gap between two tokens of the long decodes, with the prompts over without. In PD each worker's whole
 process tree (scheduler, HTTP, detokenizer, transfer threads) is pinned to its core; the router and this client share
 the prefill worker's core (or --router-core decode), as in a real cluster they would have none of the decode worker's.
-Unified: two threads, both cores. Alone and loaded take turns.
+Unified: two threads, both cores. Alone and loaded take turns. Workers have made their KV memory ready before.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.cluster import Cluster, tandem_up
+from benchmarks.cluster import Cluster, settle, tandem_up
 from benchmarks.cpu_use import cpu_use
 from benchmarks.peer_loads import SEED_STEP, Server, interference, warm_up
 from benchmarks.random_model import write_model
@@ -78,8 +78,10 @@ def measure(model: Path, *, rounds: int, backend: str, router_core: int, flags: 
     everywhere = os.sched_getaffinity(0)
     args = ("--model-path", str(model), *flags)
     with tandem_up("--unified", "--num-threads", "2", *args) as cluster:
+        settle(cluster)
         rows = rounds_of(UNIFIED, Server(url=cluster.url, model=model.name), rounds=rounds)
     with tandem_up("--transfer-backend", backend, *args) as cluster:
+        settle(cluster)
         pin(cluster, {"prefill": PREFILL_CORE, "decode": DECODE_CORE, "router": router_core})
         os.sched_setaffinity(0, {router_core})
         try:
