@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transfer_backends.contract import Engine, LayerClock, OpState
+from transfer_backends.kvpoll import RoomKey
 from transfer_backends.prefill_peers import Command, ConnectPeer, FencePeer
 from transfer_backends.prefill_rooms import PrefillRooms
 from transfer_backends.prefill_sending import Post
@@ -23,12 +25,14 @@ IDLE_S = 0.5
 
 log = logging.getLogger(__name__)
 
+Task = Post | ConnectPeer | FencePeer
+
 
 @dataclass(eq=False)
 class Running:
     """An operation under way for `task`."""
 
-    task: Post | ConnectPeer | FencePeer
+    task: Task
     op: Any
 
 
@@ -103,14 +107,25 @@ class EngineDriver:
                 self._rooms.on_progress(self._layers.progress(), now_s)
             commands = list(self._rooms.effects.commands)
             self._rooms.effects.commands.clear()
-            post = self._rooms.next_post(now_s)
+            posts = self._rooms.next_posts(now_s)
         for command in commands:
             self._execute(command)
-        if post is not None:
-            self._start(post, lambda peer: self._engine.post(peer, post.pieces))
+        self._post(posts)
         moved = self._poll()
         self._drop_quiet()
-        return moved or post is not None or bool(commands)
+        return moved or bool(posts or commands)
+
+    def _post(self, posts: list[Post]) -> None:
+        """One after another; of a try of which one was refused no more is begun."""
+        refused: set[tuple[RoomKey, int]] = set()
+        for post in posts:
+            if (post.key, post.retry) in refused:
+                self._finish([(post, False)], error="a write before it was refused")
+            elif not self._start(post, partial(self._post_one, post)):
+                refused.add((post.key, post.retry))
+
+    def _post_one(self, post: Post, peer: Any) -> Any:
+        return self._engine.post(peer, post.pieces)
 
     def _execute(self, command: Command) -> None:
         if isinstance(command, ConnectPeer):
@@ -127,18 +142,21 @@ class EngineDriver:
             if command.incarnation not in self._peers:
                 self._peers[command.incarnation] = self._engine.connect(command.incarnation, command.descriptor)
         except Exception as error:
-            self._finish(command, ok=False, error=f"{type(error).__name__}: {error}")
+            self._finish([(command, False)], error=f"{type(error).__name__}: {error}")
             return
         self._start(command, self._engine.probe)
 
-    def _start(self, task: Post | ConnectPeer | FencePeer, begin: Callable[[Any], Any]) -> None:
+    def _start(self, task: Task, begin: Callable[[Any], Any]) -> bool:
+        """False: it was refused, and has been told of."""
         incarnation = task.incarnation
         try:
             self._running.append(Running(task, begin(self._peers[incarnation])))
+            return True
         except KeyError:
-            self._finish(task, ok=False, error="the engine is not connected")
+            self._finish([(task, False)], error="the engine is not connected")
         except Exception as error:
-            self._finish(task, ok=False, error=f"{type(error).__name__}: {error}")
+            self._finish([(task, False)], error=f"{type(error).__name__}: {error}")
+        return False
 
     def _poll(self) -> bool:
         ended = []
@@ -149,22 +167,27 @@ class EngineDriver:
         if ended:
             gone = {id(running) for running, _ in ended}
             self._running = [running for running in self._running if id(running) not in gone]
-        for running, ok in ended:
-            self._finish(running.task, ok=ok, error="the connection to its memory broke")
+            self._finish([(running.task, ok) for running, ok in ended], error="the connection to its memory broke")
         return bool(ended)
 
-    def _finish(self, task: Post | ConnectPeer | FencePeer, *, ok: bool, error: str) -> None:
-        if not ok and not isinstance(task, Post):
-            self._disconnect(task.incarnation)
+    def _finish(self, tasks: list[tuple[Task, bool]], *, error: str = "") -> None:
+        """Each with whether it went well. The core hears of all at once: what ends together is one news to its peers."""
+        for task, ok in tasks:
+            if not ok and not isinstance(task, Post):
+                self._disconnect(task.incarnation)
         with self._core() as now_s:
-            if isinstance(task, Post):
-                self._rooms.on_op_final(task, ok=ok, error=error, now_s=now_s)
-            elif isinstance(task, FencePeer):
-                self._rooms.on_fenced(task.incarnation, ok=ok, now_s=now_s)
-            elif ok:
-                self._rooms.peers.on_connected(task.incarnation)
-            else:
-                self._rooms.peers.on_connect_failed(task.incarnation, error, now_s)
+            for task, ok in tasks:
+                self._tell(task, ok=ok, error=error, now_s=now_s)
+
+    def _tell(self, task: Task, *, ok: bool, error: str, now_s: float) -> None:
+        if isinstance(task, Post):
+            self._rooms.on_op_final(task, ok=ok, error=error, now_s=now_s)
+        elif isinstance(task, FencePeer):
+            self._rooms.on_fenced(task.incarnation, ok=ok, now_s=now_s)
+        elif ok:
+            self._rooms.peers.on_connected(task.incarnation)
+        else:
+            self._rooms.peers.on_connect_failed(task.incarnation, error, now_s)
 
     def _drop_quiet(self) -> None:
         """Disconnect dropped peers once none of their operations is pending."""
