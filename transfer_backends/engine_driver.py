@@ -1,4 +1,6 @@
-"""The one thread that drives an engine on the prefill side: takes work from the core, polls operations to their end.
+"""Drives an engine on the prefill side: takes work from the core, polls operations to their end. One thread at a time:
+
+the sender thread, or whoever hands over something small and finds it idle.
 
 Never gives up an operation that is pending: only DONE or FAILED ends it, however long that takes. Knows no messages.
 """
@@ -22,6 +24,7 @@ LONG_NAP_S = 0.002  # while operations are pending and something moves
 STALE_NAP_S = 0.02  # when nothing has moved for a while: a peer hangs
 STALE_AFTER_NAPS = 500
 IDLE_S = 0.5
+SMALL_BYTES = 2 << 20  # of pages that a scheduler's thread may write by itself: some tenths of a millisecond
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class EngineDriver:
         self._running: list[Running] = []
         self._dropping: list[str] = []
         self._event = threading.Event()
+        self._turn = threading.Lock()  # who holds it drives the engine; nobody waits for it but the sender thread
         self._stop = False
         self._naps = 0
         self._thread = threading.Thread(target=self._run, name="prefill-sender", daemon=True)
@@ -78,11 +82,15 @@ class EngineDriver:
             self._event.clear()
             try:
                 moved = self.step()
-            except Exception:  # our bug: the other rooms go on
-                self.num_errors += 1
-                log.exception("sender thread: an error was survived")
+            except Exception:
+                self._survive()
                 moved = False
             self._rest(moved)
+
+    def _survive(self) -> None:
+        """Our bug: the other rooms go on."""
+        self.num_errors += 1
+        log.exception("sender thread: an error was survived")
 
     def _rest(self, moved: bool) -> None:
         if moved:
@@ -102,18 +110,49 @@ class EngineDriver:
 
     def step(self) -> bool:
         """One turn of the sender thread; True when something moved."""
+        with self._turn:
+            with self._core() as now_s:
+                self._look_at_layers(now_s)
+                commands = list(self._rooms.effects.commands)
+                self._rooms.effects.commands.clear()
+                posts = self._rooms.next_posts(now_s)
+            for command in commands:
+                self._execute(command)
+            self._post(posts)
+            moved = self._poll()
+            self._drop_quiet()
+            return moved or bool(posts or commands)
+
+    def post_small(self) -> None:
+        """What waits to be posted, if it is small: by the thread that calls, now. The rest is the sender thread's.
+
+        To wake that thread, and to hand it the interpreter, takes longer than a short prompt's pages take to write.
+        """
+        left = True
+        if self._turn.acquire(blocking=False):
+            try:
+                left = self._post_small()
+            except Exception:
+                self._survive()
+            finally:
+                self._turn.release()
+        if left:
+            self.wake()
+
+    def _post_small(self) -> bool:
+        """Whether something is left to do."""
         with self._core() as now_s:
-            if self._layers is not None:
-                self._rooms.on_progress(self._layers.progress(), now_s)
-            commands = list(self._rooms.effects.commands)
-            self._rooms.effects.commands.clear()
-            posts = self._rooms.next_posts(now_s)
-        for command in commands:
-            self._execute(command)
+            self._look_at_layers(now_s)
+            connected = not self._rooms.effects.commands  # to connect may take long
+            posts = self._rooms.next_posts(now_s, max_bytes=SMALL_BYTES) if connected else []
         self._post(posts)
-        moved = self._poll()
-        self._drop_quiet()
-        return moved or bool(posts or commands)
+        if posts:
+            self._poll()
+        return bool(self._running) or self._rooms.wants_driver
+
+    def _look_at_layers(self, now_s: float) -> None:
+        if self._layers is not None:
+            self._rooms.on_progress(self._layers.progress(), now_s)
 
     def _post(self, posts: list[Post]) -> None:
         """One after another; of a try of which one was refused no more is begun."""

@@ -210,7 +210,10 @@ class Sender:
     ) -> None:
         with self._manager.core() as now_s:
             self._rooms.send(self._key, src_pages, start=start, last=last, aux_idx=aux_idx, now_s=now_s, gate=gate)
-            self._manager._driver.wake()  # before the control thread, whose news can wait: bytes first
+            if not last:
+                self._manager._driver.wake()  # before the control thread, whose news can wait: bytes first
+        if last:  # somebody waits for it
+            self._manager._driver.post_small()
 
     def take_back(self) -> bool:
         with self._manager.core():
