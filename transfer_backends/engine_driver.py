@@ -24,7 +24,7 @@ LONG_NAP_S = 0.002  # while operations are pending and something moves
 STALE_NAP_S = 0.02  # when nothing has moved for a while: a peer hangs
 STALE_AFTER_NAPS = 500
 IDLE_S = 0.5
-SMALL_BYTES = 2 << 20  # of pages that a scheduler's thread may write by itself: some tenths of a millisecond
+SMALL_BYTES = 4 << 20  # that the scheduler's thread writes by itself: a millisecond's copying at most
 
 log = logging.getLogger(__name__)
 
