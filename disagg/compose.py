@@ -20,6 +20,13 @@ from transfer_backends.decode_manager import DecodeManager
 from transfer_backends.engines.registry import EngineOptions, make_engine
 from transfer_backends.prefill_manager import PrefillManager
 
+LEAST_BYTES = (
+    4 << 20
+)  # of a prompt's KV that leave while its next chunk computes: fewer disturb that more than they hide
+# Clients get their tokens from decode; prefill's answer only ends its leg. Said at once it takes a core from the first
+# token on its way, where the workers share a machine.
+ANSWER_AFTER_S = 0.003
+
 
 def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], None]) -> Role:
     """`wakeup` is called from transfer threads when a queue may move."""
@@ -54,6 +61,8 @@ def _prefill(
         checksum=_checksum(spec, parts),
         bounds=_bounds(parts),
         layerwise=bool(groups),
+        least_bytes=LEAST_BYTES,
+        answer_after_s=ANSWER_AFTER_S,
     )
 
 

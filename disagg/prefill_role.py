@@ -19,7 +19,7 @@ and threads are the manager's.
 """
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -110,8 +110,14 @@ class PrefillRole:
         bounds: Bounds,
         checksum: Checksum | None = None,
         layerwise: bool = False,
+        least_bytes: int = 0,
+        answer_after_s: float = 0.0,
     ) -> None:
-        """`checksum`: of pages, sent along with them; None: it is not asked for. `layerwise`: pages leave layer by layer."""
+        """`checksum`: of pages, sent along with them; None: it is not asked for. `layerwise`: pages leave layer by layer.
+
+        `least_bytes`: fewer do not leave before the last chunk has been computed (not layer by layer). `answer_after_s`: an
+        answer is said so long after its transfer.
+        """
         self._layerwise = layerwise
         self._directory = directory
         self._scheduler = scheduler
@@ -121,6 +127,9 @@ class PrefillRole:
         self._computed: list[tuple[Entry, TokenOutput, ItemResult]] = []  # waiting for a metadata row
         self._counters: Counter[str] = Counter()
         self._page_bytes = page_bytes
+        self._least_pages = max(1, least_bytes // page_bytes)
+        self._answer_after_s = answer_after_s
+        self._answers: deque[tuple[float, TokenOutput]] = deque()  # of requests that have ended, and when to say them
         self._bounds = bounds
         self._closed_to_peers: str | None = None
         self._checksum = checksum
@@ -175,6 +184,8 @@ class PrefillRole:
             outputs += entry.heard(self._move(entry, now_s))
         self._give_way(in_vain=bool(self._computed) or self._scheduler.starved)
         self._hand_over_computed(now_s)
+        while self._answers and self._answers[0][0] <= now_s:
+            outputs.append(self._answers.popleft()[1])
         return outputs
 
     def _move(self, entry: Entry, now_s: float) -> list[TokenOutput]:
@@ -277,10 +288,10 @@ class PrefillRole:
                 entry.stage, entry.early, entry.row, entry.sent_pages = Stage.BOOTSTRAP, False, None, 0
 
     def _send_whole_pages(self, entry: Entry) -> None:
-        """What is computed and will not change: every whole page. The last, partial page goes with the last chunk."""
+        """What is computed and will not change: every whole page, if they are many. The rest goes with the last chunk."""
         whole = entry.request.computed_len // self._scheduler.memory.allocator.page_size
         complete = entry.request.computed_len >= len(entry.request.input_ids)
-        if entry.stage is Stage.SCHEDULED and not complete and whole > entry.sent_pages:
+        if entry.stage is Stage.SCHEDULED and not complete and whole - entry.sent_pages >= self._least_pages:
             entry.sender.send(entry.request.pages[entry.sent_pages : whole], start=entry.sent_pages, last=False)
             entry.sent_pages = whole
 
@@ -345,7 +356,11 @@ class PrefillRole:
             self._counters["kv_sent_bytes"] += (entry.sent_pages - skip) * self._page_bytes
             self._counters["kv_skipped_bytes"] += skip * self._page_bytes
         self._forget_when_released(entry)
-        return [entry.answer]
+        entry.request.times.handed_s = now_s
+        if entry.asked or _wants_prompt_logprobs(entry.request):
+            return [entry.answer]
+        self._answers.append((now_s + self._answer_after_s, entry.answer))
+        return []
 
     def _fail(self, entry: Entry) -> list[TokenOutput]:
         unjoined = entry.stage is Stage.BOOTSTRAP or entry.early
@@ -388,6 +403,9 @@ class PrefillRole:
     def waits_for_outside(self) -> bool:
         return bool(self._entries)
 
+    def due_s(self) -> float | None:
+        return self._answers[0][0] if self._answers else None
+
     def queues(self) -> dict[str, int]:
         early = Stage.BOOTSTRAP  # its pages wait, whatever has been computed
         count = Counter(early if entry.early else entry.stage for entry in self._entries.values())
@@ -409,3 +427,8 @@ class PrefillRole:
     def close(self) -> None:
         self._directory.close()
         self._manager.close()
+
+
+def _wants_prompt_logprobs(request: Request) -> bool:
+    """Of which decode knows nothing: its client waits for them."""
+    return request.logprobs is not None and request.logprobs.start_len >= 0

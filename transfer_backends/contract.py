@@ -137,7 +137,7 @@ class BackendUnavailable(Exception):
 
 
 class Engine(Protocol):
-    """Moves bytes. Prefill calls everything from one sender thread, decode everything but `progress` before it starts.
+    """Moves bytes. Prefill calls from one thread at a time, mostly its sender thread; decode all but `progress` before it starts.
 
     Nothing here may block for longer than a copy of `caps.max_post_bytes` takes.
     """
@@ -219,7 +219,7 @@ class Gate:
 
 
 class LayerClock(Protocol):
-    """How far the engine's stream has got. Asked by the sender thread only."""
+    """How far the engine's stream has got. Asked by one thread at a time."""
 
     def progress(self) -> Progress:
         """Never goes back."""

@@ -1,4 +1,6 @@
-"""The one thread that drives an engine on the prefill side: takes work from the core, polls operations to their end.
+"""Drives an engine on the prefill side: takes work from the core, polls operations to their end. One thread at a time:
+
+the sender thread, or whoever hands over something small and finds it idle.
 
 Never gives up an operation that is pending: only DONE or FAILED ends it, however long that takes. Knows no messages.
 """
@@ -8,9 +10,11 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transfer_backends.contract import Engine, LayerClock, OpState
+from transfer_backends.kvpoll import RoomKey
 from transfer_backends.prefill_peers import Command, ConnectPeer, FencePeer
 from transfer_backends.prefill_rooms import PrefillRooms
 from transfer_backends.prefill_sending import Post
@@ -20,15 +24,18 @@ LONG_NAP_S = 0.002  # while operations are pending and something moves
 STALE_NAP_S = 0.02  # when nothing has moved for a while: a peer hangs
 STALE_AFTER_NAPS = 500
 IDLE_S = 0.5
+SMALL_BYTES = 4 << 20  # that the scheduler's thread writes by itself: a millisecond's copying at most
 
 log = logging.getLogger(__name__)
+
+Task = Post | ConnectPeer | FencePeer
 
 
 @dataclass(eq=False)
 class Running:
     """An operation under way for `task`."""
 
-    task: Post | ConnectPeer | FencePeer
+    task: Task
     op: Any
 
 
@@ -50,6 +57,7 @@ class EngineDriver:
         self._running: list[Running] = []
         self._dropping: list[str] = []
         self._event = threading.Event()
+        self._turn = threading.Lock()  # who holds it drives the engine; nobody waits for it but the sender thread
         self._stop = False
         self._naps = 0
         self._thread = threading.Thread(target=self._run, name="prefill-sender", daemon=True)
@@ -74,11 +82,15 @@ class EngineDriver:
             self._event.clear()
             try:
                 moved = self.step()
-            except Exception:  # our bug: the other rooms go on
-                self.num_errors += 1
-                log.exception("sender thread: an error was survived")
+            except Exception:
+                self._survive()
                 moved = False
             self._rest(moved)
+
+    def _survive(self) -> None:
+        """Our bug: the other rooms go on."""
+        self.num_errors += 1
+        log.exception("sender thread: an error was survived")
 
     def _rest(self, moved: bool) -> None:
         if moved:
@@ -98,22 +110,68 @@ class EngineDriver:
 
     def step(self) -> bool:
         """One turn of the sender thread; True when something moved."""
+        with self._turn:
+            with self._core() as now_s:
+                self._look_at_layers(now_s)
+                self._nudge(now_s)
+                commands = list(self._rooms.effects.commands)
+                self._rooms.effects.commands.clear()
+                posts = self._rooms.next_posts(now_s)
+            for command in commands:
+                self._execute(command)
+            self._post(posts)
+            moved = self._poll()
+            self._drop_quiet()
+            return moved or bool(posts or commands)
+
+    def post_small(self) -> None:
+        """What waits to be posted, if it is small: by the thread that calls, now. The rest is the sender thread's.
+
+        To wake that thread, and to hand it the interpreter, takes longer than a short prompt's pages take to write.
+        """
+        left = True
+        if self._turn.acquire(blocking=False):
+            try:
+                left = self._post_small()
+            except Exception:
+                self._survive()
+            finally:
+                self._turn.release()
+        if left:
+            self.wake()
+
+    def _post_small(self) -> bool:
+        """Whether something is left to do."""
         with self._core() as now_s:
-            if self._layers is not None:
-                self._rooms.on_progress(self._layers.progress(), now_s)
-            if self._engine.caps.target_must_poll:
-                for incarnation in {running.task.incarnation for running in self._running}:  # by the last step's polls
-                    self._rooms.peers.on_pending(incarnation, now_s)
-            commands = list(self._rooms.effects.commands)
-            self._rooms.effects.commands.clear()
-            post = self._rooms.next_post(now_s)
-        for command in commands:
-            self._execute(command)
-        if post is not None:
-            self._start(post, lambda peer: self._engine.post(peer, post.pieces))
-        moved = self._poll()
-        self._drop_quiet()
-        return moved or post is not None or bool(commands)
+            self._look_at_layers(now_s)
+            connected = not self._rooms.effects.commands  # to connect may take long
+            posts = self._rooms.next_posts(now_s, max_bytes=SMALL_BYTES) if connected else []
+        self._post(posts)
+        if posts:
+            self._poll()
+        return bool(self._running) or self._rooms.wants_driver
+
+    def _look_at_layers(self, now_s: float) -> None:
+        if self._layers is not None:
+            self._rooms.on_progress(self._layers.progress(), now_s)
+
+    def _nudge(self, now_s: float) -> None:
+        """The peers whose writes had not ended by the last polls, where they end only as those peers poll, too."""
+        if self._engine.caps.target_must_poll:
+            for incarnation in {running.task.incarnation for running in self._running}:
+                self._rooms.peers.on_pending(incarnation, now_s)
+
+    def _post(self, posts: list[Post]) -> None:
+        """One after another; of a try of which one was refused no more is begun."""
+        refused: set[tuple[RoomKey, int]] = set()
+        for post in posts:
+            if (post.key, post.retry) in refused:
+                self._finish([(post, False)], error="a write before it was refused")
+            elif not self._start(post, partial(self._post_one, post)):
+                refused.add((post.key, post.retry))
+
+    def _post_one(self, post: Post, peer: Any) -> Any:
+        return self._engine.post(peer, post.pieces)
 
     def _execute(self, command: Command) -> None:
         if isinstance(command, ConnectPeer):
@@ -130,18 +188,21 @@ class EngineDriver:
             if command.incarnation not in self._peers:
                 self._peers[command.incarnation] = self._engine.connect(command.incarnation, command.descriptor)
         except Exception as error:
-            self._finish(command, ok=False, error=f"{type(error).__name__}: {error}")
+            self._finish([(command, False)], error=f"{type(error).__name__}: {error}")
             return
         self._start(command, self._engine.probe)
 
-    def _start(self, task: Post | ConnectPeer | FencePeer, begin: Callable[[Any], Any]) -> None:
+    def _start(self, task: Task, begin: Callable[[Any], Any]) -> bool:
+        """False: it was refused, and has been told of."""
         incarnation = task.incarnation
         try:
             self._running.append(Running(task, begin(self._peers[incarnation])))
+            return True
         except KeyError:
-            self._finish(task, ok=False, error="the engine is not connected")
+            self._finish([(task, False)], error="the engine is not connected")
         except Exception as error:
-            self._finish(task, ok=False, error=f"{type(error).__name__}: {error}")
+            self._finish([(task, False)], error=f"{type(error).__name__}: {error}")
+        return False
 
     def _poll(self) -> bool:
         ended = []
@@ -152,22 +213,27 @@ class EngineDriver:
         if ended:
             gone = {id(running) for running, _ in ended}
             self._running = [running for running in self._running if id(running) not in gone]
-        for running, ok in ended:
-            self._finish(running.task, ok=ok, error="the connection to its memory broke")
+            self._finish([(running.task, ok) for running, ok in ended], error="the connection to its memory broke")
         return bool(ended)
 
-    def _finish(self, task: Post | ConnectPeer | FencePeer, *, ok: bool, error: str) -> None:
-        if not ok and not isinstance(task, Post):
-            self._disconnect(task.incarnation)
+    def _finish(self, tasks: list[tuple[Task, bool]], *, error: str = "") -> None:
+        """Each with whether it went well. The core hears of all at once: what ends together is one news to its peers."""
+        for task, ok in tasks:
+            if not ok and not isinstance(task, Post):
+                self._disconnect(task.incarnation)
         with self._core() as now_s:
-            if isinstance(task, Post):
-                self._rooms.on_op_final(task, ok=ok, error=error, now_s=now_s)
-            elif isinstance(task, FencePeer):
-                self._rooms.on_fenced(task.incarnation, ok=ok, now_s=now_s)
-            elif ok:
-                self._rooms.peers.on_connected(task.incarnation)
-            else:
-                self._rooms.peers.on_connect_failed(task.incarnation, error, now_s)
+            for task, ok in tasks:
+                self._tell(task, ok=ok, error=error, now_s=now_s)
+
+    def _tell(self, task: Task, *, ok: bool, error: str, now_s: float) -> None:
+        if isinstance(task, Post):
+            self._rooms.on_op_final(task, ok=ok, error=error, now_s=now_s)
+        elif isinstance(task, FencePeer):
+            self._rooms.on_fenced(task.incarnation, ok=ok, now_s=now_s)
+        elif ok:
+            self._rooms.peers.on_connected(task.incarnation)
+        else:
+            self._rooms.peers.on_connect_failed(task.incarnation, error, now_s)
 
     def _drop_quiet(self) -> None:
         """Disconnect dropped peers once none of their operations is pending."""

@@ -16,6 +16,7 @@ Rules of an abort (facts/transfer.md section 5): fail first, so that nothing new
 `Drained` when the last operation is final, and after a failed one only when the fence has held.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,7 +63,8 @@ from transfer_backends.wire import (
     unpack_ids,
 )
 
-PROGRESS_EVERY_S = 1.0
+PROGRESS_EVERY_S = 0.25  # each such word wakes both sides' threads beside a step that computes
+SMALL_BYTES = 4 << 20  # a millisecond's copying at most: to ask the core once more may cost half of that
 SCAN_S_A_ROOM = 50e-6  # deadlines of many rooms are looked at less often, so that ticks stay cheap
 
 
@@ -172,7 +174,9 @@ class PrefillRooms:
         if self.machine.state(rec.key) is KVPoll.WaitingForInput:
             self.machine.move(rec.key, KVPoll.Transferring)
             # Of what is still to be computed decode hears when it lands: its patience is for that. Of the last chunk, soon.
-            if rec.given[-1].gate is None and not rec.all_queued:
+            if rec.all_queued:
+                rec.told_at_s = now_s
+            elif rec.given[-1].gate is None:
                 self._tell_progress(rec, now_s)
         if rec.misfit is not None:
             self._fail(rec, rec.misfit)
@@ -215,7 +219,20 @@ class PrefillRooms:
     def wants_driver(self) -> bool:
         return bool(self.effects.commands or self._ready)
 
-    def next_post(self, now_s: float) -> Post | None:
+    def next_posts(self, now_s: float, *, max_bytes: float = math.inf) -> list[Post]:
+        """What to post in one go: one operation, and what follows it while all of it is small. So the metadata row leaves
+
+        with the last pages of a short prompt, and both have ended when the core next hears of them.
+        `max_bytes`: a larger one stays where it is.
+        """
+        posts: list[Post] = []
+        size_bytes = 0
+        while size_bytes < SMALL_BYTES and (post := self.next_post(now_s, max_bytes=max_bytes)) is not None:
+            posts.append(post)
+            size_bytes += post.pieces.size_bytes
+        return posts
+
+    def next_post(self, now_s: float, *, max_bytes: float = math.inf) -> Post | None:
         """Something to post now, rooms in turn, within the window; counts as posted."""
         for _ in range(len(self._ready)):
             key = self._ready.popleft()
@@ -227,7 +244,7 @@ class PrefillRooms:
             if peer is None or peer.phase is not Phase.LIVE or peer.settle_at_s is not None:
                 self._ready.append(key)
                 continue
-            if not self._fits(post):
+            if post.pieces.size_bytes > max_bytes or not self._fits(post):
                 self._ready.appendleft(key)
                 return None
             rec.posts.popleft()
@@ -329,12 +346,11 @@ class PrefillRooms:
         rec.progress_at_s = now_s
         if self.machine.state(rec.key) is not KVPoll.Transferring:
             return
-        idle = rec.num_ops == 0 and not rec.posts and not rec.chunks
-        if idle and rec.all_queued:
+        if rec.all_queued and rec.num_ops == 0 and not rec.posts and not rec.chunks:
             self.machine.move(rec.key, KVPoll.Success)
             self.effects.counters["succeeded"] += 1
             self._tell(rec, KVPoll.Success)
-        elif idle or now_s - rec.told_at_s >= PROGRESS_EVERY_S:
+        elif now_s - rec.told_at_s >= PROGRESS_EVERY_S:
             self._tell_progress(rec, now_s)
 
     def on_fenced(self, incarnation: str, *, ok: bool, now_s: float) -> None:

@@ -1,5 +1,6 @@
 """What prefill's rooms send: their records, the check of a `send`, and the plan of its engine operations. Pure."""
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -61,7 +62,7 @@ class Room:
     undrained: bool = False
     reason: str | None = None
     progress_at_s: float = 0.0
-    told_at_s: float = 0.0
+    told_at_s: float = -math.inf
     given: list[Chunk] = field(default_factory=list)
     retry: int = 0
     held: bool = False

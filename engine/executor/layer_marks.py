@@ -57,7 +57,7 @@ class LayerMarks:
         self._wake()
 
     def reached(self) -> Mark:
-        """To be called by one thread."""
+        """To be called by one thread at a time."""
         while self._ahead and self._ahead[0][1].query():
             self._reached = self._ahead.popleft()[0]
         return self._reached

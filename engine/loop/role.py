@@ -36,6 +36,9 @@ class Role(Protocol):
     def waits_for_outside(self) -> bool:
         """Something outside (a transfer, a peer, a timeout) may move a queue: do not sleep long."""
 
+    def due_s(self) -> float | None:
+        """When it wants the next turn by itself, of the loop's clock; None: whenever something happens."""
+
     def queues(self) -> dict[str, int]: ...
 
     def counters(self) -> dict[str, float]: ...
@@ -80,6 +83,9 @@ class UnifiedRole:
 
     def waits_for_outside(self) -> bool:
         return False
+
+    def due_s(self) -> float | None:
+        return None
 
     def queues(self) -> dict[str, int]:
         return {}

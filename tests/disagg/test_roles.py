@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from engine.messages import LogprobOptions
 from tests.core.hash_model import Slot, expected_tokens
 from tests.disagg.two_role_stories import TwoRoleStory, play, two_role_stories
 from tests.disagg.two_roles import Cluster
@@ -85,6 +86,40 @@ def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
     assert [gate and gate.by_layer for *_, gate, _ in second] == [False, True, True, True, None]
     assert cluster.decode.tokens == {f"r{room}": expected_tokens(list(range(n)), 3) for room, n in ((1, 12), (2, 30))}
     cluster.assert_all_back()
+
+
+def test_few_pages_leave_with_the_last_chunk() -> None:
+    """Chunks of two pages; fewer than three bytes, a page being one, do not leave beside the next chunk."""
+    cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=1, least_bytes=3)
+    sent: list[tuple[int, int, Gate | None, bool]] = []
+    cluster.submit("r", list(range(30)), 1, new=3)
+    entry = cluster.prefill.role._entries["r"]  # type: ignore[union-attr]
+    entry.sender = Recorded(entry.sender, sent)
+    cluster.run(random.Random(1))
+    assert [(start, num, last) for start, num, _, last in sent] == [(0, 4, False), (4, 4, True)]
+    assert cluster.decode.tokens == {"r": expected_tokens(list(range(30)), 3)}
+    cluster.assert_all_back()
+
+
+def test_prefill_answers_some_time_after_the_hand_over() -> None:
+    """Its memory is back by then; who waits for logprobs of the prompt is answered at once."""
+    cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=1, answer_after_s=0.5)
+    prefill, wanted = cluster.prefill, LogprobOptions(start_len=0, top_num=0, token_ids=())
+    for rid, room, logprobs in (("r", 1, None), ("asks", 2, wanted), ("s", 3, LogprobOptions(start_len=-1))):
+        prefill.submit(rid, list(range(9)), room, new=2, prefill_only=True, logprobs=logprobs)
+        cluster.decode.submit(rid, list(range(9)), room, new=2, prefill_only=False)
+        cluster.run(random.Random(1))
+    cluster.assert_all_back()
+    assert list(prefill.tokens) == ["asks"] and prefill.role.due_s() == 0.5
+    prefill.now_s = 0.49
+    prefill.turn()
+    assert list(prefill.tokens) == ["asks"]
+    prefill.now_s = 0.5
+    prefill.turn()
+    assert {rid: prefill.tokens[rid] for rid in ("r", "s")} == dict.fromkeys(
+        ("r", "s"), expected_tokens(list(range(9)), 1)
+    )
+    assert prefill.role.due_s() is None
 
 
 def test_what_decode_has_cached_is_not_sent() -> None:
