@@ -1,7 +1,7 @@
 """The sockets between the processes of one worker: typed ZMQ PUSH/PULL over ipc:// in a private directory.
 
 Owns endpoints, framing (one msgspec struct a message) and the bound on every queue. Must not know what a message means.
-The receiver binds, senders connect; several senders may share one receiver.
+The receiver binds, senders connect.
 """
 
 import asyncio
@@ -53,10 +53,6 @@ class IpcPaths:
     @property
     def to_scheduler(self) -> str:
         return f"ipc://{self.dir}/scheduler"
-
-    @property
-    def to_detokenizer(self) -> str:
-        return f"ipc://{self.dir}/detokenizer"
 
     @property
     def to_frontend(self) -> str:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
+from engine.detokenizer.sample import TextOutput
 from engine.frontend.client import Generation
 from engine.frontend.errors import ApiError
-from engine.messages import TextOutput
 
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
