@@ -96,7 +96,7 @@ class Generation:
         self._unfinished = set(range(len(wire_rids)))
         self._pending: dict[int, TextOutput] = {}
         self._error: ApiError | None = None
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._start_s = client.now_s()
         self._last_token_s: list[float | None] = [None] * len(wire_rids)
 
@@ -110,8 +110,8 @@ class Generation:
 
         Raises ApiError when a sample failed or the engine is gone.
         """
-        await self._news.wait()
-        self._news.clear()
+        while not self._pending and self._error is None:
+            await self._changed()
         if self._error is not None:
             raise self._error
         pending, self._pending = self._pending, {}
@@ -140,12 +140,12 @@ class Generation:
             self._client.observer.on_end(None, elapsed_s=self._client.now_s() - self._start_s)
             self._traces[index].end(None)
 
-    def feed(self, index: int, output: TextOutput) -> None:
-        self._observe(index, output)
+    def feed(self, index: int, output: TextOutput, now_s: float) -> None:
+        self._observe(index, output, now_s)
         finish = output.tokens.finish
         if finish is not None:
             self._unfinished.discard(index)
-            self._client.observer.on_end(output, elapsed_s=self._client.now_s() - self._start_s)
+            self._client.observer.on_end(output, elapsed_s=now_s - self._start_s)
             self._traces[index].end(output.tokens)
         if finish is not None and finish.kind == "abort" and finish.status:
             return self.fail(from_finish(finish))
@@ -154,17 +154,29 @@ class Generation:
             absorb(self._pending[index], output)
         else:
             self._pending[index] = output
-        self._news.set()
+        self._wake()
 
     def fail(self, error: ApiError) -> None:
         self._error = self._error or error
-        self._news.set()
+        self._wake()
 
-    def _observe(self, index: int, output: TextOutput) -> None:
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _changed(self) -> None:
+        assert self._waiter is None, "two tasks read one generation"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _observe(self, index: int, output: TextOutput, now_s: float) -> None:
         num_tokens = len(output.tokens.new_ids)
         if num_tokens == 0:
             return
-        now_s, last_s = self._client.now_s(), self._last_token_s[index]
+        last_s = self._last_token_s[index]
         gap_s = now_s - (self._start_s if last_s is None else last_s)
         self._client.observer.on_tokens(num_tokens=num_tokens, gap_s=gap_s, first=last_s is None)
         if last_s is None:
@@ -329,10 +341,10 @@ class EngineClient:
                 call.set_exception(error)
 
     def on_message(self, message: ToFrontend) -> None:
-        self.last_heard_s = self.now_s()
+        self.last_heard_s = now_s = self.now_s()
         if isinstance(message, TokenBatch):
             for output in message.outputs:
-                self._route(output)
+                self._route(output, now_s)
         elif isinstance(message, SchedulerReady):
             self.info = message.info
             self.ready.set()
@@ -345,12 +357,12 @@ class EngineClient:
             if call is not None and not call.done():
                 call.set_result(message)
 
-    def _route(self, output: TokenOutput) -> None:
+    def _route(self, output: TokenOutput, now_s: float) -> None:
         live = self._live.get(output.rid)
         if live is not None:
             generation, index, text = live
-            self.forecast.start(output.rid, self.now_s())
-            generation.feed(index, text.read(output))
+            self.forecast.start(output.rid, now_s)
+            generation.feed(index, text.read(output), now_s)
 
     async def _call(self, message: GetState | FlushCache | Control, reply: type[R], timeout_s: float) -> R:
         if self._closed is not None and (self._ended or self._closed.code == "engine_dead"):

@@ -37,6 +37,7 @@ from engine.lora.names import lora_enabled, named_paths
 from engine.messages import Shutdown, ToFrontend, ToScheduler
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+from lifecycle.collector import spare_what_lives
 from lifecycle.stop_signals import StopSignals
 from security.keys import Gate, open_gate
 from telemetry.otlp import open_exporter
@@ -341,5 +342,6 @@ async def _until_over(
         if client.ready.is_set() and not told:
             told = True
             on_ready()
+            spare_what_lives()
         with suppress(TimeoutError):
             await asyncio.wait_for(asked.signals.asked.wait(), WATCH_INTERVAL_S)

@@ -62,8 +62,7 @@ async def _send_events(
 ) -> None:
     try:
         while True:
-            for index, output in news:
-                await _send(response, view.chunks(index, output))
+            await _send(response, [chunk for index, output in news for chunk in view.chunks(index, output)])
             if generation.done:
                 break
             news = await generation.next()
