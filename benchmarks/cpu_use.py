@@ -15,7 +15,7 @@ SCHEDULER = "disagg.scheduler_process"  # of its command line
 class CpuUse:
     """CPU seconds; `wall_s`: of the clock. `steps_s`: schedulers (steps and transfers); `beside_s`: this process and its other
 
-    descendants (routers, HTTP, detokenizers, the load's own client); `others_s`: everybody else.
+    descendants (routers, HTTP, the load's own client); `others_s`: everybody else.
     """
 
     wall_s: float = 0.0

@@ -5,7 +5,7 @@ usage: python -m benchmarks.interference [--rounds 3] [--transfer-backend nixl] 
 
 Workload C of benchmarks/peer_loads.py: 4 long decodes, alone and while a prompt of 1024 tokens comes every second. The
 figure is the p99 gap between two tokens of the long decodes, with the prompts over without. In PD each worker's whole
-process tree (scheduler, HTTP, detokenizer, transfer threads) is pinned to its core; the router and this client share
+process tree (scheduler, HTTP, transfer threads) is pinned to its core; the router and this client share
 the prefill worker's core (or --router-core decode), as in a real cluster they would have none of the decode worker's.
 Unified: two threads, both cores. Alone and loaded take turns. Workers have made their KV memory ready before.
 """

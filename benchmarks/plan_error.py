@@ -4,7 +4,7 @@ usage: python -m benchmarks.plan_error [--layers 12] [--requests 60] [--rate 1.5
 
 A random checkpoint (benchmarks/random_model.py) is measured as a user would: by requests one after another, on a unified worker
 and on a pair, and by eight at once on the unified one. Step times and the hand-over are fitted from these alone. Then Poisson
-arrivals are replayed on both, and planned for the same. Workers share this machine's cores with router, HTTP, detokenizers
+arrivals are replayed on both, and planned for the same. Workers share this machine's cores with router, HTTP
 and the load's client (`--host-cores`, their CPU time a token as they took it under the eight) and with other people, whose mean
 share during the replay is taken off the planner's cores and stated. Where they left less than a core while steps were measured,
 those are longer by that, and the planner's cores are as much faster. Of several rounds that one counts in which others took the

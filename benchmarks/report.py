@@ -89,7 +89,7 @@ SECTIONS = {
         "Decode step and prefill",
         "A random checkpoint with the layers of Qwen3-0.6B in bf16, one thread and all cores; the limit of a step is the time to "
         "read the weights and the batch's KV from huge pages on as many threads, that of a prefill torch's bf16 matrix product. "
-        "With all cores the threads share them with HTTP, detokenizer and the load's client.",
+        "With all cores the threads share them with HTTP and the load's client.",
         step_time.render,
     ),
     "step_gap": (

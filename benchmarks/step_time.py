@@ -4,7 +4,7 @@ usage: python -m benchmarks.step_time [--layers 28] [--hidden 1024] [--output-le
 
 A unified worker serves a random checkpoint (benchmarks/random_model.py), once with one thread and once with all cores. With N
 requests in flight from start to end, the gap between two tokens of a request is one step of a batch of N, with everything a
-user pays for: scheduler, sampler, detokenizer, HTTP. The limit is (bytes of the weights, and of the KV that the batch has in the
+user pays for: scheduler, sampler, text, HTTP. The limit is (bytes of the weights, and of the KV that the batch has in the
 middle of its answers) / (bytes per second that as many threads read from memory, in huge pages), measured in the same run.
 
 Prefill is the first token of a lone prompt. Its rate counts the layers' products alone (2 operations for each weight and

@@ -1,4 +1,4 @@
-"""What a token costs outside the engine: CPU time of router, HTTP front ends and detokenizers for each token that is streamed.
+"""What a token costs outside the engine: CPU time of router and HTTP front ends for each token that is streamed.
 
 usage: python -m benchmarks.token_path [--seconds S] [--rounds N] [--output FILE]
 
@@ -28,7 +28,7 @@ CLIENTS = (1, 16, 64)
 INTERVALS = {1: "each alone", 64: "64 at once"}
 FIGURES = ("all_us", "tokens_per_s", "first_byte_ms", "events_per_request")
 WARM_UP_S = 0.5
-DETOKENIZER, SCHEDULER = "engine.detokenizer", "disagg.scheduler_process"  # of their command lines
+SCHEDULER = "disagg.scheduler_process"  # of its command line
 
 
 class Processes:
@@ -46,9 +46,6 @@ class Processes:
         line = " ".join(process.cmdline())
         if SCHEDULER in line:
             return None
-        if DETOKENIZER in line:
-            parent = process.parent()
-            return f"{workers.get(parent.pid if parent else 0, '?')} detokenizer"
         return f"{workers[process.pid]} HTTP" if process.pid in workers else "router"
 
     def cpu_s(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The processes that a worker starts beside its own: scheduler and detokenizer. Starts them, knows who died, ends them."""
+"""The processes that a worker starts beside its own (its scheduler). Starts them, knows who died, ends them."""
 
 import os
 import subprocess

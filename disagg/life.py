@@ -22,7 +22,6 @@ from disagg.exposure import check_events_exposure, check_exposure, meeting_place
 from disagg.scheduler_process import SchedulerSpec
 from disagg.secret import read_secret
 from engine.config import ConfigError, EngineConfig, ServerConfig
-from engine.detokenizer.process import DetokenizerConfig
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.succession import Handover
@@ -145,13 +144,9 @@ def _start(life: Life) -> None:
         log_format=server.log_format,
         progress=sys.stderr.isatty() or PROGRESS_ENV in os.environ,
     )
-    text = DetokenizerConfig(
-        ipc_dir=life.ipc.dir, model_path=engine.model_path, log_level=server.log_level, log_format=server.log_format
-    )
     threads = engine.num_threads
     assert threads is not None, "prepared (disagg/worker.py)"
     life.children.start("scheduler", "disagg.scheduler_process", ["--spec-json", _json(spec)], num_threads=threads)
-    life.children.start("detokenizer", "engine.detokenizer", ["--config-json", _json(text)], num_threads=1)
 
 
 def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:

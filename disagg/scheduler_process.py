@@ -31,6 +31,7 @@ from engine.loop.watchdog import Watchdog
 from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_config import ModelConfig, load_model_config
+from lifecycle.collector import spare_what_lives
 from security.addresses import SecurityConfigError
 from telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError
@@ -120,6 +121,7 @@ def run(spec: SchedulerSpec) -> None:
     )
     _end_on_signals(loop, ports.call_attention)
     allocator = parts.scheduler.memory.allocator
+    spare_what_lives()
     ports.to_frontend(
         SchedulerReady(
             {

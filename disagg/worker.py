@@ -1,4 +1,4 @@
-"""One worker: this process serves HTTP; scheduler and detokenizer run beside it. Ends when told, or when one of them does.
+"""One worker: this process serves HTTP, the scheduler's runs beside it. Ends when told, or when that one does.
 
     life as prefill --POST /switch_role--> life as decode --...--> ended (signal, or a child died)
          ^                                      |

@@ -1,11 +1,10 @@
 """What the processes of one worker say to each other: tagged msgspec structs in msgpack, closed unions, nothing else.
 
-    frontend (HTTP + tokenizer)  --ToScheduler-->    scheduler
-    scheduler                    --ToDetokenizer-->  detokenizer  --ToFrontend-->  frontend
-    scheduler                    --ToFrontend-->     frontend       (control replies only)
+    frontend (HTTP, tokens <-> text)  --ToScheduler-->  scheduler
+    scheduler                         --ToFrontend-->   frontend
 
 Transport: ZMQ PUSH/PULL over ipc:// sockets inside a 0700 directory; one struct a message. The receiver binds,
-senders connect. Each batch is sent as one message, so per-token cost is shared.
+sender connects. The tokens of a step are sent as one message, so per-token cost is shared.
 """
 
 import msgspec
@@ -88,14 +87,10 @@ class FlushCache(_Message, frozen=True):
 
 
 class GetState(_Message, frozen=True):
-    """Ask for a `StateReply`. `check`: also run every owner's `check()` and report what it says.
-
-    `by_detokenizer`: it comes as text does, so that it shows that all of the worker's processes are alive.
-    """
+    """Ask for a `StateReply`. `check`: also run every owner's `check()` and report what it says."""
 
     call_id: str
     check: bool = False
-    by_detokenizer: bool = False
 
 
 class PauseGeneration(_Message, frozen=True):
@@ -182,7 +177,7 @@ ToScheduler = (
     | Shutdown
 )
 
-# ---- scheduler -> detokenizer -> frontend
+# ---- scheduler -> frontend
 
 
 class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -247,36 +242,8 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     stages: list[Stage] = []
 
 
-class RequestOpened(_Message, frozen=True):
-    """Tells the detokenizer about a request before its first token (sent by the scheduler on admission)."""
-
-    rid: str
-    prompt_tail: list[int]
-    stop: tuple[str, ...]
-    skip_special_tokens: bool
-    stop_regex: tuple[str, ...] = ()
-    no_stop_trim: bool = False
-
-
 class TokenBatch(_Message, frozen=True):
     outputs: list[TokenOutput]
-
-
-class TextOutput(msgspec.Struct, array_like=True, kw_only=True):
-    """`TokenOutput` with its text. `text` is the part that is new and final (a delta, never a broken character;
-
-    nothing that may still become a stop string). `logprob_texts` run parallel to `tokens.logprobs`: the text of the
-    chosen token and of each alternative (`top`, then `asked`). `input_logprob_texts` likewise.
-    """
-
-    text: str
-    tokens: TokenOutput
-    logprob_texts: list[tuple[str, list[str]]] = []
-    input_logprob_texts: list[tuple[str, list[str]]] = []
-
-
-class TextBatch(_Message, frozen=True):
-    outputs: list[TextOutput]
 
 
 class FlushReply(_Message, frozen=True):
@@ -325,5 +292,4 @@ class SchedulerReady(_Message, frozen=True):
     info: dict[str, int | float | str | bool | None]
 
 
-ToDetokenizer = RequestOpened | TokenBatch | StateReply
-ToFrontend = TextBatch | FlushReply | ControlReply | StateReply | SchedulerReady
+ToFrontend = TokenBatch | FlushReply | ControlReply | StateReply | SchedulerReady

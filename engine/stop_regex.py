@@ -1,4 +1,4 @@
-"""Regular expressions that end an answer: checked at the door, searched by the scheduler and the detokenizer.
+"""Regular expressions that end an answer: checked at the door, searched by the scheduler and the frontend.
 
 The engine is RE2 (https://github.com/google/re2): time linear in the text, bounded memory, so no pattern can stall a
 scheduler; what needs backtracking (backreferences, lookaround) is refused. How far a match can reach is computed by the

@@ -12,6 +12,7 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
+from lifecycle.collector import spare_what_lives
 from lifecycle.open_files import allow_many_files
 from lifecycle.stop_signals import StopSignals
 from router.compose import Base, Serving, build_base, build_guard, build_routes, build_serving, check_exposure
@@ -92,6 +93,7 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
             await base.siblings.catch_up(base.table, now_s=time.monotonic())
         port = await listen(runner, config, shared=place is not None)
         await _meet_workers(base, serving)
+        spare_what_lives()
         yield RunningRouter(_url(config, port), base, serving)
 
 

@@ -98,6 +98,7 @@ class Caps:
     max_post_pieces, max_post_bytes: of one `post`    max_piece_bytes: longest piece
     target_must_poll: decode has to call `progress()`
     settle_s: bytes of a writer that is gone may still be applied for this long (socket buffers)
+    full_window_s: it has threads of its own, and works on a full window for longer than this: until then nobody need look
     """
 
     name: str
@@ -108,6 +109,7 @@ class Caps:
     max_piece_bytes: int
     target_must_poll: bool
     settle_s: float
+    full_window_s: float = 0.0
 
 
 @dataclass(frozen=True)

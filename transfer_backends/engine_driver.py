@@ -101,6 +101,8 @@ class EngineDriver:
             return
         self._naps += 1
         nap_s = min(FIRST_NAP_S * 2 ** min(self._naps, 10), LONG_NAP_S)
+        if self._rooms.window_full:  # a look costs its own threads a core, and has nothing to gain yet
+            nap_s = max(nap_s, self._engine.caps.full_window_s)
         self._event.wait(STALE_NAP_S if self._naps > STALE_AFTER_NAPS else nap_s)
 
     @property

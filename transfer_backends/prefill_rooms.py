@@ -78,6 +78,7 @@ class PrefillRooms:
         self.machine = TransferMachine()
         self.num_inflight = 0  # pieces posted and not final
         self._num_inflight_bytes = 0
+        self.window_full = False  # what is next has to wait until something ends
         self._args = kv_args
         self._caps = caps
         self._config = config
@@ -234,6 +235,7 @@ class PrefillRooms:
 
     def next_post(self, now_s: float, *, max_bytes: float = math.inf) -> Post | None:
         """Something to post now, rooms in turn, within the window; counts as posted."""
+        self.window_full = False
         for _ in range(len(self._ready)):
             key = self._ready.popleft()
             rec = self._rooms.get(key)
@@ -246,6 +248,7 @@ class PrefillRooms:
                 continue
             if post.pieces.size_bytes > max_bytes or not self._fits(post):
                 self._ready.appendleft(key)
+                self.window_full = True
                 return None
             rec.posts.popleft()
             self._count_posted(rec, post, peer, now_s)

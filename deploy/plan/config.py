@@ -43,7 +43,7 @@ class PlanConfig:
     )
     step_cores: int = flag(1, "with --host-cores: cores that a step takes (a worker's --num-threads)")
     host_request_ms: float = flag(0.0, "with --host-cores: CPU time of router, HTTP and tokenizers, a request")
-    host_token_ms: float = flag(0.0, "with --host-cores: CPU time of detokenizers, HTTP and router, an output token")
+    host_token_ms: float = flag(0.0, "with --host-cores: CPU time of HTTP and router, an output token")
 
     compute_efficiency: float | None = flag(
         None, "part of the data sheet's FLOP/s that a prefill reaches; default: the profile's, or 0.55"

@@ -1,4 +1,4 @@
-"""A machine whose cores everything shares: steps on a CPU, transfers that are copies, HTTP and detokenizers. Pure.
+"""A machine whose cores everything shares: steps on a CPU, transfers that are copies, HTTP. Pure.
 
 Fair shares: while more threads run than there are cores, each gets cores / threads of one. Who was told an end before a
 later one came would keep its whole core, and the machine would do more than it can: such a one owes what it got too much,

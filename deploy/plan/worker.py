@@ -29,7 +29,7 @@ from engine.core.scheduler import Scheduler
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.role import Role, UnifiedRole
 from engine.loop.watchdog import Watchdog
-from engine.messages import GetState, StateReply, ToDetokenizer, ToFrontend, TokenBatch, TokenOutput, ToScheduler
+from engine.messages import GetState, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.resolve import depth, limits
 from engine.sampling_params import SamplingParams
 
@@ -162,12 +162,10 @@ class _Ports:
     def wait(self, timeout_s: float) -> None:
         """The worker rests until it is woken."""
 
-    def to_detokenizer(self, message: ToDetokenizer) -> None:
+    def to_frontend(self, message: ToFrontend) -> None:
         if isinstance(message, TokenBatch):
             self.say(message.outputs)
-
-    def to_frontend(self, message: ToFrontend) -> None:
-        if isinstance(message, StateReply):
+        elif isinstance(message, StateReply):
             self.state = message
 
     def call_attention(self) -> None:

@@ -1,1 +1,1 @@
-"""detokenizer."""
+"""Token ids to text, while they come."""

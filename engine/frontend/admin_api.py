@@ -40,8 +40,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 when scheduler and detokenizer answer (or text just came through both); no token is generated. A worker that drains
-    says so, with 503.
+    """200 when the scheduler answers (or just said something); no token is generated. A worker that drains says so, with 503.
 
     `incarnation`: another process at this address has another one, or the same one in another role.
     """
@@ -53,8 +52,8 @@ async def health(request: web.Request) -> web.Response:
         answer.headers["Retry-After"] = "1"
         return answer
     _check_up(s)
-    if s.client.now_s() - s.client.last_text_s > HEARD_RECENTLY_S:
-        await s.client.hear(timeout_s=s.health_timeout_s)
+    if s.client.now_s() - s.client.last_heard_s > HEARD_RECENTLY_S:
+        await s.client.state(timeout_s=s.health_timeout_s)
     return json_response({"status": "ok", "incarnation": s.incarnation})
 
 
@@ -67,7 +66,7 @@ async def liveness(request: web.Request) -> web.Response:
 
 
 async def health_generate(request: web.Request) -> web.Response:
-    """200 when one real token came through model and detokenizer (disaggregated: without a transfer)."""
+    """200 when one real token came through model and frontend (disaggregated: without a transfer)."""
     s = request.app[SERVICES]
     _check_up(s)
     bootstrap = (

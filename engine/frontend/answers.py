@@ -1,6 +1,7 @@
 """Outputs of one sample put together: what every API's answer is made from. Pure."""
 
-from engine.messages import FinishReason, TextOutput
+from engine.detokenizer.sample import TextOutput
+from engine.messages import FinishReason
 
 
 def absorb(into: TextOutput, new: TextOutput) -> None:

@@ -1,6 +1,7 @@
 """The engine as the HTTP side sees it: send samples, receive their text, ask for state. One event loop, no threads.
 
-Owns which samples are live, their names, and the calls that wait for a reply. Must not know HTTP or any API's shape.
+Owns which samples are live, their names and texts, and the calls that wait for a reply. Must not know HTTP or any API's
+shape.
 
 A sample's name on the wire is its own (`wire rid`), never the user's alone: so outputs that are still on their way for
 a request that was aborted cannot reach a new request of the same name.
@@ -15,6 +16,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from engine.detokenizer.sample import TextOutput
 from engine.frontend.answers import absorb, without_tokens
 from engine.frontend.deadline import too_late
 from engine.frontend.errors import DRAINING, ApiError, bad_field, from_finish, not_ready, refused
@@ -36,9 +38,9 @@ from engine.messages import (
     StartProfile,
     StateReply,
     StopProfile,
-    TextBatch,
-    TextOutput,
     ToFrontend,
+    TokenBatch,
+    TokenOutput,
     ToScheduler,
     UnloadAdapter,
     UpdateWeights,
@@ -65,6 +67,12 @@ class Observer(Protocol):
     def on_end(self, output: TextOutput | None, *, elapsed_s: float) -> None: ...
 
 
+class Text(Protocol):
+    """Gives the outputs of one sample their text, in order."""
+
+    def read(self, output: TokenOutput) -> TextOutput: ...
+
+
 class Generation:
     """The samples of one HTTP request. A context manager: leaving it aborts what has not finished."""
 
@@ -88,7 +96,7 @@ class Generation:
         self._unfinished = set(range(len(wire_rids)))
         self._pending: dict[int, TextOutput] = {}
         self._error: ApiError | None = None
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._start_s = client.now_s()
         self._last_token_s: list[float | None] = [None] * len(wire_rids)
 
@@ -102,8 +110,8 @@ class Generation:
 
         Raises ApiError when a sample failed or the engine is gone.
         """
-        await self._news.wait()
-        self._news.clear()
+        while not self._pending and self._error is None:
+            await self._changed()
         if self._error is not None:
             raise self._error
         pending, self._pending = self._pending, {}
@@ -132,12 +140,12 @@ class Generation:
             self._client.observer.on_end(None, elapsed_s=self._client.now_s() - self._start_s)
             self._traces[index].end(None)
 
-    def feed(self, index: int, output: TextOutput) -> None:
-        self._observe(index, output)
+    def feed(self, index: int, output: TextOutput, now_s: float) -> None:
+        self._observe(index, output, now_s)
         finish = output.tokens.finish
         if finish is not None:
             self._unfinished.discard(index)
-            self._client.observer.on_end(output, elapsed_s=self._client.now_s() - self._start_s)
+            self._client.observer.on_end(output, elapsed_s=now_s - self._start_s)
             self._traces[index].end(output.tokens)
         if finish is not None and finish.kind == "abort" and finish.status:
             return self.fail(from_finish(finish))
@@ -146,17 +154,29 @@ class Generation:
             absorb(self._pending[index], output)
         else:
             self._pending[index] = output
-        self._news.set()
+        self._wake()
 
     def fail(self, error: ApiError) -> None:
         self._error = self._error or error
-        self._news.set()
+        self._wake()
 
-    def _observe(self, index: int, output: TextOutput) -> None:
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _changed(self) -> None:
+        assert self._waiter is None, "two tasks read one generation"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _observe(self, index: int, output: TextOutput, now_s: float) -> None:
         num_tokens = len(output.tokens.new_ids)
         if num_tokens == 0:
             return
-        now_s, last_s = self._client.now_s(), self._last_token_s[index]
+        last_s = self._last_token_s[index]
         gap_s = now_s - (self._start_s if last_s is None else last_s)
         self._client.observer.on_tokens(num_tokens=num_tokens, gap_s=gap_s, first=last_s is None)
         if last_s is None:
@@ -167,14 +187,15 @@ class Generation:
 class EngineClient:
     """`send` queues one message for the scheduler; `max_live`: samples that may run or wait before 503 is the answer.
 
-    `early_rejection`: so is it for a request whose first token would come after its own timeout. `traces`: what keeps the
-    record of each sample.
+    `open_text`: begins the text of a sample. `early_rejection`: 503 is the answer too for a request whose first token would
+    come after its own timeout. `traces`: what keeps the record of each sample.
     """
 
     def __init__(
         self,
         *,
         send: Callable[[ToScheduler], None],
+        open_text: Callable[[GenerateRequest], Text],
         now_s: Callable[[], float],
         observer: Observer,
         max_live: int,
@@ -186,16 +207,17 @@ class EngineClient:
         self.observer = observer
         self.info: dict[str, int | float | str | bool | None] = {}
         self.ready = asyncio.Event()
-        self.last_text_s = float("-inf")  # when something last came through scheduler and detokenizer
+        self.last_heard_s = float("-inf")  # when the scheduler last said anything
         self.updated: dict[str, int | str] = {}  # model_path and weight_version, since the weights were changed
         self.adapters: dict[str, str] = {}  # name -> path of those that requests may name
         self._send = send
+        self._open_text = open_text
         self.max_live = max_live
         self._early_rejection = early_rejection
         self.forecast = PrefillForecast()
         self._closed: ApiError | None = None
         self._ended = False  # nobody is there to be asked
-        self._live: dict[str, tuple[Generation, int]] = {}
+        self._live: dict[str, tuple[Generation, int, Text]] = {}
         self._names: dict[str, list[str]] = {}  # user's name -> wire rids, of live samples
         self._calls: dict[str, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count(1)
@@ -224,7 +246,7 @@ class EngineClient:
         """
         self._check_open(len(requests))
         self._check_timeout(requests, timeout_s)
-        names = [r.rid for r in requests]
+        names, texts = [r.rid for r in requests], [self._open_text(r) for r in requests]
         self._check_names({*names, *(groups or [])}, names)
         wire = [f"{name}:{next(self._numbers):x}" for name in names]
         empty = [r.sampling.max_new_tokens == 0 and not r.pooling for r in requests]
@@ -232,7 +254,7 @@ class EngineClient:
         traces = [self._traces.begin(r, name, context) for r, name in zip(requests, names, strict=True)]
         generation = Generation(self, names, wire, [len(r.input_ids) for r in requests], empty, groups or [], traces)
         for i, name_set in enumerate(zip(names, groups or names, strict=True)):
-            self._live[wire[i]] = (generation, i)
+            self._live[wire[i]] = (generation, i, texts[i])
             for name in set(name_set):
                 self._names.setdefault(name, []).append(wire[i])
         try:
@@ -282,12 +304,6 @@ class EngineClient:
         """Raises ApiError(503) when the scheduler does not answer in time."""
         return await self._call(GetState(call_id=f"s{next(self._numbers)}", check=check), StateReply, timeout_s)
 
-    async def hear(self, *, timeout_s: float) -> None:
-        """Raises ApiError(503) when scheduler and detokenizer do not both live: an answer through both is waited for."""
-        call = GetState(call_id=f"s{next(self._numbers)}", by_detokenizer=True)
-        await self._call(call, StateReply, timeout_s, who="scheduler or the detokenizer")
-        self.last_text_s = self.now_s()
-
     async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> FlushReply:
         return await self._call(FlushCache(call_id=f"f{next(self._numbers)}"), FlushReply, timeout_s)
 
@@ -318,17 +334,17 @@ class EngineClient:
     def fail_all(self, error: ApiError) -> None:
         """The engine is gone: everything that waits fails with `error`."""
         self._closed = error
-        for generation, _ in list(self._live.values()):
+        for generation, _, _ in list(self._live.values()):
             generation.fail(error)
         for call in list(self._calls.values()):
             if not call.done():
                 call.set_exception(error)
 
     def on_message(self, message: ToFrontend) -> None:
-        if isinstance(message, TextBatch):
-            self.last_text_s = self.now_s()
+        self.last_heard_s = now_s = self.now_s()
+        if isinstance(message, TokenBatch):
             for output in message.outputs:
-                self._route(output)
+                self._route(output, now_s)
         elif isinstance(message, SchedulerReady):
             self.info = message.info
             self.ready.set()
@@ -341,15 +357,14 @@ class EngineClient:
             if call is not None and not call.done():
                 call.set_result(message)
 
-    def _route(self, output: TextOutput) -> None:
-        generation, index = self._live.get(output.tokens.rid, (None, 0))
-        if generation is not None:
-            self.forecast.start(output.tokens.rid, self.now_s())
-            generation.feed(index, output)
+    def _route(self, output: TokenOutput, now_s: float) -> None:
+        live = self._live.get(output.rid)
+        if live is not None:
+            generation, index, text = live
+            self.forecast.start(output.rid, now_s)
+            generation.feed(index, text.read(output), now_s)
 
-    async def _call(
-        self, message: GetState | FlushCache | Control, reply: type[R], timeout_s: float, *, who: str = "scheduler"
-    ) -> R:
+    async def _call(self, message: GetState | FlushCache | Control, reply: type[R], timeout_s: float) -> R:
         if self._closed is not None and (self._ended or self._closed.code == "engine_dead"):
             raise self._closed
         if len(self._calls) >= MAX_CALLS:
@@ -362,7 +377,7 @@ class EngineClient:
             self._send(message)
             answer = await asyncio.wait_for(call, timeout_s)
         except TimeoutError:
-            raise not_ready(f"the {who} did not answer within {timeout_s:g} s") from None
+            raise not_ready(f"the scheduler did not answer within {timeout_s:g} s") from None
         finally:
             del self._calls[message.call_id]
         assert isinstance(answer, reply)

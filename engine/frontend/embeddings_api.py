@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from engine.detokenizer.sample import TextOutput
 from engine.frontend.adapters import choose_model
 from engine.frontend.errors import ApiError, bad_field, decode_body
 from engine.frontend.fields import check_num_samples, check_prompt_ids
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import json_response
-from engine.messages import GenerateRequest, TextOutput
+from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 
 NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)

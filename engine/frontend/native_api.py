@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from engine.detokenizer.sample import TextOutput
 from engine.frontend.adapters import check_lora_path
 from engine.frontend.answers import absorb
 from engine.frontend.chosen import asked_token_ids, hidden_state_lists
@@ -32,7 +33,7 @@ from engine.frontend.fields import (
 from engine.frontend.openai_view import finite
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import answer
-from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TextOutput, TokenLogprob
+from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 from security.voucher import VOUCHER_HEADER
 

@@ -1,6 +1,6 @@
 """The main process of a worker: binds HTTP and the frontend's socket, serves, and ends in good order.
 
-Must not know how scheduler and detokenizer were started: it is told whether they live.
+Must not know how the scheduler was started: it is told whether it lives.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.detokenizer.sample import SampleText
 from engine.frontend.app import make_app
 from engine.frontend.chat_template import load_chat_template
 from engine.frontend.client import EngineClient
@@ -35,6 +37,7 @@ from engine.lora.names import lora_enabled, named_paths
 from engine.messages import Shutdown, ToFrontend, ToScheduler
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+from lifecycle.collector import spare_what_lives
 from lifecycle.stop_signals import StopSignals
 from security.keys import Gate, open_gate
 from telemetry.otlp import open_exporter
@@ -143,7 +146,7 @@ async def run_frontend(
 
 @contextmanager
 def _sockets(ipc: IpcPaths) -> Iterator[tuple[PushSocket, PullSocket[ToFrontend]]]:
-    """To the scheduler, which is told to end when the block has ended, and from both children."""
+    """To the scheduler, which is told to end when the block has ended, and from it."""
     push = PushSocket(ipc.to_scheduler)
     pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend, ToFrontend)
     try:
@@ -183,6 +186,7 @@ def make_services(
     tracer = Tracer(ring_size=server.trace_ring, exporter=exporter)
     client = EngineClient(
         send=send,
+        open_text=partial(SampleText, tokenizer),
         now_s=now_s,
         observer=metrics,
         max_live=max_live,
@@ -338,5 +342,6 @@ async def _until_over(
         if client.ready.is_set() and not told:
             told = True
             on_ready()
+            spare_what_lives()
         with suppress(TimeoutError):
             await asyncio.wait_for(asked.signals.asked.wait(), WATCH_INTERVAL_S)

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
+from engine.detokenizer.sample import TextOutput
 from engine.frontend.client import Generation
 from engine.frontend.errors import ApiError
-from engine.messages import TextOutput
 
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -62,8 +62,7 @@ async def _send_events(
 ) -> None:
     try:
         while True:
-            for index, output in news:
-                await _send(response, view.chunks(index, output))
+            await _send(response, [chunk for index, output in news for chunk in view.chunks(index, output)])
             if generation.done:
                 break
             news = await generation.next()

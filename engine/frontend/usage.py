@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engine.messages import TextOutput
+from engine.detokenizer.sample import TextOutput
 
 
 class Usage:

@@ -41,9 +41,7 @@ from engine.messages import (
     GenerateRequest,
     GetState,
     LoadAdapter,
-    RequestOpened,
     Shutdown,
-    ToDetokenizer,
     ToFrontend,
     TokenBatch,
     TokenOutput,
@@ -57,7 +55,6 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 1.0
 OUTSIDE_WAIT_S = 0.02
 ABORTED_ALL = "all requests were aborted"
-PROMPT_TAIL_TOKENS = 8  # what incremental detokenization needs to see of the prompt
 
 
 class Ports(Protocol):
@@ -67,8 +64,6 @@ class Ports(Protocol):
 
     def wait(self, timeout_s: float) -> None:
         """Return when something can be received, somebody called for attention, or the time is over."""
-
-    def to_detokenizer(self, message: ToDetokenizer) -> None: ...
 
     def to_frontend(self, message: ToFrontend) -> None: ...
 
@@ -191,7 +186,7 @@ class EngineLoop:
         self._adapters.told(outputs)
         self._deadlines.told(outputs)
         if told := self._gate.pass_on(outputs):
-            self._ports.to_detokenizer(TokenBatch(told))
+            self._ports.to_frontend(TokenBatch(told))
 
     def _on_step(self, effects: StepEffects) -> list[TokenOutput]:
         self._control.on_collected()
@@ -226,8 +221,6 @@ class EngineLoop:
                 ok = self._scheduler.flush_cache()
                 text = "Cache flushed." if ok else "Requests are running; nothing was flushed."
                 self._ports.to_frontend(FlushReply(call_id, ok, text))
-            case GetState(call_id=call_id, check=check, by_detokenizer=True):
-                self._ports.to_detokenizer(self._reporter.state(call_id, check=check))
             case GetState(call_id=call_id, check=check):
                 self._ports.to_frontend(self._reporter.state(call_id, check=check))
             case LoadAdapter() | UnloadAdapter():
@@ -261,9 +254,7 @@ class EngineLoop:
         if self._control.blocks_input:
             self._control.hold(message)
             return []
-        tail = message.input_ids[-PROMPT_TAIL_TOKENS:]
         sampling = message.sampling
-        self._ports.to_detokenizer(_opened(message, tail))
         request = Request(
             rid=message.rid,
             input_ids=message.input_ids,
@@ -299,15 +290,3 @@ class EngineLoop:
 
     def _abort(self, rid: str, now_s: float, reason: FinishReason) -> list[TokenOutput]:
         return self._grammars.abort(rid, reason) or self._role.abort(rid, now_s, reason)
-
-
-def _opened(message: GenerateRequest, prompt_tail: list[int]) -> RequestOpened:
-    sampling = message.sampling
-    return RequestOpened(
-        rid=message.rid,
-        prompt_tail=prompt_tail,
-        stop=sampling.stop,
-        skip_special_tokens=sampling.skip_special_tokens,
-        stop_regex=sampling.stop_regex,
-        no_stop_trim=sampling.no_stop_trim,
-    )

@@ -6,7 +6,7 @@ from contextlib import suppress
 import zmq
 
 from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
-from engine.messages import RequestOpened, ToDetokenizer, ToFrontend, ToScheduler
+from engine.messages import ToFrontend, ToScheduler
 
 EVENTFD_ONE = 1
 CLOSED = -1
@@ -15,9 +15,7 @@ CLOSED = -1
 class ZmqPorts:
     def __init__(self, ipc: IpcPaths) -> None:
         self._inbox: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
-        self._detokenizer = PushSocket(ipc.to_detokenizer)
         self._frontend = PushSocket(ipc.to_frontend)
-        self._opened: list[RequestOpened] = []
         self._attention = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
@@ -37,24 +35,11 @@ class ZmqPorts:
             with suppress(OSError):  # closed by the loop's thread since the line above
                 os.eventfd_write(attention, EVENTFD_ONE)
 
-    def to_detokenizer(self, message: ToDetokenizer) -> None:
-        """A request that opens is told with the first that is said of any: until then nobody there has work with it, and
-
-        would take a core from the step that is about to begin.
-        """
-        if isinstance(message, RequestOpened):
-            self._opened.append(message)
-            return
-        for opened in self._opened:
-            self._detokenizer.send(opened)
-        self._opened.clear()
-        self._detokenizer.send(message)
-
     def to_frontend(self, message: ToFrontend) -> None:
         self._frontend.send(message)
 
     def close(self) -> None:
-        for socket in (self._inbox, self._detokenizer, self._frontend):
+        for socket in (self._inbox, self._frontend):
             socket.close()
         attention, self._attention = self._attention, CLOSED
         os.close(attention)

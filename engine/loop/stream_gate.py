@@ -1,12 +1,12 @@
-"""How often a request's tokens are told: every `stream_interval` of them, so that three processes handle fewer messages.
+"""How often a request's tokens are told: every `stream_interval` of them, so that the processes behind handle fewer messages.
 
 It owns what is held back for each live request. It must not know what the tokens mean: what may still become a stop
-string is the detokenizer's.
+string is the frontend's (engine/detokenizer).
 """
 
 from engine.messages import GenerateRequest, TokenOutput
 
-FORCED_INTERVAL = 50  # of a request that nobody reads along: the detokenizer's work stays spread (SGLang's number)
+FORCED_INTERVAL = 50  # of a request that nobody reads along: the work with its text stays spread (SGLang's number)
 
 
 class StreamGate:
@@ -31,7 +31,9 @@ class StreamGate:
     def _interval_for(self, request: GenerateRequest) -> int:
         sampling = request.sampling
         if (sampling.stop or sampling.stop_regex) and sampling.min_new_tokens:
-            return 1  # a stop string may stand before the least length: the detokenizer must see where the end came
+            return (
+                1  # a stop string may stand before the least length: whoever makes the text must see where the end came
+            )
         if not request.stream:
             return FORCED_INTERVAL
         return request.stream_interval or self._interval

@@ -80,7 +80,7 @@ class Started:
     log: Path
 
     def child(self, name: str) -> psutil.Process:
-        """The scheduler or the detokenizer of a worker."""
+        """The scheduler of a worker."""
         children = psutil.Process(self.process.pid).children()
         (found,) = [child for child in children if any(name in word for word in child.cmdline())]
         return found

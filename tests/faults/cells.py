@@ -25,7 +25,6 @@ class Victim(StrEnum):
     DECODE = "decode"
     BOOTSTRAP = "bootstrap"
     ROUTER = "router"
-    DETOKENIZER = "detokenizer"
     PREFILL_SCHEDULER = "prefill-scheduler"
     DECODE_SCHEDULER = "decode-scheduler"
 
@@ -52,7 +51,6 @@ DIES = (*AWAY, Fault.RESTART)
 ERRORS = (Fault.ERROR, Fault.ERROR_TWICE, Fault.ERROR_ALWAYS)
 UNPLUGS = (Fault.UNPLUG, Fault.UNPLUG_FOR_GOOD)
 CHILDREN = {
-    Victim.DETOKENIZER: ("decode", "detokenizer"),
     Victim.PREFILL_SCHEDULER: ("prefill", "scheduler"),
     Victim.DECODE_SCHEDULER: ("decode", "scheduler"),
 }
@@ -130,7 +128,7 @@ def must_be_right(cell: Cell) -> bool:
         return True  # what runs is finished
     if cell.victim is Victim.BOOTSTRAP:
         return cell.phase is not Phase.BOOTSTRAPPING
-    if cell.fault is Fault.STOP and cell.victim in (Victim.ROUTER, Victim.DETOKENIZER):
+    if cell.fault is Fault.STOP and cell.victim is Victim.ROUTER:
         return True
     if cell.fault is Fault.CUT and cell.victim is Victim.ROUTER:
         return cell.phase is not Phase.DECODING  # begun streams cannot move

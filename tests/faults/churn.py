@@ -88,7 +88,7 @@ class Fleet:
         if how == "SIGTERM":
             part.process.terminate()
         else:
-            victim = part.tree()[0] if how == "kill -9" else part.child(rng.choice(["scheduler", "detokenizer"]))
+            victim = part.tree()[0] if how == "kill -9" else part.child("scheduler")
             victim.kill()
         await self._until(lambda: not part.alive, GRACE_S + READY_S, f"{part.name} has ended")
         if rng.random() < 0.5:

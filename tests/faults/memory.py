@@ -83,4 +83,4 @@ def _name(part: Part, process: psutil.Process) -> str:
     if process.pid == part.process.pid:
         return f"{part.name} frontend" if part.name.startswith(("prefill", "decode")) else part.name
     words = " ".join(process.cmdline())
-    return f"{part.name} {'scheduler' if 'scheduler' in words else 'detokenizer' if 'detokenizer' in words else '?'}"
+    return f"{part.name} {'scheduler' if 'scheduler' in words else '?'}"

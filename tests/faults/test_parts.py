@@ -35,7 +35,7 @@ def test_every_cell_is_run_or_has_a_reason() -> None:
 def test_patterns_choose_cells() -> None:
     assert {c.phase for c in chosen(["kill:prefill"])} == set(Phase)
     assert [c.name for c in chosen(["kill:router:waiting:nixl"])] == ["kill:router:waiting:nixl"]
-    assert chosen(["cut:detokenizer:*"]) == []
+    assert chosen(["cut:decode-scheduler:*"]) == []
 
 
 def test_what_must_be_right() -> None:

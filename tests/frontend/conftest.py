@@ -1,4 +1,4 @@
-"""A worker for the frontend's tests: real frontend and detokenizer processes, and a scheduler stand-in in a thread."""
+"""A worker for the frontend's tests: a real frontend process, and a scheduler stand-in in a thread."""
 
 import json
 import os
@@ -81,7 +81,6 @@ class Worker:
     process: subprocess.Popen[bytes]
     folder: Path
     stderr: Path
-    detokenizer: subprocess.Popen[bytes]
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.http.post(path, json=body, **kwargs)
@@ -117,23 +116,18 @@ def start_worker(
     with ExitStack() as stack:
         stack.callback(ipc.remove)
         log = stack.enter_context(stderr.open("wb"))
-        detokenizer_args = json.dumps({"ipc_dir": ipc.dir, "model_path": str(checkpoint)})
-        commands = [
-            [sys.executable, "-m", "engine.detokenizer", "--config-json", detokenizer_args],
-            [sys.executable, "-m", "tests.frontend.worker_main", json.dumps(args)],
-        ]
-        processes = [subprocess.Popen(c, env=env, stderr=log, stdout=log, cwd=ROOT) for c in commands]
-        for p in processes:
-            stack.callback(_end, p)
+        command = [sys.executable, "-m", "tests.frontend.worker_main", json.dumps(args)]
+        process = subprocess.Popen(command, env=env, stderr=log, stdout=log, cwd=ROOT)
+        stack.callback(_end, process)
         scheduler = stack.enter_context(StandIn(ipc, byte_tokenizer()))
-        wait_for(lambda: (folder / "listening").exists() or processes[1].poll() is not None)
-        assert processes[1].poll() is None, stderr.read_text()
+        wait_for(lambda: (folder / "listening").exists() or process.poll() is not None)
+        assert process.poll() is None, stderr.read_text()
         url = (folder / "listening").read_text()
         http = stack.enter_context(httpx.Client(base_url=url, timeout=30))
         if ready:
             scheduler.say_ready()
             wait_for(lambda: (folder / "ready").exists())
-        yield Worker(url, http, scheduler, processes[1], folder, stderr, processes[0])
+        yield Worker(url, http, scheduler, process, folder, stderr)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

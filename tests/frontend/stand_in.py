@@ -20,7 +20,6 @@ from engine.messages import (
     GenerateBatch,
     GenerateRequest,
     GetState,
-    RequestOpened,
     SchedulerReady,
     Shutdown,
     StateReply,
@@ -56,7 +55,6 @@ class StandIn:
         self.was_told_to_drain = False
         self._tokenizer = tokenizer
         self._pull: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
-        self._to_detokenizer = PushSocket(ipc.to_detokenizer)
         self._to_frontend = PushSocket(ipc.to_frontend)
         self._running: dict[str, Running] = {}
         self._over = threading.Event()
@@ -69,7 +67,7 @@ class StandIn:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        for socket in (self._pull, self._to_detokenizer, self._to_frontend):
+        for socket in (self._pull, self._to_frontend):
             socket.close()
 
     @property
@@ -87,7 +85,7 @@ class StandIn:
                     self._handle(message)
             outputs = [o for r in list(self._running.values()) if (o := self._step(r)) is not None]
             if outputs:
-                self._to_detokenizer.send(TokenBatch(outputs=outputs))
+                self._to_frontend.send(TokenBatch(outputs=outputs))
 
     def _handle(self, message: ToScheduler) -> None:
         if isinstance(message, GenerateRequest):
@@ -100,7 +98,7 @@ class StandIn:
             self.aborted += [message.rid] if not message.all else list(self._running)
             for rid in [r for r in self._running if message.all or r == message.rid]:
                 self._running.pop(rid)
-                self._to_detokenizer.send(
+                self._to_frontend.send(
                     TokenBatch(outputs=[TokenOutput(rid=rid, new_ids=[], finish=FinishReason(kind="abort"))])
                 )
         elif isinstance(message, FlushCache):
@@ -110,8 +108,7 @@ class StandIn:
             )
         elif isinstance(message, GetState):
             self.num_states += 1
-            way = self._to_detokenizer if message.by_detokenizer else self._to_frontend
-            way.send(self._state(message))
+            self._to_frontend.send(self._state(message))
         else:
             assert isinstance(message, Drain | Shutdown)
             self.was_told_to_drain |= isinstance(message, Drain)
@@ -119,11 +116,6 @@ class StandIn:
     def _open(self, m: GenerateRequest) -> None:
         self.seen.append(m)
         self._running[m.rid] = Running(m, self._tokenizer.decode(m.input_ids))
-        s = m.sampling
-        opened = RequestOpened(
-            rid=m.rid, prompt_tail=m.input_ids[-5:], stop=s.stop, skip_special_tokens=s.skip_special_tokens
-        )
-        self._to_detokenizer.send(opened)
 
     def _stuck(self, r: Running) -> bool:
         if "BREAK" in r.text and len(r.output) == 2 and not self.may_break.is_set():

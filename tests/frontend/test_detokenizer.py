@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from engine.detokenizer.batch import Detokenizer
 from engine.detokenizer.incremental import IncrementalText, RequestText, StopScanner, tail_text
+from engine.detokenizer.sample import SampleText
 from engine.frontend.tokenizer import BROKEN, Tokenizer
-from engine.messages import FinishReason, RequestOpened, TokenBatch, TokenLogprob, TokenOutput
+from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
+from engine.sampling_params import SamplingParams
 
 CORPUS = [
     "hello world, the quick brown fox",
@@ -214,35 +215,21 @@ def test_bytes_of_split_characters_join_to_the_text() -> None:
     assert s.token_text(tid(s, "▁hello")) == " hello"
 
 
-def test_batch_state_lives_from_opening_to_finish() -> None:
-    d = Detokenizer(byte_level())
-    assert d.handle(RequestOpened(rid="r", prompt_tail=[], stop=("zz",), skip_special_tokens=True)) is None
+def sample(*, stop: tuple[str, ...] = ()) -> SampleText:
+    return SampleText(byte_level(), GenerateRequest(rid="r", input_ids=[], sampling=SamplingParams(stop=stop)))
+
+
+def test_an_output_has_its_text_and_those_of_its_logprobs() -> None:
+    text = sample(stop=("zz",))
     a, z = letters("az")
-    out = d.handle(
-        TokenBatch(
-            outputs=[
-                TokenOutput(
-                    rid="r",
-                    new_ids=[a, z],
-                    logprobs=[TokenLogprob(logprob=-1.0, token_id=a, top=[(-1.0, a), (-2.0, z)])],
-                )
-            ]
-        )
-    )
-    assert out is not None and out.outputs[0].text == "a" and out.outputs[0].logprob_texts == [("a", ["a", "z"])]
-    out = d.handle(TokenBatch(outputs=[TokenOutput(rid="r", new_ids=[], finish=FinishReason(kind="abort"))]))
-    assert out is not None and out.outputs[0].text == "z" and d.num_live == 0
+    logprobs = [TokenLogprob(logprob=-1.0, token_id=a, top=[(-1.0, a), (-2.0, z)])]
+    out = text.read(TokenOutput(rid="r", new_ids=[a, z], logprobs=logprobs))
+    assert out.text == "a" and out.logprob_texts == [("a", ["a", "z"])]
+    out = text.read(TokenOutput(rid="r", new_ids=[], finish=FinishReason(kind="abort")))
+    assert out.text == "z"
 
 
-def test_an_impossible_id_or_an_unknown_request_harms_nobody_else() -> None:
-    d = Detokenizer(byte_level())
+def test_an_impossible_id_has_no_text() -> None:
     (a,) = letters("a")
-    out = d.handle(
-        TokenBatch(
-            outputs=[
-                TokenOutput(rid="x", new_ids=[-5]),
-                TokenOutput(rid="y", new_ids=[a, 10**6], finish=FinishReason(kind="length")),
-            ]
-        )
-    )
-    assert out is not None and [o.text for o in out.outputs] == ["", "a"]
+    assert sample().read(TokenOutput(rid="r", new_ids=[-5])).text == ""
+    assert sample().read(TokenOutput(rid="r", new_ids=[a, 10**6], finish=FinishReason(kind="length"))).text == "a"

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.detokenizer.sample import TextOutput
 from engine.frontend.answers import absorb
 from engine.frontend.errors import ApiError, decode_body
 from engine.frontend.fields import build_bootstraps, fit_to_context
 from engine.frontend.native_api import GenerateBody
 from engine.frontend.openai_bodies import ChatBody, CompletionBody, completion_prompts
 from engine.frontend.usage import Usage
-from engine.messages import FinishReason, TextOutput, TokenOutput
+from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
 
 

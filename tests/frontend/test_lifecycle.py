@@ -9,16 +9,18 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from engine.detokenizer.sample import SampleText
 from engine.frontend.client import EngineClient
 from engine.frontend.errors import ApiError, draining
 from engine.frontend.forecast import MIN_STARTED
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.metrics import Metrics
-from tests.frontend.conftest import ROOT, Worker, start_worker, wait_for, write_checkpoint
+from tests.frontend.conftest import ROOT, Worker, byte_tokenizer, start_worker, wait_for, write_checkpoint
 
 
 def test_health_is_503_until_ready_and_when_the_scheduler_is_silent(tmp_path: Path) -> None:
@@ -36,19 +38,6 @@ def test_health_is_503_until_ready_and_when_the_scheduler_is_silent(tmp_path: Pa
         assert w.http.get("/health_generate").status_code == 503
         w.scheduler.silent = False
         assert w.http.get("/health").status_code == 200
-
-
-def test_health_is_503_while_the_detokenizer_stands_still(tmp_path: Path) -> None:
-    """However often the scheduler itself is asked meanwhile, and answers."""
-    with start_worker(tmp_path) as w:
-        w.detokenizer.send_signal(signal.SIGSTOP)
-        try:
-            sick = wait_for(lambda: (r := w.http.get("/health")).status_code == 503 and r)
-            assert "detokenizer" in sick.json()["error"]["message"]
-            assert w.http.get("/check").status_code == 200 and w.http.get("/health").status_code == 503
-        finally:
-            w.detokenizer.send_signal(signal.SIGCONT)
-        wait_for(lambda: w.http.get("/health").status_code == 200)
 
 
 def test_a_dead_scheduler_fails_what_runs_and_ends_the_worker(tmp_path: Path) -> None:
@@ -140,7 +129,11 @@ def test_nobody_waits_for_an_engine_that_is_being_ended() -> None:
 
     async def scenario() -> None:
         client = EngineClient(
-            send=lambda message: None, now_s=time.monotonic, observer=Metrics(model_name="m", mode="decode"), max_live=1
+            send=lambda message: None,
+            open_text=partial(SampleText, byte_tokenizer()),
+            now_s=time.monotonic,
+            observer=Metrics(model_name="m", mode="decode"),
+            max_live=1,
         )
         waits = asyncio.create_task(client.state(timeout_s=5.0))
         await asyncio.sleep(0)
@@ -278,66 +271,6 @@ def test_a_taken_port_and_broken_files_are_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1 and "no tokenizer.json" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_no_torch_in_the_frontend_and_the_detokenizer() -> None:
-    code = "import sys, engine.frontend.server, engine.detokenizer.process; sys.exit('torch' in sys.modules)"
+def test_no_torch_in_the_frontend() -> None:
+    code = "import sys, engine.frontend.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
-
-
-def start_detokenizer(tmp_path: Path, ipc: IpcPaths, *, shell: bool = False) -> subprocess.Popen[bytes]:
-    config = json.dumps({"ipc_dir": ipc.dir, "model_path": str(write_checkpoint(tmp_path / "tiny"))})
-    command = [sys.executable, "-m", "engine.detokenizer", "--config-json", config]
-    if shell:  # a parent that prints the child's pid and is then killed
-        code = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); time.sleep(600)"
-        command = [sys.executable, "-c", code, *command]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-
-
-def bound(ipc: IpcPaths) -> bool:
-    return os.path.exists(ipc.to_detokenizer.removeprefix("ipc://"))
-
-
-def test_detokenizer_ends_on_sigterm_and_not_on_sigint(tmp_path: Path) -> None:
-    ipc = IpcPaths.create()
-    process = start_detokenizer(tmp_path, ipc)
-    try:
-        wait_for(lambda: bound(ipc))
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=10)
-        assert process.returncode == 0 and out == b""
-    finally:
-        process.kill()
-        process.communicate()
-        ipc.remove()
-
-
-def test_detokenizer_ends_with_its_parent(tmp_path: Path) -> None:
-    ipc = IpcPaths.create()
-    parent = start_detokenizer(tmp_path, ipc, shell=True)
-    try:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        wait_for(lambda: bound(ipc))
-        parent.kill()
-        parent.wait()
-        wait_for(lambda: not _alive(child))
-    finally:
-        parent.kill()
-        parent.communicate()
-        ipc.remove()
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_detokenizer_without_a_tokenizer_says_so_in_a_line(tmp_path: Path) -> None:
-    ipc = IpcPaths.create()
-    config = json.dumps({"ipc_dir": ipc.dir, "model_path": str(tmp_path)})
-    command = [sys.executable, "-m", "engine.detokenizer", "--config-json", config]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
-    ipc.remove()
-    assert done.returncode == 1 and done.stdout.startswith("error: ") and done.stdout.count("\n") == 1

@@ -76,7 +76,7 @@ def _processes(c: Cluster) -> Iterator[tuple[str, psutil.Process]]:
         if process.pid in roles:
             yield f"{roles[process.pid]} frontend", process
         elif process.ppid() in roles:
-            yield f"{roles[process.ppid()]} {'scheduler' if 'scheduler' in words else 'detokenizer'}", process
+            yield f"{roles[process.ppid()]} scheduler", process
         elif " router " in words:
             yield "router", process
 

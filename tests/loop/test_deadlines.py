@@ -89,12 +89,9 @@ class Rig:
     def wait(self, timeout_s: float) -> None:
         self.rests.append(timeout_s)
 
-    def to_detokenizer(self, message: Any) -> None:
+    def to_frontend(self, message: Any) -> None:
         if isinstance(message, TokenBatch):
             self.engine.say(message.outputs)
-
-    def to_frontend(self, message: Any) -> None:
-        """Replies of the control."""
 
     def call_attention(self) -> None:
         """Nobody sleeps here."""

@@ -1,6 +1,6 @@
 """The HTTP side of a simulated worker: bodies in, the production `EngineClient` under virtual time, answers out.
 
-Stands in for the aiohttp handlers, the tokenizer and the detokenizer. What decides is production code: who is taken, refused,
+Stands in for the aiohttp handlers and the tokenizer; tokens have no text. What decides is production code: who is taken, refused,
 early rejected or handed back (engine/frontend/client.py, forecast.py, deadline.py), and when it has drained (draining.py).
 """
 
@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 
+from engine.detokenizer.sample import TextOutput
 from engine.frontend.client import EngineClient, Generation
 from engine.frontend.deadline import request_timeout_s
 from engine.frontend.embeddings_api import NOTHING_NEW, _vector
 from engine.frontend.errors import DRAINING, ApiError, bad_field, decode_body
 from engine.frontend.load import v1_loads_entry
-from engine.messages import Bootstrap, GenerateRequest, SchedulerReady, TextOutput, ToFrontend, ToScheduler
+from engine.messages import Bootstrap, GenerateRequest, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
 from lifecycle.stop_signals import StopSignals
 from tests.simulation.aio import VirtualLoop
@@ -64,6 +65,7 @@ class Frontend:
         self.on_post: Callable[[Request], None] = lambda request: None
         self.client = EngineClient(
             send=send,
+            open_text=lambda request: _NoText(),
             now_s=self.aio.time,
             observer=_Figures(process),
             max_live=options.max_running + options.max_queued,
@@ -128,8 +130,8 @@ class Frontend:
         if self.client.is_draining:
             reply.whole(503, msgspec.json.encode({"status": DRAINING}), retry_after="1")
             return
-        if self.client.now_s() - self.client.last_text_s > HEARD_RECENTLY_S:
-            await self.client.hear(timeout_s=HEALTH_TIMEOUT_S)
+        if self.client.now_s() - self.client.last_heard_s > HEARD_RECENTLY_S:
+            await self.client.state(timeout_s=HEALTH_TIMEOUT_S)
         reply.whole(200, b"{}")
 
     async def _server_info(self, request: Request, reply: Reply) -> None:
@@ -205,6 +207,13 @@ class Frontend:
     def _new_rid(self) -> str:
         self._num_requests += 1
         return f"{self._process.name}-{self._num_requests}"
+
+
+class _NoText:
+    """`Text` of tokens that stand for nothing."""
+
+    def read(self, output: TokenOutput) -> TextOutput:
+        return TextOutput(text="", tokens=output)
 
 
 class _Figures:

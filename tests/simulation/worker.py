@@ -19,10 +19,6 @@ from disagg.recompute import Bounds
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.watchdog import Watchdog
 from engine.messages import (
-    StateReply,
-    TextBatch,
-    TextOutput,
-    ToDetokenizer,
     ToFrontend,
     TokenBatch,
     TokenOutput,
@@ -302,10 +298,9 @@ class Worker:
                 raise Violation(f"{self.process.name}: {output.rid} skips or repeats tokens")
             self.around.world.note(f"{output.rid} says {output.new_ids} {output.finish and output.finish.kind}")
             self.said[output.rid] = before + len(output.new_ids) if output.finish is None else -1
-        self.tell_frontend(TextBatch([TextOutput(text="", tokens=output) for output in outputs]))
+        self.tell_frontend(TokenBatch(outputs))
 
     def tell_frontend(self, message: ToFrontend) -> None:
-        """The detokenizer is on the way, with nothing to do."""
         self._pass_on("to frontend", type(message).__name__, self.frontend.on_message, message)
 
     @property
@@ -366,14 +361,11 @@ class _Ports:
     def wait(self, timeout_s: float) -> None:
         self._worker.wait_s = timeout_s
 
-    def to_detokenizer(self, message: ToDetokenizer) -> None:
+    def to_frontend(self, message: ToFrontend) -> None:
         if isinstance(message, TokenBatch):
             self._worker.say(message.outputs)
-        elif isinstance(message, StateReply):
+        else:
             self._worker.tell_frontend(message)
-
-    def to_frontend(self, message: ToFrontend) -> None:
-        self._worker.tell_frontend(message)
 
     def call_attention(self) -> None:
         self._worker._wake_loop()

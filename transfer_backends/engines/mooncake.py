@@ -71,11 +71,12 @@ class MooncakeEngine:
             name="mooncake",
             max_inflight=256,
             max_inflight_bytes=32 << 20,
-            max_post_pieces=64,
+            max_post_pieces=128,
             max_post_bytes=8 << 20,
             max_piece_bytes=4 << 20,
             target_must_poll=False,
             settle_s=2.0,
+            full_window_s=0.001,
         )
         set_defaults(SETTINGS)
         if not any(Path("/sys/class/infiniband").glob("*")):
@@ -134,9 +135,9 @@ class MooncakeEngine:
         return MooncakeOp([], failed=False)  # each id is exact: nothing writes after its end
 
     def poll(self, op: MooncakeOp) -> OpState:
-        """Asks up to the first piece that is pending: those behind it end later, mostly, and 64 questions a look cost
+        """Asks up to the first piece that is pending: those behind it end later, mostly, and a question for each at every look
 
-        the sender a tenth of its rate with small pages.
+        cost the sender a tenth of its rate with small pages.
         """
         check = self._engine.transfer_check_status
         num_final = 0

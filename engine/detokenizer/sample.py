@@ -1,0 +1,68 @@
+"""The text of one sample, as its tokens come: `TokenOutput` in, `TextOutput` out. Pure.
+
+It works in the frontend's process. In one of its own each token would wake another process and cross another socket, which
+costs more than the text (docs/benchmarks.md).
+"""
+
+import logging
+
+import msgspec
+
+from engine.detokenizer.incremental import RequestText
+from engine.frontend.tokenizer import Tokenizer
+from engine.messages import GenerateRequest, TokenLogprob, TokenOutput
+from telemetry.logs import about
+
+log = logging.getLogger(__name__)
+
+PROMPT_TAIL_TOKENS = 8  # what incremental detokenization needs to see of the prompt
+
+
+class TextOutput(msgspec.Struct, kw_only=True):
+    """`TokenOutput` with its text. `text` is the part that is new and final (a delta, never a broken character;
+
+    nothing that may still become a stop string). `logprob_texts` run parallel to `tokens.logprobs`: the text of the
+    chosen token and of each alternative (`top`, then `asked`). `input_logprob_texts` likewise.
+    """
+
+    text: str
+    tokens: TokenOutput
+    logprob_texts: list[tuple[str, list[str]]] = []
+    input_logprob_texts: list[tuple[str, list[str]]] = []
+
+
+class SampleText:
+    """Follows one sample from its request to its end."""
+
+    def __init__(self, tokenizer: Tokenizer, request: GenerateRequest) -> None:
+        sampling = request.sampling
+        self._token_text = tokenizer.token_text
+        self._text = RequestText(
+            tokenizer,
+            prompt_tail=request.input_ids[-PROMPT_TAIL_TOKENS:],
+            stop=sampling.stop,
+            skip_special_tokens=sampling.skip_special_tokens,
+            stop_regex=sampling.stop_regex,
+            no_stop_trim=sampling.no_stop_trim,
+        )
+
+    def read(self, output: TokenOutput) -> TextOutput:
+        """The next output of the sample, with its text."""
+        return TextOutput(
+            text=self._push(output),
+            tokens=output,
+            logprob_texts=[self._texts(lp) for lp in output.logprobs],
+            input_logprob_texts=[self._texts(lp) for lp in output.input_logprobs],
+        )
+
+    def _push(self, output: TokenOutput) -> str:
+        try:
+            return self._text.push(output.new_ids, output.finish)
+        except (OverflowError, ValueError) as e:  # an id that no tokenizer can have: only this sample suffers
+            rid = output.rid
+            log.error("request %s: cannot decode %s: %s", rid, output.new_ids[:8], e, extra=about(rid=rid))
+            return ""
+
+    def _texts(self, lp: TokenLogprob) -> tuple[str, list[str]]:
+        text = self._token_text
+        return text(lp.token_id), [text(token_id) for _, token_id in [*lp.top, *lp.asked]]

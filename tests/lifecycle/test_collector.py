@@ -1,0 +1,33 @@
+"""What lives when a process begins to serve is left alone by the collector; what it has left behind later is not."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from lifecycle.collector import spare_what_lives
+
+
+class Circle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+def test_the_second_time_drops_what_has_died_since_the_first() -> None:
+    kept, left = Circle(), Circle()
+    spare_what_lives()
+    assert gc.get_freeze_count() > 0
+    assert not any(other is kept for other in gc.get_objects())
+    gone = weakref.ref(left)
+    del left
+    gc.collect()
+    assert gone() is not None  # it was spared
+    spare_what_lives()
+    assert gone() is None and gc.get_freeze_count() > 0
