@@ -307,3 +307,35 @@ def test_a_much_higher_priority_takes_a_running_place(priority: int, preempted: 
     engine.run()
     assert engine.scheduler.counters.preemptions == preempted
     assert engine.tokens == {"low": expected_tokens([1, 2], 20), "high": expected_tokens([3], 3)}
+
+
+@pytest.mark.parametrize(
+    ("length", "parts"), [(64, [64]), (68, [68]), (69, [64, 5]), (132, [64, 68]), (133, [64, 64, 5])]
+)
+def test_the_end_of_a_prompt_may_overdraw_the_chunk_budget_by_a_16th(length: int, parts: list[int]) -> None:
+    engine = EngineInATest(page_size=4, chunk=64)
+    prompt = [i % 50 for i in range(length)]
+    engine.add("r", prompt, max_new_tokens=2)
+    engine.run()
+    assert [item.q_len for plan in engine.plans for item in plan.items if item.extend] == parts
+    assert engine.tokens["r"] == expected_tokens(prompt, 2)
+
+
+def test_only_one_prompt_of_a_step_overdraws_it() -> None:
+    engine = EngineInATest(page_size=4, chunk=64)
+    for rid in ("a", "b", "c"):
+        engine.add(rid, [ord(rid) % 50 + i % 9 for i in range(33)], max_new_tokens=1)
+    engine.run()
+    assert [[item.q_len for item in plan.items] for plan in engine.plans if plan.extend] == [[33, 33], [33]]
+
+
+def test_prompts_come_in_although_riders_have_the_budget() -> None:
+    engine = EngineInATest(page_size=4, chunk=4, max_running=20, mixed_chunk=True)
+    for i in range(5):
+        engine.land(f"r{i}", [i], max_new_tokens=30)
+    engine.turn()
+    engine.add("new", [1, 2, 3], max_new_tokens=2)
+    engine.turn()
+    assert any(item.rid == "new" for item in engine.plans[-1].items) and len(engine.plans[-1].items) == 6
+    engine.run()
+    assert engine.tokens["new"] == expected_tokens([1, 2, 3], 2)
