@@ -386,7 +386,7 @@ def test_who_waits_for_a_long_prompt_goes_when_that_is_aborted() -> None:
     engine.abort("first")
     engine.run()
     assert engine.tokens["second"] == expected_tokens([*long, 7], 2)
-    assert [item.start for plan in engine.plans for item in plan.items if item.rid == "second"][0] == 512
+    assert next(item.start for plan in engine.plans for item in plan.items if item.rid == "second") == 512
 
 
 def test_of_many_who_share_a_prefix_a_plan_looks_at_some() -> None:
