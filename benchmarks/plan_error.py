@@ -72,7 +72,9 @@ def main() -> None:
         (folder / "trace.jsonl").write_text(_trace(args.requests, args.rate))
         rounds = []
         model = str(folder / "model")
-        with tandem_up("--model-path", model, "--unified") as unified, tandem_up("--model-path", model) as pair:
+        flags = ("--model-path", model)
+        # the plan's 1U computes prompts first
+        with tandem_up(*flags, "--unified", "--no-enable-mixed-chunk") as unified, tandem_up(*flags) as pair:
             for seed in range(args.rounds):
                 rounds.append(_round({"1U": unified.url, "1P1D": pair.url}, folder / "trace.jsonl", seed))
                 best = max(rounds, key=lambda one: min(one.cores.values()))

@@ -133,7 +133,7 @@ def _argparse_keywords(flag: Flag, *, only_given: bool) -> dict[str, Any]:
         "default": argparse.SUPPRESS if only_given else flag.default,
         "help": _help_text(flag),
     }
-    if flag.is_switch and not flag.default:
+    if flag.is_switch and flag.default is False:
         return keywords | {"action": "store_true"}
     if flag.is_switch:
         return keywords | {"action": argparse.BooleanOptionalAction}

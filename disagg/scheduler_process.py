@@ -118,6 +118,7 @@ def run(spec: SchedulerSpec) -> None:
         disk=parts.disk,
         adapters=adapters,
         events=EventPump(parts.events, publisher),
+        spare_work=parts.spare_work,
     )
     _end_on_signals(loop, ports.call_attention)
     allocator = parts.scheduler.memory.allocator

@@ -47,7 +47,8 @@ from engine.models.registry import load_model
 from engine.resolve import depth, limits, num_pages, priorities, resolve
 
 log = logging.getLogger(__name__)
-STEPS_AHEAD = 8  # prefill steps whose KV memory is made ready at start: 8,192 tokens with the default chunk
+PREFAULT_THREADS = 4  # at start, when nothing else computes
+PREFAULT_START_S = 5.0  # at most; where memory comes that slowly the rest is made ready at rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class EngineParts:
     """A ready engine. `config` is resolved. `adapters`: None where requests may name none. `graphs`: of its decode steps.
 
     `events`: what happens in the prefix cache, None where nobody is told. `layers`: how far its steps have got.
+    `spare_work`: a few milliseconds of work for an engine at rest; whether there was any.
     """
 
     config: EngineConfig
@@ -69,6 +71,7 @@ class EngineParts:
     adapters: AdapterStore | None = None
     events: CacheEvents | None = None
     graphs: DecodeGraphs | None = None
+    spare_work: Callable[[], bool] = lambda: False
 
 
 def build_engine(
@@ -120,6 +123,7 @@ def build_engine(
             raise ConfigError(f"--model-path {config.model_path}: its files changed while they were read; start again")
         identity = _identities(config, model_config, pool)
         tier = build_host_tier(config, pool, identity(config.weight_version, before), wakeup=wakeup)
+    prefault = _prefault(config, pool)
     bank = AdapterBank() if config.enable_lora else None
     layers = LayerMarks(device)
     backend = make_attention_backend(config.attention_backend, pool, num_heads=model_config.num_heads)
@@ -142,7 +146,7 @@ def build_engine(
         host_pool=tier.pool if tier else None,
         adapters=bank,
         layers=layers,
-        prefault=_prefault(config, pool),
+        prefault=_reach(prefault, pool),
     )
     stream = make_stream(
         config.stream,
@@ -190,6 +194,7 @@ def build_engine(
         events=events,
         layers=layers,
         graphs=graphs,
+        spare_work=prefault.piece if prefault else lambda: False,
     )
 
 
@@ -259,18 +264,25 @@ def _allocate_pool(config: EngineConfig, specs: list, device: torch.device) -> K
         ) from error
 
 
-def _prefault(config: EngineConfig, pool: KVPool) -> Callable[[int], None]:
-    """Makes memory for STEPS_AHEAD steps of new tokens ready, on a CPU alone, and keeps as much ready beyond the highest page
+def _prefault(config: EngineConfig, pool: KVPool) -> Prefault | None:
+    """On a CPU, unless it is told not to. Its own thread goes on beside the model's steps where a core is left for it."""
+    tokens, num_threads = config.prefault_tokens, config.num_threads
+    assert tokens is not None and num_threads is not None, "of a resolved config"
+    if pool.device.type != "cpu" or tokens == 0:
+        return None
+    pages = pool.num_pages + 1 if tokens == -1 else -(-tokens // config.page_size)
+    cores = len(os.sched_getaffinity(0))
+    prefault = Prefault(
+        pool.buffer,
+        ahead_bytes=pages * pool.page_bytes,
+        on_its_own=lambda: len(os.sched_getaffinity(0)) > num_threads,  # each time: an operator may pin us later
+    )
+    prefault.start(num_threads=min(cores, PREFAULT_THREADS), timeout_s=PREFAULT_START_S)
+    return prefault
 
-    in use where a core is left to do it: else it would take its time from the model's steps.
-    """
-    if pool.device.type != "cpu":
-        return lambda highest_page: None
-    chunk = config.chunked_prefill_size
-    assert chunk is not None and config.num_threads is not None, "of a resolved config"
-    pages = -(-(chunk if chunk > 0 else config.max_prefill_tokens) // config.page_size)
-    prefault = Prefault(pool.buffer, ahead_bytes=STEPS_AHEAD * pages * pool.page_bytes)
-    if len(os.sched_getaffinity(0)) <= config.num_threads:
+
+def _reach(prefault: Prefault | None, pool: KVPool) -> Callable[[int], None]:
+    if prefault is None:
         return lambda highest_page: None
     return lambda highest_page: prefault.reach((highest_page + 1) * pool.page_bytes)
 

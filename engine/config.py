@@ -43,15 +43,23 @@ class EngineConfig:
     mem_fraction_static: float = flag(
         0.2, "share of free memory for the KV cache when --max-total-tokens is unset (capped at 4 GiB on cpu)"
     )
+    prefault_tokens: int | None = flag(
+        None,
+        "tokens beyond those in use whose KV memory is kept ready on cpu: first touched at start (for 5 s at most), then "
+        "when nothing else is to be done; 0: memory is touched when it is used; -1: all of it; default: 32768",
+    )
     max_running_requests: int = flag(64, "requests in the running batch")
     max_queued_requests: int = flag(4096, "requests that may wait; one more is answered 503")
     chunked_prefill_size: int | None = flag(
         None,
-        "most prompt tokens in one step; longer prompts go in chunks; -1: no chunking; default: 1024 on cpu, 8192 on cuda",
+        "prompt tokens in one step; longer prompts go in chunks, the end of one may be a 16th more; -1: no chunking; "
+        "default: 1024 on cpu, 8192 on cuda",
     )
     max_prefill_tokens: int = flag(16384, "most prompt tokens in one prefill batch when chunking is off")
     prefill_max_requests: int | None = flag(None, "most prompts in one prefill step; default: no limit")
-    enable_mixed_chunk: bool = flag(False, "running decodes ride along in a prefill step")
+    enable_mixed_chunk: bool | None = flag(
+        None, "running decodes ride along in a prefill step; default: yes on cpu, no on cuda"
+    )
     schedule_policy: str = flag("fcfs", "order of the waiting queue", choices=POLICIES)
     schedule_conservativeness: float = flag(
         1.0, "above 1: fewer requests run at once, fewer are retracted; below 1: the other way round"

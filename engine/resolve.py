@@ -14,6 +14,7 @@ from engine.model_config import DEFAULT_MODEL_PATH, ModelConfig
 
 MAX_CPU_KV_BYTES = 4 << 30
 MAX_PAGE_SIZE = 1024
+PREFAULT_TOKENS = 32768
 CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # on a CPU more is no faster, and who came later waits longer
 
 
@@ -46,6 +47,8 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         context_length=_context_length(config.context_length, model.max_position_embeddings),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
         num_threads=config.num_threads or 1,  # a worker has counted its cores by now (engine/threads.py)
+        enable_mixed_chunk=device == "cpu" if config.enable_mixed_chunk is None else config.enable_mixed_chunk,
+        prefault_tokens=PREFAULT_TOKENS if config.prefault_tokens is None else config.prefault_tokens,
     )
 
 
@@ -64,7 +67,7 @@ def limits(config: EngineConfig) -> Limits:
         max_prefill_tokens=config.max_prefill_tokens,
         chunked_prefill_size=config.chunked_prefill_size if config.chunked_prefill_size > 0 else None,
         prefill_max_requests=config.prefill_max_requests,
-        mixed_chunk=config.enable_mixed_chunk,
+        mixed_chunk=bool(config.enable_mixed_chunk),
         wait_between_prefills=config.disable_consecutive_prefill_overlap,
         max_loras_per_batch=config.max_loras_per_batch if config.enable_lora else 0,
         lora_drain_wait_s=config.lora_drain_wait_threshold or None,
@@ -137,6 +140,8 @@ def _check_ranges(config: EngineConfig) -> None:
     _require(
         config.max_running_requests >= 1, "--max-running-requests", "must be at least 1", config.max_running_requests
     )
+    tokens = config.prefault_tokens
+    _require(tokens is None or tokens >= -1, "--prefault-tokens", "must be -1 or at least 0", tokens)
     _require(config.max_queued_requests >= 0, "--max-queued-requests", "must be at least 0", config.max_queued_requests)
     _require(config.max_prefill_tokens >= 1, "--max-prefill-tokens", "must be at least 1", config.max_prefill_tokens)
     _require(

@@ -155,8 +155,9 @@ def guess_rate(study: Study, layout: Layout) -> float:
 
 def cluster_spec(study: Study, layout: Layout) -> ClusterSpec:
     engine = study.engine
+    engine = replace(engine, enable_mixed_chunk=layout.mixed)
     if layout.mixed:
-        engine = replace(engine, enable_mixed_chunk=True, chunked_prefill_size=study.mixed_chunk_size)
+        engine = replace(engine, chunked_prefill_size=study.mixed_chunk_size)
     workers = {
         role: WorkerSpec(
             role=role,

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
+TAIL_SHARE = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Token budgets of one prefill step, and how many requests may run or wait.
 
-    `chunked_prefill_size`: most prompt tokens a step computes, a multiple of page_size; longer prompts go in parts;
+    `chunked_prefill_size`: prompt tokens that a step computes, a multiple of page_size; longer prompts go in parts, and
+    their ends may overdraw it by `tail_tokens`;
     None: prompts always go whole, and `max_prefill_tokens` bounds what may join the first. `prefill_max_requests`: of a step.
     `mixed_chunk`: running decodes ride along in a prefill step. `wait_between_prefills`:
     of two prefill steps in a row the second asks for depth 1, so that the first tokens are out before it computes.
@@ -25,6 +28,11 @@ class Limits:
     wait_between_prefills: bool = False
     max_loras_per_batch: int = 0
     lora_drain_wait_s: float | None = None
+
+    @property
+    def tail_tokens(self) -> int:
+        """What the rest of a prompt may have beyond the chunk budget: a step of its own for so few tokens costs more."""
+        return (self.chunked_prefill_size or 0) // TAIL_SHARE
 
     @property
     def chunked(self) -> bool:

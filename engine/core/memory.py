@@ -55,7 +55,7 @@ class Memory:
         """Host pages that go on where the tree ends; found (and pinned) before anything is evicted for the request."""
         if self.host is None:
             return []
-        end = _match_limit(request) // self.allocator.page_size
+        end = match_limit(request) // self.allocator.page_size
         below = self.host.find(request, start=len(match.pages), end=end)
         self.host.on_read(match.node)
         return below
@@ -72,7 +72,7 @@ class Memory:
     def prefetch(self, request: Request) -> None:
         """What of its prefix lies on disk alone is on its way to the host from now on."""
         if self.host is not None and self.host.disk is not None:
-            end = _match_limit(request) // self.allocator.page_size
+            end = match_limit(request) // self.allocator.page_size
             self.host.prefetch(request, start=len(self.match_prefix(request).pages), end=end)
 
     def awaits(self, request: Request, now_s: float) -> bool:
@@ -87,7 +87,7 @@ class Memory:
 
     def match_prefix(self, request: Request) -> Match:
         """The cached prefix that `request` may use: at least one token is computed."""
-        return self.cache.match(request.tokens(0, _match_limit(request)), adapter=request.adapter)
+        return self.cache.match(request.tokens(0, match_limit(request)), adapter=request.adapter)
 
     def reserve(self, request: Request, *, reserved_pages: int) -> bool:
         """Pages for the known tokens, whose KV comes from elsewhere; or change nothing.
@@ -175,7 +175,7 @@ class Memory:
             self.host.check()
 
 
-def _match_limit(request: Request) -> int:
+def match_limit(request: Request) -> int:
     """At least one token is computed; prompt logprobs need the logits from one before their start, hidden states all."""
     limit = min(request.num_tokens - 1, unseen_from(request))
     if request.wants_input_logprobs:

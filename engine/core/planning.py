@@ -5,7 +5,7 @@ engine/core/plan.py). It relies only on steps running in the order in which they
 """
 
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice
 
 from engine.core.adapter_budget import AdapterBudget
 from engine.core.backups import Backups
@@ -22,6 +22,7 @@ from engine.core.policy import Draw, Priorities, order
 from engine.core.prefill_adder import AddResult, PrefillAdder
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
+from engine.core.shared_work import SharedWork
 from engine.core.stages import Stages
 
 
@@ -113,12 +114,17 @@ class Planner:
         if self._stages.chunked is None and (self._stages.batch_is_full or not self._stages.waiting):
             return items, opens
         adder, adapters = self._adder(), self._stages.adapter_budget(self._limits, now_s=now_s)
+        shared = SharedWork(self._memory, chain(self._stages.running, self._stages.kept))
         if self._stages.chunked is not None:
-            items.append(self._extend(self._stages.chunked, adder))
+            going_on = self._stages.chunked
+            items.append(self._extend(going_on, adder))
+            shared.add(going_on)
         for request in self._in_order(adapters, now_s):
-            if self._stages.chunked is not None or adder.exhausted:
+            if self._stages.chunked is not None or adder.exhausted or shared.exhausted:
                 break
             if self._memory.awaits(request, now_s) or not adapters.has_place(request):
+                continue
+            if shared.passes_over(request):
                 continue
             result = AddResult.NO_TOKEN if self._table.num_free == 0 else adder.add(request)
             if result is AddResult.NO_TOKEN:
@@ -130,6 +136,7 @@ class Planner:
             self._note_admitted(request)
             opens.append(self._open_slot(request))
             items.append(self._restore(request) if request.saved_len > 0 else self._extend(request, adder))
+            shared.add(request)
         return items, opens
 
     def _adder(self) -> PrefillAdder:

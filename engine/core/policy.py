@@ -6,8 +6,9 @@ dfs-weight  depth first through the prefix tree, heaviest branch first: who shar
 lof         longest output first
 random      by lot
 
-With a cache-aware policy (lpm, dfs-weight) a request that shares an uncached prefix with one before it waits one turn:
-by then the first has computed it (*in-batch prefix caching*). Where priorities are on they decide before the policy.
+With a cache-aware policy (lpm, dfs-weight) a request that shares an uncached prefix with one before it comes last; whether
+it waits for that one's step is decided elsewhere, whatever the policy (shared_work.py). Where priorities are on they decide
+before the policy.
 SGLang's policies; the aging of priorities is ours.
 """
 

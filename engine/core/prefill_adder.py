@@ -1,7 +1,8 @@
 """Which prompts, or parts of prompts, one prefill step computes: token budgets of a step, memory of everybody.
 
     input budget   max_prefill_tokens of the step (the first prompt may overdraw it)
-    chunk budget   chunked_prefill_size of the step; what does not fit is cut at a whole page and goes on next step
+    chunk budget   chunked_prefill_size of the step; what does not fit is cut at a whole page and goes on next step,
+                   but for the end of a prompt, which may be a 16th too long
     memory         free + evictable pages, less what running requests are expected to grow by, less what this step took
 
 A step asks for requests in the policy's order until the answer is not CONTINUE. SGLang's PrefillAdder.
@@ -41,9 +42,13 @@ class PrefillAdder:
         self._memory = memory
         self._input_left = limits.max_prefill_tokens - decode_tokens
         chunk = limits.chunked_prefill_size
-        self._chunk_left = math.inf if chunk is None else chunk - decode_tokens
+        self._chunk_left = math.inf if chunk is None else self._beside(decode_tokens, chunk)
         self._growth_pages = sum(self._pages(ratio.growth_tokens(r)) for r in growing)
         self.num_requests = 0
+
+    def _beside(self, decode_tokens: int, chunk: int) -> int:
+        """Half of the budget is the prompts' at least, else nobody new came in while many draw."""
+        return max(chunk - decode_tokens, chunk // 2, self._limits.page_size)
 
     def add(self, request: Request) -> AddResult:
         """Judge `request`: CONTINUE: it is admitted (its prefix locked, its pages taken) and `take` may be called."""
@@ -72,7 +77,7 @@ class PrefillAdder:
         """
         start, total = request.launched_len, request.num_tokens
         left = max(self._chunk_left, self._limits.page_size)
-        end = total if total - start <= left else self._whole_pages(start + int(left))
+        end = total if total - start <= left + self._limits.tail_tokens else self._whole_pages(start + int(left))
         assert end > start
         self._input_left -= end - start
         self._chunk_left -= end - start

@@ -100,7 +100,9 @@ class EngineLoop:
         disk: DiskPump | None = None,
         adapters: AdapterControl | None = None,
         events: EventPump | None = None,
+        spare_work: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`spare_work`: a few milliseconds of it, done when there is nothing else to do; whether there was any."""
         self._scheduler = scheduler
         self._role = role
         self._ports = ports
@@ -111,6 +113,7 @@ class EngineLoop:
         self._disk = disk or DiskPump()
         self._events = events or EventPump()
         self._adapters = adapters or AdapterControl.without()
+        self._spare_work = spare_work
         self._pipeline = Pipeline(scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step)
         self._skipper = ReceiveSkipper(interval=settings.recv_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
@@ -201,6 +204,8 @@ class EngineLoop:
             log.info("%s", line)
         if not waiting:
             self._reporter.check_when_due(now_s)
+            if self._spare_work():
+                return
         self._watchdog.resting()
         due_s, wait_s = self._role.due_s(), OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S
         if due_s is not None:

@@ -307,3 +307,93 @@ def test_a_much_higher_priority_takes_a_running_place(priority: int, preempted: 
     engine.run()
     assert engine.scheduler.counters.preemptions == preempted
     assert engine.tokens == {"low": expected_tokens([1, 2], 20), "high": expected_tokens([3], 3)}
+
+
+@pytest.mark.parametrize(
+    ("length", "parts"), [(64, [64]), (68, [68]), (69, [64, 5]), (132, [64, 68]), (133, [64, 64, 5])]
+)
+def test_the_end_of_a_prompt_may_overdraw_the_chunk_budget_by_a_16th(length: int, parts: list[int]) -> None:
+    engine = EngineInATest(page_size=4, chunk=64)
+    prompt = [i % 50 for i in range(length)]
+    engine.add("r", prompt, max_new_tokens=2)
+    engine.run()
+    assert [item.q_len for plan in engine.plans for item in plan.items if item.extend] == parts
+    assert engine.tokens["r"] == expected_tokens(prompt, 2)
+
+
+def test_only_one_prompt_of_a_step_overdraws_it() -> None:
+    engine = EngineInATest(page_size=4, chunk=64)
+    for rid in ("a", "b", "c"):
+        engine.add(rid, [ord(rid) % 50 + i % 9 for i in range(33)], max_new_tokens=1)
+    engine.run()
+    assert [[item.q_len for item in plan.items] for plan in engine.plans if plan.extend] == [[33, 33], [33]]
+
+
+def test_prompts_come_in_although_riders_have_the_budget() -> None:
+    engine = EngineInATest(page_size=4, chunk=4, max_running=20, mixed_chunk=True)
+    for i in range(5):
+        engine.land(f"r{i}", [i], max_new_tokens=30)
+    engine.turn()
+    engine.add("new", [1, 2, 3], max_new_tokens=2)
+    engine.turn()
+    assert any(item.rid == "new" for item in engine.plans[-1].items) and len(engine.plans[-1].items) == 6
+    engine.run()
+    assert engine.tokens["new"] == expected_tokens([1, 2, 3], 2)
+
+
+def plan_ids(engine: EngineInATest) -> list[list[str]]:
+    return [[item.rid for item in plan.items] for plan in engine.plans if plan.extend]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_shares_a_prefix_that_is_being_computed_waits_a_step_and_finds_it(depth: int) -> None:
+    """Whatever the policy; nobody else is held up."""
+    engine = EngineInATest(depth=depth, page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512, max_running=8)
+    prefix = [i % 50 for i in range(200)]
+    prompts = {"first": [*prefix, 1], "second": [*prefix, 2], "other": [9, 9, 9], "third": [*prefix, 3]}
+    for rid, prompt in prompts.items():
+        engine.add(rid, prompt, max_new_tokens=3)
+    engine.run()
+    assert plan_ids(engine)[0] == ["first", "other"]
+    found = [item for plan in engine.plans for item in plan.items if item.rid in ("second", "third") and item.extend]
+    assert [item.start for item in found] == [200, 200]
+    assert engine.tokens == {rid: expected_tokens(prompt, 3) for rid, prompt in prompts.items()}
+
+
+def test_who_shares_little_or_could_not_find_it_waits_for_nobody() -> None:
+    short = [i % 50 for i in range(124)]
+    engine = EngineInATest(page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512)
+    for rid in ("first", "second"):
+        engine.add(rid, [*short, ord(rid[0]) % 50, *range(40)], max_new_tokens=1)
+    engine.run()
+    assert plan_ids(engine) == [["first", "second"]]
+    long = [i % 50 for i in range(200)]
+    for kept in (True, False):
+        engine = EngineInATest(page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512)
+        for rid in ("first", "second"):
+            engine.add(rid, long, max_new_tokens=1).keep_kv = kept
+        engine.run()
+        assert plan_ids(engine) == ([["first"], ["second"]] if kept else [["first", "second"]])
+
+
+def test_who_waits_for_a_long_prompt_goes_when_that_is_aborted() -> None:
+    engine = EngineInATest(page_size=4, chunk=256, max_prefill_tokens=4096, num_pages=512)
+    long = [i % 50 for i in range(600)]
+    engine.add("first", long, max_new_tokens=1)
+    engine.turn()
+    engine.add("second", [*long, 7], max_new_tokens=2)
+    engine.turn()
+    engine.abort("first")
+    engine.run()
+    assert engine.tokens["second"] == expected_tokens([*long, 7], 2)
+    assert next(item.start for plan in engine.plans for item in plan.items if item.rid == "second") == 512
+
+
+def test_of_many_who_share_a_prefix_a_plan_looks_at_some() -> None:
+    engine = EngineInATest(page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512, max_running=64)
+    prefix = [i % 50 for i in range(200)]
+    for i in range(40):
+        engine.add(f"r{i}", [*prefix, i], max_new_tokens=1)
+    engine.add("other", [9, 9, 9], max_new_tokens=1)
+    engine.run()
+    assert plan_ids(engine)[0] == ["r0"] and len(plan_ids(engine)[1]) == 40

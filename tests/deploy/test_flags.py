@@ -23,6 +23,7 @@ class Sample:
     limit: int | None = flag(None)
     disable_cache: bool = flag(False)
     check: bool = flag(True)
+    mixed: bool | None = flag(None)
     urls: tuple[str, ...] = flag(())
     by_hand: tuple[int, ...] = flag((), cli="special")
 
@@ -46,6 +47,12 @@ def test_every_kind_of_field() -> None:
     assert parse(*argv.split()) == Sample(
         page_size=64, share=0.25, dtype="float32", limit=-1, disable_cache=True, check=False, urls=("a", "b")
     )
+
+
+@pytest.mark.parametrize(("argv", "mixed"), [([], None), (["--mixed"], True), (["--no-mixed"], False)])
+def test_a_switch_may_be_undecided_and_is_handed_on_as_it_was_given(argv: list[str], mixed: bool | None) -> None:
+    assert parse(*argv).mixed is mixed
+    assert given_argv(parser(only_given=True).parse_strict(argv), Sample) == argv
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ class Rig:
         self.engine = EngineInATest(max_running=1)
         self.inbox: list[Any] = []
         self.rests: list[float] = []
+        self.spare_pieces = 0
         self.now_s = 100.0
         self.role = NotedRole(self.engine.scheduler)
         self.loop = EngineLoop(
@@ -79,6 +80,7 @@ class Rig:
             watchdog=Watchdog(timeout_s=300.0),
             settings=LoopSettings(depth=depth, eos_ids=frozenset(), prefill_only=False),
             clock=lambda: self.now_s,
+            spare_work=self.spare_work,
         )
 
     # ports
@@ -92,6 +94,10 @@ class Rig:
     def to_frontend(self, message: Any) -> None:
         if isinstance(message, TokenBatch):
             self.engine.say(message.outputs)
+
+    def spare_work(self) -> bool:
+        self.spare_pieces -= 1
+        return self.spare_pieces >= 0
 
     def call_attention(self) -> None:
         """Nobody sleeps here."""
@@ -218,3 +224,16 @@ def test_the_loop_rests_until_its_role_is_due() -> None:
     for now_s, wait_s in ((7.0, 0.25), (7.24999, SOON_S), (8.0, SOON_S), (5.0, 1.0)):
         rig.now_s = now_s
         assert rig.rest() == pytest.approx(wait_s)
+
+
+def test_a_loop_at_rest_does_spare_work_piece_by_piece_and_waits_when_there_is_none() -> None:
+    rig = Rig()
+    rig.spare_pieces = 2
+    rig.loop._rest()
+    rig.loop._rest()
+    assert rig.rests == [] and rig.spare_pieces == 0
+    assert rig.rest() == IDLE_WAIT_S
+    rig.spare_pieces = 1
+    rig.tell(ask("busy", None, new=2))
+    rig.turns(5)
+    assert rig.spare_pieces == 1 and len(rig.engine.tokens["busy"]) == 2

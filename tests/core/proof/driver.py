@@ -306,7 +306,7 @@ class Driver(EngineInATest):
         assert limits.prefill_max_requests is None or len(extends) <= limits.prefill_max_requests
         if limits.chunked_prefill_size is not None and extends:
             tokens = sum(item.q_len for item in extends)
-            assert tokens <= limits.chunked_prefill_size, f"a step of {tokens} tokens"
+            assert tokens <= limits.chunked_prefill_size + limits.tail_tokens, f"a step of {tokens} tokens"
         for item in items:
             request = self.lives[item.rid].request
             assert item.sample or item.kv_len % limits.page_size == 0, "a chunk ends inside a page"

@@ -1,0 +1,69 @@
+"""Prompts that wait for a step, because another request computes their beginning just now. Pure; changes nothing.
+
+Requests that come together with one prefix (a system prompt, several answers to one prompt) would each compute it: the tree
+knows a page when its step has been collected. Who waits that one step finds it there. SGLang's in-batch prefix caching does
+so by order, with its cache-aware policies; here it is whatever the policy.
+"""
+
+from collections.abc import Iterable
+
+from engine.core.memory import Memory, match_limit
+from engine.core.request import Request
+
+MIN_SAVED_TOKENS = 128  # about what a step costs that reads the weights for a few tokens only
+MAX_PASSED_OVER = 32  # of a step: what a plan costs stays bounded however many wait
+
+
+class SharedWork:
+    """Good for one step. `computing`: requests of which some may have a step in flight."""
+
+    def __init__(self, memory: Memory, computing: Iterable[Request]) -> None:
+        self._memory = memory
+        self._page_size = memory.allocator.page_size
+        self._under_way: dict[tuple[int, ...], list[Request]] = {}  # by their first page
+        self.num_passed_over = 0
+        for request in computing:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """It computes, as far as `launched_len` says, in this step or one that is not collected."""
+        if self._memory.cache.enabled and request.keep_kv and _under_way(request) >= MIN_SAVED_TOKENS:
+            self._under_way.setdefault(self._first_page(request), []).append(request)
+
+    @property
+    def exhausted(self) -> bool:
+        return self.num_passed_over >= MAX_PASSED_OVER
+
+    def passes_over(self, request: Request) -> bool:
+        """Whether enough of what `request` would compute in this step is being computed."""
+        others = self._under_way.get(self._first_page(request)) if self._under_way else None
+        if not others or request.saved_len > 0:
+            return False
+        limit = match_limit(request)
+        shared = max(self._common(request, other, min(limit, other.launched_len)) for other in others)
+        if shared < MIN_SAVED_TOKENS:
+            return False
+        cached = len(self._memory.match_prefix(request).pages) * self._page_size
+        waits = shared - cached >= MIN_SAVED_TOKENS
+        self.num_passed_over += waits
+        return waits
+
+    def _first_page(self, request: Request) -> tuple[int, ...]:
+        return (request.adapter, *request.tokens(0, min(self._page_size, request.num_tokens)))
+
+    def _common(self, request: Request, other: Request, limit: int) -> int:
+        """Tokens of whole pages, up to `limit`, in which both begin alike."""
+        size = self._page_size
+        ours, theirs = request.tokens(0, limit), other.tokens(0, min(limit, other.num_tokens))
+        low, high = 0, len(theirs) // size
+        while low < high:
+            middle = (low + high + 1) // 2
+            if ours[low * size : middle * size] == theirs[low * size : middle * size]:
+                low = middle
+            else:
+                high = middle - 1
+        return low * size
+
+
+def _under_way(request: Request) -> int:
+    return request.launched_len - request.computed_len
