@@ -27,7 +27,7 @@
 
 #define ABI_VERSION 2
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
-#define CHUNK 512               /* rows that share one reading of the weights */
+#define CHUNK 256               /* rows that share one reading of the weights */
 #define PACKED (2 * CHUNK)      /* rows that lie packed at a time */
 #define DEPTH 16                /* steps of a panel that stay in the L1 cache while the rows of a chunk pass */
 #define GROUP 8                 /* panels that share one reading of x: their sums stay in the L2 cache */
@@ -173,10 +173,9 @@ static void amx_pair(const char *x, const char *w, float *sums, float *other, in
 }
 
 /* Many rows: 32 of them over `steps` steps of a panel, on top of what is there if `begun`. x: [step][2 tiles]. Step k
- * fetches `share` bytes of what comes next, and a part of the sums behind these. */
+ * fetches `share` bytes of what comes next. */
 INLINE void amx_part(const char *x, const char *w, float *sums, int64_t steps, const int begun, const char *ahead, const int64_t share) {
     float *const below = sums + TILE * PANEL;
-    const char *behind = (const char *)(below + TILE * PANEL);
     const int stride = PANEL * sizeof(float);
     settle();
     if (begun) {
@@ -190,10 +189,8 @@ INLINE void amx_part(const char *x, const char *w, float *sums, int64_t steps, c
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t k = 0; k < steps; k++, x += STEP_BYTES, w += STEP_BYTES, ahead += share, behind += PANEL * PANEL * sizeof(float) / DEPTH) {
+    for (int64_t k = 0; k < steps; k++, x += STEP_BYTES, w += STEP_BYTES, ahead += share) {
         fetch(ahead, share);
-        if (begun)
-            for (int64_t at = 0; at < (int64_t)(PANEL * PANEL * sizeof(float) / DEPTH); at += LINE_BYTES) __builtin_prefetch(behind + at, 1, 3);
         _tile_stream_loadd(4, x, LINE_BYTES);
         _tile_loadd(6, w, LINE_BYTES);
         _tile_dpbf16ps(0, 4, 6);
