@@ -299,7 +299,7 @@ static void plan(struct work *w, int64_t first) {
     while (w->group > 2 && count_items(w) < ITEMS_A_THREAD * a->threads) w->group /= 2;
 }
 
-/* Items in an order in which threads that take them in turns read weights one behind the other. */
+/* Items of the same rows lie side by side, and so do their weights. */
 static void compute(const struct work *w, int64_t item, float *sums) {
     const int64_t groups = ceil_div(w->panels, w->group), first = item / groups * w->chunk, count = smaller(w->chunk, w->rows - first);
     const int64_t from = item % groups * w->group, to = smaller(from + w->group, w->panels);
@@ -325,14 +325,15 @@ static int multiply(const struct args *a) {
         }
         for (int64_t first = 0; first < a->rows; first += PACKED) {
             plan(&w, first);
-            const int64_t at_once = w.rows > FEW ? TILE : 1;
+            /* Few rows wait for weights: a thread's lie one behind the other, from end to end. */
+            const int64_t at_once = w.rows > FEW ? TILE : 1, items = count_items(&w);
 #pragma omp for schedule(dynamic)
             for (int64_t r = 0; r < w.rows; r += at_once) pack_rows(&w, r, smaller(r + at_once, w.rows));
 #if defined(HAVE_AMX)
             if (a->kind == AMX) configure(smaller(w.rows, PANEL));
 #endif
-#pragma omp for schedule(dynamic)
-            for (int64_t item = 0; item < count_items(&w); item++)
+#pragma omp for schedule(dynamic, w.rows > FEW ? 1 : ceil_div(items, a->threads))
+            for (int64_t item = 0; item < items; item++)
                 if (sums) compute(&w, item, sums);
         }
 #if defined(HAVE_AMX)
