@@ -4,10 +4,16 @@
  * Layout of packed weights: panels of 32 outputs; in a panel, steps of 32 inputs; in a step, two tiles of 16 outputs; in
  * a tile, 16 lines of 64 bytes: line i holds inputs 2i and 2i + 1 of each of the 16 outputs, pair by pair (what AMX and
  * AVX512-BF16 both multiply by). Outputs and inputs beyond the matrix are zeros. A decode step so reads memory from one
- * end to the other, in the order in which it lies there.
+ * end to the other, in the order in which it lies there. Of a gate and what it gates, one above the other in the matrix,
+ * a panel has 16 outputs of each, so that one sum can be gated by the other before it is written.
  *
  * An output is one sum over the inputs in ascending order, 32 at a time, whatever the number of rows, its place among
  * them and the number of threads: the bits of a row depend on the row alone.
+ *
+ * Many rows by AMX. 64 cycles multiply 2 x 2 tiles, and in those the L2 cache gives hardly more than 2 KiB. So the weights
+ * at hand (DEPTH steps of a panel) stay in L1, x passes by without a place in it, and sums leave their registers after
+ * DEPTH steps only. Weights come from memory but once in CHUNK rows: the few lines that a core may wait for at a time are
+ * those that x needs as well. Results are written around the caches: the line they replace is never read.
  *
  * Sources: Intel, "Architecture Instruction Set Extensions Programming Reference" (AMX tiles), and its optimization
  * manual, chapter 20 (2x2 blocks of tiles, operands kept in L1 and L2).
@@ -19,91 +25,118 @@
 #include "rows.h"
 #include "tiles.h"
 
-#define ABI_VERSION 1
-#define CHUNK 256               /* rows that share one reading of the weights */
-#define DEPTH 8                 /* steps of a panel that stay in the L1 cache while the rows of a chunk pass */
-#define GROUP 8                 /* panels of many rows that are written together: 512 bytes of each row, not 64 */
+#define ABI_VERSION 2
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
+#define CHUNK 256               /* rows that share one reading of the weights */
+#define PACKED (2 * CHUNK)      /* rows that lie packed at a time */
+#define DEPTH 16                /* steps of a panel that stay in the L1 cache while the rows of a chunk pass */
+#define GROUP 8                 /* panels that share one reading of x: their sums stay in the L2 cache */
+#define ITEMS_A_THREAD 2        /* at least, with groups of 2 panels or more */
 #define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
 
 /* Mirrored by _Args in linear.py. x [rows, inputs] with rows x_stride elements apart, y [rows, outputs] dense. What is
- * multiplied is x; or, with `norm` [inputs], x's RMS norm times it, after x += delta where there is one [rows, inputs]; or,
- * if gated, silu(x[:, :inputs]) * x[:, inputs:] of a row twice as long. The last two need inputs to be a multiple of 16. */
+ * multiplied is x; or, with `norm` [inputs], x's RMS norm times it, after x += delta where there is one [rows, inputs]
+ * (inputs: a multiple of 16). With `interleaved` weights (outputs: a multiple of 32) y may be `gated`: [rows, outputs / 2],
+ * silu of the first half's outputs times those of the second. */
 struct args {
     bf16 *x;
     const char *weight;
     const bf16 *bias; /* [outputs] or NULL */
-    void *y;          /* bf16, or the same rounded values as fp32 */
+    void *y;          /* bf16, or the same rounded values as fp32; gated: bf16 */
     const bf16 *norm, *delta;
-    int64_t rows, inputs, outputs, x_stride, y_is_f32, gated, threads, kind;
+    int64_t rows, inputs, outputs, x_stride, y_is_f32, interleaved, gated, threads, kind;
     float eps;
 };
 
 #if defined(HAVE_AVX512)
-/* ---- rows of x -> tiles: [block of 16 rows][step][row][32 inputs], zeros beyond the last input */
+/* Which rows are computed together, and how. x: packed rows, zeros beyond the last input: [block of 16 rows][step][row]
+ * [32 inputs]; of many rows a block is one of 32, and a step two tiles of 16 rows each. */
+struct work {
+    const struct args *a;
+    char *x;
+    int64_t first, rows;                /* of a->x, those that lie packed */
+    int64_t steps, panels, chunk, group; /* an item: `group` panels of at most `chunk` rows */
+    int many;
+};
+
+/* ---- rows of x -> tiles */
 
 /* Row r of what is multiplied: of x, or computed into `own`. */
 static const bf16 *ready(const struct args *a, int64_t r, bf16 *own) {
     bf16 *x = a->x + r * a->x_stride;
-    if (a->gated) {
-        gate_row(x, x + a->inputs, own, a->inputs);
-        return own;
-    }
     if (!a->norm) return x;
     if (a->delta) add_row(x, a->delta + r * a->inputs, a->inputs);
     norm_row(x, a->norm, own, a->inputs, a->eps);
     return own;
 }
 
-PART void pack_rows(const struct args *a, int64_t first, int64_t count, char *to) {
-    const int64_t steps = ceil_div(a->inputs, STEP), whole = a->inputs / STEP;
+INLINE char *tile_of(const struct work *w, int64_t r) {
+    if (w->many) return w->x + r / PANEL * w->steps * STEP_BYTES + r % PANEL / TILE * TILE_BYTES;
+    return w->x + r / TILE * w->steps * TILE_BYTES;
+}
+
+PART void pack_rows(const struct work *w, int64_t from, int64_t to) {
+    const struct args *a = w->a;
+    const int64_t whole = a->inputs / STEP, apart = w->many ? STEP_BYTES : TILE_BYTES;
     const __mmask32 rest = (__mmask32)((1ull << (a->inputs % STEP)) - 1);
     bf16 own[a->inputs];
-    for (int64_t r = 0; r < count; r++) {
-        const bf16 *x = ready(a, first + r, own);
-        char *line = to + (r / TILE) * steps * TILE_BYTES + (r % TILE) * LINE_BYTES;
-        for (int64_t k = 0; k < whole; k++) _mm512_store_si512(line + k * TILE_BYTES, _mm512_loadu_si512(x + k * STEP));
-        if (rest) _mm512_store_si512(line + whole * TILE_BYTES, _mm512_maskz_loadu_epi16(rest, x + whole * STEP));
+    for (int64_t r = from; r < to; r++) {
+        const bf16 *x = ready(a, w->first + r, own);
+        char *line = tile_of(w, r) + r % TILE * LINE_BYTES;
+        for (int64_t k = 0; k < whole; k++) _mm512_store_si512(line + k * apart, _mm512_loadu_si512(x + k * STEP));
+        if (rest) _mm512_store_si512(line + whole * apart, _mm512_maskz_loadu_epi16(rest, x + whole * STEP));
     }
 }
 
 /* ---- sums [rows, 32] fp32 -> y */
 
-INLINE __m512 rounded(__m512 sum) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(sum)), 16)); }
+/* Where the 16 outputs of a half panel belong. */
+INLINE int64_t column_of(const struct args *a, int64_t half) { return a->interleaved ? half % 2 * (a->outputs / 2) + half / 2 * TILE : half * TILE; }
 
-INLINE void write_half(const struct args *a, __m512 sum, int64_t row, int64_t output) {
-    const int64_t left = a->outputs - output;
-    if (left <= 0) return;
-    const __mmask16 there = left >= TILE ? 0xffff : (__mmask16)((1u << left) - 1);
-    const int64_t at = row * a->outputs + output;
-    if (a->y_is_f32) _mm512_mask_storeu_ps((float *)a->y + at, there, rounded(sum));
-    else _mm256_mask_storeu_epi16((bf16 *)a->y + at, there, (__m256i)_mm512_cvtneps_pbh(sum));
+INLINE __mmask16 there(const struct args *a, int64_t column) {
+    const int64_t left = a->outputs - column;
+    return left >= TILE ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
 }
 
-INLINE __m512 bias_of(const struct args *a, int64_t output) {
-    const int64_t left = a->outputs - output;
-    if (!a->bias || left <= 0) return _mm512_setzero_ps();
-    const __mmask16 there = left >= TILE ? 0xffff : (__mmask16)((1u << left) - 1);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, a->bias + output)), 16));
+INLINE __m512 widened(__m256i halves) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)); }
+
+INLINE __m512 bias_of(const struct args *a, int64_t column) { return a->bias ? widened(_mm256_maskz_loadu_epi16(there(a, column), a->bias + column)) : _mm512_setzero_ps(); }
+
+INLINE void write_half(const struct args *a, __m512 sum, int64_t row, int64_t column) {
+    const __m256i halves = (__m256i)_mm512_cvtneps_pbh(sum);
+    const int64_t at = row * a->outputs + column;
+    if (a->y_is_f32) _mm512_mask_storeu_ps((float *)a->y + at, there(a, column), widened(halves));
+    else _mm256_mask_storeu_epi16((bf16 *)a->y + at, there(a, column), halves);
 }
 
-/* A panel's 32 outputs of a row. */
-INLINE void write_line(const struct args *a, const float *from, const __m512 *bias, int64_t row, int64_t output) {
-    const __m512 low = _mm512_add_ps(_mm512_load_ps(from), bias[0]), high = _mm512_add_ps(_mm512_load_ps(from + TILE), bias[1]);
-    if (a->y_is_f32 || a->outputs - output < PANEL) {
-        write_half(a, low, row, output);
-        write_half(a, high, row, output + TILE);
+/* A panel's 32 outputs of a row. `around`: of the caches, for which the line must be aligned. */
+INLINE void write_line(const struct args *a, __m512 low, __m512 high, int64_t row, int64_t panel, const int around) {
+    if (a->gated) {
+        const f16v gate = round_bf16(silu(round_bf16((f16v)low))), up = round_bf16((f16v)high);
+        store_bf16((bf16 *)a->y + row * (a->outputs / 2) + panel * TILE, gate * up);
+    } else if (a->y_is_f32 || a->interleaved || a->outputs - panel * PANEL < PANEL) {
+        write_half(a, low, row, column_of(a, 2 * panel));
+        write_half(a, high, row, column_of(a, 2 * panel + 1));
     } else {
-        _mm512_storeu_si512((bf16 *)a->y + row * a->outputs + output, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        const __m512i line = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        bf16 *to = (bf16 *)a->y + row * a->outputs + panel * PANEL;
+        if (around) _mm512_stream_si512((void *)to, line);
+        else _mm512_storeu_si512(to, line);
     }
 }
 
-/* sums: `panels` blocks of [chunk, 32], those of outputs output.. on. */
-static void write_rows(const struct args *a, const float *sums, int64_t chunk, int64_t panels, int64_t first, int64_t count, int64_t output) {
+/* sums: `panels` blocks of [chunk, 32], those of panels `panel`.. and rows first.. of x. */
+PART void write_rows(const struct work *w, const float *sums, int64_t panels, int64_t panel, int64_t first, int64_t count) {
+    const struct args *a = w->a;
+    const int around = w->many && a->outputs % PANEL == 0 && (uintptr_t)a->y % LINE_BYTES == 0;
     __m512 bias[2 * GROUP];
-    for (int64_t h = 0; h < 2 * panels; h++) bias[h] = bias_of(a, output + h * TILE);
+    for (int64_t h = 0; h < 2 * panels; h++) bias[h] = bias_of(a, column_of(a, 2 * panel + h));
     for (int64_t r = 0; r < count; r++)
-        for (int64_t p = 0; p < panels; p++) write_line(a, sums + (p * chunk + r) * PANEL, bias + 2 * p, first + r, output + p * PANEL);
+        for (int64_t p = 0; p < panels; p++) {
+            const float *from = sums + (p * w->chunk + r) * PANEL;
+            write_line(a, _mm512_add_ps(_mm512_load_ps(from), bias[2 * p]), _mm512_add_ps(_mm512_load_ps(from + TILE), bias[2 * p + 1]), first + r, panel + p, around);
+        }
+    if (around) _mm_sfence();
 }
 #endif
 
@@ -139,18 +172,57 @@ static void amx_pair(const char *x, const char *w, float *sums, float *other, in
     settle();
 }
 
-/* Many rows. DEPTH steps of all panels at a time: their part of x stays in the L2 cache, and the weights of the panel at
- * hand in L1, while each block of rows fetches its share of the weights that come next. Rows beyond the last are computed
- * like the others, from what lies there, and not written. */
-PART void amx_group(const char *x, const char *w, int64_t panels, float *sums, int64_t chunk, int64_t steps, int64_t rows) {
-    const int64_t x_block = steps * TILE_BYTES, share = ceil_div(STEP_BYTES / LINE_BYTES, ceil_div(rows, PANEL)) * LINE_BYTES;
+/* Many rows: 32 of them over `steps` steps of a panel, on top of what is there if `begun`. x: [step][2 tiles]. Step k
+ * fetches `share` bytes of what comes next. */
+INLINE void amx_part(const char *x, const char *w, float *sums, int64_t steps, const int begun, const char *ahead, const int64_t share) {
+    float *const below = sums + TILE * PANEL;
+    const int stride = PANEL * sizeof(float);
+    settle();
+    if (begun) {
+        _tile_loadd(0, sums, stride);
+        _tile_loadd(1, sums + TILE, stride);
+        _tile_loadd(2, below, stride);
+        _tile_loadd(3, below + TILE, stride);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < steps; k++, x += STEP_BYTES, w += STEP_BYTES, ahead += share) {
+        fetch(ahead, share);
+        _tile_stream_loadd(4, x, LINE_BYTES);
+        _tile_loadd(6, w, LINE_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + TILE_BYTES, LINE_BYTES);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_stream_loadd(5, x + TILE_BYTES, LINE_BYTES);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + TILE, stride);
+    _tile_stored(2, below, stride);
+    _tile_stored(3, below + TILE, stride);
+    settle();
+}
+
+/* Many rows by some panels: DEPTH steps of all of them at a time, while which the rows' part of x stays in the L2 cache.
+ * Each block of rows fetches its share of the weights that come next. Rows beyond the last are computed like the others,
+ * from what lies there, and not written. */
+PART void amx_group(const struct work *w, const char *x, const char *weight, int64_t panels, float *sums, int64_t rows) {
+    const int64_t steps = w->steps, share = ceil_div(STEP_BYTES / LINE_BYTES, ceil_div(rows, PANEL)) * LINE_BYTES;
     for (int64_t k = 0; k < steps; k += DEPTH) {
         const int64_t depth = smaller(DEPTH, steps - k);
         for (int64_t p = 0; p < panels; p++) {
-            const char *own = w + (p * steps + k) * STEP_BYTES;
-            const char *ahead = p + 1 < panels ? own + steps * STEP_BYTES : w + (k + depth) * STEP_BYTES;
-            for (int64_t r = 0; r < rows; r += PANEL, ahead += depth * share)
-                amx_block(x + r / TILE * x_block + k * TILE_BYTES, x_block, own, sums + (p * chunk + r) * PANEL, depth, 1, k > 0, ahead, share);
+            const char *own = weight + (p * steps + k) * STEP_BYTES;
+            const char *ahead = p + 1 < panels ? own + steps * STEP_BYTES : k + depth < steps ? weight + (k + depth) * STEP_BYTES : weight + panels * steps * STEP_BYTES;
+            for (int64_t r = 0; r < rows; r += PANEL, ahead += depth * share) {
+                const char *from = x + (r / PANEL * steps + k) * STEP_BYTES;
+                float *to = sums + (p * w->chunk + r) * PANEL;
+                if (k) amx_part(from, own, to, depth, 1, ahead, share);
+                else amx_part(from, own, to, depth, 0, ahead, share);
+            }
         }
     }
 }
@@ -188,64 +260,81 @@ static void avx512_panel(const struct args *a, const char *x, const char *w, flo
     }
 }
 
-/* ---- a chunk of rows, and all of them */
+/* ---- an item, and all of them */
 
-/* Sums of panels from..to-1, each into its own [chunk, 32] of `sums`. */
-static void sum_panels(const struct args *a, const char *x, int64_t from, int64_t to, float *sums, int64_t chunk, int64_t rows) {
-    const int64_t steps = ceil_div(a->inputs, STEP);
-    const char *w = a->weight + from * steps * STEP_BYTES;
+/* Sums of panels from..to-1 and `rows` packed rows, each panel into its own [chunk, 32] of `sums`. */
+static void sum_panels(const struct work *w, const char *x, int64_t from, int64_t to, float *sums, int64_t rows) {
+    const struct args *a = w->a;
+    const int64_t steps = w->steps;
+    const char *weight = a->weight + from * steps * STEP_BYTES;
 #if defined(HAVE_AMX)
-    if (a->kind == AMX && rows > FEW) {
-        amx_group(x, w, to - from, sums, chunk, steps, rows);
+    if (w->many) {
+        amx_group(w, x, weight, to - from, sums, rows);
         return;
     }
     if (a->kind == AMX && rows <= TILE && to - from == 2) {
-        amx_pair(x, w, sums, sums + chunk * PANEL, steps);
+        amx_pair(x, weight, sums, sums + w->chunk * PANEL, steps);
         return;
     }
 #endif
-    for (int64_t p = from; p < to; p++, w += steps * STEP_BYTES, sums += chunk * PANEL) {
+    for (int64_t p = from; p < to; p++, weight += steps * STEP_BYTES, sums += w->chunk * PANEL) {
 #if defined(HAVE_AMX)
-        if (a->kind == AMX) amx_panel(x, w, sums, steps, rows);
+        if (a->kind == AMX) amx_panel(x, weight, sums, steps, rows);
         else
 #endif
-            avx512_panel(a, x, w, sums, rows);
+            avx512_panel(a, x, weight, sums, rows);
     }
 }
 
+INLINE int64_t count_items(const struct work *w) { return ceil_div(w->rows, w->chunk) * ceil_div(w->panels, w->group); }
+
+/* Rows first.. of x, and the cut into items. */
+static void plan(struct work *w, int64_t first) {
+    const struct args *a = w->a;
+    w->first = first;
+    w->rows = smaller(PACKED, a->rows - first);
+    w->many = a->kind == AMX && w->rows > FEW;
+    w->chunk = smaller(w->many ? CHUNK : FEW, ceil_div(w->rows, PANEL) * PANEL);
+    w->group = w->rows > PANEL ? GROUP : w->rows <= TILE ? 2 : 1;
+    while (w->group > 2 && count_items(w) < ITEMS_A_THREAD * a->threads) w->group /= 2;
+}
+
+/* Items of the same rows lie side by side, and so do their weights. */
+static void compute(const struct work *w, int64_t item, float *sums) {
+    const int64_t groups = ceil_div(w->panels, w->group), first = item / groups * w->chunk, count = smaller(w->chunk, w->rows - first);
+    const int64_t from = item % groups * w->group, to = smaller(from + w->group, w->panels);
+    sum_panels(w, tile_of(w, first), from, to, sums, count);
+    write_rows(w, sums, to - from, from, w->first + first, count);
+}
+
 static int multiply(const struct args *a) {
-    const int64_t steps = ceil_div(a->inputs, STEP), panels = ceil_div(a->outputs, PANEL);
-    const int64_t chunk = smaller(CHUNK, ceil_div(a->rows, PANEL) * PANEL);
-    const int64_t at_once = chunk > PANEL ? GROUP : a->rows <= TILE ? 2 : 1;
-    char *x = aligned_alloc(LINE_BYTES, (size_t)(chunk * steps * LINE_BYTES));
+    const int64_t steps = ceil_div(a->inputs, STEP), all = smaller(PACKED, ceil_div(a->rows, PANEL) * PANEL);
+    char *x = aligned_alloc(LINE_BYTES, (size_t)(all * steps * LINE_BYTES));
     int failed = 0;
     if (!x) return -1;
-    /* Threads meet when the rows are packed, and when a chunk is done: each meeting costs as much as a small matrix. */
+    /* Threads meet when rows are packed, and when they are done: each meeting costs as much as a small matrix. In between
+     * they take what is next, so that one that has lost its core for a while holds up nobody. */
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
     {
-        float *sums = aligned_alloc(LINE_BYTES, (size_t)(chunk * PANEL * at_once) * sizeof(float));
+        struct work w = {.a = a, .x = x, .steps = steps, .panels = ceil_div(a->outputs, PANEL)};
+        plan(&w, 0);
+        float *sums = aligned_alloc(LINE_BYTES, (size_t)(w.chunk * PANEL * GROUP) * sizeof(float));
         if (!sums) {
 #pragma omp atomic write
             failed = 1;
         }
-        for (int64_t first = 0; first < a->rows; first += chunk) {
-            const int64_t rows = smaller(chunk, a->rows - first);
-#pragma omp for schedule(static)
-            for (int64_t r = 0; r < rows; r += TILE)
-                pack_rows(a, first + r, smaller(TILE, rows - r), x + r * steps * LINE_BYTES);
+        for (int64_t first = 0; first < a->rows; first += PACKED) {
+            plan(&w, first);
+            /* Few rows wait for weights: a thread's lie one behind the other, from end to end. */
+            const int64_t at_once = w.rows > FEW ? TILE : 1, items = count_items(&w);
+#pragma omp for schedule(dynamic)
+            for (int64_t r = 0; r < w.rows; r += at_once) pack_rows(&w, r, smaller(r + at_once, w.rows));
 #if defined(HAVE_AMX)
-            if (a->kind == AMX) configure(rows <= PANEL ? rows : PANEL);
+            if (a->kind == AMX) configure(smaller(w.rows, PANEL));
 #endif
-#pragma omp for schedule(static) nowait
-            for (int64_t p = 0; p < panels; p += at_once) {
-                const int64_t end = smaller(p + at_once, panels);
-                if (!sums) continue;
-                sum_panels(a, x, p, end, sums, chunk, rows);
-                write_rows(a, sums, chunk, end - p, first, rows, p * PANEL);
-            }
-            if (first + chunk < a->rows) {
-#pragma omp barrier
-            }
+#pragma omp for schedule(dynamic, w.rows > FEW ? 1 : ceil_div(items, a->threads))
+            for (int64_t item = 0; item < items; item++)
+                if (sums) compute(&w, item, sums);
         }
 #if defined(HAVE_AMX)
         if (a->kind == AMX) _tile_release();
@@ -276,12 +365,13 @@ static void pack_whole_tile(const bf16 *weight, int64_t inputs, int64_t output, 
     for (int i = 0; i < TILE; i++) _mm512_store_si512(to + i * LINE_BYTES, _mm512_i32gather_epi32(rows, from + i * 4, 1));
 }
 
-static void pack(const bf16 *weight, int64_t outputs, int64_t inputs, char *to, int64_t threads) {
+static void pack(const bf16 *weight, int64_t outputs, int64_t inputs, char *to, int64_t interleaved, int64_t threads) {
+    const struct args like = {.outputs = outputs, .interleaved = interleaved};
     const int64_t steps = ceil_div(inputs, STEP), panels = ceil_div(outputs, PANEL);
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
     for (int64_t p = 0; p < panels; p++)
         for (int64_t t = 0; t < 2 * steps; t++) {
-            const int64_t output = p * PANEL + (t % 2) * TILE, input = t / 2 * STEP;
+            const int64_t output = column_of(&like, 2 * p + t % 2), input = t / 2 * STEP;
             char *tile = to + (p * 2 * steps + t) * TILE_BYTES;
             if (output + TILE <= outputs && input + STEP <= inputs) pack_whole_tile(weight, inputs, output, input, tile);
             else pack_tile(weight, outputs, inputs, output, input, tile);
@@ -296,9 +386,9 @@ int tandem_linear_abi(void) { return ABI_VERSION; }
 int tandem_linear_kind(void) { return best_kind(); }
 
 /* weight [outputs, inputs] dense -> `to`, 64-byte aligned, of ceil(outputs / 32) * ceil(inputs / 32) * 2048 bytes. */
-void tandem_linear_pack(const bf16 *weight, int64_t outputs, int64_t inputs, char *to, int64_t threads) {
+void tandem_linear_pack(const bf16 *weight, int64_t outputs, int64_t inputs, char *to, int64_t interleaved, int64_t threads) {
 #if defined(HAVE_AVX512)
-    pack(weight, outputs, inputs, to, threads);
+    pack(weight, outputs, inputs, to, interleaved, threads);
 #endif
 }
 

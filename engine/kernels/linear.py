@@ -10,14 +10,14 @@ from engine.kernels import huge_pages
 from engine.kernels.build import load_library
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 1
-PANEL = 32  # outputs, and inputs of a step
+ABI_VERSION = 2
+PANEL = 32  # outputs of a panel, and inputs of a step
 AVX512, AMX = 1, 2  # kinds of arithmetic; 0 is none
 
 LANES = 16  # inputs are a multiple of it where rows are computed before they are multiplied
 
 _POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
-_NUMBERS = ("rows", "inputs", "outputs", "x_stride", "y_is_f32", "gated", "threads", "kind")
+_NUMBERS = ("rows", "inputs", "outputs", "x_stride", "y_is_f32", "interleaved", "gated", "threads", "kind")
 
 
 class _Args(ctypes.Structure):
@@ -33,20 +33,29 @@ class _Args(ctypes.Structure):
 class PackedMatrix:
     """`weight` [out, in] and `bias` [out] or None, bf16, in linear.c's layout: as many bytes, in huge pages.
 
+    `gates`: the first half of the outputs may gate the second one; out is a multiple of PANEL.
+
     A row of the result depends on that row of x alone, to the bit: not on how many rows there are, nor on threads.
     Products are taken by one thread at a time; the GIL is dropped meanwhile.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None, *, kind: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None, *, kind: int, gates: bool
+    ) -> None:
         outputs, inputs = weight.shape
+        assert not gates or outputs % PANEL == 0, weight.shape
         self._call = library.tandem_linear
         self._weight = huge_pages.allocate(-(-outputs // PANEL) * -(-inputs // PANEL) * PANEL * PANEL * 2)
         self._bias = None if bias is None else bias.contiguous()
         self._shape = (outputs, inputs)
         bias_at = None if self._bias is None else self._bias.data_ptr()
-        self._args = _Args(weight=self._weight.data_ptr(), bias=bias_at, inputs=inputs, outputs=outputs, kind=kind)
+        self.gates = gates
+        self._args = _Args(
+            weight=self._weight.data_ptr(), bias=bias_at, inputs=inputs, outputs=outputs, interleaved=gates, kind=kind
+        )
         dense = weight.contiguous()
-        library.tandem_linear_pack(dense.data_ptr(), outputs, inputs, self._weight.data_ptr(), torch.get_num_threads())
+        to, threads = self._weight.data_ptr(), torch.get_num_threads()
+        library.tandem_linear_pack(dense.data_ptr(), outputs, inputs, to, gates, threads)
 
     def times(self, x: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """[T, out] for `x` [T, in] bf16: summed in fp32, rounded to bf16 once; `dtype` float32 keeps that value."""
@@ -54,38 +63,41 @@ class PackedMatrix:
         return self._product(x if x.stride(1) == 1 else x.contiguous(), dtype)
 
     @property
-    def takes_rows(self) -> bool:
-        """Whether the two below can be called."""
+    def takes_norms(self) -> bool:
+        """Whether `times_normed` can be called."""
         return self._shape[1] % LANES == 0
 
-    def times_gated(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, out]: the product with silu(x[:, :in]) * x[:, in:] for `x` [T, 2 * in], as `Elementwise.silu_mul`."""
-        assert self.takes_rows and x.shape[1:] == (2 * self._shape[1],) and x.stride(1) == 1, (x.shape, self._shape)
-        self._args.gated = 1
-        try:
-            return self._product(x, torch.bfloat16)
-        finally:
-            self._args.gated = 0
-
     def times_normed(
-        self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        delta: torch.Tensor | None = None,
+        gated: bool = False,
     ) -> torch.Tensor:
-        """[T, out]: the product with the RMS norm of x, to which `delta` is added in place: `Elementwise.rms_norm`."""
+        """[T, out]: the product with the RMS norm of x, to which `delta` is added in place: `Elementwise.rms_norm`.
+
+        `gated`: [T, out / 2], what `Elementwise.silu_mul` makes of that.
+        """
         inputs = self._shape[1]
-        assert self.takes_rows and x.shape[1:] == (inputs,) and x.stride(1) == 1, (x.shape, self._shape)
+        assert self.takes_norms and x.shape[1:] == (inputs,) and x.stride(1) == 1, (x.shape, self._shape)
         assert weight.dtype == torch.bfloat16 and weight.shape == (inputs,) and weight.is_contiguous(), weight.shape
         assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()), delta
+        assert self.gates or not gated, self._shape
         args = self._args
         args.norm, args.eps, args.delta = weight.data_ptr(), eps, None if delta is None else delta.data_ptr()
+        args.gated = gated
         try:
             return self._product(x, torch.bfloat16)
         finally:
             args.norm = args.delta = None
+            args.gated = 0
 
     def _product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         assert x.dtype == torch.bfloat16, x.dtype
-        y = torch.empty((x.shape[0], self._shape[0]), dtype=dtype)
         args = self._args
+        y = torch.empty((x.shape[0], self._shape[0] // 2 if args.gated else self._shape[0]), dtype=dtype)
         args.x, args.x_stride, args.rows = x.data_ptr(), x.stride(0), x.shape[0]
         args.y, args.y_is_f32 = y.data_ptr(), dtype == torch.float32
         args.threads = torch.get_num_threads()
@@ -101,7 +113,7 @@ class LinearKernel:
         assert library.tandem_linear_abi() == ABI_VERSION
         library.tandem_linear.argtypes = [ctypes.POINTER(_Args)]
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        library.tandem_linear_pack.argtypes = [pointer, number, number, pointer, number]
+        library.tandem_linear_pack.argtypes = [pointer, number, number, pointer, number, number]
         library.tandem_linear_pack.restype = None
         best = library.tandem_linear_kind()
         self.kind = best if kind is None else kind
@@ -109,9 +121,9 @@ class LinearKernel:
             raise OSError(f"linear.c: no arithmetic of kind {self.kind} on this CPU")
         self._library = library
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gates: bool = False) -> PackedMatrix:
         """The caller drops `weight`, or memory holds both."""
-        return PackedMatrix(self._library, weight, bias, kind=self.kind)
+        return PackedMatrix(self._library, weight, bias, kind=self.kind, gates=gates)
 
 
 @cache

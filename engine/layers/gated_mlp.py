@@ -7,7 +7,7 @@ from engine.layers.norm import RMSNorm
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]."""
+    """down(silu(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden] that `gates`."""
 
     def __init__(self, *, gate_up: Linear, down: Linear) -> None:
         self.gate_up = gate_up
@@ -15,4 +15,4 @@ class GatedMLP:
 
     def of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """The MLP of norm(x + delta), which x becomes before the norm."""
-        return self.down.of_gated(self.gate_up.of_norm(norm, x, delta))
+        return self.down(self.gate_up.gated_of_norm(norm, x, delta))

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from engine.kernels.linear import PackedMatrix, linear_kernel
+from engine.kernels.linear import PANEL, PackedMatrix, linear_kernel
 from engine.layers.gate import silu_mul
 from engine.layers.norm import RMSNorm
 
@@ -17,13 +17,15 @@ Delta = Callable[[torch.Tensor, torch.Tensor], None]
 class Linear:
     """`weight` [out, in], `bias` [out] or None; maps [T, in] to [T, out]. One thread calls it at a time.
 
+    `gates`: the first half of the outputs is a gate of the second one (`gated_of_norm`).
+
     `delta(x, y)`, where one is set, changes y in place before it is returned (adapters: engine/lora/bank.py).
 
     Packed weights take as many bytes as plain ones. The caller drops the plain weight, or memory holds both.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._matrix = _matrix(weight, bias)
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gates: bool = False) -> None:
+        self._matrix = _matrix(weight, bias, gates=gates)
         self.delta: Delta | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,17 +36,24 @@ class Linear:
 
     def of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """self(norm.of_sum(x, delta)), to the bit; our kernel takes it in one pass."""
-        matrix = self._matrix
-        if self.delta is None and isinstance(matrix, PackedMatrix) and matrix.takes_rows:
+        matrix = self._fused()
+        if matrix is not None:
             return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=delta)
         return self(norm.of_sum(x, delta))
 
-    def of_gated(self, x: torch.Tensor) -> torch.Tensor:
-        """self(silu_mul(x)), to the bit; our kernel takes it in one pass."""
+    def gated_of_norm(self, norm: RMSNorm, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """silu_mul(self.of_norm(norm, x, delta)), to the bit; our kernel takes it in one pass."""
+        matrix = self._fused()
+        if matrix is not None and matrix.gates:
+            return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=delta, gated=True)
+        return silu_mul(self.of_norm(norm, x, delta))
+
+    def _fused(self) -> PackedMatrix | None:
+        """The matrix, if what comes before and after its product can go with it."""
         matrix = self._matrix
-        if self.delta is None and isinstance(matrix, PackedMatrix) and matrix.takes_rows:
-            return matrix.times_gated(x)
-        return self(silu_mul(x))
+        if self.delta is None and isinstance(matrix, PackedMatrix) and matrix.takes_norms:
+            return matrix
+        return None
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
         """The values of `self(x)` (rounded as there) as float32: one pass over them less. No delta."""
@@ -78,12 +87,12 @@ class _PlainMatrix:
         return y if dtype is None else y.to(dtype)
 
 
-def _matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+def _matrix(weight: torch.Tensor, bias: torch.Tensor | None, *, gates: bool) -> Matrix:
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return _PlainMatrix(weight, bias)
     kernel = linear_kernel()
     if kernel is not None:
-        return kernel.pack(weight, bias)
+        return kernel.pack(weight, bias, gates=gates and len(weight) % PANEL == 0)
     return _OneDnnMatrix(weight, bias) if _has_onednn() else _PlainMatrix(weight, bias)
 
 

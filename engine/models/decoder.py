@@ -121,6 +121,6 @@ def _mlp(config: ModelConfig, checkpoint: Checkpoint, *, prefix: str) -> GatedML
     hidden, size = config.hidden_size, config.intermediate_size
     names = [f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"]
     return GatedMLP(
-        gate_up=Linear(checkpoint.take_rows(names, [size, size], [hidden])),
+        gate_up=Linear(checkpoint.take_rows(names, [size, size], [hidden]), gates=True),
         down=Linear(checkpoint.take(f"{prefix}down_proj.weight", [hidden, size])),
     )

@@ -168,6 +168,21 @@ def test_large_scores_neither_overflow_nor_lose_the_winner(kind: int) -> None:
 
 
 @pytest.mark.parametrize("kind", kinds())
+def test_denormals_are_flushed_inside_and_kept_outside(kind: int) -> None:
+    """Scores 90 apart: a weight would be 1e-39, which takes the CPU a hundred times as long, and is none in bf16."""
+    heads = Heads(q=2, kv=1, dim=64)
+    (sequence,) = make_sequences(heads, [300], page_size=16, dtype=BF16)
+    sequence.q.fill_(3.35)
+    sequence.k.fill_(-1.7)
+    sequence.k[0].fill_(1.7)
+    (out,) = extend(kind, heads, [sequence], [0], [300])
+    first = sequence.v[0].expand(300, 2, 64).flatten(1)
+    assert torch.equal(out.view_as(first), first)
+    tiny = torch.tensor([1e-39])
+    assert (tiny * 1.5).item() > 0
+
+
+@pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize("side", ["q", "k", "v"])
 def test_a_nan_stays_visible_and_in_its_request(kind: int, side: str) -> None:
     heads = Heads(q=2, kv=1, dim=32)

@@ -126,7 +126,7 @@ def test_silu_times_up_is_its_formula(kernels: str, dtype: torch.dtype, width: i
 def test_one_pass_gives_the_bits_of_two(
     kernels: str, rows: int, width: int, followed: bool, generator: torch.Generator
 ) -> None:
-    """The norm or the gate before a product, with an adapter's delta behind it and without."""
+    """The norm before a product, with an adapter's delta behind it and without."""
     layer = Linear(torch.randn(100, width, generator=generator).bfloat16(), torch.randn(100).bfloat16())
     if followed:
         layer.delta = lambda x, y: y.add_(x[:, :1])  # type: ignore[func-returns-value]
@@ -136,9 +136,24 @@ def test_one_pass_gives_the_bits_of_two(
     assert torch.equal(layer.of_norm(norm, x.clone(), None), layer(norm(x)))
     assert torch.equal(layer.of_norm(norm, x, delta), layer(norm(total)))
     assert torch.equal(x, total)
-    wide = torch.randn(rows, 2 * width, generator=generator).bfloat16()
-    assert torch.equal(layer.of_gated(wide), layer(silu_mul(wide)))
     assert torch.equal(layer(x), layer(x.clone()))  # nothing of the passes before is left
+
+
+@pytest.mark.parametrize("rows", [1, 40, 300])
+@pytest.mark.parametrize("outputs", [64, 48])
+@pytest.mark.parametrize("followed", [False, True])
+def test_a_gate_behind_its_product_has_the_bits_of_two_passes(
+    kernels: str, rows: int, outputs: int, followed: bool, generator: torch.Generator
+) -> None:
+    """As the product alone, which does not tell how its weights lie."""
+    weight, bias = torch.randn(outputs, 96, generator=generator).bfloat16(), torch.randn(outputs).bfloat16()
+    layer, plain = Linear(weight, bias, gates=True), Linear(weight, bias)
+    if followed:
+        layer.delta = plain.delta = lambda x, y: y.add_(x[:, :1])  # type: ignore[func-returns-value]
+    norm = RMSNorm(torch.randn(96, generator=generator).bfloat16(), eps=1e-6)
+    x = torch.randn(rows, 96, generator=generator).bfloat16()
+    assert torch.equal(layer.gated_of_norm(norm, x, None), silu_mul(plain.of_norm(norm, x, None)))
+    assert torch.equal(layer(x), plain(x))
 
 
 def test_rows_have_the_same_bits_in_any_batch_and_with_any_threads(generator: torch.Generator) -> None:
