@@ -21,8 +21,28 @@ LANES = 16  # widths are multiples of it
 _POINTER, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
+class Rowwise(Protocol):
+    """Rows do not depend on one another: a row gives the same bits in any batch. Shapes and types are asserted."""
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, width]: RMS norm of x [T, width], to which `delta` is added in place before; weight [width]."""
+
+    def norm_turn(
+        self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], *, weight: torch.Tensor | None, eps: float
+    ) -> None:
+        """x [T, H, D] in place: each head's RMS norm (`weight` [H, D], None: no norm), then its rotary turn.
+
+        x may be the first heads of a wider tensor. turn: cosine and signed sine [T, 1, D], as `Rope.at` gives them.
+        """
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, width]: silu(x[:, :width]) * x[:, width:] for x [T, 2 * width]."""
+
+
 class Elementwise:
-    """Rows do not depend on one another: a row gives the same bits in any batch."""
+    """`Rowwise` by elementwise.c."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         assert library.tandem_elementwise_abi() == ABI_VERSION
@@ -38,7 +58,6 @@ class Elementwise:
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[T, width]: RMS norm of x [T, width], to which `delta` is added in place before; weight [width]."""
         x_at, (rows, width) = _address(x), x.shape
         assert weight.shape == (width,) and width % LANES == 0, (weight.shape, width)
         assert delta is None or delta.shape == x.shape, (delta, x.shape)
@@ -55,10 +74,6 @@ class Elementwise:
         weight: torch.Tensor | None,
         eps: float,
     ) -> None:
-        """x [T, H, D] in place: each head's RMS norm (`weight` [H, D], None: no norm), then its rotary turn.
-
-        x may be the first heads of a wider tensor. turn: cosine and signed sine [T, 1, D], as `Rope.at` gives them.
-        """
         (rows, heads, dim), (cosine, sine) = x.shape, turn
         assert x.dtype == torch.bfloat16 and x.stride()[1:] == (dim, 1) and dim % (2 * LANES) == 0, (x.dtype, x.shape)
         assert cosine.dtype == sine.dtype == x.dtype and cosine.shape == sine.shape == (rows, 1, dim), cosine.shape
@@ -79,7 +94,6 @@ class Elementwise:
         )
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, width]: silu(x[:, :width]) * x[:, width:] for x [T, 2 * width]."""
         rows, width = x.shape[0], x.shape[1] // 2
         assert x.shape[1] == 2 * width and width % LANES == 0, x.shape
         out = x.new_empty((rows, width))
@@ -92,20 +106,6 @@ def elementwise() -> Elementwise | None:
     """This process's kernels, or None where there is no compiler (logged)."""
     library = load_library(SOURCE)
     return None if library is None else Elementwise(library)
-
-
-class Rowwise(Protocol):
-    """What `Elementwise` does, whoever does it."""
-
-    def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
-
-    def norm_turn(
-        self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], *, weight: torch.Tensor | None, eps: float
-    ) -> None: ...
-
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 @cache

@@ -87,12 +87,11 @@ def silu_mul_kernel(x_ptr, out_ptr, width, TILE: tl.constexpr):
 
 
 class TritonElementwise:
-    """As engine.kernels.elementwise.Elementwise. Rows do not depend on one another."""
+    """`Rowwise` (engine/kernels/elementwise.py) by Triton."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[T, width]: RMS norm of x [T, width], to which `delta` is added in place before; weight [width]."""
         rows, width = x.shape
         assert x.is_contiguous() and weight.shape == (width,), (x.shape, x.stride(), weight.shape)
         assert delta is None or (delta.is_contiguous() and delta.shape == x.shape), delta
@@ -118,10 +117,6 @@ class TritonElementwise:
         weight: torch.Tensor | None,
         eps: float,
     ) -> None:
-        """x [T, H, D] in place: each head's RMS norm (`weight` [H, D], None: no norm), then its rotary turn.
-
-        x may be the first heads of a wider tensor. turn: cosine and signed sine [T, 1, D], as `Rope.at` gives them.
-        """
         (rows, heads, dim), (cosine, sine) = x.shape, turn
         assert x.stride()[1:] == (dim, 1) and dim % 2 == 0, (x.shape, x.stride())
         assert cosine.shape == sine.shape == (rows, 1, dim), cosine.shape
@@ -144,7 +139,6 @@ class TritonElementwise:
         )
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, width]: silu(x[:, :width]) * x[:, width:] for x [T, 2 * width]."""
         rows, width = x.shape[0], x.shape[1] // 2
         assert x.is_contiguous() and x.shape[1] == 2 * width, (x.shape, x.stride())
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
