@@ -397,3 +397,14 @@ def test_of_many_who_share_a_prefix_a_plan_looks_at_some() -> None:
     engine.add("other", [9, 9, 9], max_new_tokens=1)
     engine.run()
     assert plan_ids(engine)[0] == ["r0"] and len(plan_ids(engine)[1]) == 40
+
+
+def test_who_finds_all_that_it_shares_already_does_not_wait() -> None:
+    engine = EngineInATest(page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512)
+    prefix = [i % 50 for i in range(200)]
+    engine.add("before", prefix, max_new_tokens=1)
+    engine.run()
+    engine.add("first", [*prefix, *range(1, 160)], max_new_tokens=1)
+    engine.add("second", [*prefix, *range(7, 20)], max_new_tokens=1)
+    engine.run()
+    assert plan_ids(engine) == [["before"], ["first", "second"]]
