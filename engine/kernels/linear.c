@@ -299,10 +299,10 @@ static void plan(struct work *w, int64_t first) {
     while (w->group > 2 && count_items(w) < ITEMS_A_THREAD * a->threads) w->group /= 2;
 }
 
-/* Items of the same rows lie side by side, and so do their weights. */
+/* All rows of a group's weights come one behind the other: only the first of them read these from memory. */
 static void compute(const struct work *w, int64_t item, float *sums) {
-    const int64_t groups = ceil_div(w->panels, w->group), first = item / groups * w->chunk, count = smaller(w->chunk, w->rows - first);
-    const int64_t from = item % groups * w->group, to = smaller(from + w->group, w->panels);
+    const int64_t chunks = ceil_div(w->rows, w->chunk), first = item % chunks * w->chunk, count = smaller(w->chunk, w->rows - first);
+    const int64_t from = item / chunks * w->group, to = smaller(from + w->group, w->panels);
     sum_panels(w, tile_of(w, first), from, to, sums, count);
     write_rows(w, sums, to - from, from, w->first + first, count);
 }

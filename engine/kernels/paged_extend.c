@@ -26,7 +26,7 @@
 #define ABI_VERSION 1
 #define KEYS 256           /* keys of a block: S' and P' of 32 queries stay in the L1 cache */
 #define KEY_STEPS (KEYS / STEP)
-#define COLUMNS 512        /* queries of an item, all heads counted: O' stays in the L2 cache, K and V are tiled once for them */
+#define COLUMNS 1024       /* queries of an item, all heads counted: O' stays in the L2 cache, K and V are tiled once for them */
 #define ITEMS_A_THREAD 4   /* at least, so that threads finish together */
 
 /* Mirrored by _Args in paged_extend.py. Strides of q, k_new and v_new are elements from token to token; heads are dense.
