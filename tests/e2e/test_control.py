@@ -275,7 +275,7 @@ async def _metrics(url: str) -> str:
 
 
 def test_a_worker_logs_its_intervals_and_ends_when_its_loop_stalls(tmp_path: Path) -> None:
-    """A step that takes up to half a minute is the injected stall."""
+    """A step that takes up to four seconds is the injected stall (the first of them delays the start)."""
     serve = ("serve", "--port", "0", "--decode-log-interval", "10", "--watchdog-timeout", "1.5")
     with tandem(tmp_path / "quick", *serve, "--scheduler-recv-interval", "4") as worker:
         asked, wanted = recall_body(_rng(), 30, max_new_tokens=25)
@@ -283,7 +283,7 @@ def test_a_worker_logs_its_intervals_and_ends_when_its_loop_stalls(tmp_path: Pat
         lines = worker.log.read_text()
         assert "prefill: 1 steps, 1 new requests, 62 new tokens, 0 cached (0%)" in lines
         assert "decode: 9 steps, " in lines and "usage" in lines
-    with tandem(tmp_path / "stalls", *serve, "--stream", "threaded", "--stream-delay-ms", "30000") as worker:
+    with tandem(tmp_path / "stalls", *serve, "--stream", "threaded", "--stream-delay-ms", "4000") as worker:
         status = asyncio.run(_status(worker.url, asked))
         assert status == 503
         wait_until(lambda: worker.process.poll() is not None, within_s=READY_S, what="the worker's end")
