@@ -4,17 +4,18 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client import Histogram
 from prometheus_client.core import Metric
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 
-def renamed(family: Collector, name: str) -> Collector:
+def renamed(family: MetricWrapperBase, name: str) -> Collector:
     """`family` again as `name` (a counter without its `_total`)."""
     return _Renamed(family, name)
 
 
 class _Renamed(Collector):
-    def __init__(self, family: Collector, name: str) -> None:
+    def __init__(self, family: MetricWrapperBase, name: str) -> None:
         self._family = family
         self._name = name
 

@@ -23,7 +23,6 @@ from engine.frontend.metric_names import (
     gauge_of,
     num_waiting,
 )
-from engine.frontend.token_counts import GapHistogram, TokenCounter
 from engine.messages import StateReply
 
 LABELS = ("model_name", "engine_type")
@@ -62,16 +61,10 @@ class Metrics:
     def __init__(self, *, model_name: str, mode: str) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._label_values = (model_name, "unified" if mode == "null" else mode)
-        self._labels = (LABELS, self._label_values)
         self._scheduler = _SchedulerCollector(self._label_values)
         self.registry.register(self._scheduler)
         self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens of accepted requests")
-        self._generation_tokens = TokenCounter("sglang:generation_tokens", "generated tokens", self._labels)
-        self._itl = GapHistogram(
-            "sglang:inter_token_latency_seconds", "time between tokens", self._labels, bounds=ITL_S
-        )
-        self._register("sglang:generation_tokens", self._generation_tokens)
-        self._register("sglang:inter_token_latency_seconds", self._itl)
+        self._generation_tokens = self._counter("generation_tokens", "generated tokens")
         self._cached_tokens = self._counter("cached_tokens", "prompt tokens whose KV was reused")
         self._requests = self._counter("num_requests", "accepted requests")
         self._aborted = self._counter("num_aborted_requests", "requests that were aborted or failed")
@@ -100,6 +93,7 @@ class Metrics:
             "sglang:http_requests_active", "HTTP requests in progress", LABELS, registry=self.registry
         ).labels(*self._label_values)
         self._ttft = self._histogram("time_to_first_token_seconds", "time to the first token", TTFT_S)
+        self._itl = self._histogram("inter_token_latency_seconds", "time between tokens", ITL_S)
         self._queue = self._histogram("queue_time_seconds", "time between arrival and first step", E2E_S)
         self._stages = Histogram(
             "sglang:per_stage_req_latency_seconds",
@@ -122,11 +116,12 @@ class Metrics:
         self._rejected.inc()
 
     def on_tokens(self, *, num_tokens: int, gap_s: float, first: bool) -> None:
-        self._generation_tokens.num_tokens += num_tokens
+        self._generation_tokens.inc(num_tokens)
         if first:
             self._ttft.observe(gap_s)
         else:
-            self._itl.count(gap_s, num_tokens)
+            for _ in range(num_tokens):
+                self._itl.observe(gap_s / num_tokens)
 
     def on_end(self, output: TextOutput | None, *, elapsed_s: float) -> None:
         """`output`: the one with the finish, None when the client went away."""
@@ -164,21 +159,17 @@ class Metrics:
 
     def _counter(self, name: str, help: str) -> Counter:
         name = f"sglang:{name}"
-        family = Counter(name, help, LABELS, registry=None)
-        self._register(name, family)
+        family = Counter(name, help, LABELS, registry=self.registry)
+        if name in VLLM_COUNTERS:
+            self.registry.register(renamed(family, VLLM_COUNTERS[name]))
         return family.labels(*self._label_values)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         name = f"sglang:{name}"
-        family = Histogram(name, help, LABELS, registry=None, buckets=buckets)
-        self._register(name, family)
+        family = Histogram(name, help, LABELS, registry=self.registry, buckets=buckets)
+        if name in VLLM_HISTOGRAMS:
+            self.registry.register(renamed(family, VLLM_HISTOGRAMS[name]))
         return family.labels(*self._label_values)
-
-    def _register(self, name: str, family: Collector) -> None:
-        """Under its name, and vLLM's if it has one."""
-        self.registry.register(family)
-        if (other := {**VLLM_COUNTERS, **VLLM_HISTOGRAMS}.get(name)) is not None:
-            self.registry.register(renamed(family, other))
 
 
 class _SchedulerCollector(Collector):
