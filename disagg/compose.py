@@ -20,9 +20,8 @@ from transfer_backends.decode_manager import DecodeManager
 from transfer_backends.engines.registry import EngineOptions, make_engine
 from transfer_backends.prefill_manager import PrefillManager
 
-LEAST_BYTES = (
-    4 << 20
-)  # of a prompt's KV that leave while its next chunk computes: fewer disturb that more than they hide
+# Of a prompt's KV that leave while its next chunk computes: fewer disturb that more than they hide.
+LEAST_BYTES = 4 << 20
 # Clients get their tokens from decode; prefill's answer only ends its leg. Said at once it takes a core from the first
 # token on its way, where the workers share a machine.
 ANSWER_AFTER_S = 0.003

@@ -17,6 +17,7 @@ COPIED = (
     "router",
     "bootstrap_server",
     "transfer_backends",
+    "lifecycle",
     "security",
     "telemetry",
     "tests/core",
