@@ -56,7 +56,8 @@ LONGEST_RETRY_S = 0.5
 class Room:
     """`exposed`: prefill may write to the given pages. `asks`: this room's request to prefill is decode's own (any prefill
 
-    worker will do, and what fails in the handshake fails at once: decode can help itself).
+    worker will do, and what fails in the handshake fails at once: decode can help itself). `error`: what the handshake waits
+    for, or why its last try failed; `failure`: the latter alone.
     """
 
     key: RoomKey
@@ -68,6 +69,7 @@ class Room:
     retry_at_s: float | None = None
     retry_s: float = FIRST_RETRY_S
     error: str = "the bootstrap server has not answered"
+    failure: str | None = None
     num_pages: int | None = None
     retry: int = 0
     exposed: bool = False
@@ -238,6 +240,8 @@ class DecodeRooms:
             return
         rec.session = session
         rec.error = f"prefill worker {route.control} has not answered the registration"
+        if rec.failure is not None:
+            rec.error += f" (the try before: {rec.failure})"
         if self.machine.state(rec.key) is KVPoll.Failed:
             self._tell_abort(rec, session)
         elif session.phase is Phase.LIVE:
@@ -327,7 +331,7 @@ class DecodeRooms:
             return
         rec.session = None
         rec.looking = False
-        rec.error = error
+        rec.error = rec.failure = error
         rec.retry_at_s = now_s + rec.retry_s
         rec.retry_s = min(2 * rec.retry_s, LONGEST_RETRY_S)
 
