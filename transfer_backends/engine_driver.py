@@ -16,7 +16,7 @@ from typing import Any
 from transfer_backends.contract import Engine, LayerClock, OpState
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.prefill_peers import Command, ConnectPeer, FencePeer
-from transfer_backends.prefill_rooms import PrefillRooms
+from transfer_backends.prefill_rooms import SMALL_BYTES, PrefillRooms
 from transfer_backends.prefill_sending import Post
 
 FIRST_NAP_S = 0.0001
@@ -24,7 +24,6 @@ LONG_NAP_S = 0.002  # while operations are pending and something moves
 STALE_NAP_S = 0.02  # when nothing has moved for a while: a peer hangs
 STALE_AFTER_NAPS = 500
 IDLE_S = 0.5
-SMALL_BYTES = 4 << 20  # that the scheduler's thread writes by itself: a millisecond's copying at most
 
 log = logging.getLogger(__name__)
 

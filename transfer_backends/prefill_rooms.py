@@ -64,7 +64,9 @@ from transfer_backends.wire import (
 )
 
 PROGRESS_EVERY_S = 0.25  # each such word wakes both sides' threads beside a step that computes
-SMALL_BYTES = 4 << 20  # a millisecond's copying at most: to ask the core once more may cost half of that
+# Posted in one go, and by the scheduler's thread itself (engine_driver.py): a millisecond's copying at most. To ask the core once
+# more, or to wake another thread, may cost half of that.
+SMALL_BYTES = 4 << 20
 SCAN_S_A_ROOM = 50e-6  # deadlines of many rooms are looked at less often, so that ticks stay cheap
 
 

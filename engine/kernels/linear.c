@@ -175,20 +175,8 @@ static void amx_pair(const char *x, const char *w, float *sums, float *other, in
 /* Many rows: 32 of them over `steps` steps of a panel, on top of what is there if `begun`. x: [step][2 tiles]. Step k
  * fetches `share` bytes of what comes next. */
 INLINE void amx_part(const char *x, const char *w, float *sums, int64_t steps, const int begun, const char *ahead, const int64_t share) {
-    float *const below = sums + TILE * PANEL;
-    const int stride = PANEL * sizeof(float);
     settle();
-    if (begun) {
-        _tile_loadd(0, sums, stride);
-        _tile_loadd(1, sums + TILE, stride);
-        _tile_loadd(2, below, stride);
-        _tile_loadd(3, below + TILE, stride);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
+    begin_sums(sums, 1, begun);
     for (int64_t k = 0; k < steps; k++, x += STEP_BYTES, w += STEP_BYTES, ahead += share) {
         fetch(ahead, share);
         _tile_stream_loadd(4, x, LINE_BYTES);
@@ -200,10 +188,7 @@ INLINE void amx_part(const char *x, const char *w, float *sums, int64_t steps, c
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, sums, stride);
-    _tile_stored(1, sums + TILE, stride);
-    _tile_stored(2, below, stride);
-    _tile_stored(3, below + TILE, stride);
+    end_sums(sums, 1);
     settle();
 }
 

@@ -93,11 +93,10 @@ INLINE void configure(int64_t rows) {
     _tile_loadconfig(&c);
 }
 
-/* As avx512_block; rows 16-31 (if `two`) are those of the tiles x_block bytes behind. */
-INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, const int two, const int begun, const char *ahead, const int64_t ahead_bytes) {
-    float *const below = sums + TILE * PANEL;
+/* Tiles 0 to 3 become the sums [32, 32] that are there if `begun`, else zeros. Rows 16-31 only if `two`. */
+INLINE void begin_sums(const float *sums, const int two, const int begun) {
+    const float *const below = sums + TILE * PANEL;
     const int stride = PANEL * sizeof(float);
-    settle();
     if (begun) {
         _tile_loadd(0, sums, stride);
         _tile_loadd(1, sums + TILE, stride);
@@ -111,6 +110,23 @@ INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums
         _tile_zero(2);
         _tile_zero(3);
     }
+}
+
+INLINE void end_sums(float *sums, const int two) {
+    float *const below = sums + TILE * PANEL;
+    const int stride = PANEL * sizeof(float);
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + TILE, stride);
+    if (two) {
+        _tile_stored(2, below, stride);
+        _tile_stored(3, below + TILE, stride);
+    }
+}
+
+/* As avx512_block; rows 16-31 (if `two`) are those of the tiles x_block bytes behind. */
+INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, const int two, const int begun, const char *ahead, const int64_t ahead_bytes) {
+    settle();
+    begin_sums(sums, two, begun);
     for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += STEP_BYTES) {
         fetch(ahead + k * ahead_bytes, ahead_bytes);
         _tile_loadd(4, x, LINE_BYTES);
@@ -124,12 +140,7 @@ INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums
             _tile_dpbf16ps(3, 5, 7);
         }
     }
-    _tile_stored(0, sums, stride);
-    _tile_stored(1, sums + TILE, stride);
-    if (two) {
-        _tile_stored(2, below, stride);
-        _tile_stored(3, below + TILE, stride);
-    }
+    end_sums(sums, two);
     settle();
 }
 #endif
