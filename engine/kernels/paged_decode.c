@@ -4,9 +4,10 @@
  * is read from memory once. Tokens go in blocks of BLOCK from position 0 on, in this order whatever the batch is: a
  * request's result does not depend on its neighbours, on the run, nor on the number of threads. All sums are fp32.
  *
- * Memory is the limit, and the hardware's prefetcher follows few places at once: a block's K is passed over WINDOW tokens at a
- * time, all heads of the run, then its V; meanwhile the window that comes next is fetched into the L2 cache, in the order in
- * which it lies in memory. (Not into L1: that takes the places of the lines that are on their way from memory.)
+ * Memory is the limit. A block's K is passed over token by token, all heads of the run, as it lies in memory, and then its
+ * V; what lies AHEAD_BYTES further on is fetched into the L2 cache meanwhile. So the processor's own prefetcher sees one
+ * place that moves on, and does most of it: a core may wait for few lines at a time by itself, and what it computes from
+ * the L2 cache needs those places too (head by head, with 16 tokens fetched ahead, reading and computing took turns).
  *
  * Vectors are those of vectors.h; only bf16 dot products (AVX512-BF16) and AVX-512's sums of vectors are written with
  * intrinsics. Blocked online softmax: Milakov and Gimelshein 2018, Dao et al. 2022; grouping the query heads of a kv head:
@@ -24,7 +25,10 @@
 #define SUB 8          /* query heads computed together */
 #define ACCUMULATORS 16 /* vectors of output held in registers */
 #define MAX_VECTORS 8
-#define WINDOW LANES   /* tokens of a head at a time */
+#define WINDOW LANES   /* tokens whose dot products are summed at once */
+#define TOGETHER 4     /* tokens whose values are added while output is in registers */
+#define AHEAD_BYTES 8192      /* of the run, in the order in which it is read */
+#define MOST_HEADS 32  /* query heads of a run: its dot products stay in the L1 cache */
 #define ITEMS 4        /* work items for each thread, at least, so that threads end together */
 #define LINE_BYTES 64
 
@@ -51,40 +55,23 @@ struct block {
 /* One work item: what is shared by the functions below. */
 struct item {
     const struct args *a;
-    int64_t heads, row_bytes, run_bytes; /* kv heads of the run; of one head, of all of them */
-    struct block now, next;
-    /* The window that comes next, and how far it is fetched: up to `byte` of the run's bytes of row `token`. */
-    const char *const *ahead;
-    int ahead_count, token, quota; /* rows of a head to fetch for each that is computed */
-    int64_t byte;
-    /* The kv head at hand. */
-    int64_t in_row;        /* bytes from the first head of the run */
-    const char *q;         /* [group, dim] in the cache's dtype */
-    float *o, *m, *l, *p, *factor; /* [group, dim] unnormalised output, [group] running maximum and sum, [group, BLOCK] scores and weights, [group] */
-    f16v parts[SUB][LANES]; /* of the dot products of a window */
+    int64_t heads, group, row_bytes; /* kv heads of the run; query heads of each; bytes of a head's row */
+    int count, ahead;                /* tokens of the block at hand; rows that are fetched before they are needed */
+    const char *rows[4 * BLOCK];     /* K of the block, then its V, then what is read next */
+    const char *q;                   /* [query heads of the run, dim] in the cache's dtype */
+    float *o, *m, *l, *factor;       /* [query heads, dim] unnormalised output, [query heads] running maximum and sum, [query heads] */
+    float *p;                        /* [query heads, BLOCK] scores, then weights */
+    f16v *parts;                     /* [query heads, LANES] of the dot products of a window */
 };
 
-/* ---- memory ahead */
-
-INLINE void fetch(struct item *it, int64_t row_bytes) {
-    for (int i = 0; i < it->quota && it->token < it->ahead_count; i++) {
-        const char *from = it->ahead[it->token] + it->byte;
-        for (int64_t at = 0; at < row_bytes; at += LINE_BYTES) __builtin_prefetch(from + at, 0, 2);
-        it->byte += row_bytes;
-        if (it->byte == it->run_bytes) it->byte = 0, it->token++;
-    }
+/* Row `at` of kv head h, and on the way to it, the one that is needed `ahead` rows later. */
+INLINE const char *row_of(const struct item *it, int at, int64_t h, int64_t row_bytes) {
+    const char *later = it->rows[at + it->ahead] + h * row_bytes;
+    for (int64_t i = 0; i < row_bytes; i += LINE_BYTES) __builtin_prefetch(later + i, 0, 2);
+    return it->rows[at] + h * row_bytes;
 }
 
-/* While `count` rows of each head are computed, `rows` come next: `left` of them or a window. */
-static void fetch_next(struct item *it, const char *const *rows, int left, int count) {
-    it->ahead = rows;
-    it->ahead_count = left < WINDOW ? left : WINDOW;
-    it->token = 0;
-    it->byte = 0;
-    it->quota = (it->ahead_count + count - 1) / count;
-}
-
-/* ---- a window of one head: scores, softmax weights, weighted sum */
+/* ---- scores, softmax weights, weighted sum */
 
 /* Sums of 16 vectors, each in the order of sum(). */
 INLINE f16v sums(f16v *x) {
@@ -102,48 +89,54 @@ INLINE f16v sums(f16v *x) {
 #endif
 }
 
-/* p[g][from + t] = scale * q[g] . k[from + t] for t < n and `heads` query heads from `first` on. */
+/* parts[g] = products of q[g] with a row of K, for `heads` query heads. */
+INLINE void multiply_row(f16v *parts, const char *q, const char *k, const int heads, const int is_bf16, const int dim) {
+    const int64_t q_row = (int64_t)dim * (is_bf16 ? 2 : 4);
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+    if (is_bf16) {
+        __m512 acc[SUB];
+        for (int g = 0; g < heads; g++) acc[g] = _mm512_setzero_ps();
+        int at = 0;
+        for (; at + 32 <= dim; at += 32) {
+            __m512bh kv = (__m512bh)_mm512_loadu_si512(k + at * 2);
+            for (int g = 0; g < heads; g++)
+                acc[g] = _mm512_dpbf16_ps(acc[g], (__m512bh)_mm512_loadu_si512(q + g * q_row + at * 2), kv);
+        }
+        if (at < dim) { /* dim is a multiple of 16: half a vector is left */
+            __m512bh kv = (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)(k + at * 2)));
+            for (int g = 0; g < heads; g++)
+                acc[g] = _mm512_dpbf16_ps(acc[g], (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)(q + g * q_row + at * 2))), kv);
+        }
+        for (int g = 0; g < heads; g++) parts[g * LANES] = (f16v)acc[g];
+        return;
+    }
+#endif
+    f16v acc[SUB];
+    for (int g = 0; g < heads; g++) acc[g] = (f16v){0};
+    for (int at = 0; at < dim; at += LANES) {
+        f16v kv = load(k, at, is_bf16);
+        for (int g = 0; g < heads; g++) acc[g] += load(q + g * q_row, at, is_bf16) * kv;
+    }
+    for (int g = 0; g < heads; g++) parts[g * LANES] = acc[g];
+}
+
+/* p[r][from + t] = scale * q[r] . k[from + t] for t < n, of each kv head `heads` query heads from `first` on. */
 INLINE void scores(struct item *it, int first, int from, int n, const int heads, const int is_bf16, const int fixed) {
     const int dim = fixed ? fixed : (int)it->a->dim;
-    const int64_t q_row = (int64_t)dim * (is_bf16 ? 2 : 4);
-    const char *q = it->q + first * q_row;
-    for (int t = 0; t < n; t++) {
-        const char *k = it->now.k[from + t] + it->in_row;
-        fetch(it, q_row);
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
-        if (is_bf16) {
-            __m512 acc[SUB];
-            for (int g = 0; g < heads; g++) acc[g] = _mm512_setzero_ps();
-            int at = 0;
-            for (; at + 32 <= dim; at += 32) {
-                __m512bh kv = (__m512bh)_mm512_loadu_si512(k + at * 2);
-                for (int g = 0; g < heads; g++)
-                    acc[g] = _mm512_dpbf16_ps(acc[g], (__m512bh)_mm512_loadu_si512(q + g * q_row + at * 2), kv);
-            }
-            if (at < dim) { /* dim is a multiple of 16: half a vector is left */
-                __m512bh kv = (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)(k + at * 2)));
-                for (int g = 0; g < heads; g++)
-                    acc[g] = _mm512_dpbf16_ps(acc[g], (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)(q + g * q_row + at * 2))), kv);
-            }
-            for (int g = 0; g < heads; g++) it->parts[g][t] = (f16v)acc[g];
-        } else
-#endif
-        {
-            f16v acc[SUB];
-            for (int g = 0; g < heads; g++) acc[g] = (f16v){0};
-            for (int at = 0; at < dim; at += LANES) {
-                f16v kv = load(k, at, is_bf16);
-                for (int g = 0; g < heads; g++) acc[g] += load(q + g * q_row, at, is_bf16) * kv;
-            }
-            for (int g = 0; g < heads; g++) it->parts[g][t] = acc[g];
+    const int64_t row_bytes = (int64_t)dim * (is_bf16 ? 2 : 4);
+    for (int t = 0; t < n; t++)
+        for (int64_t h = 0; h < it->heads; h++) {
+            const int64_t r = h * it->group + first;
+            multiply_row(it->parts + r * LANES + t, it->q + r * row_bytes, row_of(it, from + t, h, row_bytes), heads, is_bf16, dim);
         }
-    }
-    for (int g = 0; g < heads; g++) store_f32(it->p + (first + g) * BLOCK + from, sums(it->parts[g]) * it->a->scale);
+    for (int64_t h = 0; h < it->heads; h++)
+        for (int64_t r = h * it->group + first; r < h * it->group + first + heads; r++)
+            store_f32(it->p + r * BLOCK + from, sums(it->parts + r * LANES) * it->a->scale);
 }
 
 /* Scores of a block and one query head -> weights relative to the new maximum; and the factor for what was summed before. */
-static void weigh(struct item *it, int g) {
-    const int n = it->now.count, end = (n + LANES - 1) / LANES * LANES;
+static void weigh(struct item *it, int64_t g) {
+    const int n = it->count, end = (n + LANES - 1) / LANES * LANES;
     float *p = it->p + g * BLOCK;
     for (int t = n; t < end; t++) p[t] = -INFINITY; /* weight 0 */
     f16v lanes = (f16v){0} + it->m[g];
@@ -176,37 +169,44 @@ INLINE void load_values(f16v *to, const char *row, int64_t at, const int vectors
     }
 }
 
-/* o[g] += sum over t < n of p[g][from + t] * v[from + t], for `vectors` vectors of each row from element `at` on; o[g] is
- * first multiplied by factor[g] in a block's first window. */
-INLINE void add_values(struct item *it, int first, int from, int n, const int heads, int64_t at, const int vectors, const int is_bf16, const int64_t dim) {
-    const int64_t size = is_bf16 ? 2 : 4;
-    float *o = it->o + first * dim + at;
-    const float *p = it->p + first * BLOCK + from;
-    f16v acc[ACCUMULATORS], v[MAX_VECTORS];
+/* o[g] += sum over t < n of p[g][t] * v[t], for `vectors` vectors of each row from element `at` on; o[g] is first multiplied
+ * by factor[g] where there is one. */
+INLINE void add_values(float *o, const float *p, const float *factor, const char *const *v, int n, const int heads, int64_t at, const int vectors, const int is_bf16, const int64_t dim) {
+    f16v acc[ACCUMULATORS], row[MAX_VECTORS];
     for (int g = 0; g < heads; g++)
-        for (int w = 0; w < vectors; w++) acc[g * vectors + w] = load_f32(o + g * dim + w * LANES) * (from ? 1.0f : it->factor[first + g]);
+        for (int w = 0; w < vectors; w++) {
+            acc[g * vectors + w] = load_f32(o + g * dim + at + w * LANES);
+            if (factor) acc[g * vectors + w] *= factor[g];
+        }
     for (int t = 0; t < n; t++) {
-        fetch(it, dim * size);
-        load_values(v, it->now.v[from + t] + it->in_row, at, vectors, is_bf16);
+        load_values(row, v[t], at, vectors, is_bf16);
         for (int g = 0; g < heads; g++)
-            for (int w = 0; w < vectors; w++) acc[g * vectors + w] += v[w] * p[g * BLOCK + t];
+            for (int w = 0; w < vectors; w++) acc[g * vectors + w] += row[w] * p[g * BLOCK + t];
     }
     for (int g = 0; g < heads; g++)
-        for (int w = 0; w < vectors; w++) store_f32(o + g * dim + w * LANES, acc[g * vectors + w]);
+        for (int w = 0; w < vectors; w++) store_f32(o + g * dim + at + w * LANES, acc[g * vectors + w]);
 }
 
+/* The same for tokens from..from + n - 1 of the block and of each kv head `heads` query heads from `first` on. */
 INLINE void values(struct item *it, int first, int from, int n, const int heads, const int is_bf16, const int fixed) {
     const int most = ACCUMULATORS / heads >= 8 ? 8 : ACCUMULATORS / heads >= 4 ? 4 : 2; /* vectors of a row at a time */
-    const int64_t dim = fixed ? fixed : it->a->dim;
-    int64_t at = 0;
-    for (; at + most * LANES <= dim; at += most * LANES) add_values(it, first, from, n, heads, at, most, is_bf16, dim);
-    for (; at + 2 * LANES <= dim; at += 2 * LANES) add_values(it, first, from, n, heads, at, 2, is_bf16, dim);
-    if (at < dim) add_values(it, first, from, n, heads, at, 1, is_bf16, dim);
+    const int64_t dim = fixed ? fixed : it->a->dim, row_bytes = dim * (is_bf16 ? 2 : 4);
+    for (int64_t h = 0; h < it->heads; h++) {
+        const char *v[TOGETHER];
+        for (int t = 0; t < n; t++) v[t] = row_of(it, it->count + from + t, h, row_bytes);
+        const int64_t r = h * it->group + first;
+        float *o = it->o + r * dim;
+        const float *p = it->p + r * BLOCK + from, *factor = from ? NULL : it->factor + r;
+        int64_t at = 0;
+        for (; at + most * LANES <= dim; at += most * LANES) add_values(o, p, factor, v, n, heads, at, most, is_bf16, dim);
+        for (; at + 2 * LANES <= dim; at += 2 * LANES) add_values(o, p, factor, v, n, heads, at, 2, is_bf16, dim);
+        if (at < dim) add_values(o, p, factor, v, n, heads, at, 1, is_bf16, dim);
+    }
 }
 
 /* The number of heads is a constant in each copy, so that accumulators stay in registers; so is the usual size of a head. */
 enum kind { FP32, BF16, BF16_OF_128, KINDS };
-typedef void (*window_fn)(struct item *, int first, int from, int n);
+typedef void (*tokens_fn)(struct item *, int first, int from, int n);
 #define COPY(what, kind, heads, is_bf16, dim) \
     static __attribute__((noinline)) void what##_##kind##_##heads(struct item *it, int first, int from, int n) { what(it, first, from, n, heads, is_bf16, dim); }
 #define COPIES(what, kind, is_bf16, dim) \
@@ -217,8 +217,8 @@ KINDS_OF(scores)
 KINDS_OF(values)
 #define NAMES(what, kind) \
     {0, what##_##kind##_1, what##_##kind##_2, what##_##kind##_3, what##_##kind##_4, what##_##kind##_5, what##_##kind##_6, what##_##kind##_7, what##_##kind##_8}
-static const window_fn SCORES[KINDS][SUB + 1] = {NAMES(scores, FP32), NAMES(scores, BF16), NAMES(scores, BF16_OF_128)};
-static const window_fn VALUES[KINDS][SUB + 1] = {NAMES(values, FP32), NAMES(values, BF16), NAMES(values, BF16_OF_128)};
+static const tokens_fn SCORES[KINDS][SUB + 1] = {NAMES(scores, FP32), NAMES(scores, BF16), NAMES(scores, BF16_OF_128)};
+static const tokens_fn VALUES[KINDS][SUB + 1] = {NAMES(values, FP32), NAMES(values, BF16), NAMES(values, BF16_OF_128)};
 
 /* ---- one request and run of kv heads */
 
@@ -239,10 +239,10 @@ static void locate(const struct args *a, int64_t request, int64_t from, int64_t 
 /* K and V of the new token, for the kv heads of the run. */
 static void write_token(const struct item *it, int64_t request, int64_t head) {
     const struct args *a = it->a;
-    const int64_t size = it->row_bytes / a->dim;
+    const int64_t size = it->row_bytes / a->dim, bytes = it->heads * it->row_bytes;
     const int64_t at = a->token_pages[request] * a->page_stride_bytes + (a->token_offsets[request] * a->kv_heads + head) * it->row_bytes;
-    memcpy((char *)a->k_cache + at, (char *)a->k_new + (request * a->k_stride + head * a->dim) * size, it->run_bytes);
-    memcpy((char *)a->v_cache + at, (char *)a->v_new + (request * a->v_stride + head * a->dim) * size, it->run_bytes);
+    memcpy((char *)a->k_cache + at, (char *)a->k_new + (request * a->k_stride + head * a->dim) * size, bytes);
+    memcpy((char *)a->v_cache + at, (char *)a->v_new + (request * a->v_stride + head * a->dim) * size, bytes);
 }
 
 /* o / l of one query head, in the order of its elements (load_values). */
@@ -259,75 +259,66 @@ INLINE void write_row(const struct args *a, const float *o, float l, int64_t at)
     }
 }
 
-/* Floats that a kv head has of its own: o, m, l, p, factor. */
-INLINE int64_t own_floats(const struct args *a) { return a->heads / a->kv_heads * (a->dim + BLOCK + 3); }
-
-static void at_head(struct item *it, int64_t request, int64_t first, int64_t h, float *scratch) {
-    const struct args *a = it->a;
-    const int64_t group = a->heads / a->kv_heads;
-    it->in_row = h * it->row_bytes;
-    it->q = (char *)a->q + (request * a->q_stride + (first + h) * group * a->dim) * (it->row_bytes / a->dim);
-    it->o = scratch + h * own_floats(a);
-    it->m = it->o + group * a->dim;
-    it->l = it->m + group;
-    it->p = it->l + group;
-    it->factor = it->p + group * BLOCK;
+/* The rows of `now`, and those that are read after it. */
+static void line_up(struct item *it, const struct block *now, const struct block *next) {
+    const char **to = it->rows;
+    it->count = now->count;
+    for (int t = 0; t < now->count; t++) *to++ = now->k[t];
+    for (int t = 0; t < now->count; t++) *to++ = now->v[t];
+    for (int t = 0; t < next->count; t++) *to++ = next->k[t];
+    const char *last = to[-1];
+    for (const char **end = it->rows + 2 * now->count + it->ahead; to < end;) *to++ = last;
 }
 
-/* One window of all heads of the run: scores, and weights where it is the block's last; or values. */
-static void pass(struct item *it, int64_t request, int64_t first, int of_values, int from, int n, float *scratch) {
-    const struct args *a = it->a;
-    const int group = (int)(a->heads / a->kv_heads), last = from + n == it->now.count;
-    const window_fn *const work = (of_values ? VALUES : SCORES)[!a->is_bf16 ? FP32 : a->dim == 128 ? BF16_OF_128 : BF16];
-    for (int64_t h = 0; h < it->heads; h++) {
-        at_head(it, request, first, h, scratch);
-        for (int g = 0; g < group; g += SUB) work[group - g < SUB ? group - g : SUB](it, g, from, n);
-        if (last && !of_values)
-            for (int g = 0; g < group; g++) weigh(it, g);
-    }
+static void add_block(struct item *it) {
+    const enum kind kind = !it->a->is_bf16 ? FP32 : it->a->dim == 128 ? BF16_OF_128 : BF16;
+    const int group = (int)it->group, count = it->count;
+    for (int from = 0; from < count; from += WINDOW)
+        for (int g = 0; g < group; g += SUB) SCORES[kind][group - g < SUB ? group - g : SUB](it, g, from, count - from < WINDOW ? count - from : WINDOW);
+    for (int64_t r = 0; r < it->heads * it->group; r++) weigh(it, r);
+    for (int from = 0; from < count; from += TOGETHER)
+        for (int g = 0; g < group; g += SUB) VALUES[kind][group - g < SUB ? group - g : SUB](it, g, from, count - from < TOGETHER ? count - from : TOGETHER);
 }
 
-/* A block's K, then its V, a window at a time, and behind each what comes after it. */
-static void add_block(struct item *it, int64_t request, int64_t first, float *scratch) {
-    const int count = it->now.count;
-    for (int of_values = 0; of_values < 2; of_values++)
-        for (int from = 0; from < count; from += WINDOW) {
-            const int left = count - from, n = left < WINDOW ? left : WINDOW;
-            if (left > WINDOW) fetch_next(it, (of_values ? it->now.v : it->now.k) + from + WINDOW, left - WINDOW, n);
-            else if (!of_values) fetch_next(it, it->now.v, count, n);
-            else fetch_next(it, it->next.k, it->next.count, n);
-            pass(it, request, first, of_values, from, n, scratch);
-        }
+/* Floats of scratch for each query head of a run: parts, p, o, m, l, factor; rounded up to whole vectors. */
+INLINE int64_t own_floats(const struct args *a) { return LANES * LANES + BLOCK + a->dim + LANES; }
+
+static void divide(struct item *it, float *scratch) {
+    const int64_t rows = it->heads * it->group;
+    it->parts = (f16v *)scratch;
+    it->p = scratch + rows * LANES * LANES;
+    it->o = it->p + rows * BLOCK;
+    it->m = it->o + rows * it->a->dim;
+    it->l = it->m + rows;
+    it->factor = it->l + rows;
+    memset(it->o, 0, rows * it->a->dim * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) it->m[r] = -INFINITY, it->l[r] = 0;
 }
 
 /* Items are (request, run) in this order. `coming`: the item that this thread is likely to have next. */
 static void attend(const struct args *a, int64_t number, int64_t coming, int64_t runs, float *scratch) {
-    const int64_t group = a->heads / a->kv_heads;
     const int64_t request = number / runs, first = number % runs * a->kv_heads / runs;
     struct item it;
+    struct block now, next;
     it.a = a;
     it.heads = (number % runs + 1) * a->kv_heads / runs - first;
+    it.group = a->heads / a->kv_heads;
     it.row_bytes = a->dim * (a->is_bf16 ? 2 : 4);
-    it.run_bytes = it.heads * it.row_bytes;
+    it.q = (char *)a->q + (request * a->q_stride + first * it.group * a->dim) * (it.row_bytes / a->dim);
+    it.ahead = (int)(AHEAD_BYTES / (it.heads * it.row_bytes) + 1);
+    if (it.ahead > BLOCK) it.ahead = BLOCK;
+    divide(&it, scratch);
     write_token(&it, request, first);
-    memset(scratch, 0, it.heads * own_floats(a) * sizeof(float));
-    for (int64_t h = 0; h < it.heads; h++) {
-        at_head(&it, request, first, h, scratch);
-        for (int64_t g = 0; g < group; g++) it.m[g] = -INFINITY;
-    }
-    locate(a, request, 0, first, it.row_bytes, &it.next);
+    locate(a, request, 0, first, it.row_bytes, &next);
     for (int64_t from = 0; from < a->kv_lens[request]; from += BLOCK) {
-        it.now = it.next;
-        locate(a, request, from + BLOCK, first, it.row_bytes, &it.next);
-        if (!it.next.count && coming < a->batch * runs)
-            locate(a, coming / runs, 0, coming % runs * a->kv_heads / runs, it.row_bytes, &it.next);
-        add_block(&it, request, first, scratch);
+        now = next;
+        locate(a, request, from + BLOCK, first, it.row_bytes, &next);
+        if (!next.count && coming < a->batch * runs) locate(a, coming / runs, 0, coming % runs * a->kv_heads / runs, it.row_bytes, &next);
+        line_up(&it, &now, &next);
+        add_block(&it);
     }
-    for (int64_t h = 0; h < it.heads; h++) {
-        at_head(&it, request, first, h, scratch);
-        for (int64_t g = 0; g < group; g++)
-            write_row(a, it.o + g * a->dim, it.l[g], (request * a->heads + (first + h) * group + g) * a->dim);
-    }
+    for (int64_t r = 0; r < it.heads * it.group; r++)
+        write_row(a, it.o + r * a->dim, it.l[r], (request * a->heads + first * it.group + r) * a->dim);
 }
 
 /* Into how many runs the kv heads of each request are cut, so that the longest request keeps no thread busy alone. */
@@ -337,7 +328,9 @@ static int64_t runs_of(const struct args *a) {
         longest = a->kv_lens[i] > longest ? a->kv_lens[i] : longest;
         all += a->kv_lens[i];
     }
-    const int64_t runs = a->threads > 1 ? (ITEMS * a->threads * longest + all - 1) / all : 1;
+    const int64_t least = (a->heads + MOST_HEADS - 1) / MOST_HEADS;
+    int64_t runs = a->threads > 1 ? (ITEMS * a->threads * longest + all - 1) / all : 1;
+    runs = runs < least ? least : runs;
     return runs < a->kv_heads ? runs : a->kv_heads;
 }
 
@@ -347,11 +340,11 @@ int tandem_paged_decode_abi(void) { return ABI_VERSION; }
 int tandem_paged_decode(const struct args *a) {
     if (a->batch == 0) return 0;
     const int64_t runs = runs_of(a), items = a->batch * runs;
-    const size_t scratch_bytes = (size_t)((a->kv_heads + runs - 1) / runs * own_floats(a)) * sizeof(float);
+    const size_t scratch_bytes = (size_t)((a->kv_heads + runs - 1) / runs * (a->heads / a->kv_heads) * own_floats(a)) * sizeof(float);
     int failed = 0;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
     {
-        float *scratch = malloc(scratch_bytes);
+        float *scratch = aligned_alloc(LINE_BYTES, scratch_bytes);
         if (!scratch) {
 #pragma omp atomic write
             failed = 1;
