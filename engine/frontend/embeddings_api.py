@@ -14,7 +14,7 @@ from aiohttp import web
 from engine.detokenizer.sample import TextOutput
 from engine.frontend.adapters import choose_model
 from engine.frontend.errors import ApiError, bad_field, decode_body
-from engine.frontend.fields import check_num_samples, check_prompt_ids
+from engine.frontend.fields import check_num_samples, check_prompt_ids, prompts_of
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import json_response
 from engine.messages import GenerateRequest
@@ -38,7 +38,7 @@ async def embeddings(request: web.Request) -> web.Response:
     body = decode_body(await request.read(), EmbeddingBody)
     model = choose_model(s, body.model, body.lora_path)
     _check(s, body)
-    prompts = _prompts(body.input)
+    prompts = prompts_of(body.input, field="input")
     check_num_samples(len(prompts), 1, field="input")
     ids = [await _prompt_ids(s, p) for p in prompts]
     name = body.rid or s.mint_id("embd-")
@@ -77,20 +77,6 @@ def _check(s: Services, body: EmbeddingBody) -> None:
         raise bad_field("encoding_format", f"must be float or base64, got {body.encoding_format!r}")
     if body.dimensions is not None:
         raise bad_field("dimensions", "this model has one size of vectors; leave it out", code="unsupported_parameter")
-
-
-def _prompts(value: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """Each a non-empty text or token ids. Raises ApiError(400)."""
-    if isinstance(value, list) and value and all(isinstance(p, int) for p in value):
-        return [[p for p in value if isinstance(p, int)]]
-    prompts: list[str | list[int]] = [value] if isinstance(value, str) else []
-    prompts += [p for p in value if not isinstance(p, int)] if isinstance(value, list) else []
-    mixed = isinstance(value, list) and (len(prompts) < len(value) or len({type(p) for p in prompts}) > 1)
-    if mixed:
-        raise bad_field("input", "must be a string, a list of strings, a list of token ids or a list of such lists")
-    if not prompts or not all(prompts):
-        raise bad_field("input", "must not be empty")
-    return prompts
 
 
 async def _prompt_ids(s: Services, prompt: str | list[int]) -> list[int]:

@@ -5,7 +5,7 @@ answer but are not supported are refused by name.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -197,13 +197,25 @@ def check_num_samples(num_prompts: int, n: int, *, field: str) -> None:
         )
 
 
+def prompts_of(value: str | list[str | int | list[int]], *, field: str) -> list[str | list[int]]:
+    """One prompt or several, each a non-empty text or token ids. Raises ApiError(400)."""
+    kinds = {str} if isinstance(value, str) else set(map(type, value))
+    if len(kinds) > 1:
+        raise bad_field(field, "must be a string, a list of strings, a list of token ids or a list of such lists")
+    one = isinstance(value, str) or kinds == {int}
+    prompts = cast(list[str | list[int]], [value] if one else value)
+    if not prompts or not all(prompts):
+        raise bad_field(field, "must not be empty")
+    return prompts
+
+
 def check_prompt_ids(ids: list[int], *, field: str, vocab_size: int) -> list[int]:
     """The ids themselves. Raises ApiError(400) when there are none or one is outside the vocabulary."""
     if not ids:
         raise bad_field(field, "must not be empty")
-    for i in ids:
-        if not 0 <= i < vocab_size:
-            raise bad_field(field, f"{i} is not a token id (0 to {vocab_size - 1})")
+    if min(ids) < 0 or max(ids) >= vocab_size:  # of a long prompt a look at each in Python takes milliseconds
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise bad_field(field, f"{wrong} is not a token id (0 to {vocab_size - 1})")
     return ids
 
 

@@ -5,7 +5,7 @@ Field names, defaults and answer shape are SGLang's (`GenerateReqInput`, `srt/ma
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
@@ -249,11 +249,11 @@ async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], bo
             raise bad_field("text", "must not be empty")
         ids = [await s.encode(t, field="text") for t in texts]
         return [check_prompt_ids(i, field="text", vocab_size=s.vocab_size) for i in ids], isinstance(body.text, str)
-    flat = [i for i in body.input_ids or [] if isinstance(i, int)]
-    nested = [i for i in body.input_ids or [] if not isinstance(i, int)]
-    if flat and nested:
+    kinds = set(map(type, body.input_ids or []))
+    if len(kinds) > 1:
         raise bad_field("input_ids", "must be a list of token ids or a list of such lists")
-    prompts = nested or [flat]
+    nested = kinds == {list}
+    prompts = cast(list[list[int]], body.input_ids if nested else [body.input_ids or []])
     return [check_prompt_ids(i, field="input_ids", vocab_size=s.vocab_size) for i in prompts], not nested
 
 

@@ -19,6 +19,7 @@ from engine.frontend.fields import (
     check_prompt_ids,
     check_stream_interval,
     fit_to_context,
+    prompts_of,
 )
 from engine.frontend.openai_bodies import (
     DEFAULT_COMPLETION_TOKENS,
@@ -27,7 +28,6 @@ from engine.frontend.openai_bodies import (
     OpenAIFields,
     check_chat,
     check_completion,
-    completion_prompts,
     template_messages,
 )
 from engine.frontend.openai_view import ChatView, CompletionView
@@ -47,7 +47,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = decode_body(await request.read(), CompletionBody)
     model = choose_model(s, body.model, body.lora_path)
     check_completion(body)
-    prompts = completion_prompts(body)
+    prompts = prompts_of(body.prompt, field="prompt")
     check_num_samples(len(prompts), body.n or 1, field="prompt")
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     constraint = body_constraint(body)

@@ -119,21 +119,6 @@ def check_chat(body: ChatBody) -> None:
     _check_messages(body.messages)
 
 
-def completion_prompts(body: CompletionBody) -> list[str | list[int]]:
-    """The prompts, each a text or token ids. Raises ApiError(400)."""
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [_non_empty(prompt)]
-    if not prompt:
-        raise bad_field("prompt", "must not be empty")
-    if all(isinstance(p, int) for p in prompt):
-        return [[p for p in prompt if isinstance(p, int)]]
-    prompts = [_non_empty(p) for p in prompt if not isinstance(p, int)]
-    if len(prompts) < len(prompt) or len({type(p) for p in prompts}) > 1:
-        raise bad_field("prompt", "must be a string, a list of strings, a list of token ids or a list of such lists")
-    return prompts
-
-
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Plain dicts as chat templates read them: text parts joined, `developer` as `system` (few templates know it)."""
     return [_template_message(m) for m in messages]
@@ -180,12 +165,6 @@ def _check_messages(messages: list[ChatMessage]) -> None:
                 raise bad_field(
                     f"messages[{i}].content[{j}]", f"must be a part of type text with a text, got {part.type!r}"
                 )
-
-
-def _non_empty(prompt: str | list[int]) -> str | list[int]:
-    if not prompt:
-        raise bad_field("prompt", "must not be empty")
-    return prompt
 
 
 def _in_range(field: str, value: int | None, high: int) -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from engine.detokenizer.sample import TextOutput
 from engine.frontend.answers import absorb
 from engine.frontend.errors import ApiError, decode_body
-from engine.frontend.fields import build_bootstraps, fit_to_context
+from engine.frontend.fields import build_bootstraps, check_prompt_ids, fit_to_context, prompts_of
 from engine.frontend.native_api import GenerateBody
-from engine.frontend.openai_bodies import ChatBody, CompletionBody, completion_prompts
+from engine.frontend.openai_bodies import ChatBody, CompletionBody
 from engine.frontend.usage import Usage
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -101,11 +101,31 @@ def test_outputs_join() -> None:
     assert a.tokens.finish == FinishReason(kind="stop")
 
 
-def test_prompt_forms() -> None:
-    assert completion_prompts(CompletionBody(prompt="a")) == ["a"]
-    assert completion_prompts(CompletionBody(prompt=["a", "b"])) == ["a", "b"]
-    assert completion_prompts(CompletionBody(prompt=[1, 2])) == [[1, 2]]
-    assert completion_prompts(CompletionBody(prompt=[[1], [2, 3]])) == [[1], [2, 3]]
+@pytest.mark.parametrize(
+    ("value", "prompts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
+)
+def test_prompt_forms(value: Any, prompts: list[Any]) -> None:
+    assert prompts_of(value, field="prompt") == prompts
+
+
+@pytest.mark.parametrize("value", ["", [], [""], ["a", ""], [[]], [[1], []]])
+def test_an_empty_prompt_is_named(value: Any) -> None:
+    with pytest.raises(ApiError, match=r"^prompt: must not be empty"):
+        prompts_of(value, field="prompt")
+
+
+@pytest.mark.parametrize("value", [["a", 1], [1, [2]], ["a", [1]]])
+def test_prompts_of_two_kinds_are_refused(value: Any) -> None:
+    with pytest.raises(ApiError, match=r"^input: must be a string, a list"):
+        prompts_of(value, field="input")
+
+
+@pytest.mark.parametrize("ids", [[-1, 9], [3, 10, 0], [2**64]])
+def test_the_token_id_that_is_none_is_named(ids: list[int]) -> None:
+    (wrong,) = (i for i in ids if not 0 <= i < 10)
+    with pytest.raises(ApiError, match=rf"^prompt: {wrong} is not a token id \(0 to 9\)"):
+        check_prompt_ids(ids, field="prompt", vocab_size=10)
+    assert check_prompt_ids([0, 9], field="prompt", vocab_size=10) == [0, 9]
 
 
 @given(st.binary(max_size=200))
