@@ -21,15 +21,15 @@
 #include "vectors.h"
 
 #define ABI_VERSION 1
-#define BLOCK 64       /* tokens whose scores are held at once */
-#define SUB 8          /* query heads computed together */
-#define ACCUMULATORS 16 /* vectors of output held in registers */
+#define BLOCK 64         /* tokens whose scores are held at once */
+#define SUB 8            /* query heads computed together */
+#define ACCUMULATORS 16  /* vectors of output held in registers */
 #define MAX_VECTORS 8
-#define WINDOW LANES   /* tokens whose dot products are summed at once */
-#define TOGETHER 4     /* tokens whose values are added while output is in registers */
-#define AHEAD_BYTES 8192      /* of the run, in the order in which it is read */
-#define MOST_HEADS 32  /* query heads of a run: its dot products stay in the L1 cache */
-#define ITEMS 4        /* work items for each thread, at least, so that threads end together */
+#define WINDOW LANES     /* tokens whose dot products are summed at once */
+#define TOGETHER 4       /* tokens whose values are added while output is in registers */
+#define AHEAD_BYTES 8192 /* of the run, in the order in which it is read */
+#define MOST_HEADS 32    /* query heads of a run: its dot products stay in the L1 cache */
+#define ITEMS 4          /* work items for each thread, at least, so that threads end together */
 #define LINE_BYTES 64
 
 /* Mirrored by _Args in paged_decode.py. Strides of q, k_new, v_new are elements from token to token; heads are dense. */
@@ -120,7 +120,7 @@ INLINE void multiply_row(f16v *parts, const char *q, const char *k, const int he
     for (int g = 0; g < heads; g++) parts[g * LANES] = acc[g];
 }
 
-/* p[r][from + t] = scale * q[r] . k[from + t] for t < n, of each kv head `heads` query heads from `first` on. */
+/* p[r][from + t] = scale * q[r] . k[from + t] for t < n <= WINDOW, of each kv head `heads` query heads from `first` on. */
 INLINE void scores(struct item *it, int first, int from, int n, const int heads, const int is_bf16, const int fixed) {
     const int dim = fixed ? fixed : (int)it->a->dim;
     const int64_t row_bytes = (int64_t)dim * (is_bf16 ? 2 : 4);
@@ -187,7 +187,7 @@ INLINE void add_values(float *o, const float *p, const float *factor, const char
         for (int w = 0; w < vectors; w++) store_f32(o + g * dim + at + w * LANES, acc[g * vectors + w]);
 }
 
-/* The same for tokens from..from + n - 1 of the block and of each kv head `heads` query heads from `first` on. */
+/* The same for tokens from..from + n - 1 of the block (n <= TOGETHER) and of each kv head `heads` query heads from `first` on. */
 INLINE void values(struct item *it, int first, int from, int n, const int heads, const int is_bf16, const int fixed) {
     const int most = ACCUMULATORS / heads >= 8 ? 8 : ACCUMULATORS / heads >= 4 ? 4 : 2; /* vectors of a row at a time */
     const int64_t dim = fixed ? fixed : it->a->dim, row_bytes = dim * (is_bf16 ? 2 : 4);
@@ -283,7 +283,7 @@ static void add_block(struct item *it) {
 /* Floats of scratch for each query head of a run: parts, p, o, m, l, factor; rounded up to whole vectors. */
 INLINE int64_t own_floats(const struct args *a) { return LANES * LANES + BLOCK + a->dim + LANES; }
 
-static void divide(struct item *it, float *scratch) {
+static void lay_out(struct item *it, float *scratch) {
     const int64_t rows = it->heads * it->group;
     it->parts = (f16v *)scratch;
     it->p = scratch + rows * LANES * LANES;
@@ -307,7 +307,7 @@ static void attend(const struct args *a, int64_t number, int64_t coming, int64_t
     it.q = (char *)a->q + (request * a->q_stride + first * it.group * a->dim) * (it.row_bytes / a->dim);
     it.ahead = (int)(AHEAD_BYTES / (it.heads * it.row_bytes) + 1);
     if (it.ahead > BLOCK) it.ahead = BLOCK;
-    divide(&it, scratch);
+    lay_out(&it, scratch);
     write_token(&it, request, first);
     locate(a, request, 0, first, it.row_bytes, &next);
     for (int64_t from = 0; from < a->kv_lens[request]; from += BLOCK) {
@@ -321,7 +321,8 @@ static void attend(const struct args *a, int64_t number, int64_t coming, int64_t
         write_row(a, it.o + r * a->dim, it.l[r], (request * a->heads + first * it.group + r) * a->dim);
 }
 
-/* Into how many runs the kv heads of each request are cut, so that the longest request keeps no thread busy alone. */
+/* Into how many runs the kv heads of each request are cut, so that none has too many query heads, and the longest request
+ * keeps no thread busy alone. */
 static int64_t runs_of(const struct args *a) {
     int64_t longest = 0, all = 0;
     for (int64_t i = 0; i < a->batch; i++) {

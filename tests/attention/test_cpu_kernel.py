@@ -55,7 +55,8 @@ def test_decode_equals_reference(dtype, page_size, kv, group, dim):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("kv", "group", "dim"), [(1, 16, 48), (3, 5, 80), (1, 11, 256), (1, 6, 112), (2, 7, 16), (1, 3, 96)]
+    ("kv", "group", "dim"),
+    [(1, 16, 48), (3, 5, 80), (1, 11, 256), (1, 6, 112), (2, 7, 16), (1, 3, 96), (8, 8, 32), (3, 13, 16)],
 )
 def test_uncommon_shapes_equal_the_reference(dtype, kv, group, dim):
     check_decode(dtype, 8, kv, group, dim)

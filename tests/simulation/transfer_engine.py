@@ -1,4 +1,4 @@
-"""The engine that moves bytes, simulated as real ones behave at their worst (facts of real engines: docs/transfer.md).
+"""The engine that moves bytes, simulated as real ones behave at their worst (how those do: transfer_backends/engines).
 
 A post is many copies that land one by one, each reading its source at that moment. DONE: all have landed. FAILED: some
 may still land later, until a fence holds, the connection is cut and has settled, or either process is gone. A write that
