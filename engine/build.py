@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from engine.attention.base import AttentionBackend, CapturableBackend
+from engine.attention.cpu_backend import CpuBackend
 from engine.attention.registry import make_attention_backend
 from engine.config import ConfigError, EngineConfig
 from engine.core.cache_events import CacheEvents
@@ -22,6 +23,7 @@ from engine.core.page_keys import KVIdentity
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from engine.executor.decode_tapes import DecodeTapes, make_decode_tapes
 from engine.executor.executor import Executor
 from engine.executor.future_map import FutureMap
 from engine.executor.graph_sizes import graph_sizes
@@ -36,6 +38,7 @@ from engine.executor.stream import make_stream
 from engine.executor.weights import Weights
 from engine.hicache.build import build_host_tier
 from engine.hicache.identity import fingerprint, kv_identity
+from engine.kernels.linear import linear_kernel
 from engine.kv_events_config import parse_kv_events_config
 from engine.loop.disk_pump import DiskPump
 from engine.lora.bank import AdapterBank
@@ -53,7 +56,8 @@ PREFAULT_START_S = 5.0  # at most; where memory comes that slowly the rest is ma
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A ready engine. `config` is resolved. `adapters`: None where requests may name none. `graphs`: of its decode steps.
+    """A ready engine. `config` is resolved. `adapters`: None where requests may name none. `graphs`, `tapes`: of its
+    decode steps, on a GPU and on a CPU.
 
     `events`: what happens in the prefix cache, None where nobody is told. `layers`: how far its steps have got.
     `spare_work`: a few milliseconds of work for an engine at rest; whether there was any.
@@ -71,6 +75,7 @@ class EngineParts:
     adapters: AdapterStore | None = None
     events: CacheEvents | None = None
     graphs: DecodeGraphs | None = None
+    tapes: DecodeTapes | None = None
     spare_work: Callable[[], bool] = lambda: False
 
 
@@ -134,6 +139,7 @@ def build_engine(
     if capture is None and decodes and device.type == "cuda" and not config.disable_cuda_graph:
         capture = partial(CudaCapture, device)
     graphs = _graphs(config, capture, backend, page_table=page_table, future_map=future_map, progress=progress)
+    tapes = _tapes(config, backend) if decodes and capture is None else None
     runner = ModelRunner(
         model=model,
         backend=backend,
@@ -142,6 +148,7 @@ def build_engine(
         sampler=Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device),
         device=device,
         graphs=graphs,
+        tapes=tapes,
         backup=PageBackup(pool),
         host_pool=tier.pool if tier else None,
         adapters=bank,
@@ -194,8 +201,15 @@ def build_engine(
         events=events,
         layers=layers,
         graphs=graphs,
+        tapes=tapes,
         spare_work=prefault.piece if prefault else lambda: False,
     )
+
+
+def _tapes(config: EngineConfig, backend: AttentionBackend) -> DecodeTapes | None:
+    """Where C kernels do all of a decode step, unless --disable-cuda-graph says no."""
+    kernels = isinstance(backend, CpuBackend) and backend.has_kernel and linear_kernel() is not None
+    return make_decode_tapes() if kernels and config.dtype == "bfloat16" and not config.disable_cuda_graph else None
 
 
 def _graphs(

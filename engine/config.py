@@ -99,7 +99,9 @@ class EngineConfig:
         None, 'publish what happens in the prefix cache over ZMQ; JSON such as {"endpoint": "tcp://127.0.0.1:5557"}'
     )
     disable_overlap_schedule: bool = flag(False, "depth 1: collect each step before the next is launched")
-    disable_cuda_graph: bool = flag(False, "on cuda: decode steps are launched kernel by kernel, not as graphs")
+    disable_cuda_graph: bool = flag(
+        False, "decode steps are launched kernel by kernel, not as graphs (on a CPU: as tapes)"
+    )
     cuda_graph_max_bs: int | None = flag(
         None, "largest batch that decodes as a graph; default: --max-running-requests, at most 256"
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, StepBatch
 from engine.core.plan import Plan, PlanItem
 from engine.executor.decode_graphs import DecodeGraphs
+from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.future_map import FutureMap
 from engine.executor.hidden import hidden_rows
 from engine.executor.host_pool import HostPool
@@ -78,6 +79,7 @@ class ModelRunner:
         host_pool: HostPool | None = None,
         adapters: AdapterBank | None = None,
         graphs: DecodeGraphs | None = None,
+        tapes: DecodeTapes | None = None,
         layers: LayerMarks | None = None,
         prefault: Callable[[int], None] = lambda highest_page: None,
     ) -> None:
@@ -88,6 +90,7 @@ class ModelRunner:
         self._host_pool = host_pool
         self._adapters = adapters
         self._graphs = graphs
+        self._tapes = tapes
         self._attach(model)
         self._backend = backend
         self._page_table = page_table
@@ -112,6 +115,8 @@ class ModelRunner:
 
     def _attach(self, model: CausalLM) -> None:
         self._model = model
+        if self._tapes is not None:
+            self._tapes.forget()
         if self._adapters is not None:
             self._adapters.attach(model.linear_sites())
 
@@ -174,11 +179,14 @@ class ModelRunner:
             riders=[i for i, item in enumerate(items) if not item.extend],
         )
         self._backend.begin(step)
+        input_ids = self._future_map.resolve(flat)
+        if self._tapes is not None and self._tapes.takes(plan) and self._plain():
+            return self._tapes.forward(self._model, input_ids, positions, self._backend.attend)
         attend = self._layers.attend(plan.seq, self._backend.attend)
-        return self._model.forward(self._future_map.resolve(flat), positions, attend)
+        return self._model.forward(input_ids, positions, attend)
 
     def _plain(self) -> bool:
-        """No adapter computes in this step, and nobody follows it layer by layer: it is what the graphs recorded."""
+        """No adapter computes in this step, and nobody follows it layer by layer: it is what graphs and tapes record."""
         return not self._layers.watched and (self._adapters is None or not self._adapters.active)
 
     def _draw(self, items: list[PlanItem], hidden: Tensor, masks: dict[int, bytes]) -> StepOutput:

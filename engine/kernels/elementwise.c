@@ -3,7 +3,7 @@
  */
 #include "rows.h"
 
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 #define PARALLEL_ELEMENTS 32768 /* fewer are not worth waking threads for */
 
 /* A head, in place: rounded after the norm, after its weight, after the cosine and at the end. */
@@ -37,24 +37,52 @@ static void turn_row(bf16 *x, const bf16 *weight, const bf16 *cosine, const bf16
 
 int tandem_elementwise_abi(void) { return ABI_VERSION; }
 
-/* out = norm(x) * weight, after x += delta where there is one. All dense; width a multiple of 16. */
-void tandem_rms_norm(bf16 *x, const bf16 *delta, const bf16 *weight, bf16 *out, int64_t rows, int64_t width, float eps, int64_t threads) {
-#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1 && rows * width >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < rows; r++) {
-        if (delta) add_row(x + r * width, delta + r * width, width);
-        norm_row(x + r * width, weight, out + r * width, width, eps);
+/* Arguments are mirrored by elementwise.py. Each function returns 0: a tape asks (tape.c). */
+
+struct norm {
+    bf16 *x;                    /* [rows, width] dense; width a multiple of 16 */
+    const bf16 *delta, *weight; /* [rows, width] or NULL; [width] */
+    bf16 *out;
+    int64_t rows, width, threads;
+    float eps;
+};
+
+/* out = norm(x) * weight, after x += delta where there is one. */
+int tandem_rms_norm(const struct norm *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < a->rows; r++) {
+        if (a->delta) add_row(a->x + r * a->width, a->delta + r * a->width, a->width);
+        norm_row(a->x + r * a->width, a->weight, a->out + r * a->width, a->width, a->eps);
     }
+    return 0;
 }
 
-/* The first `heads` heads of each row of x, in place. weight [heads, dim] or NULL; cosine, sine: [dim] of a row, `turn`
- * elements from row to row; sine has the sign of the half it is added to. dim a multiple of 32. */
-void tandem_norm_turn(bf16 *x, int64_t x_stride, const bf16 *weight, const bf16 *cosine, const bf16 *sine, int64_t turn, int64_t rows, int64_t heads, int64_t dim, float eps, int64_t threads) {
-#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1 && rows * heads * dim >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < rows; r++) turn_row(x + r * x_stride, weight, cosine + r * turn, sine + r * turn, heads, dim, eps);
+struct turn {
+    bf16 *x;                       /* heads of a row are dense; dim a multiple of 32 */
+    const bf16 *weight;            /* [heads, dim] or NULL */
+    const bf16 *cosine, *sine;     /* [dim] of a row; sine has the sign of the half it is added to */
+    int64_t x_stride, turn_stride; /* elements from row to row */
+    int64_t rows, heads, dim, threads;
+    float eps;
+};
+
+/* The first `heads` heads of each row of x, in place. */
+int tandem_norm_turn(const struct turn *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->heads * a->dim >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < a->rows; r++)
+        turn_row(a->x + r * a->x_stride, a->weight, a->cosine + r * a->turn_stride, a->sine + r * a->turn_stride, a->heads, a->dim, a->eps);
+    return 0;
 }
 
-/* out [rows, width] = silu(x[:, :width]) * x[:, width:]. width a multiple of 16. */
-void tandem_silu_mul(const bf16 *x, bf16 *out, int64_t rows, int64_t width, int64_t threads) {
-#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1 && rows * width >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < rows; r++) gate_row(x + r * 2 * width, x + r * 2 * width + width, out + r * width, width);
+struct gate {
+    const bf16 *x; /* [rows, 2 * width] dense; width a multiple of 16 */
+    bf16 *out;     /* [rows, width] */
+    int64_t rows, width, threads;
+};
+
+/* out = silu(x[:, :width]) * x[:, width:]. */
+int tandem_silu_mul(const struct gate *a) {
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < a->rows; r++) gate_row(a->x + r * 2 * a->width, a->x + r * 2 * a->width + a->width, a->out + r * a->width, a->width);
+    return 0;
 }

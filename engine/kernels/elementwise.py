@@ -12,13 +12,37 @@ from typing import Protocol
 
 import torch
 
+from engine.kernels import tape
 from engine.kernels.build import load_library
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 1
+ABI_VERSION = 2
 LANES = 16  # widths are multiples of it
 
-_POINTER, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_Fields = list[tuple[str, type]]
+
+
+def _fields(pointers: str, numbers: str, floats: str = "") -> _Fields:
+    kinds = ((pointers, ctypes.c_void_p), (numbers, ctypes.c_int64), (floats, ctypes.c_float))
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
+class _Norm(ctypes.Structure):
+    """Mirror of `struct norm` in elementwise.c."""
+
+    _fields_ = _fields("x delta weight out", "rows width threads", "eps")
+
+
+class _Turn(ctypes.Structure):
+    """Mirror of `struct turn`."""
+
+    _fields_ = _fields("x weight cosine sine", "x_stride turn_stride rows heads dim threads", "eps")
+
+
+class _Gate(ctypes.Structure):
+    """Mirror of `struct gate`."""
+
+    _fields_ = _fields("x out", "rows width threads")
 
 
 class Rowwise(Protocol):
@@ -47,23 +71,29 @@ class Elementwise:
     def __init__(self, library: ctypes.CDLL) -> None:
         assert library.tandem_elementwise_abi() == ABI_VERSION
         self._rms_norm = library.tandem_rms_norm
-        self._rms_norm.argtypes = [*[_POINTER] * 4, _NUMBER, _NUMBER, _FLOAT, _NUMBER]
         self._norm_turn = library.tandem_norm_turn
-        self._norm_turn.argtypes = [_POINTER, _NUMBER, *[_POINTER] * 3, *[_NUMBER] * 4, _FLOAT, _NUMBER]
         self._silu_mul = library.tandem_silu_mul
-        self._silu_mul.argtypes = [_POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER]
-        for function in (self._rms_norm, self._norm_turn, self._silu_mul):
-            function.restype = None
+        for function, args in ((self._rms_norm, _Norm), (self._norm_turn, _Turn), (self._silu_mul, _Gate)):
+            function.argtypes = [ctypes.POINTER(args)]
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x_at, (rows, width) = _address(x), x.shape
+        rows, width = x.shape
         assert weight.shape == (width,) and width % LANES == 0, (weight.shape, width)
         assert delta is None or delta.shape == x.shape, (delta, x.shape)
-        out = torch.empty_like(x)
-        delta_at = None if delta is None else _address(delta)
-        self._rms_norm(x_at, delta_at, _address(weight), out.data_ptr(), rows, width, eps, torch.get_num_threads())
+        out = tape.empty(x.shape, x.dtype)
+        args = _Norm(
+            x=_address(x),
+            delta=None if delta is None else _address(delta),
+            weight=_address(weight),
+            out=out.data_ptr(),
+            rows=rows,
+            width=width,
+            threads=torch.get_num_threads(),
+            eps=eps,
+        )
+        tape.call(self._rms_norm, args)
         return out
 
     def norm_turn(
@@ -79,25 +109,27 @@ class Elementwise:
         assert cosine.dtype == sine.dtype == x.dtype and cosine.shape == sine.shape == (rows, 1, dim), cosine.shape
         assert cosine.stride() == sine.stride() and cosine.stride(2) == 1, cosine.stride()
         assert weight is None or weight.shape == (heads, dim), (weight, x.shape)
-        self._norm_turn(
-            x.data_ptr(),
-            x.stride(0),
-            None if weight is None else _address(weight),
-            cosine.data_ptr(),
-            sine.data_ptr(),
-            cosine.stride(0),
-            rows,
-            heads,
-            dim,
-            eps,
-            torch.get_num_threads(),
+        args = _Turn(
+            x=x.data_ptr(),
+            weight=None if weight is None else _address(weight),
+            cosine=cosine.data_ptr(),
+            sine=sine.data_ptr(),
+            x_stride=x.stride(0),
+            turn_stride=cosine.stride(0),
+            rows=rows,
+            heads=heads,
+            dim=dim,
+            threads=torch.get_num_threads(),
+            eps=eps,
         )
+        tape.call(self._norm_turn, args)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         rows, width = x.shape[0], x.shape[1] // 2
         assert x.shape[1] == 2 * width and width % LANES == 0, x.shape
-        out = x.new_empty((rows, width))
-        self._silu_mul(_address(x), out.data_ptr(), rows, width, torch.get_num_threads())
+        out = tape.empty((rows, width), x.dtype)
+        args = _Gate(x=_address(x), out=out.data_ptr(), rows=rows, width=width, threads=torch.get_num_threads())
+        tape.call(self._silu_mul, args)
         return out
 
 

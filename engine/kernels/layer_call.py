@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 
 from engine.executor.kv_pool import KVPool
+from engine.kernels import tape
 
 POINTERS = ("q", "k_new", "v_new", "out", "k_cache", "v_cache")
-STRIDES = ("q_stride", "k_stride", "v_stride", "page_stride_bytes", "table_width")
+STRIDES = ("q_stride", "k_stride", "v_stride", "page_stride_bytes")
 
 
 class Rows(NamedTuple):
@@ -34,7 +35,7 @@ class LayerCall:
         q, k, v = (_dense_heads(x.to(dtype)) for x in (q, k, v))
         assert k.shape == v.shape == (len(q), spec.num_kv_heads, spec.head_dim), (q.shape, k.shape, v.shape)
         assert q.shape[2] == spec.head_dim, q.shape
-        rows = Rows(q, k, v, torch.empty(q.shape, dtype=dtype))
+        rows = Rows(q, k, v, tape.empty(q.shape, dtype))
         args.q, args.k_new, args.v_new, args.out = (x.data_ptr() for x in rows)
         args.q_stride, args.k_stride, args.v_stride = q.stride(0), k.stride(0), v.stride(0)
         args.k_cache, args.v_cache = self._caches[layer]

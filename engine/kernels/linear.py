@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from engine.kernels import huge_pages
+from engine.kernels import huge_pages, tape
 from engine.kernels.build import load_library
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -97,11 +97,11 @@ class PackedMatrix:
     def _product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         assert x.dtype == torch.bfloat16, x.dtype
         args = self._args
-        y = torch.empty((x.shape[0], self._shape[0] // 2 if args.gated else self._shape[0]), dtype=dtype)
+        y = tape.empty((x.shape[0], self._shape[0] // 2 if args.gated else self._shape[0]), dtype)
         args.x, args.x_stride, args.rows = x.data_ptr(), x.stride(0), x.shape[0]
         args.y, args.y_is_f32 = y.data_ptr(), dtype == torch.float32
         args.threads = torch.get_num_threads()
-        if self._call(ctypes.byref(args)):
+        if tape.call(self._call, args):
             raise MemoryError("linear: no memory for the rows of one product")
         return y
 

@@ -20,7 +20,7 @@
 
 #include "vectors.h"
 
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 #define BLOCK 64         /* tokens whose scores are held at once */
 #define SUB 8            /* query heads computed together */
 #define ACCUMULATORS 16  /* vectors of output held in registers */
@@ -32,16 +32,22 @@
 #define ITEMS 4          /* work items for each thread, at least, so that threads end together */
 #define LINE_BYTES 64
 
-/* Mirrored by _Args in paged_decode.py. Strides of q, k_new, v_new are elements from token to token; heads are dense. */
-struct args {
-    void *q, *k_new, *v_new, *out;              /* [B, heads, dim], [B, kv_heads, dim] x 2, [B, heads, dim] dense */
-    void *k_cache, *v_cache;                    /* address of this layer's K and V in page 0 */
+/* What all layers of a step share. Mirrored by _Step in paged_decode.py. */
+struct step {
     const int32_t *page_table;                  /* [B, table_width] */
     const int32_t *kv_lens;                     /* [B], the new token included */
     const int64_t *token_pages, *token_offsets; /* [B] where the new token goes */
+    int64_t batch, table_width;
+};
+
+/* Mirrored by _Args in paged_decode.py. Strides of q, k_new, v_new are elements from token to token; heads are dense. */
+struct args {
+    void *q, *k_new, *v_new, *out; /* [B, heads, dim], [B, kv_heads, dim] x 2, [B, heads, dim] dense */
+    void *k_cache, *v_cache;       /* address of this layer's K and V in page 0 */
+    const struct step *step;
     int64_t q_stride, k_stride, v_stride;
-    int64_t page_stride_bytes, table_width;
-    int64_t batch, heads, kv_heads, dim, page_size;
+    int64_t page_stride_bytes;
+    int64_t heads, kv_heads, dim, page_size;
     int64_t is_bf16, threads;
     float scale;
 };
@@ -224,8 +230,8 @@ static const tokens_fn VALUES[KINDS][SUB + 1] = {NAMES(values, FP32), NAMES(valu
 
 /* Rows of tokens from..from + BLOCK - 1 of `request`, as far as there are any, at kv head `head`. */
 static void locate(const struct args *a, int64_t request, int64_t from, int64_t head, int64_t row_bytes, struct block *to) {
-    const int32_t *pages = a->page_table + request * a->table_width;
-    const int64_t left = a->kv_lens[request] - from;
+    const int32_t *pages = a->step->page_table + request * a->step->table_width;
+    const int64_t left = a->step->kv_lens[request] - from;
     to->count = left <= 0 ? 0 : left < BLOCK ? (int)left : BLOCK;
     int64_t page = from / a->page_size, offset = from % a->page_size;
     for (int t = 0; t < to->count; t++) {
@@ -240,7 +246,7 @@ static void locate(const struct args *a, int64_t request, int64_t from, int64_t 
 static void write_token(const struct item *it, int64_t request, int64_t head) {
     const struct args *a = it->a;
     const int64_t size = it->row_bytes / a->dim, bytes = it->heads * it->row_bytes;
-    const int64_t at = a->token_pages[request] * a->page_stride_bytes + (a->token_offsets[request] * a->kv_heads + head) * it->row_bytes;
+    const int64_t at = a->step->token_pages[request] * a->page_stride_bytes + (a->step->token_offsets[request] * a->kv_heads + head) * it->row_bytes;
     memcpy((char *)a->k_cache + at, (char *)a->k_new + (request * a->k_stride + head * a->dim) * size, bytes);
     memcpy((char *)a->v_cache + at, (char *)a->v_new + (request * a->v_stride + head * a->dim) * size, bytes);
 }
@@ -310,10 +316,10 @@ static void attend(const struct args *a, int64_t number, int64_t coming, int64_t
     lay_out(&it, scratch);
     write_token(&it, request, first);
     locate(a, request, 0, first, it.row_bytes, &next);
-    for (int64_t from = 0; from < a->kv_lens[request]; from += BLOCK) {
+    for (int64_t from = 0; from < a->step->kv_lens[request]; from += BLOCK) {
         now = next;
         locate(a, request, from + BLOCK, first, it.row_bytes, &next);
-        if (!next.count && coming < a->batch * runs) locate(a, coming / runs, 0, coming % runs * a->kv_heads / runs, it.row_bytes, &next);
+        if (!next.count && coming < a->step->batch * runs) locate(a, coming / runs, 0, coming % runs * a->kv_heads / runs, it.row_bytes, &next);
         line_up(&it, &now, &next);
         add_block(&it);
     }
@@ -325,9 +331,9 @@ static void attend(const struct args *a, int64_t number, int64_t coming, int64_t
  * keeps no thread busy alone. */
 static int64_t runs_of(const struct args *a) {
     int64_t longest = 0, all = 0;
-    for (int64_t i = 0; i < a->batch; i++) {
-        longest = a->kv_lens[i] > longest ? a->kv_lens[i] : longest;
-        all += a->kv_lens[i];
+    for (int64_t i = 0; i < a->step->batch; i++) {
+        longest = a->step->kv_lens[i] > longest ? a->step->kv_lens[i] : longest;
+        all += a->step->kv_lens[i];
     }
     const int64_t least = (a->heads + MOST_HEADS - 1) / MOST_HEADS;
     int64_t runs = a->threads > 1 ? (ITEMS * a->threads * longest + all - 1) / all : 1;
@@ -339,8 +345,8 @@ int tandem_paged_decode_abi(void) { return ABI_VERSION; }
 
 /* Writes the new tokens' K and V, then attends. Returns 0, or -1 when out of memory. */
 int tandem_paged_decode(const struct args *a) {
-    if (a->batch == 0) return 0;
-    const int64_t runs = runs_of(a), items = a->batch * runs;
+    if (a->step->batch == 0) return 0;
+    const int64_t runs = runs_of(a), items = a->step->batch * runs;
     const size_t scratch_bytes = (size_t)((a->kv_heads + runs - 1) / runs * (a->heads / a->kv_heads) * own_floats(a)) * sizeof(float);
     int failed = 0;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)

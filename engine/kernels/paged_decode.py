@@ -7,24 +7,33 @@ import torch
 
 from engine.attention.base import StepBatch
 from engine.executor.kv_pool import KVPool
+from engine.kernels import tape
 from engine.kernels.build import load_library
 from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall
 from engine.models.cache_spec import CacheSpec
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 1
+ABI_VERSION = 2
 LANES = 16
 DTYPES = ("bfloat16", "float32")
+
+
+class _Step(ctypes.Structure):
+    """Mirror of `struct step` in paged_decode.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("page_table", "kv_lens", "token_pages", "token_offsets")),
+        *((name, ctypes.c_int64) for name in ("batch", "table_width")),
+    ]
 
 
 class _Args(ctypes.Structure):
     """Mirror of `struct args` in paged_decode.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_void_p) for name in ("page_table", "kv_lens", "token_pages", "token_offsets")),
+        *((name, ctypes.c_void_p) for name in (*POINTERS, "step")),
         *((name, ctypes.c_int64) for name in STRIDES),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "dim", "page_size", "is_bf16", "threads")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "page_size", "is_bf16", "threads")),
         ("scale", ctypes.c_float),
     ]
 
@@ -37,8 +46,11 @@ class PagedDecode:
         self._call.argtypes = [ctypes.POINTER(_Args)]
         self._pool = pool
         self._layer = LayerCall(pool, scale=scale)
-        self._args = _Args(page_stride_bytes=pool.page_bytes, page_size=pool.page_size)
-        self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _args point into
+        self._step = _Step()  # of a tape's calls, too: a new step is told to them by what is in here
+        self._args = _Args(
+            step=ctypes.addressof(self._step), page_stride_bytes=pool.page_bytes, page_size=pool.page_size
+        )
+        self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _step point into
 
     def begin(self, step: StepBatch) -> None:
         table = step.page_table.to(torch.int32)
@@ -46,19 +58,18 @@ class PagedDecode:
         kv_lens = torch.tensor(step.kv_lens, dtype=torch.int32)
         self._check(step, table)
         self._kept = (table, kv_lens, step.token_pages.contiguous(), step.token_offsets.contiguous())
-        args = self._args
-        args.page_table, args.kv_lens, args.token_pages, args.token_offsets = (x.data_ptr() for x in self._kept)
-        args.table_width = table.stride(0)
-        args.batch = len(kv_lens)
-        args.threads = torch.get_num_threads()
+        now = self._step
+        now.page_table, now.kv_lens, now.token_pages, now.token_offsets = (x.data_ptr() for x in self._kept)
+        now.batch, now.table_width = len(kv_lens), table.stride(0)
+        self._args.threads = torch.get_num_threads()
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """As AttentionBackend.attend: writes k and v, returns [B, heads * head_dim]."""
         args = self._args
         rows = self._layer.tell(args, layer, q, k, v)
-        assert len(rows.q) == args.batch, (q.shape, args.batch)
+        assert len(rows.q) == self._step.batch, (q.shape, self._step.batch)
         args.is_bf16 = rows.q.dtype == torch.bfloat16
-        if self._call(ctypes.byref(args)):
+        if tape.call(self._call, args):
             raise MemoryError("paged decode: no memory for one request's accumulators")
         return rows.out.flatten(1).to(q.dtype)
 

@@ -26,7 +26,7 @@ class _Args(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (*POINTERS, *_TABLES)),
-        *((name, ctypes.c_int64) for name in (*STRIDES, *_NUMBERS)),
+        *((name, ctypes.c_int64) for name in (*STRIDES, "table_width", *_NUMBERS)),
         ("scale", ctypes.c_float),
     ]
 

@@ -12,6 +12,8 @@ from engine.models.cache_spec import CacheSpec
 # with scale D ** -0.5. q and k come with their positions turned in; the three may be views of one tensor.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
+Begun = tuple[Tensor, ...]  # what a model's layers start from: each tensor has a row for each token
+
 
 class CausalLM(Protocol):
     """A decoder-only model. T tokens of any number of requests are one flat batch: only `attend` tells them apart."""
@@ -25,7 +27,18 @@ class CausalLM(Protocol):
         ...
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, hidden] after the final norm, for `input_ids` and `positions` [T] i64 on the device."""
+        """Hidden states [T, hidden] after the final norm, for `input_ids` and `positions` [T] i64 on the device.
+
+        The same as `layers(begin(input_ids, positions), attend)`.
+        """
+        ...
+
+    def begin(self, input_ids: Tensor, positions: Tensor) -> Begun:
+        """What comes before the layers: all that depends on ids and positions."""
+        ...
+
+    def layers(self, begun: Begun, attend: Attend) -> Tensor:
+        """The rest of `forward`; may change `begun` in place."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

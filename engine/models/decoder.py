@@ -11,7 +11,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.rope import NormedRope, Rope, Turn
 from engine.model_config import ModelConfig
 from engine.models.cache_spec import CacheSpec, FullAttentionSpec
-from engine.models.causal_lm import Attend
+from engine.models.causal_lm import Attend, Begun
 from engine.models.checkpoint import Checkpoint
 
 
@@ -40,11 +40,17 @@ class DenseDecoder:
         return [site for index, layer in enumerate(self._layers) for site in layer.sites(self._config, index)]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        x = self._embedding.index_select(0, input_ids)
-        turn = self._rope.at(positions)
+        return self.layers(self.begin(input_ids, positions), attend)
+
+    def begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Begun:
+        """The embeddings [T, hidden], and the turn of their positions."""
+        return self._embedding.index_select(0, input_ids), *self._rope.at(positions)
+
+    def layers(self, begun: Begun, attend: Attend) -> torch.Tensor:
+        x, *turn = begun
         delta = None
         for layer in self._layers:
-            delta = layer(x, delta, turn, attend)
+            delta = layer(x, delta, (turn[0], turn[1]), attend)
         return self._norm.of_sum(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,90 @@
+"""Decode steps on a CPU as tapes (engine/kernels/tape.py): recorded at the first step of a batch size, then played.
+
+A tape knows only what C kernels do. That there is nothing else between the model's begin and its end is not believed but
+seen: the second step of a size is computed both ways, and unless the bits are equal that size is computed step by step from
+then on. Embeddings and positions come from torch each time and are copied to where the tape reads them; pages and lengths
+are told to the attention kernel as in any step.
+
+Must not know requests, nor who attends.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.core.plan import Plan
+from engine.kernels.tape import Tape, Workspace, tape_library
+from engine.models.causal_lm import Attend, Begun, CausalLM
+
+MOST_ROWS = 64  # of larger batches Python's share is small
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """`begun` and `hidden`: what the tape reads and writes. `seen`: it gave the bits of the model itself."""
+
+    tape: Tape
+    begun: Begun
+    hidden: Tensor
+    seen: bool = False
+
+    def play(self, begun: Begun) -> Tensor:
+        for mine, now in zip(self.begun, begun, strict=True):
+            mine.copy_(now)
+        self.tape.play()
+        return self.hidden.clone()  # the memory is the next step's
+
+
+class DecodeTapes:
+    """Of one model at a time, and one thread. A size that cannot be recorded is remembered as None."""
+
+    def __init__(self) -> None:
+        self._workspace = Workspace(MOST_ROWS)
+        self._tapes: dict[int, _Recorded | None] = {}
+        self.num_plays = 0
+
+    def forget(self) -> None:
+        """The next step may be another model's."""
+        self._tapes = {}
+
+    def takes(self, plan: Plan) -> bool:
+        return not plan.extend and len(plan.items) <= MOST_ROWS
+
+    def forward(self, model: CausalLM, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """`model.forward` of a step that `takes` said yes to; the attention backend has begun it."""
+        begun, size = model.begin(input_ids, positions), len(input_ids)
+        if size not in self._tapes:
+            new = self._tapes[size] = self._record(model, begun, attend)
+            return new.hidden.clone()
+        recorded = self._tapes[size]
+        if recorded is None:
+            return model.layers(begun, attend)
+        played = recorded.play(begun)
+        self.num_plays += 1
+        if recorded.seen:
+            return played
+        return self._compare(size, recorded, played, model.layers(begun, attend))
+
+    def _record(self, model: CausalLM, begun: Begun, attend: Attend) -> _Recorded:
+        own = tuple(x.clone() for x in begun)
+        tape = Tape(self._workspace)
+        with tape.recording():
+            hidden = model.layers(own, attend)
+        return _Recorded(tape, own, hidden)
+
+    def _compare(self, size: int, recorded: _Recorded, played: Tensor, computed: Tensor) -> Tensor:
+        """What was computed without the tape; its KV was written last, too."""
+        recorded.seen = torch.equal(played.view(torch.uint8), computed.view(torch.uint8))
+        if not recorded.seen:
+            self._tapes[size] = None
+            log.warning("decode steps of %d requests run without a tape: it does not give the same bits", size)
+        return computed
+
+
+def make_decode_tapes() -> DecodeTapes | None:
+    """None where there is no compiler (logged)."""
+    return None if tape_library() is None else DecodeTapes()

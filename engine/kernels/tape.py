@@ -1,0 +1,117 @@
+"""Calls of C kernels, recorded while they are made, and made again by one call: what CUDA graphs are to a GPU.
+
+The step of a small batch is a hundred short kernels; Python and torch between them took a fifth of its time
+(docs/benchmarks.md). A tape makes the same calls with the same arguments, so it reads and writes the same memory: what
+kernels give out while a tape records comes from its workspace. What torch itself computes in between is not on the tape:
+whoever records makes sure that there is nothing of the kind. Knows addresses, not what kernels do.
+"""
+
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.kernels.build import load_library
+
+SOURCE = Path(__file__).with_suffix(".c")
+ABI_VERSION = 1
+TURNS = 4  # tensors of one kind that are in use at once, at most; a layer needs two
+
+Kernel = Any  # a function of a ctypes library, whose one argument is the address of a structure
+
+
+class _Call(ctypes.Structure):
+    """Mirror of `struct call` in tape.c."""
+
+    _fields_ = [("kernel", ctypes.c_void_p), ("args", ctypes.c_void_p)]
+
+
+class Workspace:
+    """Memory for what kernels give out, of at most `most_rows` rows: `TURNS` buffers for each shape of a row, in turns.
+    All tapes of one thread may share it, for they never play at once."""
+
+    def __init__(self, most_rows: int) -> None:
+        self._most_rows = most_rows
+        self._buffers: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """[rows, ...] of any content; the buffer comes round again after `TURNS` of the same row and type."""
+        rows, *rest = shape
+        buffers = self._buffers.setdefault((tuple(rest), dtype), [])
+        if len(buffers) < TURNS:
+            buffers.append(torch.empty((self._most_rows, *rest), dtype=dtype))
+        else:
+            buffers.append(buffers.pop(0))
+        return buffers[-1][:rows]
+
+
+class Tape:
+    """Whoever plays it keeps alive what its calls point at: weights, and what came from outside while it recorded."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._kept: list[Any] = []
+        self._calls: list[_Call] = []
+        self._array: ctypes.Array[_Call] | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Every kernel that this thread calls meanwhile is called, and noted."""
+        assert _here.tape is None, "two tapes record in one thread"
+        _here.tape = self
+        try:
+            yield
+        finally:
+            _here.tape = None
+
+    def note(self, kernel: Kernel, args: ctypes.Structure) -> None:
+        copy = type(args).from_buffer_copy(args)
+        self._kept.append((kernel, copy))
+        self._calls.append(_Call(ctypes.cast(kernel, ctypes.c_void_p), ctypes.addressof(copy)))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._workspace.empty(shape, dtype)
+
+    def play(self) -> None:
+        """All calls again, in order; drops the GIL. Raises MemoryError when one finds none."""
+        library = tape_library()
+        assert library is not None
+        if self._array is None:
+            self._array = (_Call * len(self._calls))(*self._calls)
+        if library.tandem_tape_play(self._array, len(self._array)):
+            raise MemoryError("a step's kernels found no memory")
+
+
+class _Here(threading.local):
+    tape: Tape | None = None
+
+
+_here = _Here()
+
+
+def call(kernel: Kernel, args: ctypes.Structure) -> int:
+    """`kernel(&args)`, noted where a tape records. What `args` points at is the caller's, and stays where it is."""
+    if _here.tape is not None:
+        _here.tape.note(kernel, args)
+    failed: int = kernel(ctypes.byref(args))
+    return failed
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """What a kernel gives out is written here: torch.empty, or the workspace of the tape that records."""
+    return torch.empty(shape, dtype=dtype) if _here.tape is None else _here.tape.empty(shape, dtype)
+
+
+@cache
+def tape_library() -> ctypes.CDLL | None:
+    """None where there is no compiler (logged)."""
+    library = load_library(SOURCE)
+    if library is not None:
+        assert library.tandem_tape_abi() == ABI_VERSION
+        library.tandem_tape_play.argtypes = [ctypes.POINTER(_Call), ctypes.c_int64]
+    return library

@@ -1,0 +1,139 @@
+"""Decode steps as tapes: the same bits as without, for every batch size and after a change of weights; and a model of which
+a tape would not know everything is found out."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmarks import random_model
+from engine.executor.decode_tapes import DecodeTapes
+from engine.kernels.linear import LinearKernel, PackedMatrix, linear_kernel
+from engine.kernels.tape import TURNS, Tape, Workspace, tape_library
+from engine.messages import LogprobOptions
+from engine.models.registry import load_model
+from tests.engine.engine_in_process import EngineInProcess
+
+PROMPTS = {"a": [20, 30, 40], "b": list(range(20, 37)), "c": [60, 61, 62, 63, 64, 65]}
+LENGTHS = {"a": 13, "b": 4, "c": 9}  # three steps of three requests, five of two, four of one
+PLAYS = 2 + 4 + 3  # of each size the first step is recorded
+FLAGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_running_requests": 4,
+    "max_total_tokens": 512,
+    "disable_radix_cache": True,
+}
+KERNELS = [
+    kernel for kernel in [linear_kernel()] if kernel is not None and tape_library() is not None
+]  # one, or none here
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two random models of one shape."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("old", "new"):
+        random_model.write_model(folder / name, layers=3, hidden=64, intermediate=96)
+    weights = load_file(folder / "new" / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].roll(7, 0)
+    save_file(weights, folder / "new" / "model.safetensors", metadata={"format": "pt"})
+    return str(folder / "old"), str(folder / "new")
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., EngineInProcess]]:
+    engines: list[EngineInProcess] = []
+
+    def make(path: str, **flags: Any) -> EngineInProcess:
+        engines.append(EngineInProcess(path, **FLAGS, **flags))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def run(engine: EngineInProcess) -> tuple[dict[str, list[int]], list[float]]:
+    """Tokens, and the logprobs of all of them."""
+    engine.tokens, engine.logprobs = {}, {}
+    for rid, prompt in PROMPTS.items():
+        engine.add(
+            rid,
+            prompt,
+            max_new_tokens=LENGTHS[rid],
+            temperature=0.0 if rid != "c" else 0.8,
+            seed=3,
+            logprobs=LogprobOptions(-1, 0),
+        )
+    engine.run()
+    return engine.tokens, [entry.logprob for rid in PROMPTS for entry in engine.logprobs[rid]]
+
+
+@pytest.mark.parametrize("stream", ["inline", "threaded"])
+def test_tokens_and_logprobs_are_the_same_to_the_bit(
+    models: tuple[str, str], start: Callable[..., EngineInProcess], stream: str
+) -> None:
+    expected, expected_of_other = (run(start(path, disable_cuda_graph=True)) for path in models)
+    engine = start(models[0], stream=stream)
+    tapes = engine.parts.tapes
+    assert (tapes is not None) == bool(KERNELS)
+    for again in (1, 2):
+        assert run(engine) == expected
+        assert tapes is None or tapes.num_plays == PLAYS + (again - 1) * (PLAYS + 3)
+    other = load_model(models[1], engine.model, dtype="bfloat16", device="cpu", progress=False)
+    engine.parts.weights.take(other, model_path=models[1], version=None)
+    assert run(engine) == expected_of_other != expected, "the tapes of other weights were played"
+
+
+def test_the_flag_turns_them_off(models: tuple[str, str], start: Callable[..., EngineInProcess]) -> None:
+    assert start(models[0], disable_cuda_graph=True).parts.tapes is None
+
+
+class TwoProducts:
+    """Two products, and what is done `between` them: enough of a CausalLM for a tape."""
+
+    def __init__(self, matrix: PackedMatrix, between: Callable[[Tensor], Tensor]) -> None:
+        self._matrix, self._between = matrix, between
+
+    def begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor]:
+        return (torch.outer(input_ids + 1.0, positions + 1.0)[:, :1].expand(-1, 32).bfloat16().contiguous(),)
+
+    def layers(self, begun: tuple[Tensor], attend: object) -> Tensor:
+        return self._matrix.times(self._between(self._matrix.times(begun[0])))
+
+
+def steps_of(model: Any, tapes: DecodeTapes, count: int) -> list[Tensor]:
+    return [tapes.forward(model, torch.tensor([n, 2 * n]), torch.tensor([n, n]), None) for n in range(count)]  # type: ignore[arg-type]
+
+
+def expected_of(model: Any, count: int) -> list[Tensor]:
+    return [model.layers(model.begin(torch.tensor([n, 2 * n]), torch.tensor([n, n])), None) for n in range(count)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("torch_between", "plays"), [(False, 4), (True, 1)])
+def test_what_a_tape_does_not_know_is_found_out(
+    kernel: LinearKernel, torch_between: bool, plays: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    matrix = kernel.pack(torch.randn(32, 32, generator=torch.Generator().manual_seed(1)).bfloat16(), None)
+    model, tapes = TwoProducts(matrix, torch.abs if torch_between else lambda x: x), DecodeTapes()
+    assert all(map(torch.equal, steps_of(model, tapes, 5), expected_of(model, 5)))
+    assert tapes.num_plays == plays
+    assert ("run without a tape" in caplog.text) == torch_between
+
+
+def test_a_workspace_gives_each_buffer_again_after_its_turns() -> None:
+    workspace = Workspace(8)
+    places = [workspace.empty((3, 16), torch.bfloat16).data_ptr() for _ in range(2 * TURNS)]
+    assert places[:TURNS] == places[TURNS:] and len(set(places)) == TURNS
+    assert workspace.empty((8, 16), torch.bfloat16).shape == (8, 16)
+    assert workspace.empty((3, 16), torch.float32).data_ptr() not in places
+
+
+def test_one_tape_records_at_a_time() -> None:
+    first, second = Tape(Workspace(1)), Tape(Workspace(1))
+    with first.recording(), pytest.raises(AssertionError, match="two tapes"), second.recording():
+        pass
