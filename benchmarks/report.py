@@ -27,6 +27,7 @@ from benchmarks import (
     start_time,
     step_gap,
     step_time,
+    tapes,
     token_path,
     transfer_rate,
 )
@@ -40,6 +41,7 @@ QUICK: dict[str, list[str]] = {
     "interference": ["--rounds", "1"],
     "pd_overhead": ["--requests", "10"],
     "step_time": ["--layers", "4", "--output-len", "16"],
+    "tapes": ["--layers", "4", "--steps", "4"],
     "step_gap": ["--layers", "2", "--batches", "1", "8", "--steps", "8"],
     "layerwise": ["--layers", "2", "--hidden", "256", "--requests", "2", "--prompt-len", "2048"],
     "transfer_rate": ["--total-mib", "16", "--repeats", "3"],
@@ -91,6 +93,12 @@ SECTIONS = {
         "read the weights and the batch's KV from huge pages on as many threads, that of a prefill torch's bf16 matrix product. "
         "With all cores the threads share them with HTTP and the load's client.",
         step_time.render,
+    ),
+    "tapes": (
+        "Steps from a tape",
+        "The forward of a decode step on a CPU, in turns in one process: Python and torch between the kernels, and the same kernel "
+        "calls recorded and made again by one call from C (`engine/kernels/tape.py`). The bits are the same.",
+        tapes.render,
     ),
     "step_gap": (
         "Between two steps",
