@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "D": {"num_requests": 32, "concurrency": 8, "input_len": 800, "output_len": 16, "shared_prefix_len": 768},
 }
 LONG = {"num_requests": 4, "concurrency": 4, "input_len": 64, "output_len": 256}
-ARRIVALS = {"num_requests": 40, "input_len": 1024, "output_len": 16}
+ARRIVALS = {"num_requests": 60, "input_len": 1024, "output_len": 16}
 ARRIVAL_GAP_S = 1.0
 WORKLOADS = ("A", "B", "C", "D")
 WARM = {"num_requests": 2, "concurrency": 2, "input_len": 1024, "output_len": 8}  # first run of every code path
@@ -55,15 +55,17 @@ async def interference(server: Server, *, seed: int, prompts: bool) -> dict[str,
 
     (without prompts: of the long ones).
     """
-    config = _config(server, seed, LONG)
+    config, answers = _config(server, seed, LONG), list[asyncio.Task[Record]]()
     async with open_session(config) as session:
         target = _target(server, session, config)
-        sending = asyncio.ensure_future(_arrivals(target, server, seed=seed + 1) if prompts else _nothing())
-        try:
+        async with asyncio.TaskGroup() as group:
+            sending = (
+                group.create_task(_send_prompts(target, server, seed=seed + 1, answers=answers)) if prompts else None
+            )
             records, duration_s = await _closed(target, config)
-        finally:
-            sending.cancel()
-        short = await sending
+            if sending is not None:
+                sending.cancel()
+        short = await asyncio.gather(*answers)
     found = figures(records, duration_s)
     if short:
         first = figures(short, duration_s)
@@ -110,21 +112,13 @@ async def _closed(target: Target, config: BenchConfig) -> tuple[list[Record], fl
     return done.records, done.duration_s
 
 
-async def _arrivals(target: Target, server: Server, *, seed: int) -> list[Record]:
-    """A prompt every second until this is cancelled; the answers that are due by then are waited for."""
+async def _send_prompts(target: Target, server: Server, *, seed: int, answers: list[asyncio.Task[Record]]) -> None:
+    """A prompt every second until this is cancelled, or there are no more (a server that slow shows it in its gaps)."""
     prompts = make_requests(_config(server, seed, ARRIVALS))
-    started_at, tasks = time.perf_counter(), list[asyncio.Task[Record]]()
-    try:
-        for number, prompt in enumerate(prompts, start=1):
-            await asyncio.sleep(started_at + number * ARRIVAL_GAP_S - time.perf_counter())
-            tasks.append(asyncio.create_task(target.send(prompt, started_at=started_at)))
-    except asyncio.CancelledError:
-        pass
-    return list(await asyncio.gather(*tasks))
-
-
-async def _nothing() -> list[Record]:
-    return []
+    started_at = time.perf_counter()
+    for number, prompt in enumerate(prompts, start=1):
+        await asyncio.sleep(started_at + number * ARRIVAL_GAP_S - time.perf_counter())
+        answers.append(asyncio.create_task(target.send(prompt, started_at=started_at)))
 
 
 def _ignore(record: Record) -> None:
