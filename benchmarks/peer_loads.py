@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "D": {"num_requests": 32, "concurrency": 8, "input_len": 800, "output_len": 16, "shared_prefix_len": 768},
 }
 LONG = {"num_requests": 4, "concurrency": 4, "input_len": 64, "output_len": 256}
-ARRIVALS = {"num_requests": 60, "input_len": 1024, "output_len": 16}
+ARRIVALS = {"num_requests": 40, "input_len": 1024, "output_len": 16}
 ARRIVAL_GAP_S = 1.0
 WORKLOADS = ("A", "B", "C", "D")
 WARM = {"num_requests": 2, "concurrency": 2, "input_len": 1024, "output_len": 8}  # first run of every code path
