@@ -56,7 +56,8 @@ SECTIONS = {
         "Beside its peers",
         "The same checkpoint (Qwen3-0.6B's layers, random bf16 weights, a small vocabulary), loads and client on one server at "
         "a time, each with all cores; medians of the rounds. Ratios are Tandem's figure over the row's: more is better "
-        "for tokens/s, less for times.",
+        "for tokens/s, less for times. (Of the run of 2026-11-21: transformers serve once, right after two turns of the others; "
+        "its C, where prompts come faster than it computes them, had not ended after ten minutes.)",
         peers.render,
     ),
     "interference": (
