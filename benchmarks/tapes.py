@@ -32,7 +32,7 @@ from engine.models.registry import load_model
 
 BATCHES = (1, 8, 32)
 PAGE_SIZE = 16
-WARM_UP = 2  # a tape is recorded in its first step and checked in its second
+WARM_UP = 2  # a tape is recorded beside the first step and checked beside the second
 
 
 def measure(model: CausalLM, batch: int, *, tokens: int, steps: int, bar: "tqdm[Any]") -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Decode steps on a CPU as tapes (engine/kernels/tape.py): recorded at the first step of a batch size, then played.
 
-A tape knows only what C kernels do. That there is nothing else between the model's begin and its end is not believed but
-seen: the second step of a size is computed both ways, and unless the bits are equal that size is computed step by step from
-then on. Embeddings and positions come from torch each time and are copied to where the tape reads them; pages and lengths
+A tape knows only what C kernels do, and reuses its workspace in turns. That a model's layers are nothing but kernels, and
+need no more at once, is not believed but seen: the first two steps of a size are computed without the tape as well, which
+is what counts, and unless the second one's bits are equal that size has no tape from then on. Embeddings and positions come from torch each time and are copied to where the tape reads them; pages and lengths
 are told to the attention kernel as in any step.
 
 Must not know requests, nor who attends.
@@ -58,8 +58,8 @@ class DecodeTapes:
         """`model.forward` of a step that `takes` said yes to; the attention backend has begun it."""
         begun, size = model.begin(input_ids, positions), len(input_ids)
         if size not in self._tapes:
-            new = self._tapes[size] = self._record(model, begun, attend)
-            return new.hidden.clone()
+            self._tapes[size] = self._record(model, begun, attend)
+            return model.layers(begun, attend)
         recorded = self._tapes[size]
         if recorded is None:
             return model.layers(begun, attend)

@@ -20,7 +20,7 @@ from engine.kernels.build import load_library
 
 SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 1
-TURNS = 4  # tensors of one kind that are in use at once, at most; a layer needs two
+TURNS = 4  # tensors of one kind that can be in use at once; a layer needs two
 
 Kernel = Any  # a function of a ctypes library, whose one argument is the address of a structure
 
