@@ -1,4 +1,4 @@
-"""Figures of a soak, and the document that they go into (docs/simulation.md): its text is here, so that both stay true."""
+"""Figures of a soak, and the document that they go into (docs/simulation.md): its text is report.md, so that both stay true."""
 
 from collections import Counter
 from dataclasses import dataclass, field
