@@ -14,35 +14,31 @@ import torch
 
 from engine.kernels import tape
 from engine.kernels.build import load_library
+from engine.kernels.mirror import fields
 
 SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 2
 LANES = 16  # widths are multiples of it
 
-_Fields = list[tuple[str, type]]
-
-
-def _fields(pointers: str, numbers: str, floats: str = "") -> _Fields:
-    kinds = ((pointers, ctypes.c_void_p), (numbers, ctypes.c_int64), (floats, ctypes.c_float))
-    return [(name, kind) for names, kind in kinds for name in names.split()]
-
 
 class _Norm(ctypes.Structure):
     """Mirror of `struct norm` in elementwise.c."""
 
-    _fields_ = _fields("x delta weight out", "rows width threads", "eps")
+    _fields_ = fields(("x", "delta", "weight", "out"), ("rows", "width", "threads"), ("eps",))
 
 
 class _Turn(ctypes.Structure):
     """Mirror of `struct turn`."""
 
-    _fields_ = _fields("x weight cosine sine", "x_stride turn_stride rows heads dim threads", "eps")
+    _fields_ = fields(
+        ("x", "weight", "cosine", "sine"), ("x_stride", "turn_stride", "rows", "heads", "dim", "threads"), ("eps",)
+    )
 
 
 class _Gate(ctypes.Structure):
     """Mirror of `struct gate`."""
 
-    _fields_ = _fields("x out", "rows width threads")
+    _fields_ = fields(("x", "out"), ("rows", "width", "threads"))
 
 
 class Rowwise(Protocol):

@@ -8,6 +8,7 @@ import torch
 
 from engine.kernels import huge_pages, tape
 from engine.kernels.build import load_library
+from engine.kernels.mirror import fields
 
 SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 2
@@ -23,11 +24,7 @@ _NUMBERS = ("rows", "inputs", "outputs", "x_stride", "y_is_f32", "interleaved", 
 class _Args(ctypes.Structure):
     """Mirror of `struct args` in linear.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in _NUMBERS),
-        ("eps", ctypes.c_float),
-    ]
+    _fields_ = fields(_POINTERS, _NUMBERS, ("eps",))
 
 
 class PackedMatrix:

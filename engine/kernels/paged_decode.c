@@ -63,7 +63,7 @@ struct item {
     const struct args *a;
     int64_t heads, group, row_bytes; /* kv heads of the run; query heads of each; bytes of a head's row */
     int count, ahead;                /* tokens of the block at hand; rows that are fetched before they are needed */
-    const char *rows[4 * BLOCK];     /* K of the block, then its V, then what is read next */
+    const char *rows[3 * BLOCK];     /* K of the block, then its V, then what is read next */
     const char *q;                   /* [query heads of the run, dim] in the cache's dtype */
     float *o, *m, *l, *factor;       /* [query heads, dim] unnormalised output, [query heads] running maximum and sum, [query heads] */
     float *p;                        /* [query heads, BLOCK] scores, then weights */

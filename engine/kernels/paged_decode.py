@@ -10,6 +10,7 @@ from engine.executor.kv_pool import KVPool
 from engine.kernels import tape
 from engine.kernels.build import load_library
 from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall
+from engine.kernels.mirror import fields
 from engine.models.cache_spec import CacheSpec
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -21,21 +22,15 @@ DTYPES = ("bfloat16", "float32")
 class _Step(ctypes.Structure):
     """Mirror of `struct step` in paged_decode.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("page_table", "kv_lens", "token_pages", "token_offsets")),
-        *((name, ctypes.c_int64) for name in ("batch", "table_width")),
-    ]
+    _fields_ = fields(("page_table", "kv_lens", "token_pages", "token_offsets"), ("batch", "table_width"))
 
 
 class _Args(ctypes.Structure):
     """Mirror of `struct args` in paged_decode.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in (*POINTERS, "step")),
-        *((name, ctypes.c_int64) for name in STRIDES),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "page_size", "is_bf16", "threads")),
-        ("scale", ctypes.c_float),
-    ]
+    _fields_ = fields(
+        (*POINTERS, "step"), (*STRIDES, "heads", "kv_heads", "dim", "page_size", "is_bf16", "threads"), ("scale",)
+    )
 
 
 class PagedDecode:

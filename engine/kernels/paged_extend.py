@@ -10,6 +10,7 @@ from engine.attention.base import StepBatch
 from engine.executor.kv_pool import KVPool
 from engine.kernels.build import load_library
 from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall
+from engine.kernels.mirror import fields
 from engine.models.cache_spec import CacheSpec
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -24,11 +25,7 @@ _NUMBERS = ("tokens", "requests", "heads", "kv_heads", "dim", "page_size", "thre
 class _Args(ctypes.Structure):
     """Mirror of `struct args` in paged_extend.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in (*POINTERS, *_TABLES)),
-        *((name, ctypes.c_int64) for name in (*STRIDES, "table_width", *_NUMBERS)),
-        ("scale", ctypes.c_float),
-    ]
+    _fields_ = fields((*POINTERS, *_TABLES), (*STRIDES, "table_width", *_NUMBERS), ("scale",))
 
 
 class PagedExtend:

@@ -47,10 +47,10 @@ class DenseDecoder:
         return self._embedding.index_select(0, input_ids), *self._rope.at(positions)
 
     def layers(self, begun: Begun, attend: Attend) -> torch.Tensor:
-        x, *turn = begun
+        x, cosine, sine = begun
         delta = None
         for layer in self._layers:
-            delta = layer(x, delta, (turn[0], turn[1]), attend)
+            delta = layer(x, delta, (cosine, sine), attend)
         return self._norm.of_sum(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
