@@ -9,13 +9,14 @@ GPU_JSON ?=
 TESTS ?=
 CELLS ?=
 JOBS ?= 2
+LONG ?=
 BACKENDS ?= nixl mooncake
-EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,k8s,otel,dev
+EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,k8s,otel,smollm2,dev
 TORCH ?= torch==2.13.0
 # What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
 # Parts that decide without I/O (and the command line): held to mypy --strict.
-TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokenizer grammar hicache lora) disagg \
+TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend detokenizer gguf grammar hicache lora) disagg \
 	$(wildcard transfer_backends/*.py) bootstrap_server router deploy security lifecycle telemetry
 
 export OMP_NUM_THREADS ?= 1
@@ -27,11 +28,12 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
+.PHONY: help setup run test fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
 	@echo "make test [TESTS=...]  run the tests (all of them: in two processes)"
+	@echo "make fresh-check [LONG=1]  README's commands on a bare Debian root (root, mmdebstrap); LONG: the whole suite, with a report"
 	@echo "make setup             make $(VENV) with everything in it"
 	@echo "make soak-core [STEPS=1000000] [SEED=...]  drive the core with fresh stories: docs/reports/soak_core.json"
 	@echo "make mutants           plant bugs in the core, one by one, and see each found"
@@ -65,6 +67,10 @@ run: $(STAMP)
 test: $(STAMP)
 	@bash deploy/system_packages.sh tests
 	$(BIN)/python -m pytest -q $(if $(TESTS),$(TESTS),-n 2 --dist loadfile)
+
+# Needs root and Debian, and no $(VENV): the check makes its own, on a machine where nothing is installed.
+fresh-check:
+	python3 -m tests.fresh $(if $(LONG),--long --report docs/reports/fresh_check.json)
 
 # A failure prints the line that replays it, and leaves no report.
 soak-core: $(STAMP)

@@ -1,4 +1,4 @@
-"""What one GPU reaches, in one JSON file: `make gpu-check`. Without a GPU it says so and exits with 2.
+"""What one GPU reaches, in one JSON file: `make gpu-check`. Never run on a GPU yet; without one it says so and exits with 2.
 
 usage: python -m benchmarks.gpu_check [--output FILE] [--parts limits,decode_attention,...] [--small]
 

@@ -49,7 +49,7 @@ class Engine:
         )
         self._ended = threading.Event()
         self.parts: EngineParts = build_engine(
-            config, model, tail_text=lambda ids: "", progress=False, wakeup=self._ended.set
+            config, model, tail_texts=lambda ids, skip: (), progress=False, wakeup=self._ended.set
         )
         self._count = 0
 

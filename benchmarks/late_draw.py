@@ -112,7 +112,7 @@ def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
     scheduler = (Waiting if way == "wait" else Scheduler)(
         limits=Limits(page_size=16, max_running_requests=running, max_queued_requests=running),
         memory=_memory(running, steps),
-        tail_text=lambda ids: "",
+        tail_texts=lambda ids, skip: (),
     )
     stream = ThreadStream(num_threads=1)
     executor = Executor(runner=StandIn(args.forward_ms / 1000), stream=stream)

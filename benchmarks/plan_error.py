@@ -72,7 +72,7 @@ def main() -> None:
         (folder / "trace.jsonl").write_text(_trace(args.requests, args.rate))
         rounds = []
         model = str(folder / "model")
-        flags = ("--model-path", model)
+        flags = ("--model-path", model, "--max-step-ms", "0")  # a plan's steps have no limit in time
         # the plan's 1U computes prompts first
         with tandem_up(*flags, "--unified", "--no-enable-mixed-chunk") as unified, tandem_up(*flags) as pair:
             for seed in range(args.rounds):

@@ -78,7 +78,7 @@ class Run:
                 chunked_prefill_size=2048,
             ),
             memory=Memory(allocator=allocator, cache=RadixCache(allocator)),
-            tail_text=lambda ids: "",
+            tail_texts=lambda ids, skip: (),
             ratio=reserve.ratio(),
             reserve_floor=reserve.floor,
             growth=reserve.growth() if reserve.growth is not None else None,

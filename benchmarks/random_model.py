@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.config import EngineConfig
-from engine.resolve import with_model_path
+from engine.model_config import DEFAULT_MODEL_PATH
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 STD = 0.02
@@ -26,7 +25,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 def write_model(folder: Path, *, layers: int = 28, hidden: int = 1024, intermediate: int | None = None) -> int:
     """Write the checkpoint; returns the bytes of weights that one decode step reads."""
     folder.mkdir(parents=True, exist_ok=True)
-    shipped = Path(with_model_path(EngineConfig()).model_path)
+    shipped = Path(DEFAULT_MODEL_PATH)
     for name in TOKENIZER_FILES:
         if (shipped / name).exists():
             shutil.copy(shipped / name, folder / name)

@@ -76,7 +76,7 @@ class Client:
     """One request after the other over one connection; `serve(n)` returns when n were answered."""
 
     def __init__(self, server: Any, *, stream: bool) -> None:
-        self._request = request_bytes("h", stream=stream)
+        self._request = request_bytes("127.0.0.1", stream=stream)
         self._stream = stream
         self._left = 0
         self._done: asyncio.Future[None] | None = None

@@ -221,7 +221,7 @@ def _scheduler(running: int, *, policy: str) -> Scheduler:
         page_size=PAGE_SIZE, max_running_requests=running, max_queued_requests=100_000, chunked_prefill_size=8192
     )
     memory = Memory(allocator=allocator, cache=RadixCache(allocator))
-    return Scheduler(limits=limits, memory=memory, tail_text=lambda ids: "", policy=policy)
+    return Scheduler(limits=limits, memory=memory, tail_texts=lambda ids, skip: (), policy=policy)
 
 
 def _request(rid: str, prompt: list[int]) -> Request:

@@ -35,8 +35,7 @@ from engine.core.request import Request
 from engine.executor.executor import Runner
 from engine.executor.model_runner import Forward, StepOutput
 from engine.loop.pipeline import Pipeline
-from engine.model_config import load_model_config
-from engine.resolve import with_model_path
+from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import SamplingParams
 
 BATCHES = (1, 8, 32, 128)
@@ -103,7 +102,7 @@ def measure(model: str, *, device: str, batches: Sequence[int], steps: int) -> l
             max_running_requests=max(batches),
             disable_radix_cache=True,
         )
-        parts = build_engine(config, load_model_config(model), tail_text=lambda ids: "", progress=False)
+        parts = build_engine(config, load_model_config(model), tail_texts=lambda ids, skip: (), progress=False)
         try:
             timed = TimedRunner(parts.pool.device)
             parts.executor.watch(timed.around)
@@ -173,7 +172,7 @@ def main() -> None:
     found = {}
     with ExitStack() as stack:
         for name in args.models:
-            path = with_model_path(EngineConfig()).model_path if name == SHIPPED else args.checkpoint
+            path = DEFAULT_MODEL_PATH if name == SHIPPED else args.checkpoint
             if path is None:
                 path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-gap-")))
                 write_model(path, layers=args.layers)

@@ -28,6 +28,9 @@ from bootstrap_server.protocol import (
 from bootstrap_server.registry import Registry, RegistryError
 from lifecycle.open_files import allow_many_files
 from lifecycle.stop_signals import StopSignals
+from security.browser import BrowserRule
+from security.expect import say_continue
+from security.json_depth import JSON_ERRORS
 from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Verdict, Verifier
 
 START_S = 10.0
@@ -49,21 +52,26 @@ def make_app(
 ) -> web.Application:
     """`secret`: callers must prove that they know it, or get a 401 (except on `OPEN_PATHS`)."""
     guard = Guard(None if secret is None else Verifier(secret), clock)
+    has_keys = secret is not None
+    rule = BrowserRule(
+        host=config.host, has_keys=has_keys, allowed_hosts=config.allowed_hosts, key_flag="--cluster-secret-file"
+    )
     metrics = BootstrapMetrics(registry, lambda: guard.num_refused)
     middlewares = [
         _counting(metrics),
         _errors_as_json,
         guard.middleware,
-        _errors_as_json,
-    ]  # the inner one: errors are signed like answers
+        _errors_as_json,  # errors are signed like answers
+        _page_check(rule),
+    ]
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
     routes = Routes(registry, config, clock, guard, metrics)
-    app.router.add_put("/route", routes.register)
-    app.router.add_get("/route", routes.look_up)
-    app.router.add_delete("/route", routes.leave)
-    app.router.add_post("/rooms", routes.register_rooms)
-    app.router.add_get("/health", routes.health)
-    app.router.add_get("/metrics", routes.metrics)
+    app.router.add_put("/route", routes.register, expect_handler=say_continue)
+    app.router.add_get("/route", routes.look_up, expect_handler=say_continue)
+    app.router.add_delete("/route", routes.leave, expect_handler=say_continue)
+    app.router.add_post("/rooms", routes.register_rooms, expect_handler=say_continue)
+    app.router.add_get("/health", routes.health, expect_handler=say_continue)
+    app.router.add_get("/metrics", routes.metrics, expect_handler=say_continue)
     return app
 
 
@@ -247,6 +255,19 @@ def _unsigned(challenge: str) -> web.Response:
     return response
 
 
+def _page_check(rule: BrowserRule) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Refuse what a web page could have sent."""
+
+    @web.middleware
+    async def check_page(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refusal = rule.refusal(request.method, request.path, request.headers, has_body=request.body_exists)
+        if refusal is not None:
+            return _fail(refusal.status, refusal.message)
+        return await handler(request)
+
+    return check_page
+
+
 def _counting(metrics: BootstrapMetrics) -> Callable[..., Awaitable[web.StreamResponse]]:
     @web.middleware
     async def counting(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -265,6 +286,10 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except RegistryError as error:
         return _fail(error.status, str(error))
+    except web.RequestPayloadError as error:  # broken chunks, wrong compression, a body cut short
+        response = _fail(400, f"body: cannot be read: {' '.join(str(error).split())}")
+        response.force_close()  # where the next request would begin is unknown
+        return response
     except web.HTTPRequestEntityTooLarge:
         return _fail(413, f"body: longer than {MAX_BODY_BYTES} bytes")
     except web.HTTPException as error:
@@ -274,7 +299,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 def _decode(body: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise RegistryError(400, f"body: {error}") from None
 
 

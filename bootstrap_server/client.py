@@ -24,6 +24,7 @@ from bootstrap_server.protocol import (
     RoomBatch,
     RouteReply,
 )
+from security.json_depth import JSON_ERRORS
 from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
 FIRST_RETRY_S = 0.1
@@ -224,16 +225,20 @@ def _call(server: str, call: Call, *, signer: Signer | None, timeout_s: float) -
 
 
 def _exchange(connection: http.client.HTTPConnection, call: Call) -> tuple[int, bytes]:
-    connection.request(call.method, call.path, call.body or None)
+    connection.request(call.method, call.path, call.body or None, _headers(call))
     response = connection.getresponse()
     return response.status, response.read(MAX_REPLY_BYTES)
+
+
+def _headers(call: Call) -> dict[str, str]:
+    return {"Content-Type": "application/json"} if call.body else {}
 
 
 def _exchange_signed(connection: http.client.HTTPConnection, call: Call, signer: Signer) -> tuple[int, bytes]:
     """Status `UNPROVEN`: an answer of somebody who does not know the secret. A 401 is tried once more, as its challenge says."""
     for _ in range(2):
         header, nonce = signer.sign(call)
-        connection.request(call.method, call.path, call.body or None, {AUTH_HEADER: header})
+        connection.request(call.method, call.path, call.body or None, {AUTH_HEADER: header, **_headers(call)})
         response = connection.getresponse()
         status, body = response.status, response.read(MAX_REPLY_BYTES)
         if signer.is_answer(response.headers.get(AUTH_HEADER, ""), nonce, status=status, body=body):
@@ -248,7 +253,7 @@ def _exchange_signed(connection: http.client.HTTPConnection, call: Call, signer:
 def _refusal(server: str, status: int, body: bytes) -> BootstrapError:
     try:
         text = msgspec.json.decode(body, type=ErrorReply).error
-    except msgspec.MsgspecError:
+    except JSON_ERRORS:
         text = "the answer is not ours: is this a bootstrap server?"
     return BootstrapError(f"bootstrap server {server} answered {status}: {text}", permanent=status in (400, 401, 413))
 
@@ -256,6 +261,6 @@ def _refusal(server: str, status: int, body: bytes) -> BootstrapError:
 def _read(server: str, body: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
+    except JSON_ERRORS as error:
         message = f"bootstrap server {server} sent an answer that is not ours: {error}"
         raise BootstrapError(message, permanent=True) from None

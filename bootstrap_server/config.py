@@ -16,4 +16,7 @@ class BootstrapConfig:
     room_ttl: float = _flag(120.0, "seconds the owner of a room is remembered")
     max_workers: int = _flag(1024, "prefill workers that may be registered")
     allow_insecure: bool = _flag(False, "listen off loopback without --cluster-secret-file: anybody may register")
+    allowed_hosts: tuple[str, ...] = _flag(
+        (), "names, besides addresses and localhost, by which a server on loopback without a secret is reached; *: any"
+    )
     max_rooms: int = _flag(262144, "rooms remembered; the oldest are forgotten beyond it")

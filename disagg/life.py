@@ -161,7 +161,11 @@ def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:
 def _embedded_bootstrap_server(plan: LifePlan) -> BootstrapServer | None:
     if not plan.has_bootstrap_server:
         return None
-    config = BootstrapConfig(host=plan.server.host, port=plan.disagg.disaggregation_bootstrap_port)
+    config = BootstrapConfig(
+        host=plan.server.host,
+        port=plan.disagg.disaggregation_bootstrap_port,
+        allowed_hosts=plan.server.allowed_hosts,
+    )
     return BootstrapServer(config, shared=False, secret=read_secret(plan.disagg))
 
 

@@ -13,6 +13,7 @@ end. It must not know sockets: managers are the role's.
 """
 
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
@@ -92,26 +93,34 @@ class Resumption:
             self.counters["recompute_failed"] += 1
             return None
 
-    def poll(self) -> bool:
-        """Once a turn. False while somebody here waits for memory: nobody new may have any before."""
-        may_reserve = self._scheduler.num_retracted == 0  # those that this engine computes are the older ones
-        for entry in list(self._entries.values()):
+    def poll(self, now_s: float, *, may_preempt: bool) -> None:
+        """Once a turn. Most urgent first; those that this engine computes are the older ones of equals."""
+        if not self._entries:
+            return
+        urgency = self._scheduler.urgency
+        computed = max((urgency(r, now_s) for r in self._scheduler.retracted()), default=-math.inf)
+        may_reserve = True
+        for entry in sorted(self._entries.values(), key=lambda e: -urgency(e.request, now_s)):
             state = entry.receiver.poll()
             if state is KVPoll.Failed:
                 self._fail(entry, entry.receiver.failure() or "the transfer failed")
             elif entry.stage is Stage.TRANSFER and state is KVPoll.Success:
                 self._land(entry)
-            elif entry.stage is Stage.MEMORY and may_reserve and state is KVPoll.WaitingForInput:
-                may_reserve = self._ask(entry)
-        return not any(e.stage is Stage.MEMORY for e in self._entries.values())
+            elif entry.stage is Stage.MEMORY and state is KVPoll.WaitingForInput:
+                may_reserve = may_reserve and urgency(entry.request, now_s) > computed
+                may_reserve = may_reserve and self._ask(entry, may_preempt=may_preempt)
 
-    def _ask(self, entry: Entry) -> bool:
+    def waiting(self) -> list[Request]:
+        """Those that wait for memory: no new request that is not more urgent may have any before."""
+        return [e.request for e in self._entries.values() if e.stage is Stage.MEMORY]
+
+    def _ask(self, entry: Entry, *, may_preempt: bool) -> bool:
         """Pages and a metadata row, told to prefill with the tokens; False when there is no room now."""
         row, request = self._metadata.allocate(), entry.request
         if row is None:
             return False
         entry.row = row
-        if not self._scheduler.reserve(request):
+        if not self._scheduler.reserve(request, may_preempt=may_preempt):
             self._drop_row(entry)
             return False
         page_size = self._scheduler.memory.allocator.page_size
@@ -196,7 +205,7 @@ class Resumption:
     @property
     def num_waiting(self) -> int:
         """For memory."""
-        return sum(e.stage is Stage.MEMORY for e in self._entries.values())
+        return len(self.waiting())
 
     @property
     def num_rows(self) -> int:

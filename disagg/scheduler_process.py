@@ -11,22 +11,25 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from disagg.config import DisaggConfig, role_name
 from disagg.secret import read_secret
 from engine.config import ConfigError, EngineConfig
-from engine.detokenizer.incremental import tail_text
+from engine.detokenizer.incremental import tail_texts
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.registry import make_compiler
 from engine.kv_events_config import parse_kv_events_config
 from engine.loop.adapter_control import AdapterControl
+from engine.loop.heartbeat import Heartbeat
 from engine.loop.kv_events import EventPump, ZmqPublisher
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.ports import ZmqPorts
+from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import Watchdog
 from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
@@ -59,9 +62,20 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def run(spec: SchedulerSpec) -> None:
     """Load, say `SchedulerReady`, serve until told to end. Raises ConfigError and BackendUnavailable."""
+    turns = TurnClock(limit_s=spec.engine.watchdog_timeout, now_s=time.monotonic())
+    heartbeat = Heartbeat(IpcPaths(spec.ipc_dir), turns)
+    heartbeat.start()
+    try:
+        _run(spec, turns)
+    finally:
+        heartbeat.close()
+
+
+def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     from disagg.compose import make_role  # torch comes in here, after the flags have been read
     from engine.build import build_engine
     from engine.executor.profiler import Profiler
+    from engine.machine import machine_facts
 
     started_s = time.monotonic()
     if spec.disagg.num_reserved_decode_tokens < 0:
@@ -72,7 +86,7 @@ def run(spec: SchedulerSpec) -> None:
     parts = build_engine(
         spec.engine,
         model,
-        tail_text=lambda ids: tail_text(tokenizer, list(ids)),
+        tail_texts=partial(tail_texts, tokenizer),
         progress=spec.progress,
         host_backup=_resumes_by(spec.disagg, "host"),
         resume_elsewhere=_resumes_by(spec.disagg, "prefill"),
@@ -83,7 +97,9 @@ def run(spec: SchedulerSpec) -> None:
         num_token_ids=tokenizer.num_ids,
     )
     if spec.engine.enable_hierarchical_cache and spec.disagg.disaggregation_mode == "decode":
-        log.info("--enable-hierarchical-cache: prefixes are matched on the prefill worker; nothing to keep here")
+        log.info(
+            "--enable-hierarchical-cache has no effect in the decode role: peers write its pages outside stream order"
+        )
     adapters = AdapterControl(
         store=parts.adapters,
         max_loaded=parts.config.max_loaded_loras,
@@ -94,7 +110,6 @@ def run(spec: SchedulerSpec) -> None:
     for name, path in named_paths(parts.config).items():
         adapters.load_now(name, path)
     publisher = _publisher(spec)
-    watchdog = Watchdog(timeout_s=parts.config.watchdog_timeout)
     role = make_role(spec, parts, wakeup=ports.call_attention)
     grammars = make_grammar_queue(spec.engine, model, tokenizer, wakeup=ports.call_attention)
     loop = EngineLoop(
@@ -104,7 +119,7 @@ def run(spec: SchedulerSpec) -> None:
         ports=ports,
         weights=parts.weights,
         profiler=Profiler(parts.executor, name=role_name(spec.disagg)),
-        watchdog=watchdog,
+        turns=turns,
         settings=LoopSettings(
             depth=parts.depth,
             eos_ids=frozenset(model.eos_token_ids),
@@ -120,9 +135,11 @@ def run(spec: SchedulerSpec) -> None:
         events=EventPump(parts.events, publisher),
         spare_work=parts.spare_work,
     )
+    watchdog = Watchdog(turns)
     _end_on_signals(loop, ports.call_attention)
     allocator = parts.scheduler.memory.allocator
     spare_what_lives()
+    turns.loaded()
     ports.to_frontend(
         SchedulerReady(
             {
@@ -138,6 +155,7 @@ def run(spec: SchedulerSpec) -> None:
                 "chunked_prefill_size": parts.config.chunked_prefill_size,
                 "load_time_s": round(time.monotonic() - started_s, 3),
                 "kv_events_config": None if publisher is None else publisher.describe(),
+                **machine_facts(parts.config),
             }
         )
     )

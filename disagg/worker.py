@@ -27,7 +27,8 @@ from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.frontend.listening import Listener, open_listener
 from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
 from engine.frontend.succession import Handover, RoleSwitch
-from engine.resolve import with_model_path
+from engine.model_source import with_local_model
+from engine.random_seed import with_random_seed
 from engine.threads import with_threads
 from lifecycle.stop_signals import StopSignals
 from security.addresses import SecurityConfigError
@@ -44,8 +45,11 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
         raise ConfigError(f"--drain-timeout: must be at least 0, got {server.drain_timeout:g}")
     if server.default_deadline is not None and not server.default_deadline > 0:
         raise ConfigError(f"--default-deadline: must be greater than 0, got {server.default_deadline:g}")
-    plan = plan_life(engine=with_threads(with_model_path(engine)), server=server, disagg=disagg)
+    seeded = with_random_seed(engine)
+    plan = plan_life(engine=with_threads(with_local_model(seeded)), server=server, disagg=disagg)
     gate = open_worker_gate(server)
+    if seeded is not engine:
+        log.info("--random-seed %d: drawn at start; give it to get the same samples again", seeded.random_seed)
     signal.signal(signal.SIGTERM, _leave)  # until the loop catches signals: what is begun is undone in order
     signal.signal(signal.SIGINT, _leave)
     try:

@@ -14,7 +14,7 @@ from engine.attention.cpu_backend import CpuBackend
 from engine.attention.registry import make_attention_backend
 from engine.config import ConfigError, EngineConfig
 from engine.core.cache_events import CacheEvents
-from engine.core.finish import TailText
+from engine.core.finish import TailTexts
 from engine.core.growth import MeasuredGrowth
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
@@ -47,7 +47,7 @@ from engine.model_config import ModelConfig
 from engine.models.causal_lm import CausalLM
 from engine.models.checkpoint import DTYPES
 from engine.models.registry import load_model
-from engine.resolve import depth, limits, num_pages, priorities, resolve
+from engine.resolve import depth, limits, num_pages, priorities, resolve, step_budget
 
 log = logging.getLogger(__name__)
 PREFAULT_THREADS = 4  # at start, when nothing else computes
@@ -83,7 +83,7 @@ def build_engine(
     config: EngineConfig,
     model_config: ModelConfig,
     *,
-    tail_text: TailText,
+    tail_texts: TailTexts,
     progress: bool,
     host_backup: bool = False,
     resume_elsewhere: bool = False,
@@ -160,7 +160,7 @@ def build_engine(
         device=device,
         num_threads=num_threads,
         max_delay_s=config.stream_delay_ms / 1000,
-        seed=config.random_seed,
+        seed=config.random_seed or 0,
     )
     executor = Executor(runner=runner, stream=stream)
     _record(executor, runner)
@@ -177,7 +177,7 @@ def build_engine(
         scheduler=Scheduler(
             limits=limits(config),
             memory=memory,
-            tail_text=tail_text,
+            tail_texts=tail_texts,
             policy=config.schedule_policy,
             priorities=priorities(config),
             ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
@@ -186,6 +186,7 @@ def build_engine(
             reserve_floor=reserve_floor,
             growth=MeasuredGrowth(),
             resume_elsewhere=resume_elsewhere,
+            step_budget=step_budget(config, model_config),
             vocab_size=min(model_config.vocab_size, num_token_ids or model_config.vocab_size),
         ),
         executor=executor,

@@ -28,9 +28,13 @@ class EngineConfig:
 
     model_path: str = flag(
         "",
-        "checkpoint directory (config.json, *.safetensors, tokenizer.json); default: the model that ships with Tandem",
+        "a checkpoint directory (config.json, *.safetensors, tokenizer.json), a .gguf file, a model of the Hugging Face "
+        "hub (ORGANIZATION/NAME), or smollm2; default: the model that ships with Tandem",
     )
-    served_model_name: str | None = flag(None, "name in /v1/models and answers; default: the directory's name")
+    revision: str | None = flag(None, "branch, tag or commit of a model of the hub; default: its main branch")
+    served_model_name: str | None = flag(
+        None, "name in /v1/models and answers; default: that of the directory, the file or the hub"
+    )
     dtype: str = flag("auto", "weights and KV cache", choices=("auto", "bfloat16", "float32"))
     device: str = flag("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     attention_backend: str = flag("auto", "attention kernels", choices=("auto", "cpu", "torch", "triton"))
@@ -54,6 +58,11 @@ class EngineConfig:
         None,
         "prompt tokens in one step; longer prompts go in chunks, the end of one may be a 16th more; -1: no chunking; "
         "default: 1024 on cpu, 8192 on cuda",
+    )
+    max_step_ms: float | None = flag(
+        None,
+        "milliseconds that a step with prompts should take at most: it holds as many prompt tokens as the measured speed "
+        "allows, a page at least, --chunked-prefill-size at most; 0: no limit; default: 1000 on cpu, 500 on cuda",
     )
     max_prefill_tokens: int = flag(16384, "most prompt tokens in one prefill batch when chunking is off")
     prefill_max_requests: int | None = flag(None, "most prompts in one prefill step; default: no limit")
@@ -143,7 +152,9 @@ class EngineConfig:
         "threads that compute on cpu; default: one a core (or OMP_NUM_THREADS), but no more than one for each 64 MiB of weights",
     )
     stream_delay_ms: float = flag(0.0, "threaded stream: random delay up to this before each step (to shake out races)")
-    random_seed: int = flag(0, "seed of the seeds that requests without one are given")
+    random_seed: int | None = flag(
+        None, "seed of the seeds that requests without one are given; default: drawn at start, see /server_info"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +170,13 @@ class ServerConfig:
     )
     admin_api_key_file: str | None = flag(None, "file of admin keys, one a line; read anew as the other")
     allow_insecure: bool = flag(False, "listen off loopback without keys or a cluster secret: anybody may do anything")
+    allowed_hosts: tuple[str, ...] = flag(
+        (),
+        "names, besides addresses and localhost, by which clients may reach a server on loopback without keys; *: any",
+    )
+    allowed_origins: tuple[str, ...] = flag(
+        (), "sites, as https://HOST[:PORT], whose pages may send requests that change something; *: any"
+    )
     log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "lines for people, or one JSON object each", choices=LOG_FORMATS)
     enable_trace: bool = flag(False, "send spans to an OpenTelemetry collector (extra `otel`; OTEL_* variables hold)")

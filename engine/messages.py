@@ -177,6 +177,15 @@ ToScheduler = (
     | Shutdown
 )
 
+# ---- frontend -> heartbeat (a thread of the scheduler process that answers during a step, too)
+
+
+class GetStep(_Message, frozen=True):
+    """Ask what the loop's thread does: `StepReply`."""
+
+    call_id: str
+
+
 # ---- scheduler -> frontend
 
 
@@ -286,10 +295,33 @@ class StateReply(_Message, frozen=True):
     problems: list[str]
 
 
+class StepInfo(msgspec.Struct, frozen=True):
+    """A step. `kind`: "prefill" | "decode" | "mixed" (decodes ride along with prompts) | "copy" (of pages alone)."""
+
+    seq: int
+    kind: str
+    num_reqs: int
+    num_tokens: int
+
+
+class StepReply(_Message, frozen=True):
+    """What the loop's thread does at this moment; another thread of the scheduler process says so.
+
+    `busy_s`: seconds that the present turn (or the load of the model) has taken, None at rest. `stalled`: longer than
+    --watchdog-timeout. `step`: what the turn computes, None outside a step.
+    """
+
+    call_id: str
+    busy_s: float | None
+    loading: bool = False
+    stalled: bool = False
+    step: StepInfo | None = None
+
+
 class SchedulerReady(_Message, frozen=True):
     """Sent once when the model is loaded and the loop is about to start."""
 
     info: dict[str, int | float | str | bool | None]
 
 
-ToFrontend = TokenBatch | FlushReply | ControlReply | StateReply | SchedulerReady
+ToFrontend = TokenBatch | FlushReply | ControlReply | StateReply | StepReply | SchedulerReady

@@ -1,7 +1,7 @@
-"""What a checkpoint's JSON files say about its model: read once, checked, frozen.
+"""What a checkpoint says about its model: read once, checked, frozen.
 
 Owns the reading of config.json and generation_config.json of Hugging Face checkpoints (field names of transformers 4
-and 5). Must not know torch: the HTTP process imports it.
+and 5); the metadata of a GGUF file is put into the same words first. Must not know torch: the HTTP process imports it.
 """
 
 import hashlib
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import ConfigError
+from engine.gguf.config import config_fields
+from engine.gguf.file import open_gguf
 
 DEFAULT_MODEL_PATH = str(Path(__file__).parent / "models" / "recall" / "checkpoint")
 
@@ -53,6 +55,16 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
 
+@dataclass(frozen=True, slots=True)
+class FrequencyFactors:
+    """RoPE whose pair i turns `factors[i]` times slower; how GGUF files write Llama 3.1's scaling."""
+
+    factors: tuple[float, ...]
+
+
+RopeScaling = Llama3Scaling | FrequencyFactors
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder-only model. Sizes in elements; `max_position_embeddings` in tokens.
@@ -73,7 +85,7 @@ class ModelConfig:
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3Scaling | None
+    rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
     attention_bias: bool
     attention_out_bias: bool
@@ -98,15 +110,25 @@ class ModelConfig:
 
 
 def load_model_config(model_path: str) -> ModelConfig:
-    """Read and check `model_path`/config.json (and generation_config.json). Raises `ConfigError`, one line each."""
-    folder = Path(model_path)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"--model-path {model_path}: no such directory; give a local checkpoint directory "
-            "(for a Hugging Face model: `hf download NAME --local-dir DIR` first)"
+    """Read and check what `model_path`, a directory or a GGUF file, says of its model.
+
+    Raises `ConfigError`, one line each.
+    """
+    path = Path(model_path)
+    if path.is_dir():
+        return _model_config(
+            _read_fields(path / "config.json", required=True),
+            _read_fields(path / "generation_config.json", required=False),
         )
-    fields = _read_fields(folder / "config.json", required=True)
-    generation = _read_fields(folder / "generation_config.json", required=False)
+    if path.is_file():
+        return _model_config(_Fields(path, config_fields(open_gguf(path))), _Fields(path, {}))
+    raise ConfigError(
+        f"--model-path {model_path}: no such directory or file; give a checkpoint directory, a .gguf file, "
+        "a model of the Hugging Face hub (ORGANIZATION/NAME), or smollm2"
+    )
+
+
+def _model_config(fields: "_Fields", generation: "_Fields") -> ModelConfig:
     family_name, family = _family(fields)
     _refuse_unsupported(fields)
     heads = fields.count("num_attention_heads")
@@ -122,7 +144,7 @@ def load_model_config(model_path: str) -> ModelConfig:
     vocab = fields.count("vocab_size")
     context = fields.count("max_position_embeddings")
     bias = fields.flag("attention_bias", default=False) if family.qkv_bias is None else family.qkv_bias
-    theta, scaling = _rope(fields, context=context)
+    theta, scaling = _rope(fields, context=context, pairs=head_dim // 2)
     return ModelConfig(
         architecture=family_name,
         model_type=fields.text("model_type", default=""),
@@ -172,7 +194,7 @@ def _refuse_unsupported(fields: "_Fields") -> None:
         raise fields.error("mlp_bias", "a bias in the MLP is not supported")
 
 
-def _rope(fields: "_Fields", *, context: int) -> tuple[float, Llama3Scaling | None]:
+def _rope(fields: "_Fields", *, context: int, pairs: int) -> tuple[float, RopeScaling | None]:
     """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4)."""
     new = fields.get("rope_parameters")
     name = "rope_parameters" if new else "rope_scaling"
@@ -185,6 +207,8 @@ def _rope(fields: "_Fields", *, context: int) -> tuple[float, Llama3Scaling | No
     kind = inner.text("rope_type", default=inner.text("type", default="default"))
     if kind == "default":
         return theta, None
+    if kind == "factors":
+        return theta, FrequencyFactors(inner.positive_numbers("factors", count=pairs))
     if kind != "llama3":
         raise fields.error(name, f"rope_type {kind} is not supported; supported: default, llama3")
     scaling = Llama3Scaling(
@@ -262,6 +286,13 @@ class _Fields:
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise self.error(name, f"must be a number, got {value!r}")
         return float(value)
+
+    def positive_numbers(self, name: str, *, count: int) -> tuple[float, ...]:
+        value = self._value(name, None)
+        numbers = isinstance(value, list) and all(isinstance(v, int | float) and 0 < v < math.inf for v in value)
+        if not numbers or len(value) != count:
+            raise self.error(name, f"must be a list of {count} positive numbers")
+        return tuple(float(v) for v in value)
 
     def flag(self, name: str, *, default: bool) -> bool:
         value = self._value(name, default)

@@ -9,12 +9,18 @@ from dataclasses import dataclass, replace
 from engine.config import ConfigError, EngineConfig
 from engine.core.limits import Limits
 from engine.core.policy import Priorities
+from engine.core.step_budget import StepBudget
 from engine.lora.names import check_lora, lora_enabled
-from engine.model_config import DEFAULT_MODEL_PATH, ModelConfig
+from engine.model_config import ModelConfig
 
 MAX_CPU_KV_BYTES = 4 << 30
 MAX_PAGE_SIZE = 1024
 PREFAULT_TOKENS = 32768
+MAX_STEP_MS = {"cpu": 1000.0, "cuda": 500.0}  # below the time after which a router calls a worker silent (1.5 s)
+FIRST_FLOPS = {
+    "cpu": 50e9,
+    "cuda": 50e12,
+}  # a second, by a CPU's thread or a GPU: a cautious guess, for the first step only
 CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # on a CPU more is no faster, and who came later waits longer
 
 
@@ -24,10 +30,6 @@ class Machine:
 
     cuda: bool
     free_bytes: int
-
-
-def with_model_path(config: EngineConfig) -> EngineConfig:
-    return config if config.model_path else replace(config, model_path=DEFAULT_MODEL_PATH)
 
 
 def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineConfig:
@@ -46,6 +48,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         stream=_stream(config.stream, device),
         context_length=_context_length(config.context_length, model.max_position_embeddings),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
+        max_step_ms=_max_step_ms(config, device),
         num_threads=config.num_threads or 1,  # a worker has counted its cores by now (engine/threads.py)
         enable_mixed_chunk=device == "cpu" if config.enable_mixed_chunk is None else config.enable_mixed_chunk,
         prefault_tokens=PREFAULT_TOKENS if config.prefault_tokens is None else config.prefault_tokens,
@@ -71,6 +74,23 @@ def limits(config: EngineConfig) -> Limits:
         wait_between_prefills=config.disable_consecutive_prefill_overlap,
         max_loras_per_batch=config.max_loras_per_batch if config.enable_lora else 0,
         lora_drain_wait_s=config.lora_drain_wait_threshold or None,
+    )
+
+
+def step_budget(config: EngineConfig, model: ModelConfig) -> StepBudget | None:
+    """Of a resolved config; None: steps have no limit in time."""
+    assert config.max_step_ms is not None and config.chunked_prefill_size is not None and config.num_threads is not None
+    if config.max_step_ms == 0:
+        return None
+    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    token_flops = 2 * model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
+    pair_flops = 4 * model.num_layers * model.num_heads * model.head_dim
+    threads = config.num_threads if config.device == "cpu" else 1
+    return StepBudget(
+        max_step_s=config.max_step_ms / 1000,
+        page_size=config.page_size,
+        attention_tokens=token_flops / pair_flops,
+        first_rate=token_flops / (FIRST_FLOPS[config.device] * threads),
     )
 
 
@@ -204,6 +224,17 @@ def _context_length(asked: int | None, model_max: int) -> int:
         return model_max
     if not 1 <= asked <= model_max:
         raise ConfigError(f"--context-length: must be 1 to the model's {model_max}, got {asked}")
+    return asked
+
+
+def _max_step_ms(config: EngineConfig, device: str) -> float:
+    """Only chunks can be made to fit a time."""
+    asked, chunked = config.max_step_ms, config.chunked_prefill_size != -1
+    if asked is None:
+        return MAX_STEP_MS[device] if chunked else 0.0
+    _require(0 <= asked < math.inf, "--max-step-ms", "must be 0 (no limit) or more", asked)
+    if asked > 0 and not chunked:
+        raise ConfigError("--max-step-ms: needs chunks; leave --chunked-prefill-size -1 out")
     return asked
 
 

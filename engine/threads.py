@@ -3,11 +3,13 @@
 before it is imported, because OpenMP asks the environment only once.
 """
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.gguf.file import open_gguf
 
 # A thread is worth its meetings with the others (some hundreds a step) when it has a few ms of weights to read between them.
 BYTES_A_THREAD = 64 << 20
@@ -28,5 +30,11 @@ def usable_cores() -> int:
 
 def default_threads(model_path: str, *, cores: int) -> int:
     """One a core, but no more than the checkpoint's weights are worth; at least 1."""
-    size = sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))
-    return max(1, min(cores, size // BYTES_A_THREAD))
+    return max(1, min(cores, _weight_bytes(Path(model_path)) // BYTES_A_THREAD))
+
+
+def _weight_bytes(model: Path) -> int:
+    """Bytes of weights that a step reads; those of a GGUF file are held as two bytes each, whatever the file has."""
+    if model.is_file():
+        return sum(2 * math.prod(tensor.shape) for tensor in open_gguf(model).tensors.values())
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))

@@ -52,6 +52,7 @@ from router.requests.rooms import RoomMinter
 from router.roles.auto import AutoRoles
 from router.roles.switch import Switch
 from security.addresses import require_secret
+from security.browser import BrowserRule
 from security.keys import Gate, open_gate
 from security.secret import read_secret_file
 from telemetry.otlp import open_exporter
@@ -252,6 +253,7 @@ def build_guard(base: Base) -> Callable[[web.BaseRequest, Handler], Awaitable[we
         limiter=make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share)),
         metrics=base.metrics,
         new_id=base.entropy.name,
+        browser=_browser_rule(config, base.gate),
         is_sibling=base.siblings.is_one,
     )
 
@@ -264,6 +266,7 @@ def check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
         admin_api_key=config.admin_api_key,
         admin_api_key_file=config.admin_api_key_file,
     )
+    _browser_rule(config, gate)  # refuses a flag before any process starts
     warning = require_secret(
         config.host,
         flag="--host",
@@ -275,6 +278,15 @@ def check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
     if warning is not None:
         log.warning(warning)
     return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file), gate
+
+
+def _browser_rule(config: RouterConfig, gate: Gate) -> BrowserRule:
+    return BrowserRule(
+        host=config.host,
+        has_keys=gate.is_set,
+        allowed_hosts=config.allowed_hosts,
+        allowed_origins=config.allowed_origins,
+    )
 
 
 def _table(config: RouterConfig, view: LoadView) -> WorkerTable:

@@ -159,6 +159,13 @@ class RouterConfig:
     )
     admin_api_key_file: str | None = flag(None, "file of admin keys, one a line; read anew as the other")
     allow_insecure: bool = flag(False, "listen off loopback without API keys: anybody may do anything")
+    allowed_hosts: tuple[str, ...] = flag(
+        (),
+        "names, besides addresses and localhost, by which clients may reach a router on loopback without keys; *: any",
+    )
+    allowed_origins: tuple[str, ...] = flag(
+        (), "sites, as https://HOST[:PORT], whose pages may send requests that change something; *: any"
+    )
     worker_api_key: str | None = flag(
         None, "key the router sends to workers; default: the client's Authorization header is passed on"
     )

@@ -24,6 +24,11 @@ def is_loopback(host: str) -> bool:
     return address is not None and address.is_loopback
 
 
+def is_network_address(host: str) -> bool:
+    """Whether `host` is an IP address, and no name."""
+    return _address(host) is not None
+
+
 def require_secret(
     host: str, *, flag: str, what: str, remedy: str, has_secret: bool, allow_insecure: bool
 ) -> str | None:

@@ -1,10 +1,15 @@
-"""How deep a JSON text is nested, told without decoding it: what later walks the values recursively must not overflow.
+"""What JSON from outside can do to those who decode it: the errors it raises, and how deep it is nested.
 
-Whole-text replacements only, so that a long hostile body costs about what decoding it costs.
+The depth is told without decoding, because code that later walks the values recursively must not overflow. It is found by
+whole-text replacements, so a long hostile body costs about what decoding it costs.
 """
 
 import re
 
+import msgspec
+
+# What msgspec raises: malformed or of another type; text that is no UTF-8; too many levels.
+JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 MAX_DEPTH = 64  # of a request body; tools' schemas, the deepest honest things, stay below 20
 
 _STRINGS = re.compile(rb'"[^"]*+"?')  # the end is optional: a cut-off text is read once

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+MAX_REQUEST_ID_CHARS = 256
 _HEADER = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _SAMPLED = 1
 
@@ -32,6 +33,14 @@ def parse_traceparent(header: str) -> TraceParent | None:
         return None
     trace_id, span_id = int(match[1], 16), int(match[2], 16)
     return TraceParent(trace_id, span_id, bool(int(match[3], 16) & _SAMPLED)) if trace_id and span_id else None
+
+
+def request_id_of(header: str) -> str:
+    """What X-Request-Id names the request; "": it needs a new name.
+
+    The id goes into JSON, logs and headers as it is, so it is one short line of printable ASCII.
+    """
+    return header if len(header) <= MAX_REQUEST_ID_CHARS and header.isascii() and header.isprintable() else ""
 
 
 class RequestContext(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """The state of a transfer: the KVPoll values, the table of legal moves, and the machine that owns all states of a side.
 
-Pure. Knows neither messages nor memory. State names and values are SGLang's (`disaggregation/base/conn.py`), so that
-ranks agree by MIN over one all-reduce.
+Pure. Knows neither messages nor memory. State names and values are SGLang's (`disaggregation/base/conn.py`). A worker has
+one rank today; the values are ordered so that several ranks could agree by MIN.
 
     Bootstrapping --> WaitingForInput --> Transferring --> Success
           |                 |                  |
@@ -15,7 +15,7 @@ RoomKey = tuple[int, int]  # (bootstrap_room, attempt)
 
 
 class KVPoll(IntEnum):
-    """`Failed` is the least value, so MIN over ranks is the state of the group."""
+    """`Failed` is the least value: the MIN over several states is the state of their group."""
 
     Failed = 0
     Bootstrapping = 1

@@ -61,7 +61,12 @@ def make_engine(target: Target, shape: Shape, *, context: int, load: Any = rando
     capture: Callable[[], Capture] | None = EagerCapture if target.small else None
     config = EngineConfig(**(defaults | flags))
     return build_engine(
-        config, shape.config(context=context), tail_text=lambda _: "", progress=False, capture=capture, load=load
+        config,
+        shape.config(context=context),
+        tail_texts=lambda ids, skip: (),
+        progress=False,
+        capture=capture,
+        load=load,
     )
 
 

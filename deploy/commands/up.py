@@ -40,6 +40,8 @@ _SHARED = (
     "admin_api_key",
     "admin_api_key_file",
     "allow_insecure",
+    "allowed_hosts",
+    "allowed_origins",
     "cluster_secret_file",
     "drain_timeout",
     "enable_trace",
@@ -49,6 +51,7 @@ _SHARED = (
     "otlp_traces_endpoint",
     "trace_ring",
 )
+_MODEL_FLAGS = ("model_path", "revision", "served_model_name")
 _WORKER_KEYS = ("api_key", "api_key_file", "admin_api_key", "admin_api_key_file")  # the router shows workers the same
 
 
@@ -57,9 +60,9 @@ def run(argv: Sequence[str]) -> int:
     args = build_parser().parse_strict(argv)
     config = config_from(args, ClusterConfig)
     check_cluster(config)
-    check_model(getattr(args, "model_path", ""))
     if config.port:
         require_free(config.host, config.port, flag="--port")
+    set_local_model(args)
     clear_ready_file(config)
     log_dir = make_log_dir(config)
     specs, front = plan(config, args)
@@ -96,12 +99,25 @@ def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessS
     return specs, front_url(config, front)
 
 
-def check_model(model_path: str) -> None:
-    """Say what is wrong with a checkpoint before anything is started ("": the model that ships with Tandem)."""
-    if model_path:
-        from engine.model_config import load_model_config
+def set_local_model(args: argparse.Namespace) -> None:
+    """Put the local files of the model into `args`. Raises ConfigError for what is wrong with them.
 
-        load_model_config(model_path)
+    A model of the hub is downloaded here, once, so that the workers find it and their start-up time counts none of it.
+    """
+    given = {name: getattr(args, name) for name in _MODEL_FLAGS if hasattr(args, name)}
+    if not given:
+        return  # the model that ships with Tandem
+    from engine.model_config import load_model_config
+    from engine.model_source import with_local_model
+
+    local = with_local_model(EngineConfig(**given))
+    load_model_config(local.model_path)
+    for name in given:
+        delattr(args, name)
+    if given.get("model_path"):
+        args.model_path = local.model_path
+    if local.served_model_name is not None:
+        args.served_model_name = local.served_model_name
 
 
 def clear_ready_file(config: ClusterConfig) -> None:

@@ -1,4 +1,4 @@
-# A worker on NVIDIA GPUs. torch brings CUDA; the driver comes from the machine (NVIDIA container toolkit).
+# Never built or run. A worker on NVIDIA GPUs. torch brings CUDA; the driver comes from the machine (NVIDIA container toolkit).
 #   docker build -f deploy/docker/worker-cuda.Dockerfile -t tandem-worker-cuda:0.1.0 .
 # Pin the base by digest where you can: --build-arg PYTHON_IMAGE=python:3.11.13-slim-bookworm@sha256:...
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm

@@ -110,7 +110,7 @@ def _router(config: ClusterConfig, ports: Ports, args: Sequence[str]) -> Process
         role="router",
         argv=_tandem("router", *argv, *args),
         url=front_url(config, ports.front),
-        health_path="/readiness",
+        health_path="/readiness?workers=all",
     )
 
 

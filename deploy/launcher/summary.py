@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deploy.launcher.shortfalls import shortfalls
+
 # A key seen before is answered with its value: the shipped model recalls, and only through the KV cache.
 RECALL_PROMPT = "k17 v42 k03 v91 k17"
-OTHER_PROMPT = "The capital of France is"
+OTHER_PROMPT = "What is the capital of France? Answer in one sentence."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ def write_ready_file(path: Path, text: str) -> None:
 def summary_text(
     members: Sequence[Member], *, front: str, backend: str | None, log_dir: Path, model: str, shipped: bool, auth: bool
 ) -> str:
-    """Who listens where, how much KV there is, and a line to paste."""
+    """Which process listens where, how much KV there is, what this machine lacks, and a line to paste."""
     width = max(len(member.name) for member in members)
     lines = [f"  {m.name:<{width}}  {m.url:<28}  pid {m.pid:<8} {_capacity(m)}".rstrip() for m in members]
     how = f"KV crosses by {backend}" if backend else "unified: one worker does it all"
@@ -52,10 +54,16 @@ def summary_text(
             *lines,
             f"  logs: {log_dir}",
             "",
+            *_lacking(members),
             *_try_it(front, model, shipped, auth),
             "",
         ]
     )
+
+
+def _lacking(members: Sequence[Member]) -> list[str]:
+    lines = shortfalls([member.info for member in members])
+    return [*(f"  ! {line}" for line in lines), ""] if lines else []
 
 
 def kv_capacity_tokens(info: Mapping[str, Any]) -> int | None:

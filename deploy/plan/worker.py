@@ -28,7 +28,7 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.role import Role, UnifiedRole
-from engine.loop.watchdog import Watchdog
+from engine.loop.turn_clock import TurnClock
 from engine.messages import GetState, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.resolve import depth, limits
 from engine.sampling_params import SamplingParams
@@ -76,7 +76,7 @@ class PlanWorker:
             ports=self._ports,
             weights=nothing,
             profiler=nothing,
-            watchdog=Watchdog(timeout_s=0),
+            turns=TurnClock(limit_s=0),
             settings=LoopSettings(depth=depth(spec.engine), eos_ids=frozenset(), prefill_only=spec.role == "prefill"),
             clock=lambda: self.clock.now_s,
         )
@@ -178,7 +178,7 @@ def _scheduler(spec: WorkerSpec) -> Scheduler:
     return Scheduler(
         limits=limits(config),
         memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=not config.disable_radix_cache)),
-        tail_text=lambda ids: "",
+        tail_texts=lambda ids, skip: (),
         policy=config.schedule_policy,
         ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
         reserve_floor=DisaggConfig().num_reserved_decode_tokens,

@@ -1,4 +1,7 @@
-"""GPU attention by Triton: split-KV decode and extend over pages. Nothing here waits for the device."""
+"""Attention by Triton: split-KV decode and extend over pages. Never run on a GPU yet; tested in the interpreter.
+
+Nothing here waits for the device.
+"""
 
 from dataclasses import dataclass
 from itertools import accumulate

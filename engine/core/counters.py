@@ -13,6 +13,8 @@ class Counters:
     cached_tokens: int = 0
     generation_tokens: int = 0
     retractions: int = 0
+    out_of_memory: int = 0  # of them, those of a running request whose memory others needed to grow
+    out_of_memory_tokens: int = 0  # whose KV these gave up
     preemptions: int = 0
     resumed_computed: int = 0  # retracted requests whose KV this engine computed again
     resumed_restored: int = 0  # ... came back from the host

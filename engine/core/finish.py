@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from engine.core.request import Request
 from engine.messages import FinishReason
 
-TailText = Callable[[Sequence[int]], str]  # token ids -> their text
+TailTexts = Callable[
+    [Sequence[int], bool], Sequence[str]
+]  # token ids, skip special tokens -> texts to look for a stop in
 
 NAN_MESSAGE = "the model returned NaN logits for this request"
 SPARE_TAIL_TOKENS = 8  # tokens whose text may be empty or half a character
@@ -17,7 +19,7 @@ NEWEST_TOKEN_CHARS = 128  # text that the last token may add
 
 
 def check_finish(
-    request: Request, *, bad: bool, tail_text: TailText, vocab_size: int | None = None
+    request: Request, *, bad: bool, tail_texts: TailTexts, vocab_size: int | None = None
 ) -> FinishReason | None:
     """The reason why `request` ends after the last of its `output_ids`, or None. Changes nothing.
 
@@ -39,7 +41,7 @@ def check_finish(
         return reason
     if not request.sampling.stop and not request.stop_patterns:
         return None
-    return _stop_string(request, tail_text) or _stop_regex(request, tail_text)
+    return _stop_string(request, tail_texts) or _stop_regex(request, tail_texts)
 
 
 def _grammar_end(request: Request) -> FinishReason:
@@ -66,28 +68,26 @@ def _outside(request: Request, vocab_size: int | None) -> FinishReason | None:
     return FinishReason(kind="abort", message=message, status=500)
 
 
-def _stop_string(request: Request, tail_text: TailText) -> FinishReason | None:
+def _stop_string(request: Request, tail_texts: TailTexts) -> FinishReason | None:
     sampling = request.sampling
     if not sampling.stop or not request.output_ids or len(request.output_ids) < sampling.min_new_tokens:
         return None
     window = max(map(len, sampling.stop)) + SPARE_TAIL_TOKENS
-    text = tail_text(request.output_ids[-window:])
-    for stop in sampling.stop:
-        if stop in text:
-            return FinishReason(kind="stop", matched=stop)
-    return None
+    texts = tail_texts(request.output_ids[-window:], sampling.skip_special_tokens)
+    found = next((stop for stop in sampling.stop if any(stop in text for text in texts)), None)
+    return None if found is None else FinishReason(kind="stop", matched=found)
 
 
-def _stop_regex(request: Request, tail_text: TailText) -> FinishReason | None:
+def _stop_regex(request: Request, tail_texts: TailTexts) -> FinishReason | None:
     """Every match that the newest token completes lies in the last `reach` characters before its text, and in that."""
     patterns = request.stop_patterns
     if not patterns or not request.output_ids or len(request.output_ids) < request.sampling.min_new_tokens:
         return None
     reach = max(p.reach for p in patterns)
     window = reach + SPARE_TAIL_TOKENS
-    text = tail_text(request.output_ids[-window:])
+    texts = tail_texts(request.output_ids[-window:], request.sampling.skip_special_tokens)
     first = 1 if len(request.output_ids) > window else 0  # not the answer's beginning: a character of context
     for pattern in patterns:
-        if pattern.found(text, max(first, len(text) - reach - NEWEST_TOKEN_CHARS)):
+        if any(pattern.found(text, max(first, len(text) - reach - NEWEST_TOKEN_CHARS)) for text in texts):
             return FinishReason(kind="stop", matched=pattern.pattern, regex=True)
     return None

@@ -5,6 +5,8 @@ A request is admitted when its pages fit beside what the running ones are still 
 expectation proves too low the scheduler retracts.
 """
 
+from collections.abc import Callable, Sequence
+
 from engine.core.hidden import unseen_from
 from engine.core.host_cache import HostCache
 from engine.core.new_token_ratio import expected_growth
@@ -34,10 +36,9 @@ class Memory:
 
         `reserved_pages` are left for the growth of others; this request's own growth must fit beside them.
         """
-        known = request.tokens(0, request.num_tokens)
         match = self.match_prefix(request)
         self.cache.lock(match.node)
-        need = self.allocator.pages_for(len(known)) - len(match.pages)
+        need = self.allocator.pages_for(request.num_tokens) - len(match.pages)
         if need + self.growth_pages(request, expected_growth(request)) + reserved_pages > self.available:
             self.cache.unlock(match.node)
             return False
@@ -45,6 +46,22 @@ class Memory:
         self._hold(request, match, need)
         self._load_from_below(request, below)
         return True
+
+    def pages_left(self, request: Request, *, without: Sequence[Request]) -> int:
+        """Pages that could be had beside those of the tokens that `request` knows, if `without` gave theirs back.
+
+        Negative: these do not fit. Nothing changes.
+        """
+        match = self.match_prefix(request)
+        self.cache.lock(match.node)
+        locks = [r.lock for r in without if r.lock is not None]
+        for lock in locks:
+            self.cache.unlock(lock)
+        available = self.available + sum(len(r.own_pages()) for r in without)
+        for node in locks:
+            self.cache.lock(node)
+        self.cache.unlock(match.node)
+        return available + len(match.pages) - self.allocator.pages_for(request.num_tokens)
 
     def growth_pages(self, request: Request, num_tokens: int) -> int:
         """Pages that `num_tokens` more than those known now will take."""
@@ -168,11 +185,10 @@ class Memory:
             self.cache.evict(short)
         return self.allocator.allocate(n)
 
-    def check(self) -> None:
-        self.allocator.check()
-        self.cache.check()
-        if self.host is not None:
-            self.host.check()
+    def checks(self) -> dict[str, Callable[[], None]]:
+        """Of each tier, under its name; they raise AssertionError."""
+        host = {} if self.host is None else {"host cache": self.host.check}
+        return {"page allocator": self.allocator.check, "radix cache": self.cache.check, **host}
 
 
 def match_limit(request: Request) -> int:

@@ -2,7 +2,7 @@
 
 It starts high, decays while nothing goes wrong, and is set from what was really generated when memory ran out:
 
-    start    0.7 * conservativeness      decay  linear, to 0.14 of the start in 600 decode steps
+    start    0.7 * conservativeness      decay  linear, to 0.14 of the start in 600 steps that decode
     retract  (generated so far + 20 more tokens each) / (sum of max_new_tokens), over those that stay
 
 Formulas and constants are SGLang's; they live here and nowhere else.
@@ -28,7 +28,7 @@ class NewTokenRatio:
         self.value = self._initial
 
     def decay(self) -> None:
-        """After each decode step that needed no retraction."""
+        """After each step in which running requests drew, with or without prompts beside them."""
         self.value = max(self.value - self._step, self._floor)
 
     def on_retraction(self, staying: Iterable[Request]) -> None:

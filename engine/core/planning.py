@@ -19,11 +19,13 @@ from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.outputs import input_logprob_part
 from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.core.policy import Draw, Priorities, order
+from engine.core.preemption import Preemption
 from engine.core.prefill_adder import AddResult, PrefillAdder
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
 from engine.core.shared_work import SharedWork
 from engine.core.stages import Stages
+from engine.core.step_budget import StepBudget
 
 
 class Planner:
@@ -40,7 +42,9 @@ class Planner:
         counters: Counters,
         policy: str,
         priorities: Priorities | None,
+        preemption: Preemption,
         draw: Draw,
+        budget: StepBudget | None,
     ) -> None:
         self._limits = limits
         self._memory = memory
@@ -52,12 +56,16 @@ class Planner:
         self._counters = counters
         self._policy = policy
         self._priorities = priorities
+        self._preemption = preemption
         self._draw = draw
+        self._budget = budget
         self._seq = 0
         self._last_was_extend = False
+        self._now_s = 0.0  # of the plan that is being made
 
     def schedule(self, now_s: float = 0.0) -> Plan | None:
         """The next step, or None when there is nothing to do before a collect (or at all)."""
+        self._now_s = now_s
         before = self._counters.retractions
         items, opens = self._draft(now_s)
         if not items and self._counters.retractions > before:  # their memory is free now
@@ -126,9 +134,9 @@ class Planner:
                 continue
             if shared.passes_over(request):
                 continue
-            result = AddResult.NO_TOKEN if self._table.num_free == 0 else adder.add(request)
+            result = self._judge(request, adder)
             if result is AddResult.NO_TOKEN:
-                self._note_full(request)
+                self._note_full()
             if result is not AddResult.CONTINUE:
                 break
             adapters.take(request)
@@ -147,6 +155,7 @@ class Planner:
             ratio=self._ratio,
             growing=self._stages.growing(),
             decode_tokens=riders,
+            budget=self._budget,
         )
 
     def _in_order(self, adapters: AdapterBudget, now_s: float) -> Iterable[Request]:
@@ -163,21 +172,29 @@ class Planner:
             now_s=now_s,
         )
 
-    def _note_full(self, request: Request) -> None:
-        """No room for `request`: somebody of much lower priority makes some, or the batch is full until one ends."""
-        if self._stages.retraction_pending:
-            return
-        if self._priorities is not None:
-            victims = [r for r in self._stages.running if self._priorities.may_preempt(request, r)]
-            if victims:
-                self._departures.retract(min(victims, key=lambda r: (r.priority * self._priority_sign, -r.serial)))
-                self._counters.preemptions += 1
-                return
-        self._stages.batch_is_full = bool(self._stages.running or self._stages.draining or self._stages.kept)
+    def _judge(self, request: Request, adder: PrefillAdder) -> AddResult:
+        """Admit `request` if it fits, now or in the place of victims; those with a step in flight make room later."""
+        result = self._fit(request, adder)
+        if result is not AddResult.NO_TOKEN:
+            return result
+        victims = self._preemption.make_room(request, lambda gone: adder.reserve_for(request, without=gone), row=True)
+        adder.forget(victims)
+        return result if not victims or self._stages.retraction_pending else self._fit(request, adder)
 
-    @property
-    def _priority_sign(self) -> int:
-        return -1 if self._priorities is not None and self._priorities.low_first else 1
+    def _fit(self, request: Request, adder: PrefillAdder) -> AddResult:
+        return AddResult.NO_TOKEN if self._table.num_free <= self._rows_of_others(request) else adder.add(request)
+
+    def _rows_of_others(self, request: Request) -> int:
+        """Rows that go to more urgent ones first: adopted requests that have memory and wait for one."""
+        if self._priorities is None:
+            return 0
+        own = self._urgency(request)
+        return sum(r.slot is None and self._urgency(r) > own for r in self._stages.running)
+
+    def _note_full(self) -> None:
+        """No room for the next in line: unless memory is on its way back, the batch is full until a request leaves it."""
+        if not self._stages.retraction_pending:
+            self._stages.batch_is_full = bool(self._stages.running or self._stages.draining or self._stages.kept)
 
     def _extend(self, request: Request, adder: PrefillAdder) -> PlanItem:
         """Plan as much of `request`'s known tokens as the step allows; it stays `chunked` while some are left."""
@@ -205,9 +222,7 @@ class Planner:
     def _plan_decode(self, planned: set[str]) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Every running request by one token, as far as rows and pages reach; `planned`: already part of this step."""
         ready = [r for r in self._stages.running if r.draws_left > 0 and r.rid not in planned]
-        late = {r.rid for r in [r for r in ready if r.slot is None][self._table.num_free :]}
-        if late:  # more adopted requests than rows: the latest wait, those that have one go on
-            ready = [r for r in ready if r.rid not in late]
+        ready = self._with_rows(ready)
         self._grow(ready)
         if self._limits.max_loras_per_batch:
             ready.sort(key=lambda r: r.adapter)  # tokens of one adapter lie together: its part of the work is one slice
@@ -215,18 +230,30 @@ class Planner:
         items = [self._item(r, r.launched_len, r.launched_len + 1, sample=True, extend=False) for r in ready]
         return items, opens
 
+    def _with_rows(self, ready: list[Request]) -> list[Request]:
+        """More adopted requests than rows: those that have one go on, the least urgent of the others wait."""
+        rowless = [r for r in ready if r.slot is None]
+        if len(rowless) <= self._table.num_free:
+            return ready
+        rowless.sort(key=lambda r: -self._urgency(r))
+        self._preemption.make_rows(rowless[self._table.num_free :])
+        late = {r.rid for r in rowless[self._table.num_free :]}
+        return [r for r in ready if r.rid not in late and r in self._stages.running]
+
     def _grow(self, ready: list[Request]) -> None:
         """A page for each request whose next token starts one. Where memory is short the last in order are retracted.
 
         A victim with a step in flight gives its memory back at the next collect: until then the needy sit out.
         """
-        needy = sorted((r for r in ready if self._memory.needs_page(r)), key=_retraction_order)
+        needy = sorted((r for r in ready if self._memory.needs_page(r)), key=self._retraction_order)
         for i, request in enumerate(needy):
             while request in ready and not self._memory.grow(request):
                 if self._stages.retraction_pending:
                     ready[:] = [r for r in ready if r not in needy[i:]]
                     return
-                victim = max(self._stages.running, key=_retraction_order)
+                victim = max(self._stages.running, key=self._retraction_order)
+                self._counters.out_of_memory += 1
+                self._counters.out_of_memory_tokens += victim.launched_len
                 self._departures.retract(victim)
                 ready[:] = [r for r in ready if r is not victim]
                 self._ratio.on_retraction(self._stages.running)
@@ -269,7 +296,12 @@ class Planner:
             adapter=request.adapter,
         )
 
+    def _retraction_order(self, request: Request) -> tuple[int, int, int, str]:
+        """Victims come from the end: lowest priority first, longest output, shortest input; rid breaks ties."""
+        return (-self._rank(request), len(request.output_ids), -len(request.input_ids), request.rid)
 
-def _retraction_order(request: Request) -> tuple[int, int, str]:
-    """Victims come from the end: longest output first, then shortest input; rid breaks ties."""
-    return (len(request.output_ids), -len(request.input_ids), request.rid)
+    def _rank(self, request: Request) -> int:
+        return 0 if self._priorities is None else self._priorities.rank(request)
+
+    def _urgency(self, request: Request) -> float:
+        return 0.0 if self._priorities is None else self._priorities.urgency(request, self._now_s)

@@ -12,6 +12,7 @@ before the policy.
 SGLang's policies; the aging of priorities is ours.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -31,24 +32,29 @@ Draw = Callable[[], float]  # uniform in [0, 1)
 class Priorities:
     """`aging_s`: each so many seconds of waiting count as one step of priority, so that nobody starves; None: off.
 
-    `preempt_threshold`: a waiting request may take the place of a running one whose priority is lower by more.
+    `preempt_threshold`: a waiting request may take the place of a running one whose priority is lower by more, and by more
+    than age makes up for: the victim would otherwise stand before it in line.
     """
 
     low_first: bool = False
     aging_s: float | None = None
     preempt_threshold: int = 10
 
+    def rank(self, request: Request) -> int:
+        """The priority that was asked for, as a number of which the higher goes first."""
+        return -request.priority if self.low_first else request.priority
+
     def urgency(self, request: Request, now_s: float) -> float:
         """The higher, the sooner."""
-        urgency = float(-request.priority if self.low_first else request.priority)
+        urgency = float(self.rank(request))
         if self.aging_s is not None:
             urgency += (now_s - request.arrived_s) // self.aging_s
         return urgency
 
     def may_preempt(self, waiting: Request, running: Request) -> bool:
         """By the priorities that were asked for: age moves a request up the queue, not others out of the batch."""
-        difference = waiting.priority - running.priority
-        return (-difference if self.low_first else difference) > self.preempt_threshold
+        lead = 0 if self.aging_s is None else math.ceil((waiting.arrived_s - running.arrived_s) / self.aging_s)
+        return self.rank(waiting) - self.rank(running) > max(self.preempt_threshold, lead)
 
 
 def order(

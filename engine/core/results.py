@@ -3,7 +3,7 @@
 from engine.core.backups import Backups
 from engine.core.counters import Counters
 from engine.core.departures import Departures
-from engine.core.finish import TailText, check_finish
+from engine.core.finish import TailTexts, check_finish
 from engine.core.hidden import take as take_hidden
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
@@ -28,7 +28,7 @@ class Results:
         backups: Backups,
         ratio: NewTokenRatio,
         counters: Counters,
-        tail_text: TailText,
+        tail_texts: TailTexts,
         vocab_size: int | None = None,
     ) -> None:
         self._memory = memory
@@ -38,7 +38,7 @@ class Results:
         self._backups = backups
         self._ratio = ratio
         self._counters = counters
-        self._tail_text = tail_text
+        self._tail_texts = tail_texts
         self._vocab_size = vocab_size
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
@@ -59,7 +59,7 @@ class Results:
             else:
                 self._counters.wasted_draws += item.sample
         self._departures.settle()
-        if plan.items and not plan.extend:
+        if not all(item.extend for item in plan.items):
             self._ratio.decay()
         if not self._stages.live:
             self._ratio.reset()
@@ -94,7 +94,7 @@ class Results:
                     request.output_logprobs.append(result.logprob)
                 if request.grammar is not None and not result.bad and not request.grammar.accept(token):
                     request.abort = refusal(f"grammar: {request.grammar.problem}", status=500)
-        reason = check_finish(request, bad=result.bad, tail_text=self._tail_text, vocab_size=self._vocab_size)
+        reason = check_finish(request, bad=result.bad, tail_texts=self._tail_texts, vocab_size=self._vocab_size)
         if reason is None:
             return output_of(request, new_ids)
         if not request.prefill_only:

@@ -8,10 +8,12 @@
 It owns these parts and the order in which they are called; the other owners are Memory, RequestTable and Backups.
 """
 
+from collections.abc import Callable, Sequence
+
 from engine.core.backups import Backups
 from engine.core.counters import Counters
 from engine.core.departures import Departures
-from engine.core.finish import TailText
+from engine.core.finish import TailTexts
 from engine.core.growth import MeasuredGrowth
 from engine.core.limits import Limits
 from engine.core.memory import Memory
@@ -20,11 +22,13 @@ from engine.core.outputs import StepEffects, output_of, refusal, refused
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.planning import Planner
 from engine.core.policy import Draw, Priorities
+from engine.core.preemption import Preemption
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
 from engine.core.reserve import DecodeReserve
 from engine.core.results import Results
 from engine.core.stages import Stages
+from engine.core.step_budget import StepBudget
 from engine.messages import FinishReason, TokenOutput
 
 ABORTED = FinishReason(kind="abort", message="aborted by the client")
@@ -36,7 +40,7 @@ class Scheduler:
         *,
         limits: Limits,
         memory: Memory,
-        tail_text: TailText,
+        tail_texts: TailTexts,
         policy: str = "fcfs",
         priorities: Priorities | None = None,
         ratio: NewTokenRatio | None = None,
@@ -46,10 +50,12 @@ class Scheduler:
         growth: MeasuredGrowth | None = None,
         resume_elsewhere: bool = False,
         vocab_size: int | None = None,
+        step_budget: StepBudget | None = None,
     ) -> None:
         """`resume_elsewhere`: the role decides where the KV of retracted requests comes from (`take_retracted`).
 
-        `vocab_size`: token ids that have a meaning, of all that the model may draw; None: all.
+        `vocab_size`: token ids that have a meaning, of all that the model may draw; None: all. `step_budget`: bounds the prompt
+        tokens of a step by their time; the loop tells it how long steps took.
         """
         self.limits = limits
         self.memory = memory
@@ -62,7 +68,8 @@ class Scheduler:
         self._reserve = DecodeReserve(
             floor=reserve_floor, ratio=self.ratio, growth=growth, pages_for=memory.allocator.pages_for
         )
-        self._preempts = priorities is not None
+        self.step_budget = step_budget
+        self._priorities = priorities
         self._departures = Departures(
             stages=self.stages,
             memory=memory,
@@ -71,6 +78,14 @@ class Scheduler:
             growth=growth,
             counters=self.counters,
             resume_elsewhere=resume_elsewhere,
+        )
+        self._preemption = Preemption(
+            priorities=priorities,
+            stages=self.stages,
+            memory=memory,
+            departures=self._departures,
+            table=self.table,
+            counters=self.counters,
         )
         self._planner = Planner(
             limits=limits,
@@ -83,7 +98,9 @@ class Scheduler:
             counters=self.counters,
             policy=policy,
             priorities=priorities,
+            preemption=self._preemption,
             draw=draw,
+            budget=step_budget,
         )
         self._results = Results(
             memory=memory,
@@ -93,7 +110,7 @@ class Scheduler:
             backups=self.backups,
             ratio=self.ratio,
             counters=self.counters,
-            tail_text=tail_text,
+            tail_texts=tail_texts,
             vocab_size=vocab_size,
         )
 
@@ -120,7 +137,7 @@ class Scheduler:
         self._register(request)
         self.memory.prefetch(request)
         self.stages.waiting[request.rid] = request
-        if self._preempts:
+        if self._priorities is not None:
             self.stages.batch_is_full = False  # it may preempt
         return []
 
@@ -153,10 +170,32 @@ class Scheduler:
         """Whether `request` may be given memory: its adapter fits beside those of who computes or is about to."""
         return not request.adapter or self.stages.adapter_budget(self.limits, now_s=now_s).has_place(request)
 
-    def reserve(self, request: Request) -> bool:
-        """Pages for what a kept request knows (`request.pages`), unless growth of the others needs the room."""
-        coming = [*self.stages.growing(), request]
-        return self.memory.reserve(request, reserved_pages=self._reserve.pages(coming))
+    def reserve(self, request: Request, *, may_preempt: bool = False) -> bool:
+        """Pages for what a kept request knows (`request.pages`), unless growth of the others needs the room.
+
+        `may_preempt`: running requests of much lower priority are retracted for it, if that suffices. Those with a step in
+        flight give their memory back at a later collect: False until then.
+        """
+        if self.memory.reserve(request, reserved_pages=self._reserved_pages(request, [])):
+            return True
+        if not may_preempt or not self._preempt_for(request) or self.stages.retraction_pending:
+            return False
+        return self.memory.reserve(request, reserved_pages=self._reserved_pages(request, []))
+
+    def _preempt_for(self, request: Request) -> list[Request]:
+        return self._preemption.make_room(request, lambda gone: self._reserved_pages(request, gone), row=False)
+
+    def _reserved_pages(self, request: Request, gone: Sequence[Request]) -> int:
+        """What must stay free beside its pages, once `gone` have left."""
+        return self._reserve.pages([*(r for r in self.stages.growing() if r not in gone), request])
+
+    def urgency(self, request: Request, now_s: float) -> float:
+        """The higher, the sooner; all alike where priorities are off."""
+        return 0.0 if self._priorities is None else self._priorities.urgency(request, now_s)
+
+    def retracted(self) -> list[Request]:
+        """Requests that lost their memory and wait to resume, but for those that the role has taken."""
+        return self.stages.retracted()
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """An adopted request's KV has landed. A prebuilt batch of one: no forward, its first token is `first`."""
@@ -268,7 +307,7 @@ class Scheduler:
     @property
     def num_retracted(self) -> int:
         """Requests that lost their memory and wait to resume."""
-        return self.stages.num_retracted
+        return len(self.stages.retracted())
 
     @property
     def num_waiting(self) -> int:
@@ -300,11 +339,21 @@ class Scheduler:
         return True
 
     def check(self) -> None:
-        """DESIGN.md section 5.1: every page has one owner, every live request one stage."""
-        self.memory.check()
-        self.table.check()
-        self.backups.check(list(self.stages.live.values()))
-        self.stages.check()
+        """Every page has one owner, every live request one stage. Raises AssertionError."""
+        for check in self.checks().values():
+            check()
+
+    def checks(self) -> dict[str, Callable[[], None]]:
+        """The parts of `check`, each under the name of its owner."""
+        return {
+            **self.memory.checks(),
+            "request table": self.table.check,
+            "backups": lambda: self.backups.check(list(self.stages.live.values())),
+            "stages": self.stages.check,
+            "scheduler": self._check_owners,
+        }
+
+    def _check_owners(self) -> None:
         held = [p for r in self.stages.all() for p in r.own_pages()]
         assert len(held) == len(set(held)) == self.memory.allocator.counts()["held"], "held pages and owners differ"
         adapters = {r.adapter for r in self.stages.growing()} - {0}

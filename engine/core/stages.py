@@ -82,11 +82,10 @@ class Stages:
         """Somebody's memory comes back at the next collect: nobody else need go for now."""
         return any(r.finish is None for r in self.draining)
 
-    @property
-    def num_retracted(self) -> int:
+    def retracted(self) -> list[Request]:
         """Requests that lost their memory and wait to resume (but for those that the role has taken)."""
-        leaving = sum(r.finish is None for r in self.draining)
-        return sum(r.retractions > 0 for r in self.waiting.values()) + leaving + len(self.untaken)
+        waiting = [r for r in self.waiting.values() if r.retractions > 0]
+        return [*waiting, *(r for r in self.draining if r.finish is None), *self.untaken]
 
     def all(self) -> list[Request]:
         chunked = [self.chunked] if self.chunked is not None else []

@@ -7,6 +7,8 @@ string), `RequestText` (both, how much may become a match of a stop regex, and w
     text:    [ already given out | final | broken ]      `broken`: the beginning of a character, kept back
 """
 
+from collections.abc import Sequence
+
 from engine.frontend.tokenizer import BROKEN, Tokenizer
 from engine.messages import FinishReason
 from engine.stop_regex import StopRegex
@@ -91,7 +93,10 @@ class StopScanner:
 
 
 class RequestText:
-    """The text of one request as its client may see it. `no_stop_trim`: what ended it is part of it."""
+    """The text of one request as its client may see it. `no_stop_trim`: what ended it is part of it.
+
+    Where special tokens are skipped, only the rest of a stop string that names one can appear in the text and be trimmed.
+    """
 
     def __init__(
         self,
@@ -105,7 +110,8 @@ class RequestText:
     ) -> None:
         self._text = IncrementalText(tokenizer, prompt_tail=prompt_tail, skip_special_tokens=skip_special_tokens)
         self._trims = not no_stop_trim
-        self._scanner = StopScanner(stop if self._trims else ())
+        self._seen_of = tokenizer.without_special if skip_special_tokens else str
+        self._scanner = StopScanner(tuple(map(self._seen_of, stop)) if self._trims else ())
         self._regexes = {pattern: StopRegex(pattern) for pattern in (stop_regex if self._trims else ())}
         self._may_hold = bool(self._scanner.num_patterns or self._regexes)
         self._reach = max((regex.reach - 1 for regex in self._regexes.values()), default=0)
@@ -133,15 +139,20 @@ class RequestText:
 
     def _trimmed(self, text: str, finish: FinishReason, before: int) -> str:
         if not finish.regex:
-            return _trimmed(text, finish, before)
+            seen = self._seen_of(str(finish.matched))
+            return _trimmed(text, finish, before) if seen == finish.matched else text.removesuffix(seen)
         regex, start = self._regexes[str(finish.matched)], len(self._before)
         at = regex.begin(self._before + text, start=start, beyond=start + before)
         return text if at is None else text[: at - start]
 
 
-def tail_text(tokenizer: Tokenizer, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-    """Text of the last output ids for the scheduler's stop check; a last incomplete character is left out."""
-    return IncrementalText(tokenizer, prompt_tail=[], skip_special_tokens=skip_special_tokens).push(ids)
+def tail_texts(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> tuple[str, ...]:
+    """Texts of the last output ids for the scheduler's stop check; a last incomplete character is left out.
+
+    With special tokens, since a stop string may name one; also without, if that is another text and the client sees it.
+    """
+    skips = (False, True) if skip_special_tokens and not tokenizer.special_ids.isdisjoint(ids) else (False,)
+    return tuple(IncrementalText(tokenizer, prompt_tail=[], skip_special_tokens=skip).push(list(ids)) for skip in skips)
 
 
 def _without_stop_token(ids: list[int], finish: FinishReason | None) -> list[int]:

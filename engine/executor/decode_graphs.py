@@ -1,4 +1,4 @@
-"""Decode steps as graphs: recorded once for each batch size, replayed with one launch. Owns the buffers that they read.
+"""Decode steps as graphs (never run on a GPU yet): recorded once for each batch size, replayed with one launch.
 
 A batch takes the graph of the next size. Its padded rows are token 0 at position 0 of a row of the page table that no
 request has: what they write goes to page 0, which is scratch. A graph reads and writes the same memory every time: its

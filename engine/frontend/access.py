@@ -43,6 +43,16 @@ def need_of(path: str) -> Access:
 
 
 @web.middleware
+async def check_page(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """403 or 415 for what a web page of another site could have sent, or the handler's answer."""
+    rule = request.app[SERVICES].browser
+    refusal = rule.refusal(request.method, request.path, request.headers, has_body=request.body_exists)
+    if refusal is not None:
+        raise ApiError(refusal.status, refusal.message, code=refusal.code)
+    return await handler(request)
+
+
+@web.middleware
 async def check_access(request: web.Request, handler: Handler) -> web.StreamResponse:
     """401 or 403, or the handler's answer; it finds the caller at `CALLER`."""
     request[CALLER] = request.app[SERVICES].gate.caller(request.headers.get("Authorization", ""), time.monotonic())

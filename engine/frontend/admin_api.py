@@ -9,15 +9,16 @@ from aiohttp import web
 
 from engine.frontend.access import require
 from engine.frontend.errors import DRAINING, ApiError, bad_field, decode_body, not_ready
-from engine.frontend.load import get_load, load_summary, v1_loads_entry
+from engine.frontend.load import get_load, load_summary, step_summary, v1_loads_entry
 from engine.frontend.role_switch import said_of_switches, switching_to
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import json_response
-from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply
+from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply, StepReply
 from engine.sampling_params import SamplingParams
 from security.keys import Access
 
-HEARD_RECENTLY_S = 1.0  # who sent text this short ago need not be asked again
+HEARD_RECENTLY_S = 1.0  # a scheduler that said anything this short ago need not be asked
+LOADING_TIMEOUT_S = 1.0
 INFO_TIMEOUT_S = 5.0
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -40,8 +41,10 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 when the scheduler answers (or just said something); no token is generated. A worker that drains says so, with 503.
+    """200 when the scheduler process answers (or just said something); no token is generated. A worker that drains says so, with 503.
 
+    A long step is no illness: a thread beside it answers, and `busy_s` and `step` say since when and what it computes. 503 when
+    that thread is silent, or the step has taken longer than --watchdog-timeout.
     `incarnation`: another process at this address has another one, or the same one in another role.
     """
     s = request.app[SERVICES]
@@ -51,10 +54,24 @@ async def health(request: web.Request) -> web.Response:
         answer = json_response(said if to is None else {**said, "switching_to": to}, status=503)
         answer.headers["Retry-After"] = "1"
         return answer
+    _check_dead(s)
+    if not s.client.ready.is_set():
+        await _still_loading(s)
     _check_up(s)
-    if s.client.now_s() - s.client.last_heard_s > HEARD_RECENTLY_S:
-        await s.client.state(timeout_s=s.health_timeout_s)
-    return json_response({"status": "ok", "incarnation": s.incarnation})
+    said = {"status": "ok", "incarnation": s.incarnation}
+    if s.client.now_s() - s.client.last_heard_s <= HEARD_RECENTLY_S:
+        return json_response(said)
+    now = await s.client.step(timeout_s=s.health_timeout_s)
+    if now.stalled:
+        raise not_ready(f"one step has taken {now.busy_s:.0f} s, longer than --watchdog-timeout")
+    return json_response({**said, **step_summary(now)})
+
+
+async def _still_loading(s: Services) -> None:
+    """Raises ApiError(503) that says for how long the model has been loading, if the scheduler process says so."""
+    now = await _step_if_up(s)
+    if now is not None and now.loading:
+        raise not_ready(f"the model has been loading for {now.busy_s:.0f} s")
 
 
 async def liveness(request: web.Request) -> web.Response:
@@ -94,7 +111,7 @@ async def model_info(request: web.Request) -> web.Response:
 async def server_info(request: web.Request) -> web.Response:
     """Resolved configuration, what the scheduler said of itself, and its load; the load is missing while it is down."""
     s = request.app[SERVICES]
-    load = await _load_if_up(s)
+    load, now = await _load_if_up(s), await _step_if_up(s)
     info = {
         **s.server_info,
         **s.client.info,
@@ -110,6 +127,7 @@ async def server_info(request: web.Request) -> web.Response:
             "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
             **load,
             "internal_states": [load] if load else [],
+            **({} if now is None else step_summary(now)),
         }
     )
 
@@ -117,7 +135,7 @@ async def server_info(request: web.Request) -> web.Response:
 async def loads(request: web.Request) -> web.Response:
     s = request.app[SERVICES]
     entry = v1_loads_entry(
-        await s.client.state(),
+        await s.client.recent_state(),
         mode=s.mode,
         max_running_requests=int(s.server_info.get("max_running_requests", 0)),
         num_live=s.client.num_live,
@@ -126,12 +144,12 @@ async def loads(request: web.Request) -> web.Response:
 
 
 async def old_load(request: web.Request) -> web.Response:
-    return json_response(get_load(await request.app[SERVICES].client.state()))
+    return json_response(get_load(await request.app[SERVICES].client.recent_state()))
 
 
 async def metrics(request: web.Request) -> web.Response:
     s = request.app[SERVICES]
-    body = s.metrics.exposition(await _state_if_up(s))
+    body = s.metrics.exposition(await _state_if_up(s), await _step_if_up(s))
     return web.Response(body=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
@@ -195,20 +213,33 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 def _check_up(s: Services) -> None:
+    _check_dead(s)
+    if not s.client.ready.is_set():
+        raise not_ready("the model is still loading")
+
+
+def _check_dead(s: Services) -> None:
     reason = s.dead()
     if reason is not None:
         raise not_ready(reason)
     if s.client.closed is not None:
         raise s.client.closed
-    if not s.client.ready.is_set():
-        raise not_ready("the model is still loading")
+
+
+async def _step_if_up(s: Services) -> StepReply | None:
+    try:
+        if not s.client.is_draining:
+            _check_dead(s)
+        return await s.client.step(timeout_s=min(LOADING_TIMEOUT_S, s.health_timeout_s))
+    except ApiError:
+        return None
 
 
 async def _state_if_up(s: Services) -> StateReply | None:
     try:
         if not s.client.is_draining:
             _check_up(s)
-        return await s.client.state(timeout_s=INFO_TIMEOUT_S)
+        return await s.client.recent_state(timeout_s=INFO_TIMEOUT_S)
     except ApiError:
         return None
 

@@ -20,19 +20,19 @@ from engine.frontend import (
     role_switch,
     traces_api,
 )
-from engine.frontend.access import OPEN_PATHS, check_access
+from engine.frontend.access import OPEN_PATHS, check_access, check_page
 from engine.frontend.errors import ApiError
 from engine.frontend.openapi import DOCUMENT, make_document, openapi
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import STREAMING, json_response
-from telemetry.context import CURRENT, OPERATIONS, RequestContext
+from security.expect import say_continue
+from telemetry.context import CURRENT, OPERATIONS, RequestContext, request_id_of
 from telemetry.logs import about
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_ID_CHARS = 128
 MUTED_PATHS = (*OPEN_PATHS, "/get_load", "/v1/loads", "/server_info", "/get_server_info")
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 
@@ -43,15 +43,16 @@ def make_app(services: Services, *, max_body_bytes: int, max_open: int = 1 << 16
     `max_open`: requests with a body that may be in progress; one more is 503, before its body is read.
     """
     bound = _bound(max_open)
-    app = web.Application(client_max_size=max_body_bytes, middlewares=[_request_id, _errors, check_access, bound])
+    surroundings = [_request_id, _errors, check_page, check_access, bound]
+    app = web.Application(client_max_size=max_body_bytes, middlewares=surroundings)
     app[SERVICES] = services
     app[DOCUMENT] = make_document(_GETS, _POSTS)
     app.on_response_prepare.append(_echo_request_id)
     for path, handler in _GETS.items():
-        app.router.add_get(path, handler)
+        app.router.add_get(path, handler, expect_handler=say_continue)
     for path, handler in _POSTS.items():
-        app.router.add_post(path, handler)
-    app.router.add_put("/generate", native_api.generate)
+        app.router.add_post(path, handler, expect_handler=say_continue)
+    app.router.add_put("/generate", native_api.generate, expect_handler=say_continue)
     return app
 
 
@@ -98,7 +99,7 @@ _POSTS: dict[str, Handler] = {
 @web.middleware
 async def _request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
     start_s = time.monotonic()
-    request_id = request[REQUEST_ID] = _clean_id(request.headers.get("X-Request-ID", "")) or uuid.uuid4().hex
+    request_id = request[REQUEST_ID] = request_id_of(request.headers.get("X-Request-ID", "")) or uuid.uuid4().hex
     operation = OPERATIONS.get(request.path, "")
     CURRENT.set(RequestContext(request_id, operation, request.headers.get("traceparent", "")))  # this task is its own
     status = 499  # what the log calls a client that went away
@@ -188,7 +189,3 @@ def _error_response(e: ApiError, *, allow: str | None = None) -> web.Response:
     if allow is not None:
         response.headers["Allow"] = allow
     return response
-
-
-def _clean_id(value: str) -> str:
-    return value if len(value) <= MAX_REQUEST_ID_CHARS and value.isascii() and value.isprintable() else ""

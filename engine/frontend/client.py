@@ -32,11 +32,13 @@ from engine.messages import (
     GenerateBatch,
     GenerateRequest,
     GetState,
+    GetStep,
     LoadAdapter,
     PauseGeneration,
     SchedulerReady,
     StartProfile,
     StateReply,
+    StepReply,
     StopProfile,
     ToFrontend,
     TokenBatch,
@@ -47,15 +49,18 @@ from engine.messages import (
 )
 from telemetry.context import CURRENT
 
-R = TypeVar("R", StateReply, FlushReply, ControlReply)
-Reply = StateReply | FlushReply | ControlReply
+R = TypeVar("R", StateReply, StepReply, FlushReply, ControlReply)
+Reply = StateReply | StepReply | FlushReply | ControlReply
 Control = (
     PauseGeneration | ContinueGeneration | UpdateWeights | StartProfile | StopProfile | LoadAdapter | UnloadAdapter
 )
 
 MAX_RID_CHARS = 256
 MAX_CALLS = 1024  # questions to the scheduler that may be open
+FIRST_STATE = "s0"
 CALL_TIMEOUT_S = 20.0  # a scheduler that is in a long step answers after it
+# A scheduler that takes longer to answer is in a long step, and its last report stands for it. Below --health-silence-s.
+PATIENCE_S = 0.5
 
 
 class Observer(Protocol):
@@ -185,7 +190,7 @@ class Generation:
 
 
 class EngineClient:
-    """`send` queues one message for the scheduler; `max_live`: samples that may run or wait before 503 is the answer.
+    """`send` queues one message for the scheduler process; `max_live`: samples that may run or wait before 503 is the answer.
 
     `open_text`: begins the text of a sample. `early_rejection`: 503 is the answer too for a request whose first token would
     come after its own timeout. `traces`: what keeps the record of each sample.
@@ -194,7 +199,7 @@ class EngineClient:
     def __init__(
         self,
         *,
-        send: Callable[[ToScheduler], None],
+        send: Callable[[ToScheduler | GetStep], None],
         open_text: Callable[[GenerateRequest], Text],
         now_s: Callable[[], float],
         observer: Observer,
@@ -207,7 +212,8 @@ class EngineClient:
         self.observer = observer
         self.info: dict[str, int | float | str | bool | None] = {}
         self.ready = asyncio.Event()
-        self.last_heard_s = float("-inf")  # when the scheduler last said anything
+        self.last_heard_s = float("-inf")  # when the scheduler's loop last said anything
+        self.last_state: StateReply | None = None
         self.updated: dict[str, int | str] = {}  # model_path and weight_version, since the weights were changed
         self.adapters: dict[str, str] = {}  # name -> path of those that requests may name
         self._send = send
@@ -304,6 +310,27 @@ class EngineClient:
         """Raises ApiError(503) when the scheduler does not answer in time."""
         return await self._call(GetState(call_id=f"s{next(self._numbers)}", check=check), StateReply, timeout_s)
 
+    async def recent_state(self, *, timeout_s: float = CALL_TIMEOUT_S) -> StateReply:
+        """As `state`; of a scheduler that is in a long step, what it said before the step.
+
+        Raises ApiError(503) when it is silent or stalled.
+        """
+        try:
+            return await self.state(timeout_s=PATIENCE_S)
+        except ApiError:
+            if self._closed is not None or self.last_state is None:
+                return await self.state(timeout_s=timeout_s)
+            if (await self.step(timeout_s=timeout_s)).stalled:
+                raise
+            return self.last_state
+
+    async def step(self, *, timeout_s: float = CALL_TIMEOUT_S) -> StepReply:
+        """What the scheduler's loop does at this moment; it answers in the middle of a step, too.
+
+        Raises ApiError(503) when the process is frozen, or its loop has ended.
+        """
+        return await self._call(GetStep(call_id=f"b{next(self._numbers)}"), StepReply, timeout_s)
+
     async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> FlushReply:
         return await self._call(FlushCache(call_id=f"f{next(self._numbers)}"), FlushReply, timeout_s)
 
@@ -341,13 +368,19 @@ class EngineClient:
                 call.set_exception(error)
 
     def on_message(self, message: ToFrontend) -> None:
-        self.last_heard_s = now_s = self.now_s()
+        now_s = self.now_s()
+        if not isinstance(message, StepReply):  # another thread than the loop's says it
+            self.last_heard_s = now_s
+        if isinstance(message, StateReply):
+            self.last_state = message
         if isinstance(message, TokenBatch):
             for output in message.outputs:
                 self._route(output, now_s)
         elif isinstance(message, SchedulerReady):
             self.info = message.info
             self.ready.set()
+            with suppress(ApiError):  # before any request, so that there is a `last_state` in the first long step
+                self._send(GetState(call_id=FIRST_STATE))
         else:
             if isinstance(message, ControlReply) and "weight_version" in message.values:
                 self.updated = message.values  # also when whoever asked for it has gone away
@@ -364,7 +397,7 @@ class EngineClient:
             self.forecast.start(output.rid, now_s)
             generation.feed(index, text.read(output), now_s)
 
-    async def _call(self, message: GetState | FlushCache | Control, reply: type[R], timeout_s: float) -> R:
+    async def _call(self, message: GetState | GetStep | FlushCache | Control, reply: type[R], timeout_s: float) -> R:
         if self._closed is not None and (self._ended or self._closed.code == "engine_dead"):
             raise self._closed
         if len(self._calls) >= MAX_CALLS:

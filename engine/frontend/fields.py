@@ -151,8 +151,8 @@ def _bootstrap(host: str | None, port: int, room: int | None, *, mode: str, mint
         raise bad_field("bootstrap_host", "is missing: a decode worker must know its prefill worker's bootstrap server")
     if not 0 < port < 65536:
         raise bad_field("bootstrap_port", f"must be between 1 and 65535, got {port}")
-    if not 0 <= room < MAX_ROOM:
-        raise bad_field("bootstrap_room", f"must be between 0 and 2**63 - 1, got {room}")
+    if not 0 < room < MAX_ROOM:
+        raise bad_field("bootstrap_room", f"must be between 1 and 2**63 - 1, got {room}")
     return Bootstrap(host=host or "", port=port, room=room)
 
 

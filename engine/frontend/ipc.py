@@ -55,6 +55,10 @@ class IpcPaths:
         return f"ipc://{self.dir}/scheduler"
 
     @property
+    def to_heartbeat(self) -> str:
+        return f"ipc://{self.dir}/heartbeat"
+
+    @property
     def to_frontend(self) -> str:
         return f"ipc://{self.dir}/frontend"
 

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import msgspec
+
 from engine.frontend.metrics import cache_hit_rate, used_tokens
-from engine.messages import StateReply
+from engine.messages import StateReply, StepReply
 
 PD_QUEUES = {
     "prefill_bootstrap_queue_reqs": "bootstrap",
@@ -40,6 +42,14 @@ def load_summary(s: StateReply) -> dict[str, Any]:
         "pages": s.pages,
         "queues": s.queues,
     }
+
+
+def step_summary(now: StepReply) -> dict[str, Any]:
+    """What the scheduler computes, and for how long it has; nothing while it rests."""
+    if now.busy_s is None:
+        return {}
+    busy = {"busy_s": round(now.busy_s, 3)}
+    return busy if now.step is None else {**busy, "step": msgspec.structs.asdict(now.step)}
 
 
 def get_load(s: StateReply) -> list[dict[str, Any]]:

@@ -59,6 +59,8 @@ COUNTERS = {
     "kv_transfers": Figure("tandem_num_kv_transfers", "requests whose KV went to a decode worker"),
     "kv_checksum_failed": Figure("tandem_num_kv_checksum_failed_reqs", "requests whose KV arrived corrupted"),
     "retractions": Figure("tandem_num_retractions", "times that a request lost its memory"),
+    "out_of_memory": Figure("tandem_num_out_of_memory_retractions", "retractions because memory ran out"),
+    "out_of_memory_tokens": Figure("tandem_out_of_memory_tokens", "tokens whose KV these retractions gave up"),
     "preemptions": Figure("tandem_num_preemptions", "times that a request lost its place to one of higher priority"),
     "busy_s": Figure("tandem_busy_seconds", "time in which the engine had something to compute"),
     "steps": Figure("tandem_num_steps", "steps that were planned"),

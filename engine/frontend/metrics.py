@@ -23,7 +23,7 @@ from engine.frontend.metric_names import (
     gauge_of,
     num_waiting,
 )
-from engine.messages import StateReply
+from engine.messages import StateReply, StepReply
 
 LABELS = ("model_name", "engine_type")
 TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
@@ -152,9 +152,9 @@ class Metrics:
         if "queue_time" in times:
             self._queue.observe(times["queue_time"])
 
-    def exposition(self, state: StateReply | None) -> bytes:
-        """The text format; `state` None: without the scheduler's own figures."""
-        self._scheduler.state = state
+    def exposition(self, state: StateReply | None, step: StepReply | None = None) -> bytes:
+        """The text format; `state`, `step` None: without what the scheduler says of itself."""
+        self._scheduler.state, self._scheduler.step = state, step
         return generate_latest(self.registry)
 
     def _counter(self, name: str, help: str) -> Counter:
@@ -175,10 +175,14 @@ class Metrics:
 class _SchedulerCollector(Collector):
     def __init__(self, label_values: tuple[str, str]) -> None:
         self.state: StateReply | None = None
+        self.step: StepReply | None = None
         self._label_values = label_values
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         s = self.state
+        if self.step is not None:
+            text = "seconds that the scheduler's present step has taken; 0: it rests"
+            yield self._gauge(Figure("tandem_step_age_seconds", text), self.step.busy_s or 0.0)
         if s is None:
             return
         yield from self._load(s)

@@ -49,10 +49,11 @@ EMPTY_ANSWERS = ("/abort_request",)
 STATUSES = {
     "400": "a field is wrong; `param` names it",
     "401": "the API key is missing or wrong",
-    "403": "this needs the admin key",
+    "403": "this needs the admin key; or a web page of another site asks",
     "404": "there is no such model or path",
     "409": "the room is in use, or the worker is changing its role",
     "413": "the body is too long",
+    "415": "the body is not declared as JSON",
     "503": "the server is loading, full or going down; try again later",
 }
 SCHEMAS = "#/components/schemas/{name}"

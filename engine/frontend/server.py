@@ -34,11 +34,12 @@ from engine.frontend.succession import Handover, RoleSwitch
 from engine.frontend.tokenizer import load_tokenizer, read_json
 from engine.frontend.tracing import Traces
 from engine.lora.names import lora_enabled, named_paths
-from engine.messages import Shutdown, ToFrontend, ToScheduler
+from engine.messages import GetStep, Shutdown, ToFrontend, ToScheduler
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from lifecycle.collector import spare_what_lives
 from lifecycle.stop_signals import StopSignals
+from security.browser import BrowserRule
 from security.keys import Gate, open_gate
 from telemetry.otlp import open_exporter
 from telemetry.tracer import Tracer
@@ -101,12 +102,12 @@ async def run_frontend(
     Raises ConfigError for a checkpoint that cannot be used, WorkerDied.
     """
     loop = asyncio.get_running_loop()
-    with _sockets(ipc) as (push, pull):
+    with _sockets(ipc) as (push, heartbeat, pull):
         services = make_services(
             server=server,
             engine=engine,
             mode=mode,
-            send=_sender(push),
+            send=_sender(push, heartbeat),
             now_s=loop.time,
             dead=children_alive,
             extra_info=extra_info or {},
@@ -145,17 +146,17 @@ async def run_frontend(
 
 
 @contextmanager
-def _sockets(ipc: IpcPaths) -> Iterator[tuple[PushSocket, PullSocket[ToFrontend]]]:
-    """To the scheduler, which is told to end when the block has ended, and from it."""
-    push = PushSocket(ipc.to_scheduler)
+def _sockets(ipc: IpcPaths) -> Iterator[tuple[PushSocket, PushSocket, PullSocket[ToFrontend]]]:
+    """To the scheduler, which is told to end when the block has ended; to its heartbeat; and from both."""
+    push, heartbeat = PushSocket(ipc.to_scheduler), PushSocket(ipc.to_heartbeat)
     pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend, ToFrontend)
     try:
-        yield push, pull
+        yield push, heartbeat, pull
     finally:
         with suppress(PeerStalled):
             push.send(Shutdown())
-        push.close()
-        pull.close()
+        for socket in (push, heartbeat, pull):
+            socket.close()
 
 
 def make_services(
@@ -163,7 +164,7 @@ def make_services(
     server: ServerConfig,
     engine: EngineConfig,
     mode: str,
-    send: Callable[[ToScheduler], None],
+    send: Callable[[ToScheduler | GetStep], None],
     now_s: Callable[[], float],
     dead: Callable[[], str | None],
     extra_info: Mapping[str, Any],
@@ -194,6 +195,7 @@ def make_services(
         traces=Traces(tracer, process=process, model=served_name),
     )
     client.adapters = named_paths(engine)
+    gate = gate or open_worker_gate(server)
     if taken := {*ANY_MODEL, served_name, model_path} & client.adapters.keys():
         raise ConfigError(f"--lora-paths: {min(taken)!r} is a name of the model itself; choose another")
     return Services(
@@ -219,7 +221,13 @@ def make_services(
             "weight_version": engine.weight_version,
             "disaggregation_mode": mode,
         },
-        gate=gate or open_worker_gate(server),
+        gate=gate,
+        browser=BrowserRule(
+            host=server.host,
+            has_keys=gate.is_set,
+            allowed_hosts=server.allowed_hosts,
+            allowed_origins=server.allowed_origins,
+        ),
         meeting=meeting or MeetingPlaces(),
         dead=dead,
         health_timeout_s=health_timeout_s,
@@ -265,13 +273,14 @@ def open_worker_gate(server: ServerConfig) -> Gate:
 
 
 def _name_of(model_path: str) -> str:
-    return DEFAULT_MODEL_NAME if model_path == DEFAULT_MODEL_PATH else Path(model_path).resolve().name
+    path = Path(model_path).resolve()
+    return DEFAULT_MODEL_NAME if model_path == DEFAULT_MODEL_PATH else path.stem if path.is_file() else path.name
 
 
-def _sender(push: PushSocket) -> Callable[[ToScheduler], None]:
-    def send(message: ToScheduler) -> None:
+def _sender(push: PushSocket, heartbeat: PushSocket) -> Callable[[ToScheduler | GetStep], None]:
+    def send(message: ToScheduler | GetStep) -> None:
         try:
-            push.send(message)
+            (heartbeat if isinstance(message, GetStep) else push).send(message)
         except PeerStalled as e:
             raise ApiError(503, str(e), code="engine_stalled", retry_after_s=1) from None
 

@@ -23,6 +23,7 @@ from engine.frontend.metrics import Metrics
 from engine.frontend.succession import RoleSwitch
 from engine.frontend.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
+from security.browser import BrowserRule
 from security.keys import Gate
 from telemetry.tracer import Tracer
 
@@ -48,6 +49,7 @@ class Services:
     server_info: Mapping[str, Any]
     model_info: Mapping[str, Any]
     gate: Gate
+    browser: BrowserRule
     meeting: MeetingPlaces
     dead: Callable[[], str | None]
     health_timeout_s: float

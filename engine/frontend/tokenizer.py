@@ -6,6 +6,7 @@ templates or sockets. Thread-safe: `tokenizers` releases the GIL, and nothing he
 
 import codecs
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import tokenizers
 
 from engine.config import ConfigError
+from engine.gguf.file import open_gguf
+from engine.gguf.tokenizer import gguf_tokenizer
 
 BROKEN = "�"  # what a decoder puts where bytes are not UTF-8
 
@@ -30,6 +33,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.token_text = lru_cache(maxsize=1 << 18)(self._token_text)
+        names = sorted((self.token_text(i) for i in self.special_ids), key=len, reverse=True)
+        self._special_names = re.compile("|".join(map(re.escape, names)))
 
     @property
     def vocab_size(self) -> int:
@@ -76,6 +81,10 @@ class Tokenizer:
         """Whether `text` is the name of one special token."""
         return self.backend.token_to_id(text) in self.special_ids
 
+    def without_special(self, text: str) -> str:
+        """`text` without the names of special tokens."""
+        return self._special_names.sub("", text) if self.special_ids else text
+
     def ends_inside_character(self, ids: list[int], *, skip_special_tokens: bool = True) -> bool:
         """Whether the bytes of `ids` end with the beginning of a character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -100,8 +109,14 @@ class Tokenizer:
 
 
 def load_tokenizer(model_path: str | Path) -> Tokenizer:
-    """Load tokenizer.json (required) and tokenizer_config.json. Raises ConfigError, one line."""
+    """Load tokenizer.json (required) and tokenizer_config.json, or the tokenizer of a GGUF file.
+
+    Raises ConfigError, one line.
+    """
     path = Path(model_path)
+    if path.is_file():
+        backend, config = gguf_tokenizer(open_gguf(path))
+        return Tokenizer(backend, config=config)
     file = path / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(

@@ -3,23 +3,26 @@
     add --cached--> ready --poll--> role.add
        \\--compiling (a thread)--> ready, or refused: it does not compile, or not in time
 
-It owns the waiting requests, the compile threads and the bounded cache of compiled grammars (least recently used goes;
-what failed is remembered too). Called from the loop's thread only; told the time.
+It owns the waiting requests and the bounded cache of compiled grammars (least recently used goes; what failed is
+remembered too). Called from the loop's thread only; told the time.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from engine.core.outputs import refused
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED
 from engine.grammar.compiler import CompiledGrammar, Compiler, GrammarInvalid
+from engine.grammar.threads import CompileThreads
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import GrammarSpec
 
 Compiled = CompiledGrammar | GrammarInvalid
+
+MAX_GIVEN_UP = 4  # compilations that overran their time and still run
 
 
 @dataclass(slots=True, eq=False)
@@ -46,42 +49,51 @@ class GrammarQueue:
         num_threads: int = 2,
     ) -> None:
         assert max_cached >= 1 and num_threads >= 1
-        self._compiler = compiler
-        self._wakeup = wakeup
         self._timeout_s = timeout_s
         self._max_cached = max_cached
         self._max_waiting = max_waiting
-        self._threads = ThreadPoolExecutor(num_threads, "grammar")
+        self._threads = (
+            None
+            if compiler is None
+            else CompileThreads[Compiled](
+                partial(_compiled, compiler),
+                prepare=compiler.prepare,
+                wakeup=wakeup,
+                num_threads=num_threads,
+                max_given_up=MAX_GIVEN_UP,
+                timeout_s=timeout_s,
+            )
+        )
         self._waiting: dict[str, _Waiting] = {}
-        self._compiling: dict[GrammarSpec, Future[Compiled]] = {}
         self._cache: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
         self._counters: Counter[str] = Counter()
-        if compiler is not None:
-            self._threads.submit(compiler.prepare)
 
     def add(self, request: Request, *, field: str, now_s: float) -> list[TokenOutput]:
         """Take a request that has a grammar; it comes back from `poll`. Or refuse it."""
         spec = request.sampling.grammar
         assert spec is not None
         field = field or spec.kind
-        if self._compiler is None:
+        if self._threads is None:
             return [_refused(request, field, "grammars are off on this server (--grammar-backend none)")]
         if request.rid in self._waiting:
             return [_refused(request, "rid", f"a request with id {request.rid!r} is running")]
         if len(self._waiting) >= self._max_waiting:
             return [_refused(request, field, f"{self._max_waiting} requests wait for a grammar", status=503)]
-        self._waiting[request.rid] = _Waiting(request, spec, field, now_s + self._timeout_s)
         if spec in self._cache:
             self._counters["grammar_cache_hits"] += 1
-        elif spec not in self._compiling:
-            self._compile(self._compiler, spec)
+        elif spec not in self._threads:
+            if self._threads.is_stuck:
+                return [_refused(request, field, STUCK, status=503)]
+            self._counters["grammar_compiled"] += 1
+            self._threads.ask(spec, now_s)
+        self._waiting[request.rid] = _Waiting(request, spec, field, now_s + self._timeout_s)
         return []
 
     def poll(self, now_s: float) -> tuple[list[Request], list[TokenOutput]]:
         """Requests whose grammar is ready, in order of arrival, and answers to those that will never have one."""
-        if not self._waiting:
+        if not self._waiting or self._threads is None:
             return [], []
-        self._take_compiled()
+        self._cache.update(self._threads.poll(now_s))
         ready: list[Request] = []
         outputs: list[TokenOutput] = []
         for waiting in list(self._waiting.values()):
@@ -121,19 +133,8 @@ class GrammarQueue:
         return {name: float(self._counters[name]) for name in COUNTERS}
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _compile(self, compiler: Compiler, spec: GrammarSpec) -> None:
-        self._counters["grammar_compiled"] += 1
-        future = self._threads.submit(_compiled, compiler, spec)
-        self._compiling[spec] = future
-        future.add_done_callback(lambda _: self._wakeup())
-
-    def _take_compiled(self) -> None:
-        for spec in [spec for spec, future in self._compiling.items() if future.done()]:
-            future = self._compiling.pop(spec)
-            if not future.cancelled():
-                self._cache[spec] = future.result()
+        if self._threads is not None:
+            self._threads.close()
 
     def _cached(self, spec: GrammarSpec) -> Compiled | None:
         if spec not in self._cache:
@@ -142,17 +143,20 @@ class GrammarQueue:
         return self._cache[spec]
 
     def _forget(self, waiting: _Waiting) -> None:
-        """A compilation that nobody waits for any more is not begun."""
+        """A compilation for which no request waits any more is not begun."""
         del self._waiting[waiting.request.rid]
-        future = self._compiling.get(waiting.spec)
-        if future is not None and not any(w.spec == waiting.spec for w in self._waiting.values()) and future.cancel():
-            del self._compiling[waiting.spec]
+        if self._threads is not None and not any(w.spec == waiting.spec for w in self._waiting.values()):
+            self._threads.forget(waiting.spec)
 
     def _trim(self) -> None:
         while len(self._cache) > self._max_cached:
             self._cache.popitem(last=False)
 
 
+STUCK = (
+    f"{MAX_GIVEN_UP} grammars have not compiled within --grammar-compile-timeout and still run; "
+    "grammars that were compiled before work, others when one of these ends"
+)
 COUNTERS = ("grammar_compiled", "grammar_cache_hits", "grammar_failed", "grammar_timeouts")
 
 

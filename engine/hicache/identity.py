@@ -41,7 +41,7 @@ def fingerprint(model_path: str) -> str:
     """
     digest = hashlib.sha256()
     try:
-        for file in sorted([*Path(model_path).glob("*.safetensors"), Path(model_path) / "config.json"]):
+        for file in _files(Path(model_path)):
             status = file.stat()
             digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
             with file.open("rb") as opened:
@@ -51,3 +51,7 @@ def fingerprint(model_path: str) -> str:
     except OSError as error:
         raise ConfigError(f"{model_path}: {error}") from error
     return digest.hexdigest()[:32]
+
+
+def _files(model: Path) -> list[Path]:
+    return [model] if model.is_file() else sorted([*model.glob("*.safetensors"), model / "config.json"])

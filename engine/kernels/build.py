@@ -17,7 +17,7 @@ from pathlib import Path
 
 DISABLE_VARIABLE = "TANDEM_NO_C_KERNELS"
 CACHE_VARIABLE = "TANDEM_KERNEL_CACHE"
-COMPILE_TIMEOUT_S = 120
+COMPILE_TIMEOUT_S = 300  # of 20 s of work where the CPU has no AVX-512, on cores that others use too
 BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")
 # The first set that compiles is used: some compilers come without an OpenMP runtime, some know no -march=native.
 FLAG_SETS = (("-march=native", "-fopenmp"), ("-march=native",), ())
@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 
 class BuildError(Exception):
     """No shared library could be made; the message says why."""
+
+
+class NoCompilerError(BuildError):
+    """This machine has no C compiler."""
 
 
 def load_library(source: Path) -> ctypes.CDLL | None:
@@ -39,6 +43,11 @@ def load_library(source: Path) -> ctypes.CDLL | None:
     except BuildError as e:
         log.warning("no C kernel from %s, torch computes instead (slower): %s", source.name, e)
         return None
+
+
+def check_buildable(source: Path) -> None:
+    """Raises BuildError, or its subclass NoCompilerError, where `source` cannot be built or loaded here."""
+    _load(_built(source))
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -108,7 +117,7 @@ def _compiler() -> str:
         found = shutil.which(name) if name else None
         if found:
             return found
-    raise BuildError("no C compiler found (install gcc, or set CC)")
+    raise NoCompilerError("no C compiler found (install gcc, or set CC)")
 
 
 def _key(source: Path, compiler: str, flags: tuple[str, ...]) -> str:

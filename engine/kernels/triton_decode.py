@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Paged decode attention for GPUs: partial softmax over splits of a request's tokens, then a merge.
+"""Paged decode attention for GPUs (never run on one yet): partial softmax over splits of a request's tokens, then a merge.
 
 Split-KV decode is Flash-Decoding (Dao et al. 2023); one tile holds all query heads of a kv head, so K and V are read
 once. How a request is split depends on its length alone: its result is the same in any batch.

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""What lies between a decoder's products, on a GPU: norms, rotary positions, the gate of the MLP, a launch each.
+"""Norms, rotary positions and the gate of the MLP for GPUs (never run on one yet): one launch each.
 
 The same operations as elementwise.c's, in any float type, rounded where torch's operators in engine/layers round.
 """

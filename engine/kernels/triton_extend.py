@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Attention of many new tokens over pages that already hold the prefix and the new tokens themselves, for GPUs.
+"""Attention of many new tokens over pages that already hold their K and V, for GPUs (never run on one yet).
 
 FlashAttention-2's loop (Dao 2023) with K and V fetched through the page table: first the tokens that every row of a
 tile sees, without a mask, then the few at its diagonal. A row's result depends on its position and the cache alone, not

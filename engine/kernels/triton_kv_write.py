@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""K and V of new tokens into their pages, in one launch (GPU)."""
+"""Write K and V of new tokens into their pages, in one launch (GPU; never run on one yet)."""
 
 import torch
 import triton

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.elementwise import LANES, elementwise_for
-from engine.model_config import Llama3Scaling, ModelConfig
+from engine.model_config import FrequencyFactors, Llama3Scaling, ModelConfig
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosine and signed sine of a step's positions, as `Rope.at` gives them
 
@@ -65,7 +65,13 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     """[head_dim / 2] fp32: radians per token of each pair."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
-    return frequencies if config.rope_scaling is None else _llama3(frequencies, config.rope_scaling)
+    match config.rope_scaling:
+        case None:
+            return frequencies
+        case FrequencyFactors(factors):
+            return frequencies / torch.tensor(factors, dtype=torch.float32)
+        case Llama3Scaling() as scaling:
+            return _llama3(frequencies, scaling)
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

@@ -5,7 +5,7 @@ One turn:   receive -> role.poll -> schedule -> launch ------> collect the oldes
                                   depth 2: the next step is launched before this one's results are read
 
 Launched steps are the pipeline's (engine/loop/pipeline.py); decisions are the scheduler's, the role's and the control's
-(engine/loop/control.py: pause, weights, profiles). Around them it tells who only listens: times, log, gate, watchdog.
+(engine/loop/control.py: pause, weights, profiles). Around them it tells who only listens: times, log, gate, turn clock.
 """
 
 import logging
@@ -27,10 +27,12 @@ from engine.loop.kv_events import EventPump
 from engine.loop.pipeline import Launcher, Pipeline
 from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.reporter import Reporter
+from engine.loop.retraction_log import RetractionLog, remedy_of
 from engine.loop.role import Role
+from engine.loop.step_durations import StepDurations
 from engine.loop.stream_gate import StreamGate
 from engine.loop.timekeeper import Timekeeper
-from engine.loop.watchdog import Watchdog
+from engine.loop.turn_clock import TurnClock
 from engine.messages import (
     AbortRequest,
     Drain,
@@ -93,7 +95,7 @@ class EngineLoop:
         ports: Ports,
         weights: Weights,
         profiler: Profiler,
-        watchdog: Watchdog,
+        turns: TurnClock,
         settings: LoopSettings,
         clock: Callable[[], float],
         grammars: GrammarQueue | None = None,
@@ -106,7 +108,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._role = role
         self._ports = ports
-        self._watchdog = watchdog
+        self._turns = turns
         self._settings = settings
         self._clock = clock
         self._grammars = grammars or GrammarQueue(None)
@@ -118,9 +120,11 @@ class EngineLoop:
         self._skipper = ReceiveSkipper(interval=settings.recv_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
         self._times = Timekeeper()
+        self._durations = StepDurations()
         self._deadlines = Deadlines()
         self._draining = False
         self._intervals = IntervalLog(scheduler, steps=settings.log_interval)
+        self._retractions = RetractionLog(scheduler, remedy=remedy_of(role.name))
         self._control = Control(
             scheduler=scheduler,
             weights=weights,
@@ -142,11 +146,13 @@ class EngineLoop:
 
     def run(self) -> None:
         """Until a `Shutdown` comes or `stopped` is set from a signal handler."""
-        while not self.stopped:
-            self._watchdog.turning()
-            if not self.turn():
-                self._rest()
-        self._watchdog.resting()
+        try:
+            while not self.stopped:
+                self._turns.turning(self._clock())
+                if not self.turn():
+                    self._rest()
+        finally:
+            self._turns.end()
 
     def turn(self) -> bool:
         """One turn; False when there was nothing to compute."""
@@ -167,10 +173,13 @@ class EngineLoop:
         self._disk.turn()
         plan = None if self._control.paused else self._scheduler.schedule(now_s)
         worked = plan is not None or self._pipeline.num_launched > 0
+        for line in self._retractions.lines(now_s):
+            log.warning("%s", line)
         if plan is not None:
             self._note_launch(plan, now_s)
             self._role.on_launch(plan)
         self._tell(outputs)  # now: a first token that prefill drew must not wait for a step of others
+        self._turns.computing(plan or self._pipeline.last)
         self._tell(self._pipeline.advance(plan))
         self._events.turn()
         if worked:
@@ -179,6 +188,8 @@ class EngineLoop:
 
     def _note_launch(self, plan: Plan, now_s: float) -> None:
         self._times.launched(plan, now_s)
+        if self._scheduler.step_budget is not None:
+            self._durations.launched(plan, now_s)
         for line in self._intervals.launched(plan, now_s):
             log.info("%s", line)
 
@@ -194,6 +205,8 @@ class EngineLoop:
     def _on_step(self, effects: StepEffects) -> list[TokenOutput]:
         self._control.on_collected()
         now_s = self._clock()
+        if (budget := self._scheduler.step_budget) is not None:
+            budget.note(*self._durations.collected(now_s))
         self._times.progressed(effects.progressed, now_s)
         return self._role.on_step(effects, now_s)
 
@@ -206,7 +219,7 @@ class EngineLoop:
             self._reporter.check_when_due(now_s)
             if self._spare_work():
                 return
-        self._watchdog.resting()
+        self._turns.resting()
         due_s, wait_s = self._role.due_s(), OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S
         if due_s is not None:
             wait_s = min(wait_s, max(SOON_S, due_s - now_s))

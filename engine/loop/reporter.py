@@ -13,6 +13,7 @@ from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import Control
 from engine.loop.interval_log import IntervalLog
 from engine.loop.role import Role
+from engine.loop.self_check import problems_of
 from engine.messages import StateReply
 
 log = logging.getLogger(__name__)
@@ -54,12 +55,7 @@ class Reporter:
             call_id=call_id,
             role=self._role.name,
             running=scheduler.num_running,
-            queues={
-                "waiting": scheduler.num_waiting,
-                "held": self._control.num_held,
-                "grammar": len(self._grammars.rids()),
-                **self._role.queues(),
-            },
+            queues=self._queues(),
             num_pages=allocator.num_pages,
             page_size=allocator.page_size,
             pages=counts,
@@ -85,6 +81,11 @@ class Reporter:
             problems=self._problems,
         )
 
+    def _queues(self) -> dict[str, int]:
+        queues = {"held": self._control.num_held, "grammar": len(self._grammars.rids()), **self._role.queues()}
+        queues.setdefault("waiting", self._scheduler.num_waiting)  # unless the role counts these requests elsewhere
+        return queues
+
     def check_when_due(self, now_s: float) -> None:
         """For a loop at rest: a look at every owner now and then."""
         if now_s >= self._next_check_s:
@@ -94,9 +95,5 @@ class Reporter:
                 log.error("self-check: %s", problem)
 
     def _find_problems(self) -> list[str]:
-        try:
-            self._scheduler.check()
-            self._adapters.check()
-        except AssertionError as error:
-            return [f"scheduler: {error}", *self._role.check()]
-        return self._role.check()
+        owners = {"adapters": self._adapters.check, f"{self._role.name} role": self._role.check}
+        return problems_of({**self._scheduler.checks(), **owners})

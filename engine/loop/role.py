@@ -39,7 +39,8 @@ class Role(Protocol):
     def due_s(self) -> float | None:
         """When it wants the next turn by itself, of the loop's clock; None: whenever something happens."""
 
-    def queues(self) -> dict[str, int]: ...
+    def queues(self) -> dict[str, int]:
+        """How many wait where. With a "waiting" of its own it has counted the scheduler's waiting requests elsewhere."""
 
     def counters(self) -> dict[str, float]: ...
 

@@ -1,6 +1,6 @@
 """Ends a process whose loop has stopped turning: a worker that hangs is worse than one that is gone, because its router
 
-still sends it requests. It owns one thread and the time of the last sign of life; it must not know what the loop does.
+still sends it requests. It owns one thread; how long a turn takes, and may take, the turn clock says.
 """
 
 import faulthandler
@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+
+from engine.loop.turn_clock import TurnClock
 
 log = logging.getLogger(__name__)
 
@@ -29,41 +31,24 @@ def end_with_stacks(stalled_s: float) -> None:
 
 
 class Watchdog:
-    """`timeout_s`: a turn that takes longer is a stall; 0 or less: never. `on_stall` gets its length in seconds."""
+    """Watches `turns`. `on_stall` gets the length of the stall in seconds."""
 
     def __init__(
         self,
+        turns: TurnClock,
         *,
-        timeout_s: float,
         on_stall: Callable[[float], None] = end_with_stacks,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._timeout_s = timeout_s
+        self._turns = turns
         self._on_stall = on_stall
         self._clock = clock
-        self._turning_since_s: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        if self._timeout_s > 0:
+        if self._turns.limit_s > 0:
             self._thread.start()
-
-    def turning(self) -> None:
-        """A turn begins (and the one before has ended)."""
-        self._turning_since_s = self._clock()
-
-    def resting(self) -> None:
-        """The loop waits for something to do; it may take as long as it likes."""
-        self._turning_since_s = None
-
-    def stalled_s(self) -> float | None:
-        """How long the present turn takes, when that is too long."""
-        since_s = self._turning_since_s
-        if since_s is None or self._timeout_s <= 0:
-            return None
-        taken_s = self._clock() - since_s
-        return taken_s if taken_s > self._timeout_s else None
 
     def close(self) -> None:
         self._closed.set()
@@ -71,8 +56,8 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
-        check_s = min(LONGEST_CHECK_S, self._timeout_s / CHECKS_PER_TIMEOUT)
+        check_s = min(LONGEST_CHECK_S, self._turns.limit_s / CHECKS_PER_TIMEOUT)
         while not self._closed.wait(check_s):
-            if (taken_s := self.stalled_s()) is not None:
+            if (taken_s := self._turns.stalled_s(self._clock())) is not None:
                 self._on_stall(taken_s)
                 return

@@ -1,20 +1,22 @@
-"""Reading the tensors of a Hugging Face checkpoint: safetensors, one file or shards, memory-mapped.
+"""Reading the tensors of a checkpoint: safetensors, one file or shards, memory-mapped, or a GGUF file.
 
 Owns which tensors there are and which of them the model took. Must not know what they mean. Never unpickles anything.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from engine.config import ConfigError
+from engine.gguf.file import open_gguf
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 SINGLE_FILE = "model.safetensors"
@@ -24,11 +26,29 @@ INDEX_FILE = "model.safetensors.index.json"
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
 
 
+class Tensors(Protocol):
+    """Where tensors come from. `described_by`: what says which tensors there should be."""
+
+    described_by: str
+
+    def names(self) -> Collection[str]: ...
+
+    def where(self, name: str) -> str:
+        """The file that holds tensor `name`, for messages."""
+        ...
+
+    def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], None]:
+        """What fills a tensor of `shape` with tensor `name`. Raises `ConfigError` for one that is missing or different."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Checkpoint:
     """The tensors of `model_path`, each taken once, in `dtype` on `device`. Use as a context manager.
 
     `progress`: a bar over the tensors (never where stderr is not a terminal). Raises `ConfigError` naming tensor and
-    file for what is missing, broken, of another shape, or not a float type.
+    file for what is missing, broken, of another shape, or not a type that can be read.
     """
 
     def __init__(self, model_path: str, *, dtype: str, device: str, progress: bool) -> None:
@@ -37,10 +57,8 @@ class Checkpoint:
         self.dtype_name = dtype
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device)
-        self._folder = Path(model_path)
-        self._files: dict[Path, Any] = {}
-        self._file_of = _tensor_files(self._folder, self._files)
-        self._left = {name for name in self._file_of if not _DERIVED.match(name)}
+        self._tensors = _open_tensors(Path(model_path))
+        self._left = {name for name in self._tensors.names() if not _DERIVED.match(name)}
         self._bar = tqdm(total=len(self._left), desc="Loading weights", unit="tensor", disable=not progress)
 
     def __enter__(self) -> "Checkpoint":
@@ -50,7 +68,7 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
-        self._files.clear()
+        self._tensors.close()
 
     def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Tensor `name`, which must have `shape`: a new contiguous tensor (no view of the file)."""
@@ -58,11 +76,12 @@ class Checkpoint:
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int]) -> torch.Tensor:
         """[sum(rows), *rest]: the tensors `names`, of shapes [rows[i], *rest], one below the other."""
-        sources = [self._read(name, [count, *rest]) for name, count in zip(names, rows, strict=True)]
+        fills = [self._tensors.open(name, [count, *rest]) for name, count in zip(names, rows, strict=True)]
         merged = torch.empty([sum(rows), *rest], dtype=self.dtype, device=self.device)
-        for part, source in zip(torch.split(merged, list(rows)), sources, strict=True):
-            part.copy_(source)
+        for part, fill in zip(torch.split(merged, list(rows)), fills, strict=True):
+            fill(part)
             self._bar.update()
+        self._left.difference_update(names)
         return merged
 
     def ignore(self, name: str) -> None:
@@ -75,9 +94,40 @@ class Checkpoint:
             name = min(self._left)
             more = f" (and {len(self._left) - 1} more)" if len(self._left) > 1 else ""
             raise ConfigError(
-                f"{self._file_of[name]}: tensor {name}{more} is not part of the model that config.json describes; "
-                "check that both belong together"
+                f"{self._tensors.where(name)}: tensor {name}{more} is not part of the model that "
+                f"{self._tensors.described_by} describes; check that both belong together"
             )
+
+
+def _open_tensors(path: Path) -> Tensors:
+    if path.is_file():
+        from engine.gguf.tensors import GGUFTensors  # the `gguf` package is for GGUF files only
+
+        return GGUFTensors(open_gguf(path))
+    return _Safetensors(path)
+
+
+class _Safetensors:
+    """model.safetensors, or the shards that its index lists."""
+
+    described_by = "config.json"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[Path, Any] = {}
+        self._file_of = _tensor_files(folder, self._files)
+
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
+
+    def where(self, name: str) -> str:
+        return str(self._file_of[name])
+
+    def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], None]:
+        return partial(_copy, self._read(name, list(shape)))
+
+    def close(self) -> None:
+        self._files.clear()
 
     def _read(self, name: str, shape: list[int]) -> torch.Tensor:
         file = self._file_of.get(name)
@@ -97,8 +147,11 @@ class Checkpoint:
                 f"{file}: tensor {name} is {str(tensor.dtype).removeprefix('torch.')}; "
                 f"supported: {', '.join(DTYPES)} (no quantized checkpoints)"
             )
-        self._left.discard(name)
         return tensor
+
+
+def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(source)
 
 
 def _tensor_files(folder: Path, files: dict[Path, Any]) -> dict[str, Path]:

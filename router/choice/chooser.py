@@ -15,6 +15,7 @@ from router.choice.prefix_keys import BLOCK_BYTES, prompt_keys
 from router.config import RouterConfig
 from router.pool.worker import Role, Worker
 from router.requests.rewrite import ParsedBody
+from security.json_depth import JSON_ERRORS
 
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
 SESSION_FIELDS = ("session_params", "session_id", "routing_key", "user")
@@ -123,7 +124,7 @@ def session_of(parsed: ParsedBody, headers: Mapping[str, str]) -> str:
 def _session_text(raw: msgspec.Raw | None) -> str:
     try:
         value = _session_decoder.decode(raw) if raw is not None else None
-    except msgspec.DecodeError:
+    except JSON_ERRORS:
         return ""
     value = value.id if isinstance(value, _SessionParams) else value
     return "" if value is None else str(value)

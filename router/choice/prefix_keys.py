@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from router.requests.rewrite import Api, ParsedBody
+from security.json_depth import JSON_ERRORS
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -93,7 +94,7 @@ def _first_ids(prompt: memoryview) -> bytes:
         else:
             ids = _ids_decoder.decode(prompt)
         return token_bytes(ids)
-    except (msgspec.DecodeError, OverflowError, IndexError):
+    except (*JSON_ERRORS, OverflowError, IndexError):
         return b""
 
 

@@ -8,6 +8,7 @@ import msgspec
 from router.dashboard.quantiles import add, quantile
 from router.dashboard.records import Record, Second, Snapshot
 from router.pool.worker import Worker
+from security.json_depth import JSON_ERRORS
 
 SHOWN_REQUESTS = 48
 SHOWN_SECONDS = 120  # of the curves
@@ -132,5 +133,5 @@ def decode_snapshot(body: bytes) -> Snapshot | None:
     """What a sibling sent; None for anything else."""
     try:
         return msgspec.json.decode(body, type=Snapshot)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except JSON_ERRORS:
         return None

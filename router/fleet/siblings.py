@@ -32,7 +32,6 @@ _ADDED = (
     "_inflight_requests",
     "_inflight_tokens",
     "_waiting_requests",
-    "_created",
     "_assigned",
     "_active",
 )
@@ -49,10 +48,17 @@ class Siblings:
             timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
             self._sessions.append(aiohttp.ClientSession("http://router", connector=connector, timeout=timeout))
 
+    @property
+    def num(self) -> int:
+        """Processes of this router besides this one."""
+        return len(self._sessions)
+
     def is_one(self, request: web.BaseRequest) -> bool:
         """Whether a sibling asks."""
         said = request.headers.get(KEY_HEADER, "")
-        return self._place is not None and hmac.compare_digest(said.encode(), self._place.key.encode())
+        if self._place is None or not said:
+            return False
+        return hmac.compare_digest(said.encode(errors="surrogateescape"), self._place.key.encode())
 
     async def tell(self, request: web.BaseRequest, asked: dict[str, Any]) -> None:
         """Pass on what was asked for and done here, unless a sibling asked. One that does not answer is just starting: it will ask."""
@@ -108,7 +114,7 @@ class Siblings:
 
 
 def merge_expositions(texts: Iterable[str]) -> str:
-    """One exposition of many: what counts is added, of other gauges the largest stands."""
+    """One exposition of many: counts are added; of times of creation the first stands, of other gauges the largest."""
     lines: list[str] = []
     values: dict[str, float] = {}
     heads: dict[str, tuple[str, str, str]] = {}
@@ -124,6 +130,8 @@ def merge_expositions(texts: Iterable[str]) -> str:
                     values[key] = sample.value
                 elif sample.name.endswith(_ADDED):
                     values[key] += sample.value
+                elif sample.name.endswith("_created"):
+                    values[key] = min(values[key], sample.value)
                 else:
                     values[key] = max(values[key], sample.value)
     for name, documentation, kind in heads.values():

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 from urllib.parse import unquote
@@ -27,6 +28,7 @@ from router.pool.workers import WorkerTable, missing_roles
 from router.requests.draining import DRAINING, LiveRequests
 from router.requests.replies import no_worker_message, unknown_model
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
+from security.json_depth import JSON_ERRORS
 from security.keys import Gate
 from telemetry.records import Record, Records, TracesQuery, last_ids, query_error
 from telemetry.tracer import Tracer
@@ -114,7 +116,11 @@ class Control:
         return _json({"status": "alive"})
 
     async def readiness(self, request: web.BaseRequest) -> web.Response:
-        """200 if a request would find its workers, else 503 naming the role that is missing (or that we drain)."""
+        """200 if a request would find its workers, else 503 naming the role that is missing (or that we drain).
+
+        `?workers=all`: 200 only once every worker of the table is healthy, in every process of the router. The launcher
+        waits for this: a cluster whose first requests go to the workers that happened to be checked first is not ready.
+        """
         if self._live.draining:
             body = {"status": DRAINING, "num_live_reqs": len(self._live)}
             answer = _json(body, status=503)
@@ -125,7 +131,19 @@ class Control:
         if missing:
             return error_response(503, no_worker_message(self._table, missing), code="no_worker")
         healthy = sum(w.answers for w in workers)
+        if request.rel_url.query.get("workers") == "all" and (waits_for := await self._waits_for(request, workers)):
+            return error_response(503, waits_for, code="not_all_healthy")
         return _json({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
+
+    async def _waits_for(self, request: web.BaseRequest, workers: Sequence[Worker]) -> str:
+        """What keeps `?workers=all` waiting; "" if nothing does. A sibling answers for itself alone."""
+        late = [f"{w.role} {w.url} is {w.health}" for w in workers if not w.answers]
+        if late:
+            return f"{len(late)} of {len(workers)} workers are not healthy: {', '.join(late)}"
+        if self._siblings.is_one(request):
+            return ""
+        num_late = self._siblings.num - len(await self._siblings.answers("/readiness?workers=all"))
+        return f"{num_late} other processes of this router do not know every worker as healthy yet" if num_late else ""
 
     async def health_generate(self, request: web.BaseRequest) -> web.Response:
         """A real token through every worker."""
@@ -296,7 +314,7 @@ class Control:
         """What this router, its siblings and its workers did for the requests asked for (telemetry/records.py)."""
         try:
             query = msgspec.json.decode(await request.read(), type=TracesQuery)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as err:
+        except JSON_ERRORS as err:
             return error_response(400, f"the body is no query of traces: {err}")
         if (wrong := query_error(query)) is not None:
             return error_response(400, wrong, param=wrong.partition(":")[0])
@@ -324,7 +342,7 @@ class Control:
         for worker, answer in zip(workers, answers, strict=True):
             try:
                 told = msgspec.json.decode(answer.body, type=Records).records if answer.status == 200 else []
-            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            except JSON_ERRORS:
                 continue
             records += [msgspec.structs.replace(record, url=worker.url) for record in told]
         return records
@@ -409,6 +427,7 @@ def describe(worker: Worker) -> dict[str, Any]:
         "is_healthy": worker.answers,
         "health": worker.health.value,
         "silent": worker.silent,
+        "busy_s": worker.busy_s,
         "leaving": worker.leaving,
         "switching_to": None if worker.switching_to is None else worker.switching_to.value,
         "circuit": worker.circuit.state.value,
@@ -436,7 +455,7 @@ def _is_number(value: object) -> bool:
 def _decoded(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except JSON_ERRORS:
         return None
 
 
@@ -459,7 +478,7 @@ async def _read_object(request: web.BaseRequest) -> dict[str, Any]:
     """The body as a JSON object; 400 else."""
     try:
         return msgspec.json.decode(await request.read(), type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as err:
+    except JSON_ERRORS as err:
         raise web.HTTPBadRequest(text=f"the body is not a JSON object: {err}") from None
 
 

@@ -15,11 +15,12 @@ from router.metrics import RouterMetrics
 from router.pool.workers import WorkerTableError
 from router.requests.journey import CLIENT_GONE
 from router.requests.rewrite import Api, BadBody
+from security.browser import BrowserRule
 from security.keys import Access, Caller, Gate
+from telemetry.context import request_id_of
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_ID_CHARS = 256
 REQUEST_ID = web.RequestKey("request_id", str)
 
 CALLER = web.RequestKey("caller", Caller)
@@ -62,6 +63,7 @@ def make_guard(
     limiter: RateLimiter | None,
     metrics: RouterMetrics,
     new_id: Callable[[], str],
+    browser: BrowserRule,
     is_sibling: Callable[[web.BaseRequest], bool] = _nobody,
 ) -> Callable[[web.BaseRequest, Handler], Awaitable[web.StreamResponse]]:
     """The guard. `limiter` counts what needs a key; None: no limit. `new_id` names requests that came without a name.
@@ -70,11 +72,11 @@ def make_guard(
     """
 
     async def guard(request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
-        request_id = request.headers.get("X-Request-Id", "")[:MAX_REQUEST_ID_CHARS] or new_id()
+        request_id = request_id_of(request.headers.get("X-Request-Id", "")) or new_id()
         request[REQUEST_ID] = request_id
         response: web.StreamResponse | None = None
         if not is_sibling(request):
-            response = _refused(request, gate, limiter, metrics)
+            response = _refused_page(request, browser, metrics) or _refused(request, gate, limiter, metrics)
         if response is not None:
             pass
         elif request.path in _COUNTED_PATHS:
@@ -144,6 +146,15 @@ def require_admin(request: web.BaseRequest, gate: Gate) -> web.Response | None:
 def client_name(request: web.BaseRequest) -> str:
     """Who asks, for what is counted by client: its API key's name, else its address."""
     return request[CALLER].name or client_of(request.remote)
+
+
+def _refused_page(request: web.BaseRequest, browser: BrowserRule, metrics: RouterMetrics) -> web.Response | None:
+    """A request that a web page of another site could have made; or whose body is not declared as JSON."""
+    refusal = browser.refusal(request.method, request.path, request.headers, has_body=request.body_exists)
+    if refusal is None:
+        return None
+    metrics.refused.labels("browser").inc()
+    return error_response(refusal.status, refusal.message, code=refusal.code)
 
 
 def _refused(

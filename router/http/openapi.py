@@ -15,11 +15,12 @@ _STREAMING = (Api.CHAT, Api.COMPLETIONS, Api.GENERATE)
 _STATUSES = {
     "400": "the body is wrong; `param` names the field",
     "401": "the API key is missing or wrong",
-    "403": "this needs the admin key",
+    "403": "this needs the admin key; or a web page of another site asks",
     "404": "there is no such path or model",
     "408": "the body did not come in time",
     "409": "a worker refused the request for now, or may not change its role",
     "413": "the body is too long",
+    "415": "the body is not declared as JSON",
     "429": "too many requests; Retry-After says when to come again",
     "502": "a worker could not be reached or broke off",
     "503": "no worker can serve this now",

@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from router.http.routes import Handler
+from security.expect import say_continue
 
 # A kept connection between two requests. Also the bound for a second head that began before the first request's answer.
 IDLE_S = 75.0
@@ -120,6 +121,7 @@ class TimedRequest(web.BaseRequest):
             return self._read_now()
         try:
             async with asyncio.timeout(self.body_timeout_s):
+                await say_continue(self)
                 return await super().read()
         except TimeoutError:
             raise web.HTTPRequestTimeout from None

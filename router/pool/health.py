@@ -19,7 +19,7 @@ from router.config import RouterConfig
 from router.dashboard.recorder import Recorder
 from router.http.credentials import Credentials
 from router.pool.models import has_adapters, parse_models, says_models
-from router.pool.reports import parse_bootstrap, parse_incarnation, parse_load, parse_mode, says_draining
+from router.pool.reports import parse_bootstrap, parse_busy, parse_incarnation, parse_load, parse_mode, says_draining
 from router.pool.silence import Question
 from router.pool.states import Check, Health
 from router.pool.worker import Role, Worker
@@ -175,6 +175,7 @@ class HealthMonitor:
         except (aiohttp.ClientError, OSError, TimeoutError) as err:
             return Check.FAILED, f"/health: {str(err) or type(err).__name__}"
         self._table.on_incarnation(worker, parse_incarnation(body), asked_s=asked_s)
+        self._table.on_busy(worker, parse_busy(body))
         if status == 503 and says_draining(body):
             return Check.DRAINING, "it is draining"
         return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")

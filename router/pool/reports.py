@@ -7,8 +7,10 @@ import msgspec
 
 from router.pool.worker import STAGES, LoadReport
 from router.requests.draining import DRAINING
+from security.json_depth import JSON_ERRORS
 
 MAX_INCARNATION_CHARS = 128
+MAX_BUSY_S = 1e9
 _USED = ("num_used_tokens", "num_tokens")
 # Where SGLang's /v1/loads names a stage: inside `disaggregation`, or beside it.
 _STAGE_NAMES = {
@@ -106,7 +108,7 @@ def says_draining(body: bytes) -> bool:
     """Whether a 503 is one of a worker that ends in good order: on /health by `status`, else by the error's code."""
     try:
         said = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except JSON_ERRORS:
         return False
     if not isinstance(said, dict):
         return False
@@ -118,12 +120,25 @@ def parse_incarnation(health: bytes) -> str:
     """Which process answered /health; "" when it does not say (workers of other makes)."""
     try:
         return msgspec.json.decode(health, type=_Health).incarnation[:MAX_INCARNATION_CHARS]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except JSON_ERRORS:
         return ""
 
 
 class _Health(msgspec.Struct):
     incarnation: str = ""
+
+
+def parse_busy(health: bytes) -> float | None:
+    """Seconds that the worker's present step has taken, as /health says; None when it rests or does not say."""
+    try:
+        busy_s = msgspec.json.decode(health, type=_Busy).busy_s
+    except JSON_ERRORS:
+        return None
+    return busy_s if busy_s is not None and 0 <= busy_s < MAX_BUSY_S else None
+
+
+class _Busy(msgspec.Struct):
+    busy_s: float | None = None
 
 
 def parse_mode(info: object) -> str | None:
@@ -151,7 +166,7 @@ def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
     if isinstance(config, str):
         try:
             config = msgspec.json.decode(config)
-        except (msgspec.DecodeError, RecursionError):
+        except JSON_ERRORS:
             return None
     if not isinstance(config, dict) or config.get("publisher", "zmq") != "zmq":
         return None

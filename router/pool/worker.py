@@ -76,6 +76,7 @@ class Worker:
     leaving: bool = False  # it gets nothing new, whatever its health
     last_resort: bool = False  # it does, while nobody else of its role is up
     silent: bool = False  # it is asked and says nothing: it gets requests where all others are silent too
+    busy_s: float | None = None  # it is in a step that has taken so long, by its last check; that is no illness
     switching_to: Role | None = None  # this router has asked it to change; it gets nothing new until it has
     discovered: bool = False  # each process of this router finds it by itself
     models: tuple[str, ...] = ()  # names that it serves, its own first; none: it does not say

@@ -169,7 +169,7 @@ class WorkerTable:
         worker.health, worker.changed_s = target, now_s
         self._on_change()
         if target is Health.DOWN:
-            worker.silent = False  # worse
+            worker.silent, worker.busy_s = False, None  # worse
             worker.report, worker.foreign_tokens = None, 0
             worker.circuit.reset()
             self.on_gone(worker)
@@ -182,6 +182,10 @@ class WorkerTable:
         worker.silent = silent
         self._on_change()
         return True
+
+    def on_busy(self, worker: Worker, busy_s: float | None) -> None:
+        """Tell for how long a worker's present step has run, as it says; None: it is in none. Nothing follows from it."""
+        worker.busy_s = busy_s
 
     def on_incarnation(self, worker: Worker, incarnation: str, *, asked_s: float) -> None:
         """Tell which process answered a check that began at `asked_s`; "": it did not say.

@@ -10,6 +10,7 @@ import msgspec
 
 from router.http.sse import SseSplitter
 from router.requests.rewrite import Api
+from security.json_depth import JSON_ERRORS
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -166,5 +167,5 @@ def _dict(owner: dict[str, Any], name: str) -> dict[str, Any]:
 def _decode_or_none(body: bytes) -> Any:
     try:
         return _decode(body)
-    except msgspec.DecodeError:
+    except JSON_ERRORS:
         return None

@@ -12,6 +12,7 @@ from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.draining import DRAINING
 from router.requests.legs import LegError
+from security.json_depth import JSON_ERRORS
 
 RETRY_AFTER_S = "1"  # told to clients when no worker is there
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
@@ -79,7 +80,7 @@ def _message_of(failure: LegError) -> str:
     """What the worker said, without the JSON around it; else what happened."""
     try:
         return msgspec.json.decode(failure.body, type=_ErrorBody).error.message
-    except msgspec.MsgspecError:
+    except JSON_ERRORS:
         return failure.body.decode(errors="replace")[:2000] or str(failure)
 
 

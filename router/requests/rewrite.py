@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from security.json_depth import MAX_DEPTH, deeper_than
+from security.json_depth import JSON_ERRORS, MAX_DEPTH, deeper_than
 
 BYTES_PER_TOKEN = 4  # of text; a guess good enough to balance by
 DEFAULT_OUTPUT_TOKENS = 128  # assumed when the request does not bound its answer
@@ -78,7 +78,7 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
     try:
         fields = _fields_decoder.decode(body)
         prompts, prompt_tokens = _prompts(api, fields)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
+    except JSON_ERRORS as err:
         raise BadBody(None, f"the body is not a JSON object: {err}") from None
     if prompts > MAX_SAMPLES:
         raise BadBody(None, f"one request may hold at most {MAX_SAMPLES} prompts, this one holds {prompts}")
@@ -138,7 +138,7 @@ def _text(raw: bytes) -> str:
         return ""
     try:
         return str(_any_decoder.decode(raw))
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except JSON_ERRORS:
         return ""
 
 
@@ -174,7 +174,7 @@ def _samplings(fields: dict[str, msgspec.Raw]) -> list[_Sampling]:
     raw = _raw(fields, "sampling_params")
     try:
         decoded = _sampling_decoder.decode(raw) if raw else _Sampling()
-    except msgspec.DecodeError:
+    except JSON_ERRORS:
         return [_Sampling()]
     return (decoded or [_Sampling()]) if isinstance(decoded, list) else [decoded]
 
@@ -193,7 +193,7 @@ def _wants_input_logprobs(api: Api, fields: dict[str, msgspec.Raw]) -> bool:
 def _any_not_negative(raw: bytes) -> bool:
     try:
         value = _any_decoder.decode(raw) if raw else None
-    except msgspec.DecodeError:
+    except JSON_ERRORS:
         return False
     return any(isinstance(v, int) and v >= 0 for v in (value if isinstance(value, list) else [value]))
 

@@ -168,7 +168,7 @@ class Controller:
             return None, f"{to} is short, but {giver} is at its minimum of {self.rules.keeps(giver)}"
         before = sum(worker.lasting for worker in pools[to]) / len(pools[to])
         after = self._giver_after(standing, pools, giver, lasting=before)
-        if after > before * (1 - self.rules.gain):
+        if after >= before * (1 - self.rules.gain):  # also where nothing lasts: a backlog alone passes without a move
             return None, (
                 f"{to} is short, but {giver} cannot spare a worker: it would have {after:.2f} of lasting work, "
                 f"{to} has {before:.2f}"

@@ -16,6 +16,7 @@ from router.pool.health import HealthMonitor
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.rules import Progress, objection, progress
+from security.json_depth import JSON_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class Switch:
                 worker.url + "/server_info", headers=self._credentials.own(), timeout=timeout, allow_redirects=False
             ) as response:
                 said = msgspec.json.decode(await response.read(), type=_Info).last_switch
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except (aiohttp.ClientError, OSError, TimeoutError, *JSON_ERRORS):
             said = None
         return "it was started anew" if said is None or said.error is None else said.error
 
@@ -167,5 +168,5 @@ def _message(answer: bytes) -> str:
     """Of an error in OpenAI's shape; else its beginning as it came."""
     try:
         return msgspec.json.decode(answer, type=_Error).error.message
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except JSON_ERRORS:
         return answer[:200].decode(errors="replace")

@@ -56,11 +56,10 @@ def register() -> Iterator[Callable[..., Registrar]]:
 
 
 def call(port: int, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
-        connection.request(
-            method, path, body if body is None or isinstance(body, bytes) else json.dumps(body), headers or {}
-        )
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
         response = connection.getresponse()
         return response.status, json.loads(response.read())
     finally:
@@ -74,7 +73,7 @@ def test_embedded(serve: Any, register: Any) -> None:
         look_up(address, 1)
     assert not caught.value.permanent
     registrar = register(server.port, "a")
-    assert registrar.registered.wait(5)
+    assert registrar.registered.wait(60)
     reply = look_up(address, 1)
     assert (reply.worker.control, reply.worker.incarnation, reply.shared) == ("10.0.0.1:1000", "a", False)
     registrar.close()
@@ -88,7 +87,7 @@ def test_shared_rooms(serve: Any, register: Any) -> None:
     one, two = register(server.port, "a", port=1), register(server.port, "b", port=2)
     one.add_room(11)  # before it knows whether the server wants rooms
     for registrar in (one, two):
-        assert registrar.registered.wait(5)
+        assert registrar.registered.wait(60)
     two.add_room(22)
     until(lambda: server.registry.num_rooms == 2)
     assert [look_up(address, room).worker.incarnation for room in (11, 22)] == ["a", "b"]
@@ -107,7 +106,7 @@ def test_server_that_starts_late_and_restarts(serve: Any, register: Any) -> None
     until(lambda: registrar.error is not None)
     assert "cannot be reached" in registrar.error
     first = serve(port=port)
-    assert registrar.registered.wait(5)
+    assert registrar.registered.wait(60)
     first.close()
     second = serve(port=port)
     registrar.add_room(5)
@@ -157,7 +156,7 @@ def ends_at_s(server: Any) -> float:
 def test_leases_are_renewed_and_end(serve: Any, register: Any) -> None:
     server = serve(shared=False, lease=0.6)
     registrar = register(server.port, "a")
-    assert registrar.registered.wait(5)
+    assert registrar.registered.wait(60)
     first = ends_at_s(server)
     until(lambda: ends_at_s(server) > first)
     second = ends_at_s(server)
@@ -170,7 +169,7 @@ def test_leases_are_renewed_and_end(serve: Any, register: Any) -> None:
 def test_secret(serve: Any, register: Any) -> None:
     server = serve(shared=False, secret=SECRET)
     address = f"127.0.0.1:{server.port}"
-    assert register(server.port, "a", secret=SECRET).registered.wait(5)
+    assert register(server.port, "a", secret=SECRET).registered.wait(60)
     assert look_up(address, 1, secret=SECRET).worker.incarnation == "a"
     assert call(server.port, "GET", "/health") == (200, {"workers": 1, "rooms": 0, "refused": 0})
     for wrong in (None, b"guess"):
@@ -183,7 +182,7 @@ def test_secret(serve: Any, register: Any) -> None:
 
 def test_a_server_without_the_secret_is_not_believed(serve: Any, register: Any) -> None:
     server = serve(shared=False)
-    assert register(server.port, "false").registered.wait(5)
+    assert register(server.port, "false").registered.wait(60)
     with pytest.raises(BootstrapError, match="did not show that it knows the secret") as caught:
         look_up(f"127.0.0.1:{server.port}", 1, secret=SECRET)
     assert caught.value.permanent
@@ -212,7 +211,7 @@ def test_a_recorded_call_is_worth_nothing(serve: Any, register: Any) -> None:
 
 
 def challenge_of(port: int) -> str:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", "/route?room=1")
         return connection.getresponse().headers[CHALLENGE_HEADER]
@@ -268,7 +267,12 @@ def test_bad_calls(serve: Any, register: Any) -> None:
         got, reply = call(server.port, method, path, body)
         assert (got, set(reply)) == (status, {"error"}), (method, path, reply)
         assert text in reply["error"], (method, path, reply)
-    assert register(server.port, "a").registered.wait(5)
+    assert register(server.port, "a").registered.wait(60)
+
+
+def test_a_body_that_cannot_be_unpacked_is_a_400(serve: Any) -> None:
+    status, reply = call(serve().port, "POST", "/rooms", b"no gzip", {"Content-Encoding": "gzip"})
+    assert status == 400 and reply["error"].startswith("body: cannot be read")
 
 
 def test_taken_port_is_named(serve: Any) -> None:

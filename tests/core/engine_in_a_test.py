@@ -15,6 +15,7 @@ from engine.core.policy import Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.core.step_budget import StepBudget
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.hash_model import HashModel, next_token, prefix_hash
@@ -42,6 +43,7 @@ class EngineInATest:
         host: HostCache | None = None,
         resume_elsewhere: bool = False,
         vocab_size: int | None = None,
+        step_budget: StepBudget | None = None,
         **limits: object,
     ) -> None:
         allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
@@ -56,7 +58,7 @@ class EngineInATest:
         self.scheduler = Scheduler(
             limits=bounds,
             memory=memory,
-            tail_text=lambda ids: "".join(f"<{i}>" for i in ids),
+            tail_texts=lambda ids, skip: ("".join(f"<{i}>" for i in ids),),
             policy=policy,
             priorities=priorities,
             ratio=NewTokenRatio(conservativeness=conservativeness),
@@ -66,6 +68,7 @@ class EngineInATest:
             growth=MeasuredGrowth(),
             resume_elsewhere=resume_elsewhere,
             vocab_size=vocab_size,
+            step_budget=step_budget,
         )
         self.now_s = 0.0
         self.model = HashModel(page_size=page_size)

@@ -19,8 +19,8 @@ FINISHED = FinishReason(kind="stop", matched=1)
 ABORTED = FinishReason(kind="abort", message="aborted by the client")
 
 
-def text_of(ids: Sequence[int]) -> str:
-    return "".join(chr(i) for i in ids)
+def texts_of(ids: Sequence[int], skip: bool) -> tuple[str, ...]:
+    return ("".join(chr(i) for i in ids),)
 
 
 def request_of(output_ids: list[int], **sampling: object) -> Request:
@@ -38,7 +38,7 @@ def request_of(output_ids: list[int], **sampling: object) -> Request:
 
 
 def check(request: Request, *, bad: bool = False) -> FinishReason | None:
-    return check_finish(request, bad=bad, tail_text=text_of, vocab_size=VOCAB_SIZE)
+    return check_finish(request, bad=bad, tail_texts=texts_of, vocab_size=VOCAB_SIZE)
 
 
 def test_the_checks_come_in_their_order() -> None:

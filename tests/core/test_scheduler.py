@@ -223,6 +223,26 @@ def test_decodes_ride_along_with_a_chunk(depth: int) -> None:
     assert engine.tokens == {"running": expected_tokens([1, 2, 3], 12), "long": expected_tokens(list(range(30)), 2)}
 
 
+def test_mixed_steps_lower_the_new_token_ratio_as_decode_steps_do() -> None:
+    """A short prompt comes every turn: there are next to no pure decode steps."""
+    engine = EngineInATest(page_size=4, num_pages=400, chunk=16, mixed_chunk=True)
+    engine.add("long", [1, 2, 3], max_new_tokens=710)
+    engine.turn()
+    for i in range(700):
+        engine.add(f"r{i}", [i % 50], max_new_tokens=1)
+        engine.turn()
+    assert engine.scheduler.counters.mixed_steps == 700
+    assert engine.scheduler.ratio.value == pytest.approx(0.7 * 0.14)
+
+
+def test_a_step_of_prompts_alone_leaves_the_new_token_ratio() -> None:
+    engine = EngineInATest(page_size=4)
+    for i in range(5):
+        engine.add(f"r{i}", [i], max_new_tokens=4)
+    engine.turn()
+    assert engine.scheduler.ratio.value == pytest.approx(0.7)
+
+
 def test_a_chunked_prompt_goes_on_by_a_page_although_riders_have_the_budget() -> None:
     """They may have come since its first chunk: from a prefill worker, or resumed."""
     engine = EngineInATest(page_size=4, chunk=8, max_running=20, mixed_chunk=True)

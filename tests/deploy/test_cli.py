@@ -3,7 +3,6 @@
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -22,13 +21,13 @@ def taken_port() -> Iterator[int]:
 
 
 def test_help_lists_the_commands_at_once() -> None:
-    best_s = 9.0
-    for _ in range(3):
-        before = time.perf_counter()
-        done = tandem("--help")
-        best_s = min(best_s, time.perf_counter() - before)
+    """It imports nothing that takes long to import."""
+    code = "import sys; from deploy.cli import main; status = main(['--help']); print(status, *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and all(f"  {name} " in done.stdout for name in COMMANDS)
-    assert best_s < 1.0  # 0.06 s on a quiet machine
+    status, *modules = done.stdout.splitlines()[-1].split()
+    assert status == "0" and "deploy.cli" in modules
+    assert not {"torch", "numpy", "aiohttp", "msgspec", "tokenizers", "zmq"}.intersection(modules)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -25,6 +25,7 @@ LEAST |= {
     "gated": 500,
     "skipped": 20,
     "given_back": 3,
+    "preemptions": 20,
 }
 
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from engine.core.policy import Priorities
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
 from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.core.proof.driver import growth_cut_at
 from tests.core.proof.oracle import Answer, answer_of, wishes_of
-from tests.core.proof.story import Ask, asks
+from tests.core.proof.story import PRIORITIES, Ask, asks
 from tests.disagg.two_roles import Cluster, RoleEngine
 
 
@@ -37,6 +38,7 @@ class TwoRoleStory:
     rows: int
     backup_pages: int
     resume_elsewhere: bool
+    priorities: Priorities | None
     conservativeness: float
     clip: int
     layerwise: bool
@@ -59,6 +61,7 @@ def two_role_stories() -> st.SearchStrategy[TwoRoleStory]:
         rows=st.sampled_from([1, 3, 8]),
         backup_pages=st.sampled_from([0, 8, 1000]),
         resume_elsewhere=st.booleans(),
+        priorities=st.sampled_from([None, *PRIORITIES]),
         conservativeness=st.sampled_from([0.0, 0.0, 1.0]),
         clip=st.sampled_from([0, 0, 0, 4096]),
         layerwise=st.booleans(),
@@ -82,6 +85,7 @@ class _Play:
                 "lag": story.lag,
                 "mixed_chunk": story.mixed,
                 "conservativeness": story.conservativeness,
+                "priorities": story.priorities,
             },
             backup_pages=0 if story.resume_elsewhere else story.backup_pages,
             resume_elsewhere=story.resume_elsewhere,
@@ -135,6 +139,7 @@ class _Play:
                 grammar=None if ask.grammar is None else CycleGrammar(*ask.grammar),
                 logprobs=None if ask.logprob_from is None else LogprobOptions(),
                 keep_kv=ask.keep_kv,
+                priority=ask.priority,
             )
 
     def judge(self) -> None:
@@ -160,6 +165,7 @@ class _Play:
             requests=len(self.right),
             steps=prefill.scheduler.counters.steps + decode.scheduler.counters.steps,
             retractions=decode.scheduler.counters.retractions,
+            preemptions=decode.scheduler.counters.preemptions,
             resumed_elsewhere=int(decode.role.counters().get("resumed_through_prefill", 0)),
             restored_tokens=decode.scheduler.backups.restored_tokens,
             overlapped=prefill.overlapped + decode.overlapped,

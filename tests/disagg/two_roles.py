@@ -102,10 +102,10 @@ class Cluster:
             prealloc_timeout_s=1000.0,
         )
 
-    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, adapter: int = 0) -> None:
+    def submit(self, rid: str, prompt: list[int], room: int, *, new: int, adapter: int = 0, priority: int = 0) -> None:
         """To both, as the router does."""
-        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True, adapter=adapter)
-        self.decode.submit(rid, prompt, room, new=new, prefill_only=False, adapter=adapter)
+        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True, adapter=adapter, priority=priority)
+        self.decode.submit(rid, prompt, room, new=new, prefill_only=False, adapter=adapter, priority=priority)
 
     def run(self, rng: random.Random, max_turns: int = 20_000) -> None:
         """Until nothing is left anywhere."""

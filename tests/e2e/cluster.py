@@ -18,7 +18,7 @@ from disagg.die_with_parent import die_with_parent
 
 READY_S = 120.0
 END_S = 15.0
-SETTLE_S = 30.0
+SETTLE_S = 60.0
 POLL_S = 0.05
 
 

@@ -2,19 +2,24 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
-from tests.e2e.client import assert_all_back, generate_all, session
-from tests.e2e.cluster import Cluster, cluster
+from tests.e2e.client import assert_all_back, generate, generate_all, session
+from tests.e2e.cluster import POLL_S, SETTLE_S, Cluster, cluster
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 FLAGS = ("--chunked-prefill-size", "64", "--log-level", "warning", "--enable-return-hidden-states")
 SMALL = ("--max-total-tokens", "640", "--num-reserved-decode-tokens", "0", "--schedule-conservativeness", "0")
-DISAGGREGATED = ("--disaggregation-decode-retraction-backup", "host", "--stream", "threaded", "--stream-delay-ms", "1")
+DISAGGREGATED = (
+    *("--disaggregation-decode-retraction-backup", "host", "--stream", "threaded", "--stream-delay-ms", "1"),
+    "--enable-priority-scheduling",
+)
 MAX_ERROR = 1e-4
 
 
@@ -31,7 +36,7 @@ def unified(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def pd(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Memory for few answers at a time, and no reserve: decode retracts."""
+    """Memory for few answers at a time, and no reserve: decode retracts. Priorities count."""
     args = ("--model-path", checkpoint, *FLAGS, *SMALL, *DISAGGREGATED)
     with cluster(tmp_path_factory.mktemp("pd"), *args) as c:
         yield c
@@ -101,6 +106,61 @@ def test_decode_retracts_to_the_host_and_nobody_can_tell(unified: Cluster, pd: C
     assert sum(a["meta_info"]["num_retractions"] for a in two) > 0
     counters = asyncio.run(decode_counters(pd))
     assert counters["backup_restored_tokens"] == counters["backup_saved_tokens"] > 0
+
+
+def test_decode_keeps_the_order_of_priorities(unified: Cluster, pd: Cluster) -> None:
+    """Memory for one of them at a time. "low" runs when the others arrive, in the order of a dict."""
+    wanted = {"low": (0, 30, 500), "poor": (0, 200, 150), "mean": (5, 200, 150), "high": (50, 200, 150)}
+    bodies = {
+        name: {
+            "input_ids": ids_of(length, length + priority + new),
+            "priority": priority,
+            "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+        }
+        for name, (priority, length, new) in wanted.items()
+    }
+    before = asyncio.run(decode_counters(pd))
+    ended, answers = asyncio.run(while_decode_pauses(pd, bodies))
+    assert ended == ["high", "mean", "low", "poor"]
+    assert asyncio.run(decode_counters(pd))["preemptions"] - before["preemptions"] == 1
+    expected = asyncio.run(generate_all(unified.router, list(bodies.values())))
+    assert [answers[name]["output_ids"] for name in bodies] == [a["output_ids"] for a in expected]
+    asyncio.run(assert_all_back(pd))
+
+
+async def while_decode_pauses(c: Cluster, bodies: dict[str, dict[str, Any]]) -> tuple[list[str], dict[str, Any]]:
+    """The first body runs when decode is paused; the others arrive one by one, then all go on. In which order they ended."""
+    decode, ended, answers = c.of("decode")[0].url, list[str](), dict[str, Any]()
+
+    async def ask(http: aiohttp.ClientSession, name: str) -> None:
+        answers[name] = await generate(http, c.router, bodies[name])
+        ended.append(name)
+
+    async with session() as http, asyncio.TaskGroup() as tasks:
+        first, *others = bodies
+        tasks.create_task(ask(http, first))
+        await until(http, decode, lambda state: state["running"] == 1)
+        await control(http, f"{decode}/pause_generation", {"mode": "in_place"})
+        for count, name in enumerate(others, start=1):
+            tasks.create_task(ask(http, name))
+            await until(http, decode, lambda state, count=count: state["queues"]["held"] == count)
+        await control(http, f"{decode}/continue_generation", {})
+    return ended, answers
+
+
+async def control(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
+    async with http.post(url, json=body) as response:
+        assert response.status == 200, await response.text()
+
+
+async def until(http: aiohttp.ClientSession, url: str, is_so: Callable[[dict[str, Any]], bool]) -> None:
+    deadline_s = time.monotonic() + SETTLE_S
+    while True:
+        async with http.get(f"{url}/check") as response:
+            if is_so(state := await response.json()):
+                return
+        assert time.monotonic() < deadline_s, state
+        await asyncio.sleep(POLL_S)
 
 
 async def decode_counters(c: Cluster) -> dict[str, float]:

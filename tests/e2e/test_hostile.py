@@ -1,16 +1,14 @@
-"""Malformed and hostile input at every door: each gets its error, and after each one the next good request is served.
+"""Hostile clients, peers and servers of a cluster: each gets its error, and after each one the next good request is served.
 
-Doors: HTTP of the router and of both workers, the control plane, the bootstrap server, and what a decode worker is told
-by servers that a request names. After every case a right answer crosses the cluster, and all memory is back.
+Slow clients, rooms, what a decode worker is told by servers that a request names, and peers that differ. Single requests and
+frames that are wrong in themselves: tests/hostile, at every door. After every case a right answer crosses the cluster, and
+all memory is back.
 """
 
 import asyncio
 import contextlib
-import json
 import random
-import re
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,16 +21,13 @@ import zmq
 from bootstrap_server.protocol import Registration, RouteReply
 from tests.e2e import hostile
 from tests.e2e.client import assert_all_back, generate_all
-from tests.e2e.cluster import Cluster, cluster, wait_until
+from tests.e2e.cluster import Cluster, cluster
 from tests.e2e.conftest import SHIPPED
 from tests.e2e.workload import recall_body
+from tests.hostile.table import post
 from transfer_backends.wire import Abort, Bye, Drained, Ping, Refused, Status, TransferInfo, decode
 
 HANDSHAKE_S = 2
-# A traceback that is not aiohttp's own about bytes that it could not parse (which it has answered with a 400).
-OUR_BUG = re.compile(
-    r"^(?!.*(Error handling request from|aiohttp.server: Unhandled|ERROR Unhandled)).*\nTraceback", re.MULTILINE
-)
 DOORS = ("router", "prefill", "decode")
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 PROMPT = {"text": "k17 v42 k17"}
@@ -48,8 +43,7 @@ def c(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield started
         assert all(process.is_running() for process in family), "a process has ended"
         for log in (folder / "logs").iterdir():
-            found = OUR_BUG.search(log.read_text())
-            assert found is None, f"{log}: {found and found.string[found.start() : found.end() + 3000]}"
+            assert (found := hostile.our_traceback(log)) is None, found
 
 
 @pytest.fixture(autouse=True)
@@ -73,60 +67,6 @@ def url_of(c: Cluster, door: str) -> str:
 
 # ---- HTTP
 
-RAW_BODIES: dict[str, tuple[str, bytes]] = {
-    "empty": (GENERATE, b""),
-    "half-an-object": (CHAT, b'{"messages": ['),
-    "list": (GENERATE, b"[]"),
-    "null": (COMPLETE, b"null"),
-    "number": (GENERATE, b"7"),
-    "nan": (GENERATE, b'{"text": "k17", "sampling_params": {"temperature": NaN}}'),
-    "infinity": (COMPLETE, b'{"prompt": "k17", "temperature": 1e999}'),
-    "not-utf-8": (GENERATE, b'{"text": "\xff\xfe\xc3("}'),
-    "lone-surrogate": (COMPLETE, b'{"prompt": "\\ud800"}'),
-    "nul-bytes": (GENERATE, b"\x00" * 4096),
-    "deep-lists": (GENERATE, b'{"text": "k17", "x": ' + b"[" * 200_000),
-    "deep-and-whole": (COMPLETE, b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"),
-    "deep-objects": (CHAT, b'{"messages": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}"),
-    "form": (GENERATE, b"text=k17&n=2"),
-    "pickle": (GENERATE, b"\x80\x04\x95\x1c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."),
-}
-FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "text-is-a-number": (GENERATE, {"text": 5}),
-    "text-and-ids": (GENERATE, {**PROMPT, "input_ids": [1]}),
-    "mixed-ids": (GENERATE, {"input_ids": [1, [2]]}),
-    "id-outside": (GENERATE, {"input_ids": [10**6]}),
-    "id-negative": (GENERATE, {"input_ids": [-1]}),
-    "id-huge": (GENERATE, {"input_ids": [10**40]}),
-    "huge-n": (GENERATE, {**PROMPT, "sampling_params": {"n": 10**12}}),
-    "n-4096": (GENERATE, {**PROMPT, "sampling_params": {"n": 4096}}),
-    "n-true": (CHAT, {**USER, "n": True}),
-    "huge-new-tokens": (GENERATE, {**PROMPT, "sampling_params": {"max_new_tokens": 10**18}}),
-    "long-stop": (COMPLETE, {"prompt": "k17", "stop": "x" * 10_000_000}),
-    "many-stops": (COMPLETE, {"prompt": "k17", "stop": ["x"] * 100_000}),
-    "huge-seed": (CHAT, {**USER, "seed": 2**80}),
-    "huge-bias": (CHAT, {**USER, "logit_bias": {"17": 1e300}}),
-    "too-long": (GENERATE, {"input_ids": [20] * 40_000}),
-    "too-many-prompts": (GENERATE, {"input_ids": [[20]] * 5000}),
-    "deep-template": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-    "rid-object": (GENERATE, {**PROMPT, "rid": {"$ne": 1}}),
-    "sampling-list": (GENERATE, {**PROMPT, "sampling_params": [1, 2]}),
-}
-
-
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("name", RAW_BODIES)
-def test_a_body_that_is_no_request(c: Cluster, name: str, door: str) -> None:
-    path, body = RAW_BODIES[name]
-    assert_refused(httpx.post(url_of(c, door) + path, content=body, timeout=30))
-
-
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_wrong_field(c: Cluster, name: str, door: str) -> None:
-    path, fields = FIELDS[name]
-    meeting = {} if door == "router" else {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 5}
-    assert_refused(httpx.post(url_of(c, door) + path, content=json.dumps({**fields, **meeting}), timeout=30))
-
 
 def assert_refused(answer: httpx.Response, *statuses: int) -> None:
     """An error in OpenAI's shape."""
@@ -135,56 +75,28 @@ def assert_refused(answer: httpx.Response, *statuses: int) -> None:
     assert error["message"] and error["type"] == "invalid_request_error", error
 
 
-BYTES: dict[str, bytes] = {
-    "http2-preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00",
-    "tls-hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64,
-    "noise": random.Random(0).randbytes(5000),
-    "no-host-no-version": b"GET\r\n\r\n",
-    "negative-length": b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-    "length-and-chunks": b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "cut-off-body": b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{"text": "k1',
-    "cut-off-chunks": b'POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n{"text": "k1',
-    "wrong-chunk": b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    "long-header": b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 1_000_000 + b"\r\n\r\n",
-    "many-headers": b"GET /health HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % i for i in range(100_000)) + b"\r\n",
-    "bad-gzip": b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd",
-    "claimed-terabyte": b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1099511627776\r\n\r\n{}",
-}
-
-
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("name", BYTES)
-def test_bytes_that_are_no_http(c: Cluster, name: str, door: str) -> None:
-    status = hostile.exchange(url_of(c, door), BYTES[name]).split(b"\r\n")[0]
-    assert status == b"" or status.split()[1] in (b"400", b"413", b"431"), status
-
-
 def test_half_open_requests_stop_nobody(c: Cluster) -> None:
     """Slow loris: a header, or a body, that never ends; hundreds of them."""
     begun = (
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nX: ",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{",
+        b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nX: ",
+        b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
     )
     with contextlib.ExitStack() as stack:
         for i in range(300):
             sock = stack.enter_context(hostile.connect(url_of(c, DOORS[i % 3])))
             sock.sendall(begun[i % 2])
-        start_s = time.monotonic()
         serve_well(c, count=8)
-        assert time.monotonic() - start_s < 10
 
 
 def test_an_answer_that_nobody_reads_stops_nobody(c: Cluster) -> None:
     """A client that asks for much and reads nothing."""
-    body = json.dumps(
-        {**PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
-    ).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    body = {**PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
+    sent = post(GENERATE, body).head(b"127.0.0.1")
     with contextlib.ExitStack() as stack:
         for _ in range(8):
             sock = stack.enter_context(hostile.connect(c.router))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.sendall(head + body)
+            sock.sendall(sent)
         rng = random.Random(4)
         fine, wanted = recall_body(rng, 30, max_new_tokens=4)
         assert asyncio.run(generate_all(c.router, [fine]))[0]["output_ids"] == wanted
@@ -212,7 +124,7 @@ ROOMS: dict[str, Any] = {
 def test_a_bad_room(c: Cluster, name: str, door: str) -> None:
     body = {**PROMPT, "bootstrap_host": "127.0.0.1", "bootstrap_port": 5, "bootstrap_room": ROOMS[name]}
     answer = httpx.post(url_of(c, door) + GENERATE, json=body, timeout=30)
-    assert_refused(answer, 400, 409)
+    assert_refused(answer)
     assert "bootstrap_room" in answer.text
 
 
@@ -306,15 +218,12 @@ def test_bootstrap_servers_that_lie(c: Cluster) -> None:
 
 
 async def _fail_beside_a_good_one(c: Cluster, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
-    """The answers to `bodies`, sent to the decode worker; meanwhile a good request is as fast as ever."""
-    start_s = time.monotonic()
-    async with httpx.AsyncClient(timeout=30) as http:
+    """The answers to `bodies`, sent to the decode worker; beside them a good request is answered right."""
+    async with httpx.AsyncClient(timeout=60) as http:
         bad = [asyncio.create_task(http.post(url_of(c, "decode") + GENERATE, json=body)) for body in bodies]
         fine, wanted = recall_body(random.Random(8), 30, max_new_tokens=3)
         assert (await generate_all(c.router, [fine]))[0]["output_ids"] == wanted
-        assert time.monotonic() - start_s < HANDSHAKE_S
         answers = await asyncio.gather(*bad)
-    assert time.monotonic() - start_s < HANDSHAKE_S + 5
     return answers
 
 
@@ -368,53 +277,6 @@ def _false_frames(reply: str, *, me: str, them: str) -> list[bytes]:
 
 # ---- control plane
 
-GREETING = b"\xff" + b"\x00" * 8 + b"\x7f\x03\x00NULL" + b"\x00" * 48
-TCP_JUNK: dict[str, bytes] = {
-    "noise": random.Random(1).randbytes(10_000),
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "zeros": b"\x00" * 10_000,
-    "greeting-and-noise": GREETING + random.Random(2).randbytes(10_000),
-    "greeting-and-huge-frame": GREETING + b"\x02\xff\xff\xff\xff\xff\xff\xff\xff",
-    "half-a-greeting": GREETING[:20],
-}
-FRAMES: dict[str, list[bytes]] = {
-    "empty": [b""],
-    "noise": [random.Random(3).randbytes(1000)],
-    "reserved-code": [b"\xc1"],
-    "nil": [msgspec.msgpack.encode(None)],
-    "map": [msgspec.msgpack.encode({"type": "Register"})],
-    "unknown-tag": [msgspec.msgpack.encode(["Shutdown", "a", "b"])],
-    "too-few-fields": [msgspec.msgpack.encode(["Register", "a", "b"])],
-    "wrong-types": [msgspec.msgpack.encode(["Ping", 1, 2, "x"])],
-    "too-many-fields": [msgspec.msgpack.encode(["Ping", "a", "b", 1, 2])],
-    "deep": [b"\x91" * 100_000],
-    "false-length": [b"\xdd\xff\xff\xff\xff"],
-    "over-the-limit": [b"x" * (9 << 20)],
-    "many-parts": [b"a", b"b", b"c"],
-}
-
-
-@pytest.mark.parametrize("name", TCP_JUNK)
-def test_tcp_junk_at_the_control_plane(c: Cluster, name: str) -> None:
-    address = hostile.route(c).control
-    with hostile.connect(address) as sock, contextlib.suppress(ConnectionError):
-        sock.sendall(TCP_JUNK[name])
-    serve_well(c)
-
-
-@pytest.mark.parametrize("name", FRAMES)
-def test_junk_frames_at_the_control_plane(c: Cluster, name: str) -> None:
-    before = _counter(c, "junk_frames")
-    with hostile.dealer(hostile.route(c).control) as sock:
-        sock.send_multipart(FRAMES[name])
-        if name != "over-the-limit":  # ZMQ itself ends that connection
-            wait_until(lambda: _counter(c, "junk_frames") > before, within_s=10, what="counted as junk")
-
-
-def _counter(c: Cluster, name: str) -> float:
-    return float(httpx.get(f"{url_of(c, 'prefill')}/check").json()["counters"].get(name, 0))
-
-
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "version": ({"version": 99}, "version"),
     "signature": ({"signature": "another model"}, "another model"),
@@ -465,53 +327,3 @@ def test_a_flood_of_frames_stops_nobody(c: Cluster) -> None:
             with contextlib.suppress(zmq.Again):
                 sock.send(b"junk", zmq.DONTWAIT)
         serve_well(c)
-
-
-# ---- bootstrap server
-
-GOOD = {
-    "incarnation": "x",
-    "control_host": "127.0.0.1",
-    "control_port": 1,
-    "protocol_version": 1,
-    "page_size": 16,
-    "signature": "s",
-    "dtype": "bfloat16",
-}
-CALLS: dict[str, tuple[str, str, bytes, int]] = {
-    "junk": ("PUT", "/route", b"\xff\x00", 400),
-    "empty": ("PUT", "/route", b"", 400),
-    "list": ("PUT", "/route", b"[]", 400),
-    "deep": ("PUT", "/route", b"[" * 100_000, 400),
-    "huge": ("PUT", "/route", b" " * (2 << 20), 413),
-    "unknown-field": ("PUT", "/route", json.dumps({**GOOD, "admin": True}).encode(), 400),
-    "port-0": ("PUT", "/route", json.dumps({**GOOD, "control_port": 0}).encode(), 400),
-    "port-string": ("PUT", "/route", json.dumps({**GOOD, "control_port": "1"}).encode(), 400),
-    "wrong-role": ("PUT", "/route", json.dumps({**GOOD, "role": "decode"}).encode(), 400),
-    "long-name": ("PUT", "/route", json.dumps({**GOOD, "incarnation": "x" * 300}).encode(), 400),
-    "no-room": ("GET", "/route", b"", 400),
-    "room-0": ("GET", "/route?room=0", b"", 400),
-    "room-word": ("GET", "/route?room=five", b"", 400),
-    "room-huge": ("GET", "/route?room=99999999999999999999", b"", 400),
-    "room-unicode": ("GET", "/route?room=%D9%A3", b"", 400),
-    "leave-unnamed": ("DELETE", "/route", b"", 400),
-    "leave-stranger": ("DELETE", "/route?incarnation=nobody", b"", 404),
-    "rooms-of-a-stranger": ("POST", "/rooms", b'{"incarnation": "nobody", "rooms": [1]}', 404),
-    "rooms-junk": ("POST", "/rooms", b'{"incarnation": "nobody", "rooms": ["1"]}', 400),
-    "too-many-rooms": ("POST", "/rooms", json.dumps({"incarnation": "x", "rooms": [1] * 5000}).encode(), 400),
-    "wrong-method": ("POST", "/route", b"{}", 405),
-    "wrong-place": ("GET", "/../etc/passwd", b"", 404),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_bad_bootstrap_call(c: Cluster, name: str) -> None:
-    method, path, body, status = CALLS[name]
-    answer = httpx.request(method, hostile.bootstrap_url(c) + path, content=body, timeout=30)
-    assert answer.status_code == status and answer.json()["error"], (answer.status_code, answer.text[:300])
-
-
-@pytest.mark.parametrize("name", ["http2-preface", "noise", "cut-off-chunks", "wrong-chunk", "many-headers"])
-def test_bytes_that_are_no_http_at_the_bootstrap_server(c: Cluster, name: str) -> None:
-    status = hostile.exchange(hostile.bootstrap_url(c), BYTES[name].replace(b"/generate", b"/route")).split(b"\r\n")[0]
-    assert status == b"" or status.split()[1][:1] == b"4", status

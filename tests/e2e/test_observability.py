@@ -189,7 +189,9 @@ def test_bad_queries_of_traces(nixl: Cluster) -> None:
         async with session() as http:
             for url in (nixl.router, nixl.workers[0].url):
                 for body in (b"", b"[]", b'{"last": 0}', b'{"last": "x"}', b'{"ids": [1]}', b"{" * 3000):
-                    async with http.post(f"{url}/traces", data=body) as response:
+                    async with http.post(
+                        f"{url}/traces", data=body, headers={"Content-Type": "application/json"}
+                    ) as response:
                         assert response.status == 400, (url, body, await response.text())
                         assert (await response.json())["error"]["message"]
 

@@ -169,6 +169,30 @@ def test_the_answers_are_the_right_ones(apis: tuple[openai.OpenAI, openai.OpenAI
     assert chat.usage is not None and chat.usage.prompt_tokens > len(IDS)
 
 
+def test_replicas_have_seeds_of_their_own(mooncake: Cluster) -> None:
+    """Otherwise two of them would give the same request the same sample."""
+    seeds = [httpx.get(f"{worker.url}/server_info").json()["random_seed"] for worker in mooncake.workers]
+    assert len(set(seeds)) == len(seeds) == 4 and None not in seeds
+
+
+@pytest.mark.parametrize("trim", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stop_string_may_name_a_special_token(
+    apis: tuple[openai.OpenAI, openai.OpenAI], skip: bool, trim: bool
+) -> None:
+    """The answer to USER is "v42" and <eos>, which is no end here."""
+    wishes = {"ignore_eos": True, "skip_special_tokens": skip, "no_stop_trim": not trim}
+    body: Any = {**GREEDY, "messages": USER, "max_tokens": 8, "stop": ["<eos>"], "extra_body": wishes}
+    for api in apis:
+        whole = api.chat.completions.create(**body).choices[0]
+        events = [event.choices[0] for event in api.chat.completions.create(**body, stream=True)]
+        assert (whole.finish_reason, whole.matched_stop) == ("stop", "<eos>")  # type: ignore[attr-defined]
+        assert events[-1].finish_reason == "stop"
+        streamed = "".join(event.delta.content or "" for event in events)
+        assert whole.message.content == streamed
+        assert streamed.split() == (["v42"] if skip or trim else ["v42", "<eos>"])
+
+
 def test_a_chat_streams_token_by_token(apis: tuple[openai.OpenAI, openai.OpenAI]) -> None:
     events = list(apis[0].completions.create(**GREEDY, prompt=PROMPT, max_tokens=9, stream=True))
     assert len([e for e in events if e.choices[0].text]) > 2

@@ -188,17 +188,19 @@ def disaggregated(model_path: str, *, decode: dict[str, object], **flags: object
         yield Pair(*workers, port=server.port)
 
 
-def run(system: System, asked: list[tuple[str, list[int], int]], *, turns_between: int) -> dict[str, list[int]]:
+def run(
+    system: System, asked: list[tuple[str, list[int], int]], *, turns_between: int, rest_s: float = REST_S
+) -> dict[str, list[int]]:
     """Half of `asked` (name, prompt, new tokens) at once, the others one by one while those run.
 
-    The tokens of each; all memory is back then.
+    The tokens of each; all memory is back then. Fails after `rest_s`.
     """
     half = len(asked) // 2
     waiting = asked[half:]
     for rid, prompt, new in asked[:half]:
         system.submit(rid, prompt, new=new)
     system.gather(half)
-    deadline_s, turns = monotonic() + REST_S, 0
+    deadline_s, turns = monotonic() + rest_s, 0
     while waiting or not all(worker.at_rest for worker in system.workers):
         assert monotonic() < deadline_s, [worker.role.queues() for worker in system.workers]
         if not any([worker.turn() for worker in system.workers]):

@@ -30,7 +30,12 @@ class EngineInProcess:
         config = EngineConfig(model_path=model_path, **{"max_total_tokens": 8192, **flags})  # type: ignore[arg-type]
         self.model = load_model_config(model_path)
         self.parts: EngineParts = build_engine(
-            config, self.model, tail_text=lambda ids: "", progress=False, num_token_ids=num_token_ids, capture=capture
+            config,
+            self.model,
+            tail_texts=lambda ids, skip: (),
+            progress=False,
+            num_token_ids=num_token_ids,
+            capture=capture,
         )
         self.pipeline = Pipeline(
             scheduler=self.parts.scheduler,

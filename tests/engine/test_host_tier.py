@@ -17,7 +17,7 @@ from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 TINY = {"page_size": 4, "max_total_tokens": 160, "chunked_prefill_size": 32}
 PROMPTS = [[16 + (7 * family + i) % 250 for i in range(70)] + [20 + i] for family in range(5) for i in range(3)]
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")

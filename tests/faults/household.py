@@ -24,7 +24,7 @@ from tests.e2e.cluster import end_tree, start_process
 
 MARK = "TANDEM_FAULTS_RIG"
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_S = 15.0
+LEFT_S = 60.0
 
 
 @dataclass

@@ -23,7 +23,9 @@ SOAKS = {backend: f"churn_soak_{backend}.json" for backend in BACKENDS}
 INTRO = """# Reliability
 
 What the cluster does on its worst day, with real processes. This page is written by `make fault-matrix`, `make death-notice`
-and `make churn-soak` (`tests/faults/report.py`); do not edit it. The same in virtual time, with far more faults: `make sim`.
+and `make churn-soak` (`tests/faults/report.py`); do not edit it. Each
+section names the commit that it was measured at: what has changed since is not in it. The same in virtual time, with far more
+faults: `make sim`.
 
 ## Fault matrix
 
@@ -78,6 +80,10 @@ router prefers others (`/workers` says `silent`), and from the moment the fault 
 | fault | victim | times | noticed | back |
 |---|---|---|---|---|
 {rows}
+Silence is of the scheduler *process*. A worker in a long step is busy, which is no row here: a thread of its scheduler process answers
+the router's checks during the step (docs/operations.md, "Health"), and the worker stays in the choice. A frozen process is silent with
+all its threads. A step that never ends is ended by `--watchdog-timeout`.
+
 False alarms: {silent} in {seconds:.0f} s with {streams} streams at a time on this machine, in which {answers} answers came.
 """
 
@@ -172,9 +178,18 @@ def _spread(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.2f} s; {max(seconds):.2f} s"
 
 
+def _age(report: dict[str, Any]) -> str:
+    """A report of workers that had a process which they have no more says so."""
+    if not any("detokenizer" in trend["name"] for trend in report["trends"]):
+        return ""
+    return "**Older than the tree**: the workers of this run had a detokenizer process of their own, which is gone.\n\n"
+
+
 def _soaks(reports: Path) -> str:
     found = [(backend, report) for backend, name in SOAKS.items() if (report := _read(reports / name)) is not None]
-    parts = [f"\n### {backend}\n\n{render(report)}\n{_where(report['about'])}\n" for backend, report in found]
+    parts = [
+        f"\n### {backend}\n\n{_age(report)}{render(report)}\n{_where(report['about'])}\n" for backend, report in found
+    ]
     return "\n## Soak under churn\n" + "".join(parts) if parts else ""
 
 

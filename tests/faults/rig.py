@@ -32,7 +32,7 @@ WORKERS = ("prefill", "decode")
 PARTS = ("bootstrap", *WORKERS, "router")
 POOL_TOKENS = 8192
 SHIPPED = ("--chunked-prefill-size", "256", "--log-level", "warning", "--max-total-tokens", str(POOL_TOKENS))
-DEATH_S = 10.0
+DEATH_S = 60.0
 
 
 class Rig:

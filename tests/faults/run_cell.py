@@ -26,7 +26,7 @@ from tests.faults.rig import POOL_TOKENS, WORKERS, Rig
 
 NUM_REQUESTS = 4
 SHORT, LONG = 8, 500  # new tokens
-PHASE_S = 30.0
+PHASE_S = 60.0
 ENTER_TRIES = 5
 FAULT_S = 10.0  # how long SIGSTOP and a cut last
 DRAIN_S = 40.0  # --drain-timeout is 30 s

@@ -64,7 +64,7 @@ def write_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def wait_for(what: Callable[[], Any], *, timeout_s: float = 20.0) -> Any:
+def wait_for(what: Callable[[], Any], *, timeout_s: float = 60.0) -> Any:
     """Poll until `what` gives something true; its value."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := what()):
@@ -134,7 +134,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:
-        process.wait(10)
+        process.wait(60)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -8,7 +8,9 @@ first token with 503), BREAK (fails after two tokens with 500).
 import threading
 from dataclasses import dataclass, field
 
-from engine.detokenizer.incremental import tail_text
+import msgspec
+
+from engine.detokenizer.incremental import tail_texts
 from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages import (
@@ -20,9 +22,11 @@ from engine.messages import (
     GenerateBatch,
     GenerateRequest,
     GetState,
+    GetStep,
     SchedulerReady,
     Shutdown,
     StateReply,
+    StepReply,
     TokenBatch,
     TokenLogprob,
     TokenOutput,
@@ -52,9 +56,12 @@ class StandIn:
         self.num_states = 0  # times that it was asked how it is
         self.prealloc = 2  # requests that its state shows in that queue
         self.silent = False  # answers nothing at all
+        self.busy = False  # in a long step: the heartbeat alone answers, and says `doing`
+        self.doing = StepReply(call_id="", busy_s=None)
         self.was_told_to_drain = False
         self._tokenizer = tokenizer
         self._pull: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
+        self._heartbeat: PullSocket[GetStep] = PullSocket(ipc.to_heartbeat, GetStep)
         self._to_frontend = PushSocket(ipc.to_frontend)
         self._running: dict[str, Running] = {}
         self._over = threading.Event()
@@ -67,7 +74,7 @@ class StandIn:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        for socket in (self._pull, self._to_frontend):
+        for socket in (self._pull, self._heartbeat, self._to_frontend):
             socket.close()
 
     @property
@@ -80,6 +87,11 @@ class StandIn:
     def _run(self) -> None:
         while not self._over.is_set():
             busy = any(not self._stuck(r) for r in self._running.values())
+            for question in self._heartbeat.recv_all_nowait():
+                if not self.silent:
+                    self._to_frontend.send(msgspec.structs.replace(self.doing, call_id=question.call_id))
+            if self.busy:
+                continue
             for message in self._pull.recv(0.0 if busy else 0.02):
                 if not self.silent:
                     self._handle(message)
@@ -139,9 +151,9 @@ class StandIn:
         s = r.request.sampling
         if token in s.stop_token_ids:
             return FinishReason(kind="stop", matched=token)
-        tail = tail_text(self._tokenizer, r.output)
+        texts = tail_texts(self._tokenizer, r.output, s.skip_special_tokens)
         for stop in s.stop:
-            if stop in tail:
+            if any(stop in text for text in texts):
                 return FinishReason(kind="stop", matched=stop)
         return FinishReason(kind="length") if len(r.output) >= (s.max_new_tokens or 0) else None
 

@@ -1,4 +1,7 @@
-"""Hostile and malformed input: each gets its 4xx in OpenAI's shape, and the next good request is served."""
+"""Wrong fields of every API: each gets its 4xx in OpenAI's shape, and the next good request is served.
+
+Bodies that are no request, wrong wrappings and bytes that are no HTTP: tests/hostile, at every door.
+"""
 
 import gzip
 import json
@@ -14,29 +17,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 USER = [{"role": "user", "content": "x"}]
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 
-# (path, raw body or fields, the field that the error must name or None)
-RAW: list[tuple[str, bytes]] = [
-    (CHAT, b""),
-    (CHAT, b"{"),
-    (CHAT, b"[]"),
-    (CHAT, b"null"),
-    (CHAT, b'"text"'),
-    (COMPLETE, b'{"prompt": "a", }'),
-    (COMPLETE, b'{"prompt": "a"} x'),
-    (COMPLETE, b'{"prompt": "a", "temperature": NaN}'),
-    (COMPLETE, b'{"prompt": "a", "temperature": Infinity}'),
-    (COMPLETE, b'{"prompt": "a", "temperature": 1e999}'),
-    (COMPLETE, b'{"prompt": "\xff\xfe"}'),
-    (COMPLETE, b'{"prompt": "\\ud800"}'),
-    (COMPLETE, b'{"prompt": "\\ud800\\u0041"}'),
-    (COMPLETE, b'{"prompt": "a", "x": ' + b"[" * 100_000),
-    (COMPLETE, b'{"prompt": ' + b"[" * 5_000 + b"]" * 5_000 + b"}"),
-    (GENERATE, b"\x00\x01\x02"),
-    (GENERATE, b'{"text": "a", "sampling_params": {"temperature": -Infinity}}'),
-    (GENERATE, b"--boundary\r\nContent-Disposition: form-data\r\n\r\n"),
-    (GENERATE, b"text=hello"),
-]
-
+# (path, fields, the field that the error must name)
 FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {}, "messages"),
     (CHAT, {"messages": None}, "messages"),
@@ -207,13 +188,6 @@ def check_good(worker: Worker) -> None:
     assert good.status_code == 200 and good.json()["choices"][0]["text"] == "fine"
 
 
-@pytest.mark.parametrize(("path", "raw"), RAW, ids=range(len(RAW)))
-def test_bodies_that_are_no_request(worker: Worker, path: str, raw: bytes) -> None:
-    answer = worker.http.post(path, content=raw)
-    check_error(answer.status_code, answer.json())
-    check_good(worker)
-
-
 @pytest.mark.parametrize(
     ("path", "body", "field"), FIELDS, ids=[f"{p.strip('/')}-{f}-{i}" for i, (p, _, f) in enumerate(FIELDS)]
 )
@@ -248,38 +222,10 @@ def test_wrong_places_and_methods(worker: Worker) -> None:
     check_good(worker)
 
 
-def test_encoded_bodies(worker: Worker) -> None:
+def test_a_compressed_body_is_served(worker: Worker) -> None:
     good = gzip.compress(json.dumps({"prompt": "fine", "max_tokens": 5}).encode())
-    assert worker.http.post(COMPLETE, content=good, headers={"Content-Encoding": "gzip"}).status_code == 200
-    for encoding, data in (("gzip", b"no gzip"), ("br", b"x"), ("deflate", b"\xff\xff")):
-        assert worker.http.post(COMPLETE, content=data, headers={"Content-Encoding": encoding}).status_code == 400
-    bomb = gzip.compress(b" " * (65 << 20))
-    answer = worker.http.post(COMPLETE, content=bomb, headers={"Content-Encoding": "gzip"})
-    check_error(answer.status_code, answer.json(), expected=413)
-    check_good(worker)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",  # what a gRPC probe sends
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00",  # a TLS hello
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
-    ],
-    ids=["http2", "version", "tls", "length", "chunk", "header"],
-)
-def test_what_is_no_http_is_refused_or_closed(worker: Worker, data: bytes) -> None:
-    parts = urlsplit(worker.url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=10) as sock:
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
-        answer = b""
-        while chunk := sock.recv(65536):
-            answer += chunk
-    assert answer == b"" or b" 400 " in answer.split(b"\r\n")[0]
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    assert worker.http.post(COMPLETE, content=good, headers=headers).status_code == 200
     check_good(worker)
 
 
@@ -287,7 +233,9 @@ def test_a_body_that_never_comes_and_a_client_that_leaves_do_no_harm(worker: Wor
     parts = urlsplit(worker.url)
     socks = [socket.create_connection((parts.hostname, parts.port), timeout=10) for _ in range(20)]
     for sock in socks:
-        sock.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        sock.sendall(
+            b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
+        )
     check_good(worker)
     for sock in socks:
         sock.close()

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import tokenizers
@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from engine.detokenizer.incremental import IncrementalText, RequestText, StopScanner, tail_text
+from engine.core.finish import check_finish
+from engine.core.request import Request
+from engine.detokenizer.incremental import IncrementalText, RequestText, StopScanner, tail_texts
 from engine.detokenizer.sample import SampleText
 from engine.frontend.tokenizer import BROKEN, Tokenizer
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
@@ -193,9 +195,48 @@ def test_an_unfinished_character_is_dropped_at_the_end() -> None:
     assert request().push(ids, FinishReason(kind="length")) == "a"
 
 
-def test_tail_text_for_the_stop_check() -> None:
-    assert tail_text(byte_level(), letters("abc")) == "abc"
-    assert tail_text(byte_level(), [tid(byte_level(), c) for c in "aðŁ"]) == "a"
+def test_tail_texts_for_the_stop_check() -> None:
+    end = tid(byte_level(), "<|end|>")
+    assert tail_texts(byte_level(), letters("abc"), True) == ("abc",)
+    assert tail_texts(byte_level(), [tid(byte_level(), c) for c in "aðŁ"], True) == ("a",)
+    assert tail_texts(byte_level(), [*letters("a"), end, *letters("b")], False) == ("a<|end|>b",)
+    assert tail_texts(byte_level(), [*letters("a"), end, *letters("b")], True) == ("a<|end|>b", "ab")
+
+
+@pytest.mark.parametrize(
+    ("stop", "skip", "trim", "text"),
+    [
+        ("<|end|>", True, True, "xaab"),
+        ("<|end|>", False, True, "xaab"),
+        ("<|end|>", True, False, "xaab"),
+        ("<|end|>", False, False, "xaab<|end|>"),
+        ("ab<|end|>", True, True, "xa"),
+        ("ab<|end|>", False, True, "xa"),
+        ("ab<|end|>", True, False, "xaab"),
+        ("ab<|end|>", False, False, "xaab<|end|>"),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_stop_string_that_names_a_special_token(stop: str, skip: bool, trim: bool, text: str, step: int) -> None:
+    """The scheduler finds it; what comes before it is the answer, streamed or whole."""
+    ids = [*letters("xaab"), tid(byte_level(), "<|end|>")]
+    judged = Request(
+        rid="r",
+        input_ids=[1],
+        sampling=SamplingParams(max_new_tokens=99, stop=(stop,), skip_special_tokens=skip, ignore_eos=True),
+        eos_ids=frozenset(),
+        arrived_s=0.0,
+    )
+    shown = RequestText(byte_level(), prompt_tail=[], stop=(stop,), skip_special_tokens=skip, no_stop_trim=not trim)
+    seen, reason = "", None
+    for at in range(0, len(ids), step):
+        for token in ids[at : at + step]:
+            assert reason is None, "stopped too early"
+            judged.output_ids.append(token)
+            reason = check_finish(judged, bad=False, tail_texts=partial(tail_texts, byte_level()))
+        seen += shown.push(ids[at : at + step], reason)
+    assert reason is not None and reason.matched == stop
+    assert seen == text
 
 
 @pytest.mark.parametrize("make", [byte_level, sentence_piece, word_level])

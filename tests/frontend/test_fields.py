@@ -24,6 +24,13 @@ def rooms(room: Any, *, num_prompts: int, n: int) -> list[int]:
     return [b.room for b in got if b]
 
 
+@pytest.mark.parametrize("room", [0, -1, 2**63, [0]])
+def test_a_room_out_of_range_is_refused_with_the_range(room: Any) -> None:
+    with pytest.raises(ApiError, match=r"bootstrap_room: must be between 1 and 2\*\*63 - 1") as refused:
+        rooms(room, num_prompts=1, n=1)
+    assert (refused.value.status, refused.value.field) == (400, "bootstrap_room")
+
+
 def test_rooms_for_samples() -> None:
     assert rooms(5, num_prompts=2, n=2) == [5, 6, 7, 8]
     assert rooms([10, 20], num_prompts=2, n=2) == [10, 11, 20, 21]
@@ -37,7 +44,7 @@ def test_rooms_for_samples() -> None:
 
 @given(num_prompts=st.integers(1, 4), n=st.integers(1, 4), seed=st.integers(0, 999))
 def test_rooms_of_distinct_prompts_stay_as_given(num_prompts: int, n: int, seed: int) -> None:
-    given_rooms = [random.Random(seed).randrange(2**40) + i * 2**41 for i in range(num_prompts)]
+    given_rooms = [random.Random(seed).randrange(1, 2**40) + i * 2**41 for i in range(num_prompts)]
     got = rooms(given_rooms, num_prompts=num_prompts, n=n)
     assert len(set(got)) == num_prompts * n and got[::n] == given_rooms
 

@@ -126,7 +126,8 @@ def test_a_client_that_goes_away_aborts_its_samples(worker: Worker, path: str, s
 def _hung(worker: Worker, path: str, body: object) -> contextlib.closing[socket.socket]:
     parts, data = urlsplit(worker.url), json.dumps(body).encode()
     sock = socket.create_connection((parts.hostname, parts.port))
-    sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    sock.sendall(head.encode() + data)
     return contextlib.closing(sock)
 
 

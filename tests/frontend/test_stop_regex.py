@@ -94,7 +94,7 @@ def test_scheduler_and_detokenizer_agree(text: str, pattern: str, stop: tuple[st
         part = text[at : at + size]
         judged.output_ids.append(at)
         upto = text[: at + size]
-        reason = check_finish(judged, bad=False, tail_text=lambda ids, upto=upto: upto)  # type: ignore[misc]
+        reason = check_finish(judged, bad=False, tail_texts=lambda ids, skip, upto=upto: (upto,))  # type: ignore[misc]
         seen += shown.push(letters(part), reason)
         if reason is not None:
             matched = str(reason.matched)

@@ -111,7 +111,8 @@ class Caller:
 
     def _call(self, method: str, path: str, body: bytes, source: Source) -> None:
         self.num_calls += 1
-        self._connection.request(method, path, body or None, self._headers(Call(method, path, body), source))
+        headers = {"Content-Type": "application/json"} | self._headers(Call(method, path, body), source)
+        self._connection.request(method, path, body or None, headers)
         response = self._connection.getresponse()
         text = response.read()
         self.statuses[response.status] += 1

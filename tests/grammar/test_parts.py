@@ -91,7 +91,7 @@ def test_the_grammar_s_end_has_its_place_among_the_checks(
     output: list[int], max_new_tokens: int, length: int, kind: str | None, matched: int | None
 ) -> None:
     request = request_of(output, max_new_tokens=max_new_tokens, grammar=Fixed(length))
-    reason = check_finish(request, bad=False, tail_text=lambda ids: "")
+    reason = check_finish(request, bad=False, tail_texts=lambda ids, skip: ())
     assert (reason.kind if reason else None) == kind and (reason.matched if reason else None) == matched
 
 

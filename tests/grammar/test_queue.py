@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.request import Request
 from engine.grammar.compiler import GrammarInvalid
-from engine.grammar.queue import GrammarQueue
+from engine.grammar.queue import MAX_GIVEN_UP, GrammarQueue
 from engine.messages import TokenOutput
 from engine.sampling_params import GrammarSpec, SamplingParams
 from tests.e2e.cluster import wait_until
@@ -29,7 +29,7 @@ class Compiled:
 
 
 class Scripted:
-    """ "bad" does not compile, "crash" raises anything, "slow" waits for `gate`."""
+    """ "bad" does not compile, "crash" raises anything, "slow" and "slow..." wait for `gate`."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -40,8 +40,8 @@ class Scripted:
 
     def compile(self, spec: GrammarSpec) -> Compiled:
         self.compiled.append(spec.source)
-        if spec.source == "slow":
-            assert self.gate.wait(30)
+        if spec.source.startswith("slow"):
+            assert self.gate.wait(300)
         if spec.source == "bad":
             raise GrammarInvalid("unclosed group")
         if spec.source == "crash":
@@ -77,7 +77,7 @@ class Rig:
             self.poll(now_s)
             return not self.queue.rids()
 
-        wait_until(is_empty, within_s=10, what="the queue to be empty")
+        wait_until(is_empty, within_s=60, what="the queue to be empty")
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_grammar_is_compiled_once_and_each_request_has_its_own_state(rig: Rig)
 def test_a_slow_grammar_does_not_hold_others_up_and_is_refused_in_time(rig: Rig) -> None:
     rig.add("slow", "slow", field="response_format")
     rig.add("fast", "x")
-    wait_until(lambda: rig.poll() or "fast" in rig.ready, within_s=10, what="the fast one")
+    wait_until(lambda: rig.poll() or "fast" in rig.ready, within_s=60, what="the fast one")
     rig.poll(now_s=9.9)
     assert rig.queue.rids() == ["slow"]
     rig.poll(now_s=10.0)
@@ -171,6 +171,51 @@ def test_a_compilation_nobody_waits_for_is_not_begun() -> None:
     rig.add("c", "x")
     rig.settle()
     assert rig.compiler.compiled == ["slow", "x"]
+
+
+def test_grammars_that_never_compile_hold_no_others_up() -> None:
+    rig = Rig(num_threads=2)
+    for i in range(2):
+        rig.add(f"endless {i}", f"slow {i}")
+    wait_until(lambda: rig.poll() or len(rig.compiler.compiled) == 2, within_s=60, what="both threads are taken")
+    rig.poll(now_s=10.0)
+    assert set(rig.refused) == {"endless 0", "endless 1"}
+    rig.add("good", "x", now_s=10.0)
+    rig.settle(now_s=10.0)
+    assert rig.ready == ["good"]
+    rig.add("patient", "slow 0", now_s=11.0)  # the compilation that was given up still runs: it is not begun again
+    rig.compiler.gate.set()
+    rig.settle(now_s=11.0)
+    assert rig.ready == ["good", "patient"] and rig.compiler.compiled.count("slow 0") == 1
+
+
+def test_beyond_a_bound_of_endless_compilations_new_grammars_are_refused_until_one_ends() -> None:
+    rig = Rig(num_threads=1)
+    rig.add("before", "x")
+    rig.settle()
+    for i in range(MAX_GIVEN_UP):
+        now_s = 100.0 * i
+        rig.add(f"endless {i}", f"slow {i}", now_s=now_s)
+        begun = i + 2
+        wait_until(lambda n=begun, s=now_s: rig.poll(s) or len(rig.compiler.compiled) == n, within_s=60, what="it runs")
+        rig.poll(now_s=now_s + 10.0)
+    rig.add("new", "y", now_s=1000.0)
+    finish = rig.refused["new"].finish
+    assert finish is not None and finish.status == 503 and "--grammar-compile-timeout" in finish.message
+    rig.add("known", "x", now_s=1000.0)
+    rig.poll(now_s=1000.0)
+    assert rig.ready == ["before", "known"]
+    rig.compiler.gate.set()
+
+    def is_taken() -> bool:
+        rig.add("later", "y", now_s=1001.0)
+        rig.poll(now_s=1001.0)
+        return "later" in rig.queue.rids() or "later" in rig.ready
+
+    rig.add("waits", "slow 0", now_s=1001.0)
+    wait_until(is_taken, within_s=60, what="a compilation has ended")
+    rig.settle(now_s=1001.0)
+    assert {"waits", "later"} <= set(rig.ready)
 
 
 def test_grammars_may_be_off() -> None:

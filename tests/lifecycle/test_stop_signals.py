@@ -11,7 +11,7 @@ import pytest
 
 from lifecycle.stop_signals import StopSignals
 
-ANSWER_S = 10.0
+ANSWER_S = 60.0
 ENDING = """
 import asyncio, sys, uvloop
 from lifecycle.stop_signals import StopSignals

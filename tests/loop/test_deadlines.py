@@ -9,7 +9,7 @@ from engine.core.plan import Plan, StepResult
 from engine.loop.deadlines import SOON_S, SPARE, Deadlines, too_late
 from engine.loop.loop import IDLE_WAIT_S, EngineLoop, LoopSettings
 from engine.loop.role import UnifiedRole
-from engine.loop.watchdog import Watchdog
+from engine.loop.turn_clock import TurnClock
 from engine.messages import (
     ContinueGeneration,
     Drain,
@@ -63,13 +63,14 @@ class NotedRole(UnifiedRole):
 class Rig:
     """One request may run at a time. `tell` and `turn` are all there is; time is `now_s`."""
 
-    def __init__(self, depth: int = 1) -> None:
-        self.engine = EngineInATest(max_running=1)
+    def __init__(self, depth: int = 1, **engine: Any) -> None:
+        self.engine = EngineInATest(max_running=1, **engine)
         self.inbox: list[Any] = []
         self.rests: list[float] = []
         self.spare_pieces = 0
         self.now_s = 100.0
         self.role = NotedRole(self.engine.scheduler)
+        self.turn_clock = TurnClock(limit_s=300.0)
         self.loop = EngineLoop(
             scheduler=self.engine.scheduler,
             executor=AtOnce(self.engine.model),
@@ -77,7 +78,7 @@ class Rig:
             ports=self,
             weights=FakeWeights(),
             profiler=FakeProfiler(),
-            watchdog=Watchdog(timeout_s=300.0),
+            turns=self.turn_clock,
             settings=LoopSettings(depth=depth, eos_ids=frozenset(), prefill_only=False),
             clock=lambda: self.now_s,
             spare_work=self.spare_work,

@@ -4,7 +4,7 @@ import pytest
 
 from engine.config import ConfigError, EngineConfig
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
-from engine.resolve import resolve
+from engine.resolve import resolve, step_budget
 
 
 @pytest.mark.parametrize(
@@ -15,11 +15,41 @@ from engine.resolve import resolve
         ("decode_log_interval", 0),
         ("watchdog_timeout", -0.5),
         ("prefault_tokens", -2),
+        ("max_step_ms", -1.0),
+        ("max_step_ms", float("inf")),
+        ("max_step_ms", float("nan")),
     ],
 )
 def test_out_of_range_names_the_flag(field: str, value: float) -> None:
     config = EngineConfig(model_path=DEFAULT_MODEL_PATH, **{field: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--" + field.replace("_", "-") + ": must be"):
+        resolve(config, load_model_config(DEFAULT_MODEL_PATH), cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "max_step_ms"),
+    [
+        ({}, "cpu", 1000.0),
+        ({}, "cuda", 500.0),
+        ({"max_step_ms": 0.0}, "cpu", 0.0),
+        ({"max_step_ms": 25.0}, "cuda", 25.0),
+        ({"chunked_prefill_size": -1}, "cpu", 0.0),
+    ],
+)
+def test_a_step_has_a_time_for_each_device(flags: dict[str, float], device: str, max_step_ms: float) -> None:
+    model = load_model_config(DEFAULT_MODEL_PATH)
+    config = resolve(EngineConfig(model_path=DEFAULT_MODEL_PATH, device=device, **flags), model, cuda=True)  # type: ignore[arg-type]
+    assert config.max_step_ms == max_step_ms
+    budget = step_budget(config, model)
+    assert (budget is None) == (max_step_ms == 0)
+    if max_step_ms >= 500:  # the shipped model is small: its first step is not cut either
+        assert budget is not None and config.chunked_prefill_size is not None
+        assert budget.tokens(budget.work, 0) > config.chunked_prefill_size
+
+
+def test_a_time_for_steps_needs_chunks() -> None:
+    config = EngineConfig(model_path=DEFAULT_MODEL_PATH, chunked_prefill_size=-1, max_step_ms=100.0)
+    with pytest.raises(ConfigError, match="--max-step-ms: needs chunks; leave --chunked-prefill-size -1 out"):
         resolve(config, load_model_config(DEFAULT_MODEL_PATH), cuda=False)
 
 

@@ -3,16 +3,20 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from engine.core.plan import Plan, PlanItem
+from engine.core.policy import Priorities
 from engine.core.request import Request
 from engine.core.times import Times, time_line
 from engine.loop.interval_log import IntervalLog
 from engine.loop.receive_skipper import ReceiveSkipper
+from engine.loop.retraction_log import RetractionLog, remedy_of
 from engine.loop.stream_gate import FORCED_INTERVAL, StreamGate
 from engine.loop.timekeeper import Timekeeper
+from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import EXIT_STATUS, Watchdog
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -186,49 +190,50 @@ def test_only_pure_decode_steps_skip_the_inbox() -> None:
 
 
 def test_a_watchdog_minds_long_turns_only() -> None:
-    now = [0.0]
-    dog = Watchdog(timeout_s=5.0, clock=lambda: now[0])
-    dog.turning()
-    now[0] = 5.0
-    assert dog.stalled_s() is None
-    now[0] = 6.0
-    assert dog.stalled_s() == 6.0
-    dog.turning()
-    assert dog.stalled_s() is None
-    dog.resting()
-    now[0] = 1e6
-    assert dog.stalled_s() is None
-    off = Watchdog(timeout_s=0.0, clock=lambda: now[0])
-    off.turning()
-    now[0] = 1e9
-    assert off.stalled_s() is None
+    turns = TurnClock(limit_s=5.0)
+    assert turns.stalled_s(1e6) is None  # a load may last
+    turns.loaded()
+    turns.turning(0.0)
+    assert turns.stalled_s(5.0) is None and turns.stalled_s(6.0) == 6.0
+    turns.turning(6.0)
+    assert turns.stalled_s(6.0) is None
+    turns.resting()
+    assert turns.stalled_s(1e6) is None
+    off = TurnClock(limit_s=0.0)
+    off.turning(0.0)
+    assert off.stalled_s(1e9) is None
 
 
 def test_a_watchdog_tells_a_stall_and_can_be_closed() -> None:
     stalls: list[float] = []
     barked = threading.Event()
-    dog = Watchdog(timeout_s=0.05, on_stall=lambda s: (stalls.append(s), barked.set())[0])
+    turns = TurnClock(limit_s=0.05)
+    turns.loaded()
+    dog = Watchdog(turns, on_stall=lambda s: (stalls.append(s), barked.set())[0])
     dog.start()
-    dog.turning()
-    assert barked.wait(10) and stalls[0] > 0.05
+    turns.turning(time.monotonic())
+    assert barked.wait(60) and stalls[0] > 0.05
     dog.close()
-    quiet = Watchdog(timeout_s=0.05, on_stall=stalls.append)
+    turns.resting()
+    quiet = Watchdog(turns, on_stall=stalls.append)
     quiet.start()
-    quiet.resting()
     quiet.close()
     assert len(stalls) == 1
 
 
 STALLS = """
 import threading
+import time
+from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import Watchdog
 
 def forever_in_here():
     threading.Event().wait(60)
 
-dog = Watchdog(timeout_s=0.2)
+turns = TurnClock(limit_s=0.2)
+dog = Watchdog(turns)
 dog.start()
-dog.turning()
+turns.turning(time.monotonic())
 forever_in_here()
 """
 
@@ -237,3 +242,33 @@ def test_a_stalled_process_shows_its_stacks_and_ends() -> None:
     ended = subprocess.run([sys.executable, "-c", STALLS], capture_output=True, text=True, timeout=30)
     assert ended.returncode == EXIT_STATUS
     assert "forever_in_here" in ended.stderr and "--watchdog-timeout" in ended.stderr
+
+
+def test_running_out_of_memory_is_reported_once_in_a_while() -> None:
+    engine = EngineInATest(page_size=4, num_pages=8, conservativeness=0.0)
+    log = RetractionLog(engine.scheduler, remedy=remedy_of("unified"))
+    engine.add("long", [1, 2, 3, 4], max_new_tokens=24)
+    engine.turn()
+    engine.add("other", list(range(10, 18)), max_new_tokens=12)
+    while not engine.scheduler.counters.retractions:
+        assert log.lines(engine.now_s) == []
+        engine.turn()
+    ratio = engine.scheduler.ratio.value
+    assert log.lines(0.0) == [
+        "KV memory is full: retracted 1 request that held 12 tokens; 1 running, "
+        f"new-token ratio {ratio:.2f}. If this happens often, raise --schedule-conservativeness or --mem-fraction-static"
+    ]
+    engine.scheduler.counters.out_of_memory += 2
+    assert log.lines(4.9) == []
+    assert log.lines(5.0)[0].startswith("KV memory is full: retracted 2 requests")
+    assert log.lines(60.0) == []
+
+
+def test_a_preemption_is_not_reported_as_a_lack_of_memory() -> None:
+    engine = EngineInATest(max_running=1, priorities=Priorities())
+    log = RetractionLog(engine.scheduler, remedy=remedy_of("decode"))
+    engine.add("low", [1], max_new_tokens=9)
+    engine.turn()
+    engine.add("high", [2], priority=50, max_new_tokens=2)
+    engine.run()
+    assert engine.scheduler.counters.retractions == 1 and log.lines(0.0) == []

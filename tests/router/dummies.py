@@ -13,7 +13,7 @@ from aiohttp import web
 from router.config import RouterConfig
 from router.server import RunningRouter, start_router
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 Behaviour = Callable[["DummyWorker", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -75,6 +75,7 @@ class DummyWorker:
     draining: bool = False  # says so on /health
     frozen: bool = False  # /health gets no answer
     incarnation: str = ""
+    health_says: dict[str, Any] = field(default_factory=dict)  # beside its incarnation
     info: dict[str, Any] = field(default_factory=dict)
     load: dict[str, Any] | None = None
     seen: list[Seen] = field(default_factory=list)
@@ -107,7 +108,7 @@ class DummyWorker:
         if request.path == "/health" and self.frozen:
             await asyncio.Event().wait()
         if request.path == "/health":
-            said = {"incarnation": self.incarnation} if self.incarnation else {}
+            said = {**({"incarnation": self.incarnation} if self.incarnation else {}), **self.health_says}
             return web.json_response(said, status=200 if self.healthy else 503)
         if request.path == "/server_info":
             return web.json_response({"disaggregation_mode": self.mode, **self.info})
@@ -142,7 +143,8 @@ class Cluster:
 
     async def post(self, path: str, body: Any, **kw: Any) -> tuple[int, dict[str, str], bytes]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.client.post(self.url + path, data=data, **kw) as response:
+        headers = {"Content-Type": "application/json", **kw.pop("headers", {})}
+        async with self.client.post(self.url + path, data=data, headers=headers, **kw) as response:
             return response.status, dict(response.headers), await response.read()
 
     async def settled(self) -> None:
@@ -153,9 +155,14 @@ class Cluster:
         await until(lambda: len(self.router.lifelines) == 0)
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def until(condition: Callable[[], Any]) -> Any:
+    """The first true value of `condition`, or of what it awaits."""
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():
+        while True:
+            value = condition()
+            value = await value if asyncio.iscoroutine(value) else value
+            if value:
+                return value
             await asyncio.sleep(0.005)
 
 

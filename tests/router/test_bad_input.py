@@ -14,7 +14,7 @@ from aiohttp import web
 from router.pool.workers import same_url
 from tests.router.dummies import DEADLINE_S, Cluster, DummyWorker, answer_ok, cluster, until
 
-HEAD = b"POST /generate HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 
 
 @asynccontextmanager
@@ -139,6 +139,21 @@ def test_a_worker_that_is_there_already_is_refused_however_it_is_written() -> No
                 error = json.loads(answer)["error"]
                 assert (status, error["param"]) == (400, "url") and "already in the table" in error["message"]
             assert len(c.router.table.workers()) == 2
+            await still_serves(c)
+
+    uvloop.run(scenario())
+
+
+def test_flags_name_hosts_and_sites_that_may() -> None:
+    async def scenario() -> None:
+        async with cluster(allowed_hosts=("llm.example",), allowed_origins=("https://ops.example",)) as c:
+
+            async def status(host: str, origin: str) -> int:
+                return (await c.post("/generate", {"text": "a"}, headers={"Host": host, "Origin": origin}))[0]
+
+            assert await status("llm.example", "https://ops.example") == 200
+            assert await status("other.example", "https://ops.example") == 403
+            assert await status("llm.example", "https://other.example") == 403
             await still_serves(c)
 
     uvloop.run(scenario())

@@ -256,6 +256,25 @@ def test_a_click_opens_the_time_line(devtools: str) -> None:
     show(devtools, scenario)
 
 
+def test_a_page_of_another_site_commands_nothing(devtools: str) -> None:
+    """What a browser sends for a page without asking first: text, nothing, an image's address."""
+
+    async def run() -> None:
+        async with cluster() as c, tab(devtools) as page:
+            await page.open(c.decodes[0].url + "/v1/models")
+            for path, body in (("/workers", {"url": "http://127.0.0.1:9", "role": "decode"}), ("/flush_cache", None)):
+                init = {"method": "POST", "mode": "no-cors", **({} if body is None else {"body": json.dumps(body)})}
+                await page.js(f"fetch('{c.url}{path}', {json.dumps(init)}).then(() => true)")
+            image = f"i = new Image(); i.onload = i.onerror = done; i.src = '{c.url}/flush_cache'"
+            await page.js(f"new Promise(done => {{ const {image}; }})")
+            asked = [url.removeprefix(c.url) for url in page.asked if url.startswith(c.url)]
+            assert asked == ["/workers", "/flush_cache", "/flush_cache"]
+            assert len(c.router.table.workers()) == 2
+            assert all(path != "/flush_cache" for worker in (*c.prefills, *c.decodes) for path, _ in worker.calls)
+
+    uvloop.run(run())
+
+
 def test_what_others_write_is_text(devtools: str) -> None:
     async def scenario(c: Cluster, page: Page) -> None:
         markup = "<img src=x onerror=alert(1)><script>alert(2)</script>"

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from router.admission.fit import MIN_POINTS
 from router.fleet.processes import DRAIN, END, what_to_say
-from tests.router.dummies import DummyWorker, always, answer_ok, hang, obey
+from tests.router.dummies import DummyWorker, always, answer_ok, hang, obey, until
 from tests.router.kube_server import NAMESPACE, kube_server, pod
 
 DEADLINE_S = 60.0
@@ -63,17 +63,6 @@ def _is_member(process: psutil.Process) -> bool:
 async def answer_late(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     await asyncio.sleep(0.005)
     return await answer_ok(worker, request, body)
-
-
-async def until(condition: Callable[[], Any]) -> Any:
-    """The first true value of `condition`, or of what it awaits."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            value = condition()
-            value = await value if asyncio.iscoroutine(value) else value
-            if value:
-                return value
-            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -243,12 +232,13 @@ def test_every_process_finds_the_pods_by_itself(tmp_path: Path, monkeypatch: pyt
 
 
 async def told_ready(f: Fleet) -> None:
-    """Until twenty answers in a row say that a request would find its workers."""
+    """Until one answer says that every process knows every worker as healthy, and twenty bear it out."""
 
     async def all_ready() -> bool:
-        return all([(await f.call("GET", "/readiness"))[0] == 200 for _ in range(20)])
+        return bool((await f.call("GET", "/readiness?workers=all"))[0] == 200)
 
     await until(all_ready)
+    assert all([(await f.call("GET", "/readiness"))[0] == 200 for _ in range(20)])
 
 
 def test_sigterm_drains_every_process_though_all_of_them_get_it(tmp_path: Path) -> None:

@@ -208,6 +208,29 @@ def test_what_the_router_says_of_itself() -> None:
     uvloop.run(scenario())
 
 
+def test_ready_for_all_workers_means_that_every_one_is_known_as_healthy() -> None:
+    async def scenario() -> None:
+        async with cluster(prefill=1, decode=2) as c:
+
+            async def ready(query: str) -> tuple[int, str]:
+                async with c.client.get(c.url + "/readiness" + query) as response:
+                    return response.status, await response.text()
+
+            async def all_ready() -> bool:
+                return (await ready("?workers=all"))[0] == 200
+
+            await until(all_ready)
+            c.decodes[1].healthy = False
+            await until(lambda: len(c.router.table.alive(Role.DECODE)) == 1)
+            status, text = await ready("?workers=all")
+            assert status == 503 and f"1 of 3 workers are not healthy: decode {c.decodes[1].url} is down" in text
+            assert (await ready(""))[0] == 200  # a request would be served
+            c.decodes[1].healthy = True
+            await until(all_ready)
+
+    uvloop.run(scenario())
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"text": NaN}', b'{"n": 1' + b"0" * 9 + b"}"])
 def test_bad_bodies_are_a_400_and_the_next_good_one_is_served(body: bytes) -> None:
     async def scenario() -> None:

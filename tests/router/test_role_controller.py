@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.pool.states import Check
@@ -203,6 +203,7 @@ def test_whatever_comes_no_worker_goes_back_soon_and_minimums_hold(
 
 @settings(max_examples=50, deadline=None)
 @given(sizes, sizes, works, works, works)
+@example(1, 2, 0.0, 0.0, 1.0)  # nothing but a backlog
 def test_under_constant_work_moves_end(prefill: int, decode: int, of_p: float, of_d: float, backlog: float) -> None:
     """Each lowers the worse lasting pressure, so that no split comes back."""
     pools, splits = Pools(prefill, decode), [prefill]

@@ -123,3 +123,10 @@ def test_counts_are_added_and_states_are_not() -> None:
     lines = merged.splitlines()
     assert 'requests_total{path="/a\\"b",status="200"} 7.0' in lines and "up 1.0" in lines and "other 2.0" in lines
     assert {'t_bucket{le="1.0"} 2.0', 't_bucket{le="+Inf"} 4.0', "t_count 4.0", "t_sum 9.0"} <= set(lines)
+
+
+def test_of_times_of_creation_the_first_stands() -> None:
+    """Prometheus reads `_created` as the time since when a counter counts."""
+    text = "# TYPE a_total counter\na_total {}\n# TYPE a_created gauge\na_created {}\n"
+    merged = merge_expositions([text.format(1.0, 1.795e9), text.format(2.0, 1.794e9), text.format(4.0, 1.796e9)])
+    assert {"a_total 7.0", "a_created 1794000000.0"} <= set(merged.splitlines())

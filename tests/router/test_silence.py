@@ -59,6 +59,31 @@ def test_the_first_answer_ends_the_silence() -> None:
     uvloop.run(scenario())
 
 
+def test_a_worker_in_a_long_step_says_so_and_stays_in_the_choice() -> None:
+    """What a worker says of its step is shown; nonsense is not, and costs nothing."""
+
+    async def scenario() -> None:
+        async with cluster(decode=2, **QUICK, health_failure_threshold=1) as c:
+            for said, shown in (
+                ({"busy_s": 90.5}, 90.5),
+                ({"busy_s": "long"}, None),
+                ({"busy_s": -1}, None),
+                ({}, None),
+            ):
+                c.decodes[0].health_says = said
+                await until(lambda shown=shown: state(c, 1).busy_s == shown)  # type: ignore[misc]
+                assert state(c, 1).health is Health.UP and not state(c, 1).silent
+            c.decodes[0].health_says = {"busy_s": 90.5}
+            await until(lambda: state(c, 1).busy_s == 90.5)
+            async with c.client.get(c.url + "/workers") as response:
+                assert {w["url"]: w["busy_s"] for w in (await response.json())["workers"]}[c.decodes[0].url] == 90.5
+            for _ in range(4):
+                assert (await c.post("/v1/chat/completions", CHAT))[0] == 200
+            assert c.decodes[0].seen
+
+    uvloop.run(scenario())
+
+
 # ---- nobody else is there
 
 

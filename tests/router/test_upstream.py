@@ -10,7 +10,7 @@ import pytest
 from router.http.session import READ_BUFFER_BYTES
 from router.http.upstream import MAX_HEAD_BYTES, HttpReply, HttpUpstream, UpstreamError
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 Say = Callable[[asyncio.StreamWriter], Awaitable[None]]
 

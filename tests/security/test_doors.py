@@ -229,10 +229,11 @@ def test_every_admin_route_of_a_worker_is_one_of_the_router_s() -> None:
         (["router", "--host", "::", "--port", "0", "--admin-api-key", "x"], "--api-key-file"),
         (["bootstrap", "--host", "0.0.0.0", "--port", "0"], "--cluster-secret-file"),
         (["router", "--api-key-file", "/nowhere"], "--api-key-file: cannot read /nowhere"),
+        (["router", "--workers", "2", "--allowed-origins", "ops.example"], "'ops.example' is no origin; write it as"),
         (["router", "--cluster-secret-file", "/nowhere"], "--cluster-secret-file: cannot read /nowhere"),
     ],
 )
-def test_off_loopback_without_a_secret_is_one_clear_line(
+def test_what_does_not_start_says_why_in_one_line(
     argv: list[str], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(argv) == 1

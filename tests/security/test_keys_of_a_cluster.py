@@ -17,7 +17,7 @@ from tests.lora.tiny_adapters import make_tiny_adapter
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 OLD, NEW, ADMIN = "old-client-key", "new-client-key", "the-admins-key"
-TAKEN_S = 20.0
+TAKEN_S = 60.0
 NUM_ASKING = 3
 COMMON = ("--max-total-tokens", "4096", "--chunked-prefill-size", "64", "--log-level", "warning")
 

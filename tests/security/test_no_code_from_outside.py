@@ -5,22 +5,12 @@ Read from the syntax tree, so that a comment is no finding and an alias is one. 
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    "engine",
-    "disagg",
-    "router",
-    "bootstrap_server",
-    "transfer_backends",
-    "security",
-    "telemetry",
-    "deploy",
-    "benchmarks",
-)
+from tests.packages import PACKAGES, ROOT
+
+SOURCES = (*PACKAGES, "benchmarks")
 
 MODULES = frozenset(
     (
@@ -97,7 +87,7 @@ def _calls(node: ast.Call) -> Iterator[str]:
 
 def scan() -> set[tuple[str, str]]:
     found = set()
-    for package in PACKAGES:
+    for package in SOURCES:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = str(path.relative_to(ROOT))
             found |= {(name, finding) for finding in findings(ast.parse(path.read_text(), name))}

@@ -16,7 +16,7 @@ from engine.frontend.deadline import request_timeout_s
 from engine.frontend.embeddings_api import NOTHING_NEW, _vector
 from engine.frontend.errors import DRAINING, ApiError, bad_field, decode_body
 from engine.frontend.load import v1_loads_entry
-from engine.messages import Bootstrap, GenerateRequest, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
+from engine.messages import Bootstrap, GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
 from lifecycle.stop_signals import StopSignals
 from tests.simulation.aio import VirtualLoop
@@ -56,7 +56,7 @@ class Frontend:
         process: Process,
         role: str,
         options: Options,
-        send: Callable[[ToScheduler], None],
+        send: Callable[[ToScheduler | GetStep], None],
         info: dict[str, Any],
     ) -> None:
         """`send`: to the scheduler. `info`: what /server_info says."""
@@ -131,14 +131,14 @@ class Frontend:
             reply.whole(503, msgspec.json.encode({"status": DRAINING}), retry_after="1")
             return
         if self.client.now_s() - self.client.last_heard_s > HEARD_RECENTLY_S:
-            await self.client.state(timeout_s=HEALTH_TIMEOUT_S)
+            await self.client.step(timeout_s=HEALTH_TIMEOUT_S)
         reply.whole(200, b"{}")
 
     async def _server_info(self, request: Request, reply: Reply) -> None:
         reply.whole(200, msgspec.json.encode({**self._info, **self.client.updated}))
 
     async def _loads(self, request: Request, reply: Reply) -> None:
-        state = await self.client.state(timeout_s=HEALTH_TIMEOUT_S)
+        state = await self.client.recent_state(timeout_s=HEALTH_TIMEOUT_S)
         entry = v1_loads_entry(
             state, mode=self._role, max_running_requests=self._max_running, num_live=self.client.num_live
         )

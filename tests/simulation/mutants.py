@@ -94,8 +94,8 @@ MUTANTS = (
     Mutant(
         "say Success before the last write is done",
         "transfer_backends/prefill_rooms.py",
-        "idle = rec.num_ops == 0 and not rec.posts and not rec.chunks",
-        "idle = not rec.posts and not rec.chunks",
+        "if rec.all_queued and rec.num_ops == 0 and not rec.posts and not rec.chunks:",
+        "if rec.all_queued and not rec.posts and not rec.chunks:",
     ),
     Mutant(
         "let a layer leave before it is written",
@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "ignore page indices that come before the request",
         "transfer_backends/prefill_rooms.py",
-        "        if offer is not None:\n            self._accept(rec, offer)\n        elif",
+        "        if offer is not None:\n            self._accept(rec, offer, now_s)\n        elif",
         "        if",
     ),
     Mutant(

@@ -33,6 +33,7 @@ from router.requests.journey import Journeys
 from router.requests.legs import Legs
 from router.requests.rewrite import Api
 from router.requests.rooms import RoomMinter
+from security.browser import BrowserRule
 from security.keys import open_gate
 from telemetry.tracer import Tracer
 from tests.simulation.aio import VirtualLoop
@@ -102,7 +103,8 @@ class Router:
                 clock=self.aio.time,
             )
         )
-        self._guard = make_guard(gate=gate, limiter=None, metrics=metrics, new_id=lambda: process.name)
+        browser = BrowserRule(host=config.host, has_keys=False)
+        self._guard = make_guard(gate=gate, limiter=None, metrics=metrics, new_id=lambda: process.name, browser=browser)
         self._num_requests = 0
         self._seen = (0, 0, 0)
         for node, role in workers:
@@ -172,11 +174,12 @@ class _IncomingRequest(dict[Any, Any]):
     method = "POST"
     version = HttpVersion11
     keep_alive = True
+    body_exists = True
 
     def __init__(self, loop: VirtualLoop, request: Request, reply: Reply, request_id: str) -> None:
         super().__init__()
         self.path = request.path
-        self.headers = CIMultiDict({"X-Request-Id": request_id, **request.headers})
+        self.headers = CIMultiDict({"X-Request-Id": request_id, "Content-Type": "application/json", **request.headers})
         self._body = request.body
         self._payload_writer = _Writer(reply)
 

@@ -77,7 +77,7 @@ def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, dec
             max_prefill_tokens=64,
         ),
         memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True)),
-        tail_text=lambda ids: "",
+        tail_texts=lambda ids, skip: (),
         ratio=NewTokenRatio(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0])),
         draw=draw.random,
         backup_pages=options.backup_pages if decodes and options.resume == "host" else 0,

@@ -13,7 +13,7 @@ import pytest
 
 from tests.simulation import scenario
 from tests.simulation.__main__ import FIXED_SEEDS
-from tests.simulation.mutants import MUTANTS, is_caught
+from tests.simulation.mutants import MUTANTS, ROOT, is_caught
 from tests.simulation.options import FAULTS, Options, options_of
 from tests.simulation.run import Outcome, run
 
@@ -168,6 +168,12 @@ def test_a_seed_is_a_replay_whatever_the_hash_seed() -> None:
 @pytest.mark.parametrize("path", scenario.all_paths(), ids=lambda path: path.stem)
 def test_past_failures_stay_mended(path: Path) -> None:
     _must_hold(run(scenario.load(path).options))
+
+
+def test_every_planted_bug_has_its_place() -> None:
+    """A change of the code must not leave `make sim-mutants` with bugs that cannot be planted."""
+    lost = [m.name for m in MUTANTS if (ROOT / m.path).read_text().count(m.old) != 1]
+    assert lost == []
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -1,6 +1,6 @@
 """One life of a worker: the production loop, scheduler, role, manager and registrar over simulated surroundings.
 
-Its threads are activities: scheduler loop, control thread, sender thread (prefill), registrar (prefill), HTTP frontend.
+Its threads are activities: scheduler loop, heartbeat (it answers with each message), control thread, sender thread (prefill), registrar (prefill), HTTP frontend.
 """
 
 from collections import Counter
@@ -17,8 +17,10 @@ from disagg.metadata import Checksum, MetadataBuffers
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from engine.loop.loop import EngineLoop, LoopSettings
-from engine.loop.watchdog import Watchdog
+from engine.loop.turn_clock import TurnClock
 from engine.messages import (
+    GetStep,
+    StepReply,
     ToFrontend,
     TokenBatch,
     TokenOutput,
@@ -73,6 +75,8 @@ class Worker:
         self.manager = self._prefill_manager() if is_prefill else self._decode_manager()
         self.bootstrap: SimBootstrap | None = None
         self.role = self._prefill_role() if is_prefill else self._decode_role()
+        self.turns = TurnClock(limit_s=0)
+        self.turns.loaded()
         self.loop = self._loop(options.depth[0 if is_prefill else 1])
         self._start_frontend()
         self.threads["loop"] = self._thread("loop", self._turn)
@@ -215,7 +219,7 @@ class Worker:
             ports=_Ports(self),
             weights=SimWeights(self.process, self.model, self.draw),
             profiler=idle,
-            watchdog=Watchdog(timeout_s=0),
+            turns=self.turns,
             settings=LoopSettings(depth=depth, eos_ids=frozenset({EOS}), prefill_only=self.role_name == "prefill"),
             clock=self.process.clock,
         )
@@ -232,8 +236,17 @@ class Worker:
 
     # ---- threads
 
-    def _to_scheduler(self, message: ToScheduler) -> None:
-        self._pass_on("to scheduler", type(message).__name__, self._receive, message)
+    def _to_scheduler(self, message: ToScheduler | GetStep) -> None:
+        if isinstance(message, GetStep):
+            self._pass_on("to heartbeat", "GetStep", self._beat, message)
+        else:
+            self._pass_on("to scheduler", type(message).__name__, self._receive, message)
+
+    def _beat(self, message: GetStep) -> None:
+        """As engine/loop/heartbeat.py."""
+        if (doing := self.turns.doing(self.process.clock())) is not None:
+            reply = StepReply(call_id=message.call_id, busy_s=doing.busy_s, step=doing.step)
+            self._pass_on("from heartbeat", "StepReply", self.frontend.on_message, reply)
 
     def _pass_on(self, way: str, label: str, act: Callable[[Any], None], message: Any) -> None:
         """Between processes of the worker, over a socket that keeps the order."""
@@ -248,6 +261,7 @@ class Worker:
     def _turn(self) -> float | None:
         worked = self.loop.turn()
         if self.loop.stopped:
+            self.turns.end()
             self.check()
             self.on_stopped()
             return None

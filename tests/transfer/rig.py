@@ -39,7 +39,11 @@ class ChildWorker:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=env, text=True
         )
-        assert self._read() == "ready"
+        try:
+            assert self._read() == "ready"
+        except BaseException:  # its pipes would fail a later test, in which they are collected
+            self.__exit__()
+            raise
 
     def _read(self) -> Any:
         assert self.process.stdout is not None
@@ -78,7 +82,7 @@ class ChildWorker:
         try:
             self.process.send_signal(signal.SIGCONT)
             self.process.stdin.close()
-            self.process.wait(10)
+            self.process.wait(60)
         except (subprocess.TimeoutExpired, BrokenPipeError):
             self.process.kill()
         finally:

@@ -67,16 +67,24 @@ def test_what_is_too_large_stays_in_its_place() -> None:
 
 
 def test_the_last_pages_are_posted_by_who_hands_them_over(pair: Pair) -> None:
-    sender, receiver = pair.meet(7)
+    """Unless the sender thread is at work in that moment, which a busy machine may bring about: then in the next room."""
+    assert any(_posts_at_once(pair, room) for room in range(7, 27))
+
+
+def _posts_at_once(pair: Pair, room: int) -> bool:
+    """Whether the last pages of a room were posted, and done, when `send` returned."""
+    sender, receiver = pair.meet(room)
+    by = engine_of(pair).by
+    by.clear()
     sender.send([4], start=0, last=False)
-    until(lambda: engine_of(pair).by == ["prefill-sender"])
+    until(lambda: by == ["prefill-sender"])
     until(lambda: not pair.prefill._driver.busy)
     sender.send([5, 6], start=1, last=True, aux_idx=0)
-    assert set(engine_of(pair).by[1:]) == {threading.current_thread().name}
-    assert sender.poll() is KVPoll.Success
+    at_once = set(by[1:]) == {threading.current_thread().name} and sender.poll() is KVPoll.Success
     until(lambda: receiver.poll() is KVPoll.Success)
     sender.close()
     receiver.close()
+    return at_once
 
 
 def test_who_hands_over_does_not_wait_for_a_sender_thread_at_work(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""A GPU's context in whatever thread drives an engine, without torch: by the CUDA driver's own library.
+"""The GPU's context in each thread that drives an engine, by the CUDA driver's library. Never run on a GPU yet.
 
 A new thread has no context. UCX then finds cuda_ipc unreachable and goes by way of the host without a word, or crashes
 in cuEventQuery (openucx/ucx#11194, ai-dynamo/nixl#2102). The primary context is the one that torch works in, too.

@@ -1,4 +1,4 @@
-"""Mooncake transfer engine: RDMA where there is an HCA, TCP elsewhere.
+"""Mooncake transfer engine over TCP. On a host with an HCA the library chooses RDMA; that has never been run.
 
 How it behaves is measured in facts/transfer.md section 1; what this file owes to it:
 - batch calls lie about completion (they return while accepted writes still land), so every piece is submitted and

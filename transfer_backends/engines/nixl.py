@@ -1,4 +1,4 @@
-"""NIXL over UCX: shared memory or CMA on one host, RDMA, CUDA IPC or TCP elsewhere.
+"""NIXL over UCX: shared memory or CMA on one host, TCP between hosts. RDMA and CUDA IPC have never been run.
 
 How it behaves is measured in facts/transfer.md section 2; what this file owes to it:
 - no progress thread (it spins on a core): the target polls `progress`, the initiator polls its operations;

@@ -203,9 +203,8 @@ class Driver(EngineInATest):
     def _move(self, life: Life) -> None:
         request = life.request
         if life.stage == "prealloc":
-            first = next(other for other in self.lives.values() if other.stage == "prealloc")
-            if first is life and self.scheduler.num_retracted == 0 and not self.paused:
-                life.stage = "transfer" if self.scheduler.reserve(request) else "prealloc"
+            if self._first_in_line(life) and not self.paused:
+                life.stage = "transfer" if self._reserve(request) else "prealloc"
         elif life.stage == "transfer":
             self.model.write(request.pages, request.input_ids)
             life.stage = "landed"
@@ -224,6 +223,22 @@ class Driver(EngineInATest):
                 self.say([life.answer])
             self.scheduler.release(request)
             life.stage = ""
+
+    def _first_in_line(self, life: Life) -> bool:
+        def urgency(request: Request) -> float:
+            return self.scheduler.urgency(request, self.now_s)
+
+        others = [other.request for other in self.lives.values() if other.stage == "prealloc"]
+        first = max(others, key=urgency)  # of equals the one that came first
+        return first is life.request and all(urgency(first) > urgency(r) for r in self.scheduler.retracted())
+
+    def _reserve(self, request: Request) -> bool:
+        preemptions, running = self.scheduler.counters.preemptions, self._with_rows()
+        reserved = self.scheduler.reserve(request, may_preempt=True)
+        if self.scheduler.counters.preemptions > preemptions:
+            assert reserved or self.scheduler.stages.retraction_pending, "preempted in vain"
+            self._check_preemption(running, set())
+        return reserved
 
     def _first_token(self, life: Life) -> ItemResult:
         request = life.request
@@ -291,7 +306,37 @@ class Driver(EngineInATest):
         return super().turn()
 
     def next_plan(self) -> Plan | None:
-        return None if self.paused else super().next_plan()
+        if self.paused:
+            return None
+        counters, running = self.scheduler.counters, self._with_rows()
+        preemptions, out_of_memory = counters.preemptions, counters.out_of_memory
+        plan = super().next_plan()
+        if counters.preemptions > preemptions and counters.out_of_memory == out_of_memory:
+            grown = [page for item in plan.items if not item.extend for page in item.new_pages] if plan else []
+            self._check_preemption(running, set(grown))
+        return plan
+
+    def _with_rows(self) -> list[Request]:
+        return [r for r in self.scheduler.stages.running if r.slot is not None]
+
+    def _check_preemption(self, before: list[Request], grown: set[int]) -> None:
+        """A request that has priority over each victim fits beside those that stay: counted page by page.
+
+        `grown`: pages that the plan took afterwards.
+        """
+        stages, priorities = self.scheduler.stages, self.setup.priorities
+        assert priorities is not None
+        victims = [r for r in before if r not in stages.running and r.finish is None]
+        new = [r for r in stages.all() if r not in before and all(priorities.may_preempt(r, v) for v in victims)]
+        assert any(self._fits_without(request, victims, grown) for request in new), "preempted in vain"
+
+    def _fits_without(self, request: Request, victims: list[Request], grown: set[int]) -> bool:
+        stages, allocator = self.scheduler.stages, self.scheduler.memory.allocator
+        leaving = [request, *victims, *stages.draining]
+        kept = {page for r in stages.all() if r not in leaving for page in (*r.pages, *r.dup_pages)} - grown
+        kept |= {page for life in self.lives.values() for page in life.quarantined}
+        shared = kept & {*(request.pages or self.scheduler.memory.match_prefix(request).pages)}
+        return allocator.pages_for(request.num_tokens) - len(shared) <= allocator.num_pages - len(kept)
 
     def launch(self, plan: Plan) -> None:
         self._check_plan(plan)

@@ -60,8 +60,8 @@ MUTANTS = (
     Mutant(
         "the prefix is not locked while others may evict",
         "engine/core/memory.py",
-        "        self.cache.lock(match.node)\n        need = self.allocator.pages_for(len(known))",
-        "        need = self.allocator.pages_for(len(known))",
+        "        self.cache.lock(match.node)\n        need = self.allocator.pages_for(request.num_tokens) - len(match.pages)\n        if need + self",
+        "        need = self.allocator.pages_for(request.num_tokens) - len(match.pages)\n        if need + self",
     ),
     Mutant(
         "a duplicate page is forgotten",
@@ -190,10 +190,28 @@ MUTANTS = (
         "first, request.hidden_launched = start, max(end, request.hidden_launched)",
     ),
     Mutant(
+        "a preemption does not ask whether it frees enough",
+        "engine/core/preemption.py",
+        "            if suffice(victims):\n                return _only_needed",
+        "            if victims:\n                return _only_needed",
+    ),
+    Mutant(
+        "decode preempts for a request and gives the memory to none",
+        "engine/core/scheduler.py",
+        "        return self.memory.reserve(request, reserved_pages=self._reserved_pages(request, []))\n\n    def _preempt_for",
+        "        return False\n\n    def _preempt_for",
+    ),
+    Mutant(
+        "a shared page counts as freed although another request reads it",
+        "engine/core/memory.py",
+        "        available = self.available + sum(len(r.own_pages()) for r in without)",
+        "        available = self.available + sum(len(r.pages) for r in without)",
+    ),
+    Mutant(
         "one more gets a row than there are",
         "engine/core/planning.py",
-        "[r for r in ready if r.slot is None][self._table.num_free :]",
-        "[r for r in ready if r.slot is None][self._table.num_free + 1 :]",
+        "        late = {r.rid for r in rowless[self._table.num_free :]}",
+        "        late = {r.rid for r in rowless[self._table.num_free + 1 :]}",
     ),
     Mutant(
         "the largest request is counted with a page too many",

@@ -20,7 +20,7 @@ from hypothesis.strategies import SearchStrategy
 from tqdm import tqdm
 
 from tests.core.proof.driver import play
-from tests.core.proof.story import stories
+from tests.core.proof.story import rushes, stories
 from tests.disagg.two_role_stories import play as play_two_roles
 from tests.disagg.two_role_stories import two_role_stories
 
@@ -32,6 +32,7 @@ T = TypeVar("T")
 def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
     """The stories of seed `number`, of one engine and of two roles; raises what a wrong one raises."""
     seen = _drive(number, stories(), lambda story: play(story).tally(), shrink=shrink)
+    seen += _drive(number, rushes(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, two_role_stories(), play_two_roles, shrink=shrink)
     return seen
 

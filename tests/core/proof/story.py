@@ -84,9 +84,15 @@ class Story:
     events: tuple[Ask | Event, ...]
 
 
-def _setups() -> st.SearchStrategy[Setup]:
-    return st.builds(
-        Setup,
+PRIORITIES = (
+    Priorities(preempt_threshold=0),
+    Priorities(preempt_threshold=4),
+    Priorities(low_first=True, aging_s=3.0, preempt_threshold=2),
+)
+
+
+def _setups(**fixed: st.SearchStrategy[object]) -> st.SearchStrategy[Setup]:
+    drawn: dict[str, st.SearchStrategy[object]] = dict(
         role=st.sampled_from(ROLES),
         page_size=st.sampled_from([1, 2, 4]),
         capacity=st.sampled_from(range(46, 90)),
@@ -98,7 +104,7 @@ def _setups() -> st.SearchStrategy[Setup]:
         wait=st.booleans(),
         radix=st.sampled_from([True, True, False]),
         policy=st.sampled_from(POLICIES),
-        priorities=st.sampled_from([None, Priorities(), Priorities(low_first=True, aging_s=3.0, preempt_threshold=2)]),
+        priorities=st.sampled_from([None, *PRIORITIES]),
         conservativeness=st.sampled_from([0.0, 0.0, 0.0, 1.0, 2.0]),
         clip=st.sampled_from([0, 0, 0, 3, 4096]),
         backup_pages=st.sampled_from([0, 8, 1000]),
@@ -108,6 +114,7 @@ def _setups() -> st.SearchStrategy[Setup]:
         max_queued=st.sampled_from([1000, 1000, 1000, 4]),
         gives_nan=st.booleans(),
     )
+    return st.builds(Setup, **{**drawn, **fixed})
 
 
 def asks() -> st.SearchStrategy[Ask]:
@@ -150,3 +157,18 @@ def _events() -> st.SearchStrategy[Event]:
 def stories(*, min_events: int = 25, max_events: int = 60) -> st.SearchStrategy[Story]:
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
     return st.builds(Story, _setups(), st.lists(event, min_size=min_events, max_size=max_events).map(tuple))
+
+
+def rushes() -> st.SearchStrategy[Story]:
+    """Requests of any priority that arrive faster than they end, at an engine that has rows for more than it has pages for."""
+    setup = _setups(
+        role=st.sampled_from(["unified", "decode"]),
+        priorities=st.sampled_from(PRIORITIES),
+        max_running=st.sampled_from([5, 6, 7]),
+        max_queued=st.just(1000),
+        chunk_pages=st.sampled_from([2, 3, 8]),
+    )
+    few_turns = st.builds(Event, st.just("turns"), st.sampled_from([1, 2, 3]))
+    move = st.builds(Event, st.just("move"), st.sampled_from(range(10)))
+    event = st.one_of(asks(), few_turns, move, few_turns, move)
+    return st.builds(Story, setup, st.lists(event, min_size=25, max_size=60).map(tuple))

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.core.proof.driver import play
 from tests.core.proof.mutants import MUTANTS, ROOT, with_bug
-from tests.core.proof.story import Story, stories
+from tests.core.proof.story import Story, rushes, stories
 
 STEPS = 10_000
 EXAMPLES = 210
@@ -20,7 +20,6 @@ LEAST = {
     "overlapped": 2000,
     "masks": 1000,
     "retractions": 50,
-    "preemptions": 1,
     "restored_tokens": 50,
     "wasted_draws": 50,
     "updates": 5,
@@ -52,6 +51,19 @@ def test_10_000_steps_of_anything() -> None:
     assert seen["steps"] >= STEPS, seen
     lacking = {name for name, least in LEAST.items() if seen[name] < least}
     assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"
+
+
+def test_rushes_of_any_priority() -> None:
+    """More requests than there is memory for: no preemption is in vain, and every answer is right."""
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=60, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(story=rushes())
+    def drive(story: Story) -> None:
+        seen.update(play(story).tally())
+
+    drive()
+    assert seen["preemptions"] >= 20 and seen["retractions"] > seen["preemptions"], seen
 
 
 def test_every_planted_bug_still_has_its_place() -> None:

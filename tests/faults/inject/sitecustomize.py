@@ -1,10 +1,11 @@
 """Test-only: puts a switch around the transfer engine of a prefill worker's scheduler process.
 
 Python imports a module of this name at start when its folder is on PYTHONPATH, which only the fault tests put there; no
-production code knows of it. Two switches are files in $TANDEM_FAULTS_DIR:
+production code knows of it. Switches are files in $TANDEM_FAULTS_DIR:
 
     hold    while it exists, writes of KV are accepted but not begun: they wait as behind a link that does not move
     fail    holds a number: so many of the next writes end as FAILED without having begun
+    steps   while it exists, a step lasts: the scheduler's thread waits inside it, without Python's lock, as in a kernel
 
 Handshakes and fences (`probe`, `fence`) go to the engine as they are, so what follows a failure is its real recovery.
 """
@@ -59,6 +60,22 @@ def _install(folder: str) -> None:
             return self._engine.poll(op.inner)
 
     registry.make_engine = lambda name, options=None: Switched(make_engine(name, options))
+    _install_steps(Path(folder) / "steps")
+
+
+def _install_steps(hold) -> None:
+    import time
+
+    from engine.loop.pipeline import Pipeline
+
+    advance = Pipeline.advance
+
+    def held(self, plan):
+        while plan is not None and hold.exists():
+            time.sleep(0.01)
+        return advance(self, plan)
+
+    Pipeline.advance = held
 
 
 if "disagg.scheduler_process" in sys.orig_argv and "TANDEM_FAULTS_DIR" in os.environ:

@@ -1,0 +1,46 @@
+"""What the workers of a cluster could not use of their machine: what it costs, and the line that mends it. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COMPILER = "apt-get install gcc libc6-dev"
+HUGE_PAGES = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+BY_TORCH = "torch computes instead, several times slower"
+
+
+def shortfalls(infos: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines for the summary, from the /get_server_info of each worker of one machine; each thing is said once."""
+    return list(dict.fromkeys(line for info in infos for line in _of_worker(info)))
+
+
+def _of_worker(info: Mapping[str, Any]) -> list[str]:
+    return [*_kernels(info), *_cpu(info), *_huge_pages(info)]
+
+
+def _kernels(info: Mapping[str, Any]) -> list[str]:
+    state = info.get("c_kernels")
+    if state == "no compiler":
+        return [f"No C kernels: this machine has no C compiler; {BY_TORCH}. Mend it: {COMPILER}"]
+    if state == "failed":
+        return [f"No C kernels: {info.get('c_kernels_error')}; {BY_TORCH}. It may be mended by: {COMPILER}"]
+    if state == "off":
+        return [f"No C kernels: TANDEM_NO_C_KERNELS=1 turns them off; {BY_TORCH}. Mend it: unset TANDEM_NO_C_KERNELS"]
+    return []
+
+
+def _cpu(info: Mapping[str, Any]) -> list[str]:
+    if not (lacks := info.get("cpu_lacks")):
+        return []
+    return [
+        f"This CPU lacks {lacks}: torch computes prompts and the products of bf16 weights, slower than the C kernels do"
+        " on a CPU that has it. Nothing to install mends that."
+    ]
+
+
+def _huge_pages(info: Mapping[str, Any]) -> list[str]:
+    if info.get("huge_pages") != "never":
+        return []
+    return [
+        "No huge pages: one thread reads weights and KV about 1.7 times as fast where the system grants them."
+        f" Mend it: {HUGE_PAGES}"
+    ]

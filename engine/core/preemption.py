@@ -1,0 +1,93 @@
+"""Preemption: which running requests make room for a more urgent one. As many as that takes, or none.
+
+Victims are tried lowest priority first, then latest arrival, until their rows and pages suffice; those that the newcomer
+does not need then keep their places. What ended requests are about to give back counts first, and costs no victim.
+The check for sufficiency is SGLang's.
+"""
+
+from collections.abc import Callable, Sequence
+
+from engine.core.counters import Counters
+from engine.core.departures import Departures
+from engine.core.memory import Memory
+from engine.core.policy import Priorities
+from engine.core.request import Request
+from engine.core.request_table import RequestTable
+from engine.core.stages import Stages
+
+Reserve = Callable[[Sequence[Request]], int]  # pages that must stay free beside the newcomer's, once these have left
+Suffice = Callable[[Sequence[Request]], bool]
+
+
+class Preemption:
+    def __init__(
+        self,
+        *,
+        priorities: Priorities | None,
+        stages: Stages,
+        memory: Memory,
+        departures: Departures,
+        table: RequestTable,
+        counters: Counters,
+    ) -> None:
+        self._priorities = priorities
+        self._stages = stages
+        self._memory = memory
+        self._departures = departures
+        self._table = table
+        self._counters = counters
+
+    def make_room(self, request: Request, reserve: Reserve, *, row: bool) -> list[Request]:
+        """Retract the victims that `request` needs and return them; their memory is free once nothing of them is in flight.
+
+        `row`: it needs one at once. Empty: no set of them suffices, none is needed, or memory is on its way back already.
+        """
+        victims = self._victims(request, lambda gone: self._suffice(request, gone, reserve, row=row))
+        for victim in victims:
+            self._retract(victim)
+        return victims
+
+    def make_rows(self, late: Sequence[Request]) -> None:
+        """`late`, most urgent first, have memory and no row: each takes that of a victim, if it has priority over one."""
+        coming = sum(r.slot is not None for r in self._stages.draining)
+        for request in late[coming:]:
+            victims = [r for r in self._candidates(request) if r.slot is not None]
+            if not victims:
+                return
+            self._retract(victims[0])
+
+    def _retract(self, victim: Request) -> None:
+        self._departures.retract(victim)
+        self._counters.preemptions += 1
+
+    def _victims(self, request: Request, suffice: Suffice) -> list[Request]:
+        candidates = self._candidates(request)
+        if not candidates or suffice([]):
+            return []
+        victims: list[Request] = []
+        for candidate in candidates:
+            victims.append(candidate)
+            if suffice(victims):
+                return _only_needed(victims, suffice)
+        return []
+
+    def _candidates(self, request: Request) -> list[Request]:
+        priorities = self._priorities
+        if priorities is None or self._stages.retraction_pending:
+            return []
+        candidates = [r for r in self._stages.running if priorities.may_preempt(request, r)]
+        return sorted(candidates, key=lambda r: (priorities.rank(r), -r.serial))
+
+    def _suffice(self, request: Request, victims: Sequence[Request], reserve: Reserve, *, row: bool) -> bool:
+        leaving = [*self._stages.draining, *victims]
+        if row and self._table.num_free == 0 and all(r.slot is None for r in leaving):
+            return False
+        return self._memory.pages_left(request, without=leaving) >= reserve(victims)
+
+
+def _only_needed(victims: list[Request], suffice: Suffice) -> list[Request]:
+    for spared in victims[-2::-1]:  # the last one is needed, or the search would have ended before it
+        others = [v for v in victims if v is not spared]
+        if suffice(others):
+            victims = others
+    return victims

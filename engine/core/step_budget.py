@@ -1,0 +1,86 @@
+"""How many prompt tokens a step may hold so that it ends in time. Pure: told what steps held and how long they took.
+
+The cost of a step is taken as proportional to its *work*: a token is one unit for the layers' products, and one more for each
+`attention_tokens` tokens before it, which its attention reads. A fixed cost (to read all weights, above all) is in the rate, so
+
+    work = allowed seconds / rate,   rate = seconds of the last steps / their work
+
+settles where a step takes what it may: `max_step_s`; where a step of one page takes longer than that already, three times as long as
+such a step. Else chunks would shrink to a page where the fixed cost alone is too long, and a prompt would last for ever.
+
+A rate is learnt from steps that hold at least half of what they may, and from those that were too long: a short prompt alone says
+little of long ones. Lower medians of three count, so one slow step (a compilation, a neighbour on the core) changes nothing. Work
+shrinks at once and grows threefold at most.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from engine.core.plan import Plan, PlanItem
+
+NUM_LAST = 3
+INFORMATIVE_SHARE = 0.5
+GROWTH = 3.0  # from one step to the next; double would often be cut to whole pages, and stay
+WORTH = 3.0  # times what a step of a page takes: less would often be cut to one page again
+SMALL_EVERY = 16  # steps after which one of a page is made, where these decide
+ROUNDING_TOKENS = 1e-6
+
+
+class StepBudget:
+    """`first_rate`: seconds a unit of work, until steps have been measured. All arguments are above 0."""
+
+    def __init__(self, *, max_step_s: float, page_size: int, attention_tokens: float, first_rate: float) -> None:
+        assert max_step_s > 0 and attention_tokens > 0 and first_rate > 0
+        self._max_step_s = max_step_s
+        self._page_size = page_size
+        self._attention_tokens = attention_tokens
+        self._rate = first_rate
+        self._rates: deque[float] = deque(maxlen=NUM_LAST)
+        self._small_s: deque[float] = deque(maxlen=NUM_LAST)
+        self._since_small = 0
+        self._usual = self.work = max(float(page_size), max_step_s / first_rate)
+
+    def work_of(self, start: int, num_tokens: int) -> float:
+        """Of `num_tokens` behind `start` others."""
+        return num_tokens * (1.0 + (start + num_tokens / 2) / self._attention_tokens)
+
+    def tokens(self, work: float, start: int) -> int:
+        """The most tokens behind `start` others that `work` is enough for."""
+        per_token = 1.0 + start / self._attention_tokens
+        work = max(work, 0.0)
+        roots = per_token + math.sqrt(per_token**2 + 2 * work / self._attention_tokens)
+        return int(2 * work / roots + ROUNDING_TOKENS)
+
+    def note(self, plan: Plan, taken_s: float) -> None:
+        """A step has taken so long. Steps without prompts say nothing of prompts."""
+        if not plan.extend or taken_s <= 0:
+            return
+        work = self._work_in(plan.items)
+        self._note_small(sum(item.q_len for item in plan.items), taken_s)
+        if work >= INFORMATIVE_SHARE * self._usual or taken_s > self._allowed_s:
+            self._rates.append(taken_s / work)
+            self._rate = _lower_median(self._rates)
+        wanted = max(float(self._page_size), self._allowed_s / self._rate)
+        self._usual = min(wanted, max(self._usual, GROWTH * work))
+        small_is_due = self._allowed_s > self._max_step_s and self._since_small >= SMALL_EVERY
+        self.work = float(self._page_size) if small_is_due else self._usual
+
+    def _note_small(self, num_tokens: int, taken_s: float) -> None:
+        """A page takes no longer than a step that holds more, so a shorter one tells of pages, too."""
+        is_small = num_tokens <= self._page_size
+        self._since_small = 0 if is_small else self._since_small + 1
+        if is_small or (self._small_s and taken_s < _lower_median(self._small_s)):
+            self._small_s.append(taken_s)
+
+    @property
+    def _allowed_s(self) -> float:
+        page_s = _lower_median(self._small_s) if self._small_s else 0.0
+        return self._max_step_s if page_s <= self._max_step_s else WORTH * page_s
+
+    def _work_in(self, items: Sequence[PlanItem]) -> float:
+        return sum(self.work_of(item.start, item.q_len) for item in items)
+
+
+def _lower_median(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]

@@ -1,0 +1,117 @@
+"""The metadata of a GGUF file in the words of a Hugging Face config.json.
+
+Owns which metadata keys mean which field. What the fields allow is engine/model_config.py's business.
+"""
+
+import struct
+from typing import Any
+
+from engine.gguf.file import GGUFFile
+
+# general.architecture -> the class of engine.model_config.FAMILIES. Converters write Mistral's models as "llama".
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: one divisor for each pair of a head
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+
+# Tokens that end an answer whatever the metadata says of them, as in llama.cpp (llama-vocab.cpp).
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+_CONTROL = 3
+
+
+def config_fields(file: GGUFFile) -> dict[str, Any]:
+    """The fields of config.json. Raises `ConfigError` for an architecture that is not served, or a missing key."""
+    name = file.value("general.architecture", str, "")
+    if name not in ARCHITECTURES:
+        raise file.error(
+            f"general.architecture is {name!r}, which is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    keys = _Keys(file, name)
+    if keys.get("expert_count", 0):
+        raise file.error(f"{name}.expert_count: mixture-of-experts models are not supported; take a dense one")
+    if EMBEDDING not in file.tensors:
+        raise file.error(f"tensor {EMBEDDING} is missing; is this a whole model? download it again")
+    heads, hidden = keys.need("attention.head_count"), keys.need("embedding_length")
+    return {
+        "architectures": [ARCHITECTURES[name]],
+        "model_type": name,
+        "hidden_size": hidden,
+        "intermediate_size": keys.need("feed_forward_length"),
+        "num_hidden_layers": keys.need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.get("attention.head_count_kv", heads),
+        "head_dim": keys.get("attention.key_length"),
+        "vocab_size": file.tensors[EMBEDDING].shape[0],
+        "rms_norm_eps": keys.need("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.need("context_length"),
+        "tie_word_embeddings": HEAD not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "rope_parameters": _rope(keys, file),
+        "partial_rotary_factor": _rotary_share(keys, heads=heads, hidden=hidden),
+        "dtype": stored_dtype(file),
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _end_ids(file),
+    }
+
+
+def stored_dtype(file: GGUFFile) -> str:
+    """The type of the matrices; quantized ones count as bfloat16."""
+    kinds = {tensor.storage.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
+
+
+def _rope(keys: "_Keys", file: GGUFFile) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_theta": keys.get("rope.freq_base", 10000.0), "rope_type": "default"}
+    kind = keys.get("rope.scaling.type", "none")
+    if keys.get("rope.scale_linear", 1.0) != 1.0:
+        kind = "linear"
+    if kind != "none" and keys.get("rope.scaling.factor", 0.0) != 1.0:
+        return rope | {"rope_type": kind}
+    return rope | _rope_factors(file)
+
+
+def _rope_factors(file: GGUFFile) -> dict[str, Any]:
+    tensor = file.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return {}
+    if tensor.storage.name != "F32" or len(tensor.shape) != 1:
+        raise file.error(f"tensor {ROPE_FACTORS} must be one row of F32; convert the model again")
+    with file.path.open("rb") as opened:
+        opened.seek(tensor.start)
+        raw = opened.read(tensor.size_bytes)
+    return {"rope_type": "factors", "factors": list(struct.unpack(f"<{tensor.shape[0]}f", raw))}
+
+
+def _rotary_share(keys: "_Keys", *, heads: Any, hidden: Any) -> float:
+    """The share of a head that RoPE turns, 1.0 where the file does not say."""
+    turned = keys.get("rope.dimension_count")
+    if not all(isinstance(value, int) and value > 0 for value in (turned, heads, hidden)):
+        return 1.0
+    dim = keys.get("attention.key_length", hidden // heads)
+    return float(turned / dim) if isinstance(dim, int) and dim > 0 else 1.0  # the fields are checked by their reader
+
+
+def _end_ids(file: GGUFFile) -> list[Any]:
+    named = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, kinds = file.values("tokenizer.ggml.tokens", str), file.values("tokenizer.ggml.token_type", int)
+    control = {token: index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _CONTROL}
+    return [*(value for value in named if value is not None), *(control[end] for end in _ENDS if end in control)]
+
+
+class _Keys:
+    """The metadata of one architecture: `need("block_count")` reads "llama.block_count"."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self._file = file
+        self._prefix = architecture
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A list with one value for each layer counts as that value where all are equal."""
+        value = self._file.metadata.get(f"{self._prefix}.{name}", default)
+        return value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
+
+    def need(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise self._file.error(f"metadata {self._prefix}.{name} is missing; convert the model again")
+        return value

@@ -1,0 +1,119 @@
+"""The tensors of a GGUF file under their Hugging Face names, dequantized when they are read.
+
+Rows are dequantized some at a time into the tensor that is to hold them, so the model exists once. The arithmetic is
+that of the `gguf` package.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from engine.gguf.config import EMBEDDING, HEAD, ROPE_FACTORS, config_fields
+from engine.gguf.file import GGUFFile, TensorInfo
+
+ELEMENTS_AT_ONCE = 4 << 20  # 16 MiB of fp32
+
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_WHOLE = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+
+
+class GGUFTensors:
+    """The tensors of `file`. Names without a counterpart keep their own, so that a model which ignores them is told."""
+
+    described_by = "the metadata"
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+        self._tensors = {hugging_face_name(name): tensor for name, tensor in file.tensors.items()}
+        self._tensors.pop(ROPE_FACTORS, None)  # part of the config
+        self._permuted_heads = _permuted_heads(file)
+        self._data = np.memmap(file.path, mode="r", dtype=np.uint8)
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def where(self, name: str) -> str:
+        return str(self._file.path)
+
+    def open(self, name: str, shape: Sequence[int]) -> Callable[[torch.Tensor], None]:
+        """What fills a tensor of `shape` with tensor `name`. Raises `ConfigError` for one that is missing or different."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise self._file.error(f"tensor {name} is missing; download the file again")
+        if list(tensor.shape) != list(shape):
+            raise self._file.error(
+                f"tensor {tensor.name} has shape {list(tensor.shape)}, its metadata asks for {list(shape)}; "
+                "convert the model again"
+            )
+        return lambda out: self._fill(tensor, out)
+
+    def close(self) -> None:
+        del self._data
+
+    def _fill(self, tensor: TensorInfo, out: torch.Tensor) -> None:
+        stored = self._data[tensor.start : tensor.start + tensor.size_bytes]
+        place = self._place_of_rows(tensor)
+        if len(tensor.shape) == 1:
+            _put(out, slice(None) if place is None else place, _dequantized(stored, tensor))
+            return
+        stored = stored.reshape(tensor.shape[0], -1)
+        step = max(1, ELEMENTS_AT_ONCE // tensor.shape[1])
+        for begin in range(0, tensor.shape[0], step):
+            rows = slice(begin, begin + step)
+            _put(out, rows if place is None else place[rows], _dequantized(stored[rows], tensor))
+
+    def _place_of_rows(self, tensor: TensorInfo) -> torch.Tensor | None:
+        """The row of the Hugging Face tensor for each row of the file; None: its own.
+
+        RoPE turns neighbours (2j, 2j + 1) in ggml's Llama and halves (j, j + D/2) here, so converters write the rows
+        of q and k, head by head, in another order (convert_hf_to_gguf.py: LlamaModel.permute).
+        """
+        parts = tensor.name.split(".")
+        heads = self._permuted_heads.get(parts[2]) if len(parts) == 4 else None
+        if heads is None:
+            return None
+        return torch.arange(tensor.shape[0]).view(heads, 2, -1).transpose(1, 2).reshape(-1)
+
+
+def _permuted_heads(file: GGUFFile) -> dict[str, int]:
+    """The tensors of a layer whose rows were put in another order, and how many heads they have."""
+    if file.metadata.get("general.architecture") != "llama":
+        return {}
+    fields = config_fields(file)
+    return {"attn_q": int(fields["num_attention_heads"]), "attn_k": int(fields["num_key_value_heads"])}
+
+
+def _dequantized(stored: np.ndarray[Any, np.dtype[np.uint8]], tensor: TensorInfo) -> torch.Tensor:
+    """fp32 values of whole rows."""
+    kind = gguf.GGMLQuantizationType[tensor.storage.name]
+    values = gguf.quants.dequantize(np.ascontiguousarray(stored), kind)
+    return torch.from_numpy(np.array(values, dtype=np.float32, copy=None if values.flags.writeable else True))
+
+
+def _put(out: torch.Tensor, rows: slice | torch.Tensor, values: torch.Tensor) -> None:
+    out[rows if isinstance(rows, slice) else rows.to(out.device)] = values.to(out)
+
+
+def hugging_face_name(name: str) -> str:
+    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"."""
+    prefix, _, rest = name.partition(".")
+    index, _, rest = rest.partition(".")
+    part, _, end = rest.rpartition(".")
+    if prefix == "blk" and index.isdigit() and part in _LAYER:
+        return f"model.layers.{index}.{_LAYER[part]}.{end}"
+    return _WHOLE.get(name, name)

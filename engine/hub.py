@@ -1,0 +1,101 @@
+"""Models of the Hugging Face hub: the files that are needed, in the hub's own cache.
+
+`huggingface_hub` reads HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE itself. Must not know torch.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from engine.config import ConfigError
+
+# ORGANIZATION/NAME, as the hub allows it.
+_MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+# What serving reads, and nothing else: no pickles, no copies in other formats, no pictures.
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+_OTHER_WAYS = (
+    "give a directory of checkpoint files or a .gguf file instead, or fill the cache (HF_HOME) where there is a network "
+    "and set HF_HUB_OFFLINE=1"
+)
+
+
+def is_model_id(text: str) -> bool:
+    return _MODEL_ID.fullmatch(text) is not None
+
+
+def download(model_id: str, revision: str | None) -> str:
+    """The directory with the files of `model_id` at `revision` (None: its default branch); what is missing is fetched.
+
+    Shows a progress bar on a terminal. Raises `ConfigError`, one line.
+    """
+    import httpx2
+    from huggingface_hub import errors, snapshot_download
+
+    flag = f"--model-path {model_id}" + (f" --revision {revision}" if revision else "")
+    try:
+        folder = snapshot_download(model_id, revision=revision, allow_patterns=list(FILES))
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"{flag}: the model is gated; accept its terms at {_page(model_id)} and set HF_TOKEN to a token of yours"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"{flag}: no such directory, and no such model at {_page(model_id)}; check the name "
+            "(for a private model: set HF_TOKEN)"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ConfigError(
+            f"--revision {revision}: {model_id} has no such branch, tag or commit; see {_page(model_id)}/tree/main"
+        ) from None
+    except errors.IncompleteSnapshotError:
+        raise ConfigError(
+            f"{flag}: its copy in the cache is incomplete and the hub cannot be reached; "
+            f"start again with a network, or {_OTHER_WAYS}"
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        raise ConfigError(
+            f"{flag}: not in the cache, and the hub {_why_not()}; check the network, or {_OTHER_WAYS}"
+        ) from None
+    except (errors.HfHubHTTPError, httpx2.HTTPError, OSError) as error:
+        raise ConfigError(
+            f"{flag}: the download from the hub failed ({_one_line(error)}); start again (files that came whole are "
+            f"kept), or {_OTHER_WAYS}"
+        ) from None
+    except errors.HFValidationError as error:
+        raise ConfigError(f"{flag}: is not a name that the hub allows ({_one_line(error)})") from None
+    _check_weights(flag, Path(folder))
+    return str(folder)
+
+
+def _check_weights(flag: str, folder: Path) -> None:
+    if not any(folder.glob("model*.safetensors")):
+        raise ConfigError(
+            f"{flag}: the model has no model*.safetensors; only safetensors checkpoints of the hub can be served "
+            "(a GGUF file: download it and give its path)"
+        )
+
+
+def _page(model_id: str) -> str:
+    return f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/{model_id}"
+
+
+def _why_not() -> str:
+    from huggingface_hub import constants
+
+    return "may not be asked (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else "cannot be reached"
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

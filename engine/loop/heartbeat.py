@@ -1,0 +1,66 @@
+"""A thread of the scheduler process that answers while the loop's thread computes.
+
+Kernels and waits for a device run without Python's lock, so this thread answers in the middle of a step that lasts minutes. It
+is silent when the process is frozen or dead. It owns its two sockets; what is true of the loop the turn clock says.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
+from engine.loop.turn_clock import TurnClock
+from engine.messages import GetStep, StepReply
+
+log = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """Answers each `GetStep`, until the turn clock says that the loop has ended."""
+
+    def __init__(self, ipc: IpcPaths, turns: TurnClock, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._turns = turns
+        self._clock = clock
+        self._inbox: PullSocket[GetStep] = PullSocket(ipc.to_heartbeat, GetStep)
+        self._frontend = PushSocket(ipc.to_frontend)
+        self._closed = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            os.eventfd_write(self._closed, 1)
+            self._thread.join()
+        for socket in (self._inbox, self._frontend):
+            socket.close()
+        os.close(self._closed)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._inbox.socket, zmq.POLLIN)
+        poller.register(self._closed, zmq.POLLIN)
+        while not any(source == self._closed for source, _ in poller.poll()):
+            for question in self._inbox.recv_all_nowait():
+                self._answer(question)
+
+    def _answer(self, question: GetStep) -> None:
+        doing = self._turns.doing(self._clock())
+        if doing is None:
+            return
+        reply = StepReply(
+            call_id=question.call_id,
+            busy_s=doing.busy_s,
+            loading=doing.loading,
+            stalled=doing.stalled,
+            step=doing.step,
+        )
+        try:
+            self._frontend.send(reply)
+        except PeerStalled as error:
+            log.error("heartbeat: %s", error)

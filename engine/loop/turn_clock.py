@@ -1,0 +1,91 @@
+"""What the loop's thread does, and since when. Pure: told of turns, steps and the time; read by any thread.
+
+    loading --loaded--> resting <--turning, resting--> turning        any --end--> ended
+
+A turn holds one step at most: `computing` names it. The watchdog reads how long a turn takes, the heartbeat what it computes.
+The loop's thread writes two fields a turn and takes no lock: a reader that looks in between sees a new turn with no step yet.
+"""
+
+from dataclasses import dataclass
+
+from engine.core.plan import Plan
+from engine.messages import StepInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doing:
+    """One look. `busy_s`: how long the load or the turn has taken, None at rest. `stalled`: longer than it may."""
+
+    busy_s: float | None
+    loading: bool = False
+    stalled: bool = False
+    step: StepInfo | None = None
+
+
+class TurnClock:
+    """`limit_s`: a turn that takes longer is a stall; 0 or less: none is. Loading has no limit."""
+
+    def __init__(self, *, limit_s: float, now_s: float = 0.0) -> None:
+        self.limit_s = limit_s
+        self._loading_since_s: float | None = now_s
+        self._turning_since_s: float | None = None
+        self._plan: Plan | None = None
+        self._ended = False
+
+    def loaded(self) -> None:
+        """The model is there; turns follow."""
+        self._loading_since_s = None
+
+    def turning(self, now_s: float) -> None:
+        """A turn begins (and the one before has ended)."""
+        self._plan = None
+        self._turning_since_s = now_s
+
+    def computing(self, plan: Plan | None) -> None:
+        """The step that this turn launches or waits for; None: there is none."""
+        self._plan = plan
+
+    def resting(self) -> None:
+        """The loop waits for something to do; it may take as long as it likes."""
+        self._turning_since_s = None
+
+    def end(self) -> None:
+        """The loop has ended, in good order or by an exception: nothing more is said of it."""
+        self._ended = True
+        self._turning_since_s = None
+
+    def stalled_s(self, now_s: float) -> float | None:
+        """How long the present turn takes, when that is too long."""
+        since_s = self._turning_since_s
+        if since_s is None or self.limit_s <= 0 or now_s - since_s <= self.limit_s:
+            return None
+        return now_s - since_s
+
+    def doing(self, now_s: float) -> Doing | None:
+        """None: the loop has ended."""
+        if self._ended:
+            return None
+        if (loading_since_s := self._loading_since_s) is not None:
+            return Doing(busy_s=now_s - loading_since_s, loading=True)
+        since_s, plan = self._turning_since_s, self._plan
+        if since_s is None:
+            return Doing(busy_s=None)
+        stalled = self.stalled_s(now_s) is not None
+        return Doing(busy_s=now_s - since_s, stalled=stalled, step=None if plan is None else _info(plan))
+
+
+def _info(plan: Plan) -> StepInfo:
+    return StepInfo(
+        seq=plan.seq,
+        kind=_kind(plan),
+        num_reqs=len(plan.items),
+        num_tokens=sum(item.q_len for item in plan.items),
+    )
+
+
+def _kind(plan: Plan) -> str:
+    if not plan.items:
+        return "copy"  # pages between tiers
+    if not plan.extend:
+        return "decode"
+    return "prefill" if all(item.extend for item in plan.items) else "mixed"

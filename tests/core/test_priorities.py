@@ -1,0 +1,149 @@
+"""Priorities by literals: which request is admitted, preempted and retracted first."""
+
+import pytest
+
+from engine.core.policy import Priorities
+from tests.core.engine_in_a_test import EngineInATest
+from tests.core.hash_model import expected_tokens
+
+PRIORITIES = Priorities(preempt_threshold=10)
+
+
+def engine_of(num_pages: int, **settings: object) -> EngineInATest:
+    return EngineInATest(page_size=4, num_pages=num_pages, **{"priorities": PRIORITIES, **settings})  # type: ignore[arg-type]
+
+
+def running(engine: EngineInATest) -> list[str]:
+    return [r.rid for r in engine.scheduler.stages.running]
+
+
+def turns(engine: EngineInATest, n: int) -> None:
+    for _ in range(n):
+        engine.turn()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preemption_that_frees_too_little_does_not_happen(depth: int) -> None:
+    """Of 10 pages "top" keeps 7 and "high" needs 6: without "low", which runs beside "top", "high" fits no better."""
+    engine = engine_of(10, depth=depth)
+    top, low, high = list(range(16)), [20, 21], list(range(30, 50))
+    engine.add("top", top, priority=100, max_new_tokens=12)
+    engine.add("low", low, priority=0, max_new_tokens=10)
+    turns(engine, depth + 1)
+    engine.add("high", high, priority=50, max_new_tokens=4)
+    turns(engine, 5)
+    assert running(engine) == ["top", "low"] and len(engine.tokens["low"]) >= 4
+    engine.run()
+    assert engine.scheduler.counters.preemptions == 0
+    assert engine.tokens == {
+        "top": expected_tokens(top, 12),
+        "low": expected_tokens(low, 10),
+        "high": expected_tokens(high, 4),
+    }
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_preemption_takes_as_many_victims_as_it_needs(depth: int) -> None:
+    """Beside three that take 3 of 12 pages each there is no room for 7: the lowest goes, then the latest of its equals."""
+    engine = engine_of(12, depth=depth, radix=False)
+    for rid, priority in (("a", 5), ("b", 0), ("c", 5)):
+        engine.add(rid, [ord(rid), 1, 2, 3], priority=priority, max_new_tokens=8)
+    turns(engine, depth)
+    assert running(engine) == ["a", "c", "b"]
+    high = list(range(20))
+    engine.add("high", high, priority=50, max_new_tokens=8)
+    turns(engine, depth + 1)
+    assert running(engine) == ["a", "high"] and engine.scheduler.counters.preemptions == 2
+    engine.run()
+    assert engine.scheduler.counters.preemptions == engine.scheduler.counters.retractions == 2
+    assert engine.tokens["high"] == expected_tokens(high, 8)
+    assert engine.tokens["b"] == expected_tokens([ord("b"), 1, 2, 3], 8)
+
+
+def test_a_preemption_spares_a_victim_that_it_does_not_need() -> None:
+    """ "large" alone makes room, although "small" has the lower priority."""
+    engine = engine_of(12, radix=False)
+    engine.add("large", list(range(24)), priority=1, max_new_tokens=8)
+    engine.add("small", [30], priority=0, max_new_tokens=3)
+    engine.turn()
+    engine.turn()
+    engine.add("high", list(range(10, 42)), priority=50, max_new_tokens=8)
+    turns(engine, 2)
+    assert set(running(engine)) == {"high", "small"} or "small" in engine.finish
+    engine.run()
+    assert engine.scheduler.counters.preemptions == 1
+
+
+def test_memory_that_comes_back_anyway_costs_no_request_its_place() -> None:
+    """An ended request with a step in flight is about to leave: the newcomer waits for that."""
+    engine = engine_of(8, depth=2, radix=False)
+    ending = expected_tokens([1, 2, 3, 4], 3)[2]
+    engine.add("ends", [1, 2, 3, 4], eos=ending, max_new_tokens=12)
+    engine.add("low", [5, 6, 7, 8], max_new_tokens=12)
+    while "ends" not in engine.finish:
+        engine.turn()
+    assert [r.rid for r in engine.scheduler.stages.draining] == ["ends"]
+    engine.add("high", [9, 10, 11, 12], priority=50, max_new_tokens=12)
+    engine.run()
+    assert engine.scheduler.counters.preemptions == 0
+
+
+def test_a_shared_prefix_frees_nothing_while_another_request_reads_it() -> None:
+    """ "low" holds five pages, of which "top" reads four: its place gives one page."""
+    shared = list(range(16))
+    engine = engine_of(8)
+    engine.add("first", shared, max_new_tokens=1)
+    engine.run()
+    engine.add("top", [*shared, 1], priority=100, max_new_tokens=3)
+    engine.add("low", [*shared, 2], priority=0, max_new_tokens=3)
+    engine.turn()
+    engine.add("high", list(range(20, 36)), priority=50, max_new_tokens=4)
+    engine.run()
+    assert engine.scheduler.counters.preemptions == 0
+    assert engine.tokens["high"] == expected_tokens(list(range(20, 36)), 4)
+
+
+@pytest.mark.parametrize(("aging_s", "arrives_s", "preempted"), [(None, 500.0, 1), (10.0, 100.0, 1), (10.0, 200.0, 0)])
+def test_a_request_that_waited_longer_than_the_difference_keeps_its_place(
+    aging_s: float | None, arrives_s: float, preempted: int
+) -> None:
+    """Otherwise it would stand before the newcomer in line, and take the place back at once."""
+    engine = EngineInATest(priorities=Priorities(aging_s=aging_s), max_running=1)
+    engine.add("old", [1], priority=0, max_new_tokens=5)
+    engine.now_s = arrives_s
+    engine.turn()
+    engine.add("new", [2], priority=15, max_new_tokens=2)
+    engine.run()
+    assert engine.scheduler.counters.preemptions == preempted
+    assert engine.tokens == {"old": expected_tokens([1], 5), "new": expected_tokens([2], 2)}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_out_of_memory_the_lowest_priority_goes_first(depth: int) -> None:
+    """ "vip" has the longer output; without priorities it would be the victim."""
+    engine = engine_of(8, depth=depth, conservativeness=0.0)
+    engine.add("vip", [1, 2, 3, 4], priority=100, max_new_tokens=24)
+    engine.turn()
+    engine.add("poor", list(range(10, 18)), priority=0, max_new_tokens=12)
+    engine.run()
+    assert engine.scheduler.counters.retractions > 0 and engine.scheduler.counters.preemptions == 0
+    assert {rid: outputs[-1].retractions > 0 for rid, outputs in engine.outputs.items()} == {"vip": False, "poor": True}
+    assert engine.tokens["poor"] == expected_tokens(list(range(10, 18)), 12)
+
+
+def test_low_values_that_go_first_are_retracted_last() -> None:
+    engine = engine_of(8, conservativeness=0.0, priorities=Priorities(low_first=True))
+    engine.add("vip", [1, 2, 3, 4], priority=-100, max_new_tokens=24)
+    engine.turn()
+    engine.add("poor", list(range(10, 18)), priority=0, max_new_tokens=12)
+    engine.run()
+    assert engine.outputs["vip"][-1].retractions == 0 < engine.outputs["poor"][-1].retractions
+
+
+def test_without_priority_scheduling_the_longest_output_goes_first() -> None:
+    engine = engine_of(8, conservativeness=0.0, priorities=None)
+    engine.add("vip", [1, 2, 3, 4], priority=100, max_new_tokens=24)
+    engine.turn()
+    engine.add("poor", list(range(10, 18)), priority=0, max_new_tokens=12)
+    engine.run()
+    assert engine.outputs["vip"][-1].retractions > 0

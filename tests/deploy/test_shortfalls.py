@@ -1,0 +1,82 @@
+"""What the summary of `tandem up` says of a machine that lacks something."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy.launcher.shortfalls import shortfalls
+from deploy.launcher.summary import Member, summary_text
+from engine.config import EngineConfig
+from engine.kernels import build
+from engine.machine import machine_facts
+
+GOOD = {"c_kernels": "built", "c_kernels_error": None, "cpu_lacks": None, "huge_pages": "madvise"}
+WHOLE_CPU = EngineConfig(device="cpu", dtype="float32")
+
+
+def test_a_machine_that_has_all_is_not_mentioned():
+    assert shortfalls([GOOD, GOOD, {}]) == []
+
+
+@pytest.mark.parametrize(
+    ("fact", "words"),
+    [
+        ({"c_kernels": "no compiler"}, ["no C compiler", "several times slower", "apt-get install gcc libc6-dev"]),
+        (
+            {"c_kernels": "failed", "c_kernels_error": "gcc failed: stdlib.h"},
+            ["gcc failed: stdlib.h", "apt-get install gcc libc6-dev"],
+        ),
+        ({"c_kernels": "off"}, ["TANDEM_NO_C_KERNELS=1", "unset TANDEM_NO_C_KERNELS"]),
+        ({"huge_pages": "never"}, ["No huge pages", "1.7 times", "/sys/kernel/mm/transparent_hugepage/enabled"]),
+    ],
+    ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
+)
+def test_it_says_what_is_missing_what_it_costs_and_what_mends_it(fact: dict[str, str], words: list[str]):
+    (line,) = shortfalls([GOOD | fact, GOOD | fact, GOOD])
+    assert all(word in line for word in words), line
+
+
+def test_a_cpu_without_bf16_is_no_missing_compiler():
+    (line,) = shortfalls([GOOD | {"cpu_lacks": "AVX512-BF16"}])
+    assert "This CPU lacks AVX512-BF16" in line and "Nothing to install" in line
+    assert "compiler" not in line and "apt-get" not in line
+
+
+def test_the_summary_shows_it_above_the_line_to_paste(tmp_path: Path):
+    worker = Member(name="unified-0", role="unified", url="http://u", pid=5, info=GOOD | {"c_kernels": "no compiler"})
+    text = summary_text([worker], front="http://u", backend=None, log_dir=tmp_path, model="m", shipped=True, auth=False)
+    assert 0 < text.index("no C compiler") < text.index("Try it")
+
+
+def test_facts_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    facts = machine_facts(WHOLE_CPU)
+    assert facts["c_kernels"] == "no compiler" and facts["cpu_lacks"] is None
+
+
+def test_facts_of_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'error: no stdlib.h here' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    facts = machine_facts(WHOLE_CPU)
+    assert facts["c_kernels"] == "failed" and "no stdlib.h here" in str(facts["c_kernels_error"])
+
+
+def test_facts_of_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(build.DISABLE_VARIABLE, "1")
+    assert machine_facts(WHOLE_CPU)["c_kernels"] == "off"
+
+
+@pytest.mark.parametrize("word", ["always", "madvise", "never"])
+def test_facts_of_huge_pages(tmp_path: Path, word: str):
+    file = tmp_path / "enabled"
+    file.write_text(" ".join(f"[{name}]" if name == word else name for name in ("always", "madvise", "never")))
+    assert machine_facts(WHOLE_CPU, huge_pages=file)["huge_pages"] == word
+    assert machine_facts(WHOLE_CPU, huge_pages=tmp_path / "none")["huge_pages"] is None
+
+
+def test_a_gpu_needs_none_of_it():
+    assert shortfalls([dict(machine_facts(EngineConfig(device="cuda", dtype="bfloat16")))]) == []

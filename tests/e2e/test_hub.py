@@ -1,0 +1,42 @@
+"""A cluster that serves a model of the hub (a stand-in of it): one download, served under the model's own name."""
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import cluster
+from tests.models.hub_stand_in import hub_stand_in
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+
+MODEL = "acme/tiny-qwen"
+
+
+def test_tandem_up_downloads_once_and_serves_the_model_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_checkpoint(tmp_path / "hub" / MODEL / "main", "qwen3")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    with hub_stand_in(tmp_path / "hub") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        with cluster(tmp_path / "run", "--model-path", MODEL, "--max-total-tokens", "4096", "--decode", "2") as c:
+            answers = [_complete(c.router, model) for model in (MODEL, "default")]
+            with urllib.request.urlopen(f"{c.router}/v1/models") as reply:
+                assert [card["id"] for card in json.loads(reply.read())["data"]] == [MODEL]
+        assert set(hub.downloads.values()) == {1}
+    assert [answer["model"] for answer in answers] == [MODEL, MODEL]
+    assert answers[0]["choices"] == answers[1]["choices"]
+
+
+def _complete(router: str, model: str) -> dict[str, Any]:
+    body = {"model": model, "prompt": "abc", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{router}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return dict(json.loads(reply.read()))

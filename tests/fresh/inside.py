@@ -1,0 +1,250 @@
+"""Runs in the namespaces of one check: mounts what a Linux root needs, then types README's commands in it.
+
+Usage: python -m tests.fresh.inside ROOT LONG(0|1) REPORT. All mounts and processes end with the namespaces.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from tests.fresh import readme
+from tests.fresh.bare_root import CLONE, bindings, environment
+
+T = TypeVar("T")
+SETUP_LIMIT_S = 3600
+CURL_LIMIT_S = 120
+STOP_LIMIT_S = 60
+TEST_LIMIT_S = 3 * 3600
+BEAT_S = 30
+SHORT_TESTS = "tests/machine"
+KERNELS = "root/.cache/tandem/kernels"
+BF16_FLAG, CPU_LACKS = "avx512_bf16", "This CPU lacks AVX512-BF16"
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+
+
+class CheckFailedError(Exception):
+    """README did not hold; the message says where."""
+
+
+def main(argv: list[str]) -> int:
+    root, long, report = Path(argv[0]), argv[1] == "1", Path(argv[2])
+    try:
+        report.write_text(json.dumps(_check(root, long=long)))
+    except (CheckFailedError, readme.ReadmeError) as e:
+        print(f"fresh-check: FAILED: {e}", flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130  # the process outside says so
+    return 0
+
+
+def _check(root: Path, *, long: bool) -> dict[str, object]:
+    _mount(root)
+    bare = BareMachine(root)
+    text = (root / CLONE / "README.md").read_text()
+    run, test = readme.two_commands(text)
+    packages = readme.packages_line(text)
+    durations: dict[str, float] = {}
+
+    def timed(name: str, step: Callable[[], T]) -> T:
+        print(f"fresh-check: {name}", flush=True)
+        begun = time.monotonic()
+        result = step()
+        durations[name] = round(time.monotonic() - begun, 1)
+        return result
+
+    timed(packages, lambda: bare.must(f"apt-get update -qq && DEBIAN_FRONTEND=noninteractive {packages} -y -qq"))
+    cluster = Session(bare, run)
+    printed = timed(f"{run}, until it answers", lambda: _run_answers(bare, cluster, text))
+    timed("Ctrl-C", lambda: _ends(bare, cluster))
+    kernels = _kernels_used(root, cluster.output())
+    command = test if long else f"{test} TESTS={SHORT_TESTS}"
+    output = timed(command, lambda: bare.must(command, limit_s=TEST_LIMIT_S))
+    _nothing_left(bare)
+    return {
+        "debian": (root / "etc/debian_version").read_text().strip(),
+        "durations_s": durations,
+        "printed": _from_tandem_on(printed),
+        "kernels_built": kernels,
+        "pytest": closing_line(output),
+    }
+
+
+class BareMachine:
+    """Runs commands in the root as a user would type them there."""
+
+    def __init__(self, root: Path) -> None:
+        self._enter = ["chroot", str(root), "/usr/bin/env", "-i"]
+        self._enter += [f"{name}={value}" for name, value in environment(root).items()]
+
+    def start(self, command: str) -> "subprocess.Popen[str]":
+        script = f"cd /{CLONE} && {command}"
+        return subprocess.Popen(
+            [*self._enter, "/bin/bash", "-c", script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+    def must(self, command: str, *, limit_s: float = SETUP_LIMIT_S) -> str:
+        """Its output, shown as it comes. Raises CheckFailedError if it fails or takes too long."""
+        session = Session(self, command)
+        status = session.wait(limit_s)
+        if status:
+            raise CheckFailedError(f"`{command}` ended with status {status}")
+        return session.output()
+
+
+class Session:
+    """One command, in a process group of its own as a terminal gives it; shows its lines as they come."""
+
+    def __init__(self, bare: BareMachine, command: str) -> None:
+        self.command = command
+        self._lines: list[str] = []
+        self._process = bare.start(command)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def output(self) -> str:
+        return "".join(self._lines)
+
+    def wait(self, limit_s: float) -> int:
+        self.until(lambda: self._process.poll() is not None and not self._reader.is_alive(), limit_s)
+        return self._process.wait()
+
+    def until(self, done: Callable[[], bool], limit_s: float) -> None:
+        """Wait for `done`, with a sign of life now and then. Raises CheckFailedError."""
+        begun = beat = time.monotonic()
+        while not done():
+            now = time.monotonic()
+            if now - begun > limit_s:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                raise CheckFailedError(f"`{self.command}` took more than {limit_s:.0f} s")
+            if now - beat > BEAT_S:
+                beat = now
+                print(f"fresh-check: `{self.command}` runs, {now - begun:.0f} s", flush=True)
+            time.sleep(0.1)
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+            print("  |", line.rstrip("\n"), flush=True)
+
+
+def _run_answers(bare: BareMachine, cluster: Session, text: str) -> list[str]:
+    """Waits until the cluster says that it is ready; pastes README's line and the printed one."""
+    cluster.until(lambda: "Ctrl-C ends it." in cluster.output() or cluster.ended(), SETUP_LIMIT_S)
+    if cluster.ended():
+        raise CheckFailedError(f"`{cluster.command}` ended before the cluster was ready")
+    wanted = readme.answer(text)
+    for line in (readme.pasted_line(text), readme.printed_line(cluster.output())):
+        reply = bare.must(line, limit_s=CURL_LIMIT_S)
+        content = json.loads(reply[reply.index("{") :])["choices"][0]["message"]["content"]
+        if content.strip() != wanted:
+            raise CheckFailedError(f"the answer is {content!r}, not {wanted!r}, to: {line}")
+    return cluster.output().splitlines()
+
+
+def _ends(bare: BareMachine, cluster: Session) -> None:
+    cluster.press_ctrl_c()
+    cluster.wait(STOP_LIMIT_S)
+    _nothing_left(bare)
+
+
+def _nothing_left(bare: BareMachine) -> None:
+    """Raises CheckFailedError if a process of the root lives; the moment between a signal and its end is granted."""
+    deadline = time.monotonic() + 10
+    while left := _processes():
+        if time.monotonic() > deadline:
+            raise CheckFailedError("processes are left running: " + "; ".join(left))
+        time.sleep(0.1)
+
+
+def _processes() -> list[str]:
+    """Command lines of these namespaces but for the check's own (its shell is process 1); zombies have none."""
+    lines = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) not in (1, os.getpid()):
+            try:
+                lines[entry.name] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+    return [f"{pid}: {line}" for pid, line in lines.items() if line]
+
+
+def _kernels_used(root: Path, said: str) -> list[str]:
+    """Names of the C kernels that `make run` built in this root.
+
+    Raises CheckFailedError if it built none, or said otherwise, or did not say what this CPU lacks: a CPU without bf16
+    arithmetic builds all that it starts with and computes by torch what it cannot run.
+    """
+    built = sorted({path.name.rpartition("-")[0] for path in (root / KERNELS).glob("*.so")})
+    if not built or "No C kernels" in said:
+        raise CheckFailedError(f"`make run` did not use C kernels built in this root (built: {built})")
+    has_bf16 = BF16_FLAG in Path("/proc/cpuinfo").read_text().split()
+    if has_bf16 == (CPU_LACKS in said):
+        raise CheckFailedError(f"this CPU {'has' if has_bf16 else 'lacks'} {BF16_FLAG}, and the summary says otherwise")
+    return built
+
+
+def _from_tandem_on(lines: list[str]) -> list[str]:
+    """Without what the package clients print before `tandem up` starts."""
+    start = next((i for i, line in enumerate(lines) if line.startswith("tandem up:")), 0)
+    return lines[start:]
+
+
+def closing_line(output: str) -> str:
+    """Pytest's last line: how many passed, and in which time."""
+    found = re.findall(r"^.*\d+ passed.*$", output, re.MULTILINE)
+    if not found:
+        raise CheckFailedError("pytest did not say how many tests passed")
+    return str(found[-1]).strip("= ")
+
+
+def _mount(root: Path) -> None:
+    mount("-t", "proc", "proc", "/proc")  # of these processes alone
+    mount("-t", "proc", "proc", str(root / "proc"))
+    mount("--rbind", "/sys", str(root / "sys"))
+    for name in DEVICES:
+        device = root / "dev" / name
+        device.touch()
+        mount("--bind", f"/dev/{name}", str(device))
+    for name, kind, options in (
+        ("dev/shm", "tmpfs", "mode=1777"),
+        ("dev/pts", "devpts", "newinstance,ptmxmode=0666,mode=620"),
+    ):
+        (root / name).mkdir(exist_ok=True)
+        mount("-t", kind, "-o", options, kind, str(root / name))
+    for source, target, writable in bindings():
+        (root / target).mkdir(parents=True, exist_ok=True)
+        mount("--bind", str(source), str(root / target))
+        if not writable:
+            mount("-o", "remount,bind,ro", str(root / target))
+
+
+def mount(*args: str) -> None:
+    done = subprocess.run(["mount", *args], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CheckFailedError(f"mount {' '.join(args)}: {done.stderr.strip()}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""The check itself: README is read as it stands, and a machine that cannot make a bare root says why."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.launcher.summary import Member, summary_text
+from tests.fresh import readme
+from tests.fresh.__main__ import CANNOT, main
+from tests.fresh.bare_root import TREE
+from tests.fresh.inside import CheckFailedError, closing_line
+
+README = (TREE / "README.md").read_text()
+
+
+def test_readme_says_what_the_check_types():
+    assert readme.two_commands(README) == ("make run", "make test")
+    assert readme.packages_line(README).startswith("apt-get install ")
+    assert readme.pasted_line(README).startswith("curl -s http://127.0.0.1:8000/v1/chat/completions")
+    assert readme.answer(README) == "v42"
+
+
+def test_a_readme_without_the_commands_is_refused():
+    with pytest.raises(readme.ReadmeError, match="make run"):
+        readme.two_commands("nothing to run here")
+
+
+def test_the_printed_request_is_found(tmp_path: Path):
+    worker = Member(name="unified-0", role="unified", url="http://u", pid=5, info={})
+    front = "http://127.0.0.1:8000"
+    text = summary_text([worker], front=front, backend=None, log_dir=tmp_path, model="m", shipped=True, auth=False)
+    line = readme.printed_line(text)
+    assert line.startswith(f"curl -s {front}") and "k17 v42" in line and "\n" in line
+
+
+def test_pytests_closing_line_is_found():
+    assert closing_line("....\n== 3 passed in 1.20s ==\nbye\n") == "3 passed in 1.20s"
+    with pytest.raises(CheckFailedError):
+        closing_line("no tests ran")
+
+
+@pytest.mark.parametrize(("uid", "words"), [(1000, "sudo make fresh-check"), (0, "no apt-get")], ids=["user", "no apt"])
+def test_a_machine_that_cannot_says_why(
+    uid: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["fresh"])
+    assert main() == CANNOT
+    said = capsys.readouterr().out
+    assert "cannot run here" in said and words in said

@@ -1,0 +1,359 @@
+"""The table of hostile input, played at every door. Each case gets an answer in time, a refusal says why, and nothing else suffers.
+
+Doors: a router of one process, one of two, a unified worker, a prefill and a decode worker, a bootstrap server; the control
+plane of the prefill worker; the sockets between the processes of a worker.
+"""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+import psutil
+import pytest
+import zmq
+
+from engine.frontend.ipc import IpcPaths, PullSocket
+from engine.messages import Shutdown, ToScheduler
+from tests.e2e import hostile
+from tests.e2e.client import assert_all_back, generate_all
+from tests.e2e.cluster import Cluster, cluster, tandem, wait_until
+from tests.e2e.conftest import SHIPPED
+from tests.e2e.workload import recall_body
+from tests.frontend.conftest import start_worker
+from tests.hostile import table
+from tests.hostile.table import Call, post
+
+ANSWER_S = 60.0
+AT_A_TIME = 8
+BESIDE_EVERY_S = 0.3
+ROUTERS, WORKERS = ("router", "fleet"), ("unified", "prefill", "decode")
+SERVERS = (*ROUTERS, *WORKERS, "bootstrap")
+GENERATION = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+# Routes that every case of `RAW_BODIES` is wrong for.
+JSON_ROUTES = {
+    "router": (*GENERATION, "/workers", "/workers/role", "/traces", "/abort_request"),
+    "worker": (
+        *GENERATION,
+        "/tokenize",
+        "/detokenize",
+        "/traces",
+        "/abort_request",
+        "/switch_role",
+    ),
+    "bootstrap": ("/rooms",),
+}
+# HTTP itself is wrong then: the library answers before any handler, in plain text, or closes the connection.
+OF_THE_LIBRARY = ("Content-Length", "Transfer-Encoding", "Upgrade", "Connection")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`status` 0: the connection was closed instead."""
+
+    status: int
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Base URLs by name of the server."""
+
+    cluster: Cluster
+    urls: Mapping[str, str]
+    http: httpx.Client
+
+    def play(self, door: str, cases: Mapping[str, Call]) -> dict[str, Answer]:
+        """What each case is answered, several at a time."""
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            return dict(zip(cases, pool.map(lambda call: ask(self.urls[door], call), cases.values()), strict=True))
+
+
+def ask(url: str, call: Call) -> Answer:
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=ANSWER_S) as sock:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
+            sock.sendall(call.head(parts.netloc.encode()))
+        response = http.client.HTTPResponse(sock, method=call.method.decode("latin-1"))
+        try:
+            response.begin()
+            return Answer(response.status, response.read())
+        except (http.client.HTTPException, ConnectionResetError):
+            return Answer(0, b"")
+
+
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
+    folder = tmp_path_factory.mktemp("doors")
+    args = ("--run-dir", str(folder / "logs"), "--workers", "2", *SHIPPED)
+    with contextlib.ExitStack() as stack:
+        c = stack.enter_context(cluster(folder, "--transfer-backend", "nixl", *args))
+        urls = {role: c.of(role)[0].url for role in ("prefill", "decode")}
+        pd = ("--pd-disaggregation", "--prefill", urls["prefill"], "--decode", urls["decode"])
+        policies = ("--prefill-policy", "cache_aware", "--decode-policy", "consistent_hashing")
+        router = stack.enter_context(tandem(folder / "router", "router", "--port", "0", *pd, *policies))
+        unified = stack.enter_context(start_worker(folder))
+        urls |= {"router": router.url, "fleet": c.router, "unified": unified.url, "bootstrap": hostile.bootstrap_url(c)}
+        family = psutil.Process(c.launcher.pid).children(recursive=True)
+        http = stack.enter_context(httpx.Client(timeout=ANSWER_S))
+        with beside(urls):
+            yield Doors(c, urls, http)
+        asyncio.run(assert_all_back(c))
+        assert all(process.poll() is None for process in (router.process, unified.process))
+        assert all(process.is_running() for process in family)
+        for log in (*(folder / "logs").iterdir(), router.log, unified.stderr):
+            assert (found := hostile.our_traceback(log)) is None, found
+
+
+@pytest.fixture(autouse=True)
+def well_after(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each server answers those who watch it."""
+    doors: Doors | None = request.getfixturevalue("doors") if "doors" in request.fixturenames else None
+    yield
+    for door in SERVERS if doors is not None else ():
+        watch(doors, door)
+
+
+def watch(doors: Doors, door: str) -> None:
+    """What probes, scrapers and people look at is there."""
+    for method, path, body in watched(door):
+        answer = doors.http.request(method, doors.urls[door] + path, json=body)
+        assert answer.status_code == 200, (door, path, answer.text[:500])
+
+
+@contextlib.contextmanager
+def beside(urls: Mapping[str, str]) -> Iterator[None]:
+    """All the while requests go through both routers, and get their right answers."""
+    over = threading.Event()
+
+    def ask_on() -> int:
+        rng, count = random.Random(1), 0
+        while not over.wait(BESIDE_EVERY_S) or count == 0:
+            body, wanted = recall_body(rng, rng.randint(5, 60), max_new_tokens=3)
+            for door in ROUTERS:
+                (answer,) = asyncio.run(generate_all(urls[door], [body]))
+                assert answer["output_ids"] == wanted, door
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_on)
+        try:
+            yield
+        finally:
+            over.set()
+        assert asked.result() > 0
+
+
+def watched(door: str) -> list[tuple[str, str, object]]:
+    routes: list[tuple[str, str, object]] = [("GET", "/health", None), ("GET", "/metrics", None)]
+    if door != "bootstrap":
+        routes += [("POST", "/traces", {"last": 64}), ("GET", "/v1/models", None)]
+    if door in ROUTERS:
+        routes += [("GET", "/dashboard/state", None), ("GET", "/workers", None)]
+    return routes
+
+
+def kind_of(door: str) -> str:
+    return "router" if door in ROUTERS else "worker" if door in WORKERS else "bootstrap"
+
+
+def wrong(answers: Mapping[str, Answer], is_fine: Callable[[Answer], bool]) -> dict[str, tuple[int, bytes]]:
+    return {name: (a.status, a.body[:300]) for name, a in answers.items() if not is_fine(a)}
+
+
+def is_refusal(answer: Answer) -> bool:
+    """4xx, and JSON that says why: an error, or what each of several workers answered."""
+    try:
+        said = json.loads(answer.body)
+    except ValueError:
+        return False
+    return 400 <= answer.status < 500 and isinstance(said, dict) and bool(said.get("error") or said.get("workers"))
+
+
+def is_no_failure(answer: Answer) -> bool:
+    """An answer; where it is a refusal, JSON that says why."""
+    return 200 <= answer.status < 400 or is_refusal(answer)
+
+
+def good_calls(door: str) -> list[Call]:
+    """Requests that are right but for what is done to them."""
+    if door == "bootstrap":
+        return [Call(b"GET", b"/route?room=1"), post("/rooms", {"incarnation": "stranger", "rooms": [1]})]
+    body = {"input_ids": [1, 20, 21], "sampling_params": {"max_new_tokens": 1}}
+    return [post("/generate", body)]  # a prefill or decode worker reads the headers, then misses a room
+
+
+@pytest.mark.parametrize("door", SERVERS)
+def test_hostile_headers(doors: Doors, door: str) -> None:
+    values = table.HEADER_VALUES
+    if door in ("prefill", "decode"):  # they read headers as the unified worker does
+        values = {kind: values[kind] for kind in table.BYTES_IN_HEADERS}
+    for names in table.HEADERS:
+        cases = {
+            f"{names[0]}: {kind} at {call.target.decode()}": Call(
+                call.method,
+                call.target,
+                call.body,
+                tuple((name.encode(), value if len(names) == 1 else value[:300]) for name in names),
+            )
+            for kind, value in values.items()
+            for call in good_calls(door)
+        }
+        is_fine = (lambda a: a.status < 500) if names[0] in OF_THE_LIBRARY else is_no_failure
+        assert wrong(doors.play(door, cases), is_fine) == {}
+        watch(doors, door)  # at once: later requests push these off the pages that show the last ones
+
+
+@pytest.mark.parametrize("door", SERVERS)
+def test_a_client_that_waits_for_its_word_sends_its_body(doors: Doors, door: str) -> None:
+    """curl asks so before a body of more than 1 MiB, and waits a second in vain where nothing answers."""
+    call = post("/rooms" if door == "bootstrap" else "/generate", b"[]", (b"Expect", b"100-Continue"))
+    head, _, body = call.head(b"127.0.0.1").partition(b"\r\n\r\n")
+    with hostile.connect(doors.urls[door]) as sock:
+        sock.sendall(head + b"\r\n\r\n")
+        stream = sock.makefile("rb")
+        assert (stream.readline(), stream.readline()) == (b"HTTP/1.1 100 Continue\r\n", b"\r\n")
+        sock.sendall(body)
+        assert stream.readline().startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("door", SERVERS)
+def test_hostile_targets_and_methods(doors: Doors, door: str) -> None:
+    cases = {name: Call(b"GET", target) for name, target in table.TARGETS.items()}
+    cases |= {repr(method): Call(method, b"/health") for method in table.METHODS}
+    answers = doors.play(door, cases)
+    assert wrong(answers, lambda a: 400 <= a.status < 500) == {}
+    assert b"X-Injected" not in b"".join(a.body for a in answers.values()).replace(b"\\r\\nX-Injected", b"")
+
+
+@pytest.mark.parametrize("door", SERVERS)
+def test_what_a_web_page_sends_is_refused(doors: Doors, door: str) -> None:
+    """And what it would have changed is as it was."""
+    before = state_of(doors, door)
+    path = "/rooms" if door == "bootstrap" else "/workers" if door in ROUTERS else "/pause_generation"
+    body = {"url": "http://127.0.0.1:9", "role": "decode", "incarnation": "x", "rooms": [1]}
+    foreign, here = (b"Origin", b"http://evil.example"), (b"Origin", doors.urls[door].encode())
+    rebound = (b"Host", b"evil.example:8000")
+    forbidden = {
+        "json": post(path, body, foreign),
+        "text": post(path, body, foreign, (b"Content-Type", b"text/plain")),
+        "null": post(path, body, (b"Origin", b"null")),
+        "no-body": Call(b"POST", path.encode(), headers=(foreign,)),
+        "link": Call(b"GET", b"/flush_cache", headers=((b"Sec-Fetch-Site", b"cross-site"),)),
+        "rebound": Call(b"GET", b"/metrics", headers=(rebound,)),
+        "rebound-post": post(path, body, rebound, (b"Origin", b"http://evil.example:8000")),
+    }
+    unwanted = {"own-text": post(path, body, here, (b"Content-Type", b"text/plain"))}
+    assert wrong(doors.play(door, forbidden), lambda a: a.status == 403 and is_refusal(a)) == {}
+    assert wrong(doors.play(door, unwanted), lambda a: a.status == 415 and is_refusal(a)) == {}
+    assert state_of(doors, door) == before
+
+
+def state_of(doors: Doors, door: str) -> object:
+    if door == "bootstrap":
+        return doors.http.get(f"{doors.urls[door]}/health").json()["rooms"]
+    if door in ROUTERS:
+        return [worker["url"] for worker in doors.http.get(f"{doors.urls[door]}/workers").json()["workers"]]
+    return doors.http.get(f"{doors.urls[door]}/health").status_code
+
+
+@pytest.mark.parametrize("door", SERVERS)
+def test_bodies_that_are_no_request(doors: Doors, door: str) -> None:
+    bodies = {**{name: (body, ()) for name, body in table.RAW_BODIES.items()}, "empty": (b"", ())}
+    bodies |= {name: (body, (header,)) for name, (header, body) in table.WRAPPINGS.items()}
+    cases = {
+        f"{name} at {path}": post(path, body, *headers)
+        for path in JSON_ROUTES[kind_of(door)]
+        for name, (body, headers) in bodies.items()
+        if not (name == "empty" and path == "/abort_request")
+        if not (name == "bomb" and path not in ("/generate", "/rooms", "/traces"))
+    }
+    answers = doors.play(door, cases)
+    assert wrong(answers, is_refusal) == {}
+    unpacked = {name: answer for name, answer in answers.items() if name.startswith("bomb")}
+    assert wrong(unpacked, lambda a: a.status == 413) == {}
+
+
+@pytest.mark.parametrize("door", [*ROUTERS, *WORKERS])
+def test_wrong_values_and_lone_surrogates(doors: Doors, door: str) -> None:
+    fields = {**table.FIELDS, **{f"surrogate-{name}": case for name, case in table.SURROGATES.items()}}
+    cases = {name: post(path, body) for name, (path, body) in fields.items()}
+    cases |= {"twice": post("/generate", table.TWICE), "traces": post("/traces", {"ids": [table.LONE]})}
+    cases["abort"] = post("/abort_request", {"rid": table.LONE})
+    if door in ROUTERS:
+        for path in ("/workers", "/workers/role", "/load_lora_adapter"):
+            for name in ("url", "role", "bootstrap_port", "lora_name", "model"):
+                cases[f"{path} {name}"] = post(path, {"url": "http://127.0.0.1:9", name: table.LONE})
+    assert wrong(doors.play(door, cases), is_refusal) == {}
+
+
+@pytest.mark.parametrize("door", [*ROUTERS, *WORKERS])
+def test_bytes_in_text_that_are_no_utf_8(doors: Doors, door: str) -> None:
+    """Refused where the text is read; a field that is not read may hold anything."""
+    cases = {name: post(path, table.with_bytes(body)) for name, (path, body) in table.SURROGATES.items()}
+    if door in ROUTERS:
+        for path in ("/workers", "/workers/role"):
+            cases[path] = post(path, table.with_bytes({"url": "http://127.0.0.1:9", "role": table.LONE}))
+    assert wrong(doors.play(door, cases), is_no_failure) == {}
+
+
+@pytest.mark.parametrize("door", SERVERS)
+def test_bytes_that_are_no_http(doors: Doors, door: str) -> None:
+    def said(data: bytes) -> Answer:
+        line = hostile.exchange(doors.urls[door], data, read_s=ANSWER_S).split(b"\r\n")[0]
+        return Answer(int(line.split()[1]) if line else 0, line)
+
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        answers = dict(zip(table.BYTES, pool.map(said, table.BYTES.values()), strict=True))
+    assert wrong(answers, lambda a: a.status == 0 or 400 <= a.status < 500) == {}
+
+
+# ---- the control plane, and the sockets inside a worker
+
+
+def counted(doors: Doors) -> float:
+    return float(doors.http.get(f"{doors.urls['prefill']}/check").json()["counters"].get("junk_frames", 0))
+
+
+def test_tcp_junk_at_the_control_plane(doors: Doors) -> None:
+    address = hostile.route(doors.cluster).control
+    for junk in table.TCP_JUNK.values():
+        with hostile.connect(address) as sock, contextlib.suppress(ConnectionError):
+            sock.sendall(junk)
+
+
+def test_junk_frames_at_the_control_plane(doors: Doors) -> None:
+    """Each frame is counted; one over the limit ends its connection, which is ZMQ's own doing."""
+    for name, frames in table.FRAMES.items():
+        before = counted(doors)
+        with hostile.dealer(hostile.route(doors.cluster).control) as sock:
+            sock.send_multipart(frames)
+            wait_until(lambda before=before: counted(doors) > before, within_s=10, what=f"{name} counted as junk")
+    with hostile.dealer(hostile.route(doors.cluster).control) as sock:
+        sock.send(table.FRAME_OVER_THE_LIMIT)
+
+
+def test_junk_frames_between_the_processes_of_a_worker() -> None:
+    """Dropped and counted; the next good message arrives."""
+    paths = IpcPaths.create()
+    pull: PullSocket[ToScheduler] = PullSocket(paths.to_scheduler, ToScheduler)
+    with contextlib.ExitStack() as stack, zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        stack.callback(paths.remove)
+        stack.callback(pull.close)
+        push.setsockopt(zmq.LINGER, 0)
+        push.connect(paths.to_scheduler)
+        for frames in table.FRAMES.values():
+            push.send_multipart(frames)
+        push.send(b"\x91\xa8Shutdown")
+        got: list[ToScheduler] = []
+        wait_until(lambda: bool(got.extend(pull.recv(0.1)) or got), within_s=10, what="the good message")
+        assert got == [Shutdown()] and pull.rejected >= len(table.FRAMES)

@@ -1,0 +1,91 @@
+"""What is said of the loop while it computes: the turn clock with literals, the loop that tells it, the thread that reads it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.plan import Plan, PlanItem
+from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
+from engine.loop.heartbeat import Heartbeat
+from engine.loop.turn_clock import Doing, TurnClock
+from engine.messages import GenerateRequest, GetStep, StepInfo, StepReply, ToFrontend
+from engine.sampling_params import SamplingParams
+from tests.loop.test_deadlines import Rig
+
+
+def item(*, extend: bool) -> PlanItem:
+    return PlanItem(
+        rid="r", slot=0, tokens=[1], start=0, page_start=0, new_pages=[], sample=True, output_len=0, extend=extend
+    )
+
+
+def test_a_turn_clock_says_what_the_loop_does_and_since_when() -> None:
+    turns = TurnClock(limit_s=5.0, now_s=1.0)
+    assert turns.doing(4.0) == Doing(busy_s=3.0, loading=True)
+    turns.loaded()
+    assert turns.doing(5.0) == Doing(busy_s=None)
+    turns.turning(10.0)
+    assert turns.doing(11.0) == Doing(busy_s=1.0)
+    turns.computing(Plan(seq=3, extend=True, items=[item(extend=True), item(extend=False)]))
+    step = StepInfo(seq=3, kind="mixed", num_reqs=2, num_tokens=2)
+    assert turns.doing(12.0) == Doing(busy_s=2.0, step=step)
+    assert turns.doing(16.0) == Doing(busy_s=6.0, step=step, stalled=True)
+    turns.resting()
+    assert turns.doing(30.0) == Doing(busy_s=None)
+    turns.turning(31.0)
+    turns.end()
+    assert turns.doing(32.0) is None and turns.stalled_s(1e6) is None
+
+
+@pytest.mark.parametrize(
+    ("items", "kind"),
+    [([item(extend=True)], "prefill"), ([item(extend=False)], "decode"), ([], "copy")],
+)
+def test_a_step_has_a_kind(items: list[PlanItem], kind: str) -> None:
+    turns = TurnClock(limit_s=0.0)
+    turns.loaded()
+    turns.turning(20.0)
+    turns.computing(Plan(seq=4, extend=kind == "prefill", items=items))
+    step = StepInfo(seq=4, kind=kind, num_reqs=len(items), num_tokens=len(items))
+    assert turns.doing(20.0) == Doing(busy_s=0.0, step=step)
+
+
+def test_the_loop_tells_its_step_and_its_end_by_an_error() -> None:
+    rig, seen = Rig(), []
+
+    def compute(plan: Plan) -> Any:
+        rig.now_s += 30.0
+        seen.append(rig.turn_clock.doing(rig.now_s))
+        raise RuntimeError("the kernel failed")
+
+    rig.turn_clock.loaded()
+    rig.engine.model.run = compute  # type: ignore[method-assign]
+    rig.inbox.append(GenerateRequest(rid="a", input_ids=[1, 2, 3], sampling=SamplingParams(max_new_tokens=1)))
+    with pytest.raises(RuntimeError, match="the kernel failed"):
+        rig.loop.run()
+    assert seen == [Doing(busy_s=30.0, step=StepInfo(seq=1, kind="prefill", num_reqs=1, num_tokens=3))]
+    assert rig.turn_clock.doing(rig.now_s) is None
+
+
+def test_the_heartbeat_answers_by_itself_until_the_loop_has_ended(tmp_path: Path) -> None:
+    """By real sockets; no loop runs here, so nothing else could answer."""
+    ipc = IpcPaths(str(tmp_path))
+    pull: PullSocket[Any] = PullSocket(ipc.to_frontend, ToFrontend)
+    ask, turns = PushSocket(ipc.to_heartbeat), TurnClock(limit_s=0.0)
+    heartbeat = Heartbeat(ipc, turns, clock=lambda: 7.0)
+    heartbeat.start()
+    try:
+        turns.loaded()
+        turns.turning(5.0)
+        turns.computing(Plan(seq=1, extend=False, items=[item(extend=False)]))
+        ask.send(GetStep("a"))
+        step = StepInfo(seq=1, kind="decode", num_reqs=1, num_tokens=1)
+        assert pull.recv(10.0) == [StepReply(call_id="a", busy_s=2.0, step=step)]
+        turns.end()
+        ask.send(GetStep("b"))
+    finally:
+        heartbeat.close()
+        assert pull.recv(0.1) == []
+        for socket in (pull, ask):
+            socket.close()

@@ -1,0 +1,44 @@
+"""How long steps take, as the loop tells the step budget: literals, and the real loop with a clock that the steps move."""
+
+from engine.core.plan import Plan, StepResult
+from engine.core.step_budget import StepBudget
+from engine.loop.step_durations import StepDurations
+from engine.messages import GenerateRequest
+from engine.sampling_params import SamplingParams
+from tests.core.hash_model import expected_tokens
+from tests.loop.test_deadlines import Rig
+
+SECONDS_A_TOKEN = 0.25
+
+
+def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
+    first, second, third = (Plan(seq=n, extend=True, items=[]) for n in (1, 2, 3))
+    durations = StepDurations()
+    durations.launched(first, 10.0)
+    durations.launched(second, 10.5)
+    assert durations.collected(12.0) == (first, 2.0)
+    assert durations.collected(13.0) == (second, 1.0)
+    durations.launched(third, 20.0)
+    assert durations.collected(20.5) == (third, 0.5)
+
+
+def test_the_loop_keeps_steps_within_their_time() -> None:
+    """The first chunk is too long; from then on each fits, and the tokens are the same."""
+    budget = StepBudget(max_step_s=2.0, page_size=4, attention_tokens=1e9, first_rate=0.001)
+    rig = Rig(step_budget=budget)
+    plans: list[Plan] = []
+    compute = rig.engine.model.run
+
+    def slow(plan: Plan) -> StepResult:
+        plans.append(plan)
+        rig.now_s += SECONDS_A_TOKEN * sum(item.q_len for item in plan.items)
+        return compute(plan)
+
+    rig.engine.model.run = slow  # type: ignore[method-assign]
+    prompt = list(range(3, 63))
+    rig.tell(GenerateRequest(rid="a", input_ids=prompt, sampling=SamplingParams(max_new_tokens=2, temperature=0.0)))
+    while "a" not in rig.engine.finish:
+        rig.turns(1)
+    chunks = [plan.items[0].q_len for plan in plans if plan.extend]
+    assert chunks == [16, 8, 8, 8, 8, 8, 4]
+    assert rig.engine.tokens["a"] == expected_tokens(prompt, 2)

@@ -1,0 +1,1 @@
+"""Whether this machine has what the tests need."""

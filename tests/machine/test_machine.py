@@ -1,0 +1,45 @@
+"""What the tests need is not only installed here, it loads and starts. The short form of `make fresh-check` runs this file."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engine.kernels import build
+from engine.kernels.linear import linear_kernel
+from tests.machine.needs import complaint
+from tests.router.browser import chromium, tab
+from transfer_backends.engines.mooncake import import_mooncake
+from transfer_backends.engines.nixl import import_nixl
+
+SOURCES = sorted(Path(build.__file__).parent.glob("*.c"))
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def test_nothing_is_missing():
+    assert complaint() == ""
+
+
+def test_the_transfer_engines_load():
+    assert import_nixl() is not None
+    assert import_mooncake() is not None
+
+
+def test_chromium_starts_and_shows_a_page(tmp_path: Path):
+    async def read() -> object:
+        async with tab(address) as page:
+            return await page.js("document.title = 'shown'")
+
+    with chromium(tmp_path) as address:
+        assert asyncio.run(read()) == "shown"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_each_c_kernel_is_built_and_loads(source: Path):
+    assert build.load_library(source) is not None
+
+
+@pytest.mark.skipif(not CPU_INFO.exists(), reason="reads /proc/cpuinfo")
+def test_products_go_by_the_c_kernel_where_the_cpu_can():
+    can = "avx512_bf16" in CPU_INFO.read_text().split()
+    assert (linear_kernel() is not None) == can

@@ -1,0 +1,166 @@
+"""What a web page may ask of a server: the rule itself, told of a request's head. Wired at each server: tests/hostile."""
+
+import pytest
+
+from security.addresses import SecurityConfigError
+from security.browser import BrowserRule, is_json
+
+JSON = {"Content-Type": "application/json"}
+HERE = {"Host": "127.0.0.1:8000"}
+
+
+def rule(
+    host: str = "127.0.0.1", *, has_keys: bool = False, hosts: tuple[str, ...] = (), origins: tuple[str, ...] = ()
+) -> BrowserRule:
+    return BrowserRule(host=host, has_keys=has_keys, allowed_hosts=hosts, allowed_origins=origins)
+
+
+def status(made: BrowserRule, method: str, path: str, headers: dict[str, str], *, has_body: bool = False) -> int:
+    refusal = made.refusal(method, path, headers, has_body=has_body)
+    return 200 if refusal is None else refusal.status
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json", " application/json ;a=b"],
+)
+def test_a_body_that_is_declared_as_json_is_taken(kind: str) -> None:
+    assert is_json(kind) and status(rule(), "POST", "/generate", HERE | {"Content-Type": kind}, has_body=True) == 200
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("", "text/plain", "text/plain; application/json", "text/plain, application/json", "multipart/form-data"),
+        *("application/x-www-form-urlencoded", "text/json", "application/jsonx", "image/svg+json", "\udcff"),
+    ],
+)
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "GET"])
+def test_another_body_is_not_and_the_remedy_is_named(kind: str, method: str) -> None:
+    refusal = rule().refusal(method, "/generate", HERE | {"Content-Type": kind}, has_body=True)
+    assert refusal is not None and refusal.status == 415
+    assert "-H 'Content-Type: application/json'" in refusal.message and refusal.message.isascii()
+
+
+def test_a_request_without_a_body_needs_no_type() -> None:
+    assert status(rule(), "POST", "/continue_generation", HERE) == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "host"),
+    [
+        ("http://127.0.0.1:8000", "127.0.0.1:8000"),
+        ("http://localhost:8000", "LocalHost:8000"),
+        ("http://[::1]:8000", "[::1]:8000"),
+        ("http://127.0.0.1", "127.0.0.1:80"),
+        ("https://127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_a_page_of_the_server_s_own_may_change_it(origin: str, host: str) -> None:
+    assert status(rule(), "POST", "/workers", {"Host": host, "Origin": origin}) == 200
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "http://127.0.0.1:3000"},
+        {"Origin": "http://localhost:8000"},
+        {"Origin": "https://127.0.0.1.evil.example:8000"},
+        {"Origin": "null"},
+        {"Origin": ""},
+        {"Origin": "\udcff"},
+        {"Origin": "http://evil.example", "Sec-Fetch-Site": "none"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/workers"), ("DELETE", "/workers"), ("GET", "/flush_cache"), ("HEAD", "/flush_cache")],
+)
+def test_a_page_of_another_site_may_not(said: dict[str, str], method: str, path: str) -> None:
+    refusal = rule().refusal(method, path, HERE | said | JSON, has_body=False)
+    assert refusal is not None and (refusal.status, refusal.code) == (403, "foreign_origin")
+    assert "--allowed-origins" in refusal.message and refusal.message.isascii()
+
+
+def test_it_may_look_and_follow_links() -> None:
+    for site in ("cross-site", "none"):
+        assert status(rule(), "GET", "/dashboard", HERE | {"Sec-Fetch-Site": site}) == 200
+    assert status(rule(), "GET", "/flush_cache", HERE | {"Sec-Fetch-Site": "none"}) == 200
+
+
+def test_no_browser_no_origin() -> None:
+    assert status(rule(), "POST", "/workers", HERE) == 200
+
+
+def test_behind_a_proxy_that_sends_another_host_the_browser_s_word_counts() -> None:
+    said = {"Origin": "https://llm.example", "Sec-Fetch-Site": "same-origin"}
+    assert status(rule(), "POST", "/traces", HERE | said) == 200
+
+
+def test_sites_that_are_allowed() -> None:
+    allowed = rule(origins=("https://ops.example/", "null"))
+    assert (
+        status(allowed, "POST", "/workers", HERE | {"Origin": "https://ops.example", "Sec-Fetch-Site": "cross-site"})
+        == 200
+    )
+    assert status(allowed, "POST", "/workers", HERE | {"Origin": "null"}) == 200
+    assert status(allowed, "POST", "/workers", HERE | {"Origin": "https://other.example"}) == 403
+    assert status(rule(origins=("*",)), "POST", "/workers", HERE | {"Origin": "https://other.example"}) == 200
+    with pytest.raises(SecurityConfigError, match=r"--allowed-origins: 'ops\.example' is no origin"):
+        rule(origins=("ops.example",))
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "[::1]", "localhost", "LOCALHOST.:8000", "app.localhost:1"),
+        *("192.0.2.7:8000", "[fe80::1%eth0]:8000", ""),
+    ],
+)
+def test_addresses_and_localhost_are_no_foreign_hosts(host: str) -> None:
+    assert status(rule(), "GET", "/v1/models", {"Host": host}) == 200
+    assert status(rule("::1"), "GET", "/v1/models", {"Host": host}) == 200
+
+
+def test_http_1_0_may_leave_it_out() -> None:
+    assert status(rule(), "GET", "/v1/models", {}) == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "\udcff",
+        ":8000x",
+        "[evil",
+    ],
+)
+def test_a_foreign_host_is_refused_on_loopback_without_keys(host: str) -> None:
+    refusal = rule().refusal("GET", "/v1/models", {"Host": host}, has_body=False)
+    if host == ":8000x":  # names nothing
+        assert refusal is None
+        return
+    assert refusal is not None and (refusal.status, refusal.code) == (403, "foreign_host")
+    assert "--allowed-hosts" in refusal.message and "--api-key-file" in refusal.message and refusal.message.isascii()
+
+
+def test_names_that_are_allowed() -> None:
+    named = rule("localhost.", hosts=("LLM.example.", "proxy.example:8000"))
+    for host in ("llm.example", "llm.example.:80", "Proxy.Example:9000"):
+        assert status(named, "GET", "/v1/models", {"Host": host}) == 200
+    assert status(named, "GET", "/v1/models", {"Host": "evil.example"}) == 403
+    assert status(rule(hosts=("*",)), "GET", "/v1/models", {"Host": "evil.example"}) == 200
+
+
+@pytest.mark.parametrize("made", [rule("0.0.0.0"), rule("10.0.0.1"), rule("gpu-box"), rule(has_keys=True)])
+def test_with_keys_or_off_loopback_any_name_will_do(made: BrowserRule) -> None:
+    """Services of a cluster have names that no server knows; strangers are turned away by keys there."""
+    assert status(made, "GET", "/v1/models", {"Host": "router.prod.svc.cluster.local"}) == 200
+    assert status(made, "POST", "/workers", {"Host": "router.prod", "Origin": "http://evil.example"}) == 403
+    assert status(made, "POST", "/workers", {"Host": "router.prod", "Content-Type": "text/plain"}, has_body=True) == 415
