@@ -5,8 +5,8 @@ serve anything. With one group a request's `model` is the workers' affair, as if
 a name only some of them know (an adapter) leads to those.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_NAMES = 1024  # of one worker that are remembered
@@ -23,17 +23,25 @@ class UnknownModel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """`bases`: the workers' own models, in order of the workers; `names`: all they answer to, adapters too."""
+    """`bases`: the workers' own models, in order of the workers; `names`: all they answer to, adapters too.
+
+    `owners`: the bases whose workers answer to a name.
+    """
 
     bases: Names = ()
     names: Names = ()
+    owners: Mapping[str, Names] = field(default_factory=dict)
 
     @classmethod
     def of(cls, workers: Iterable[Names]) -> "Catalogue":
         """What each worker serves, in the order of workers."""
         known = [names for names in workers if names]
+        owners: dict[str, dict[str, None]] = {}
+        for names in known:
+            for name in names:
+                owners.setdefault(name, {})[names[0]] = None
         bases = dict.fromkeys(names[0] for names in known)
-        return cls(tuple(bases), tuple(dict.fromkeys(name for names in known for name in names)))
+        return cls(tuple(bases), tuple(owners), {name: tuple(of_name) for name, of_name in owners.items()})
 
     @property
     def several(self) -> bool:
@@ -53,9 +61,10 @@ class Catalogue:
         return next(iter(ready or ()), self.bases[0])
 
     def of_adapter(self, *, model: object, adapter: object, loads: bool) -> str:
-        """The name to look for among the workers that load (or unload) an adapter, "": all. `UnknownModel`; `ValueError`.
+        """Return the base model whose workers load (or unload) an adapter, "": all workers. `UnknownModel`; `ValueError`.
 
-        Of several models somebody has to say which: the adapter's own name does where it is loaded already.
+        Of several models, `model` names one. To unload, the adapter's name is enough if one model has it: all workers of
+        that model are asked, because one that has just loaded the adapter may not have reported its names yet.
         """
         if model is not None and not isinstance(model, str):
             raise ValueError("model: must be the name of a model that is served here")
@@ -65,11 +74,12 @@ class Catalogue:
             return model if self.names else ""
         if not self.several:
             return ""
-        if loads:
-            raise ValueError(f"model: name the one that the adapter belongs to; there are: {', '.join(self.bases)}")
-        if adapter not in self.names:
+        if not loads and adapter not in self.names:
             raise UnknownModel(str(adapter), self.names)
-        return str(adapter)
+        owners = self.bases if loads else self.owners[str(adapter)]
+        if len(owners) > 1:
+            raise ValueError(f"model: name the one that the adapter belongs to; there are: {', '.join(owners)}")
+        return owners[0]
 
 
 def serves(names: Names, model: str) -> bool:
