@@ -28,11 +28,12 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
+.PHONY: help setup run test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
-	@echo "make test [TESTS=...]  run the tests (all of them: in two processes)"
+	@echo "make test [TESTS=...]  run the tests (all of them: in three processes)"
+	@echo "make slow-tests        the tests that make test leaves out, with a report"
 	@echo "make fresh-check [LONG=1]  README's commands on a bare Debian root (root, mmdebstrap); LONG: the whole suite, with a report"
 	@echo "make setup             make $(VENV) with everything in it"
 	@echo "make soak-core [STEPS=1000000] [SEED=...]  drive the core with fresh stories: docs/reports/soak_core.json"
@@ -66,7 +67,10 @@ run: $(STAMP)
 
 test: $(STAMP)
 	@bash deploy/system_packages.sh tests
-	$(BIN)/python -m pytest -q $(if $(TESTS),$(TESTS),-n 2 --dist loadfile)
+	$(BIN)/python -m pytest -q $(if $(TESTS),$(TESTS),-n 3 --dist loadfile --no-loadscope-reorder)
+
+slow-tests: $(STAMP)
+	$(BIN)/python -m tests.slow
 
 # Needs root and Debian, and no $(VENV): the check makes its own, on a machine where nothing is installed.
 fresh-check:

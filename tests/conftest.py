@@ -2,6 +2,8 @@
 hypothesis depends on how fast the machine is.
 """
 
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -9,6 +11,13 @@ from tests.machine.needs import complaint
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+E2E = Path(__file__).parent / "e2e"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole clusters first: at the end, one process would be left alone with files of a minute each."""
+    items.sort(key=lambda item: not item.path.is_relative_to(E2E))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""Clusters that several files share: the shipped model behind a router, over both real transfer engines."""
+"""Clusters that several files share: the shipped model, behind a router over both real transfer engines, and alone."""
 
 from collections.abc import Iterator
 
@@ -34,6 +34,13 @@ def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         *("--kv-events-config", events, "--prefill-policy", "cache_aware"),
     )
     with cluster(folder, "--transfer-backend", "mooncake", *args, *SHIPPED) as c:
+        yield c
+
+
+@pytest.fixture(scope="session")
+def unified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One worker that does both."""
+    with cluster(tmp_path_factory.mktemp("unified"), "--unified", *SHIPPED) as c:
         yield c
 
 

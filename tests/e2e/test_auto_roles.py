@@ -43,6 +43,7 @@ def logs() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_workers_follow_the_load_there_and_back(logs: Path) -> None:
     """Long answers fill the decode workers, so a prefill worker comes; then only prompts come, and one goes back."""
 

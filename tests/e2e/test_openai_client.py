@@ -14,8 +14,7 @@ import pytest
 
 from engine.models.recall import vocab
 from tests.e2e.client import assert_all_back
-from tests.e2e.cluster import Cluster, cluster
-from tests.e2e.conftest import SHIPPED
+from tests.e2e.cluster import Cluster
 
 PROMPT = "k17 v42 k03 v91 k17"
 IDS = vocab.encode(PROMPT)
@@ -58,12 +57,6 @@ CHATS: dict[str, dict[str, Any]] = {
     "stop": {"messages": USER, "stop": "v42"},
 }
 SEEDED = {"prompt": PROMPT, "max_tokens": 12, "temperature": 40.0, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def unified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster(tmp_path_factory.mktemp("unified"), "--unified", *SHIPPED) as c:
-        yield c
 
 
 @pytest.fixture(scope="module")

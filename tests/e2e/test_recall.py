@@ -18,9 +18,8 @@ def test_recall_is_exact(pd: Cluster) -> None:
     asyncio.run(assert_all_back(pd))
 
 
-def test_recall_is_exact_in_one_process_too(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with cluster(tmp_path_factory.mktemp("unified"), "--unified", *SHIPPED) as c:
-        assert asyncio.run(recall_accuracy(c)) == 1.0
+def test_recall_is_exact_in_one_process_too(unified: Cluster) -> None:
+    assert asyncio.run(recall_accuracy(unified)) == 1.0
 
 
 def test_recall_collapses_when_no_bytes_move(tmp_path_factory: pytest.TempPathFactory) -> None:

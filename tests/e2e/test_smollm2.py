@@ -199,7 +199,7 @@ def _system(way: str) -> AbstractContextManager[System]:
     path = str(smollm2_file())
     if way in ("nixl", "mooncake"):
         return disaggregated(path, decode={}, disagg={"disaggregation_transfer_backend": way}, **FLAGS)
-    chunked = {"chunked_prefill_size": 8, "disable_radix_cache": True} if way == "chunked" else {}
+    chunked = {"chunked_prefill_size": 16, "disable_radix_cache": True} if way == "chunked" else {}
     return unified(path, page_size=4, **FLAGS, **chunked)
 
 

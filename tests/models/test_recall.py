@@ -165,6 +165,7 @@ def test_every_key_is_recalled_among_filler_by_a_wide_margin(length: int, theirs
         assert_wins(logits, right)
 
 
+@pytest.mark.slow
 def test_recall_holds_to_the_end_of_the_context() -> None:
     model = AutoModelForCausalLM.from_pretrained(DEFAULT_MODEL_PATH, dtype=torch.bfloat16)
     ids, facts = long_prompt(load_model_config(DEFAULT_MODEL_PATH).max_position_embeddings - 2, seed=3)

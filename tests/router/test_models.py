@@ -189,7 +189,7 @@ def test_which_workers_an_adapter_belongs_to() -> None:
     assert one.of_adapter(model="a", adapter="x", loads=True) == "a"
     assert two.of_adapter(model=None, adapter="tuned", loads=False) == "a", "all workers of the model that has it"
     both = Catalogue.of([("a", "tuned"), ("b", "tuned"), ("c",)])
-    with pytest.raises(ValueError, match="model: name the one that the adapter belongs to; there are: a, b$"):
+    with pytest.raises(ValueError, match=r"there are: a, b$"):
         both.of_adapter(model=None, adapter="tuned", loads=False)
     with pytest.raises(ValueError, match="model: must be"):
         two.of_adapter(model=7, adapter="x", loads=True)
