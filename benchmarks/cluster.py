@@ -19,7 +19,7 @@ import psutil
 from deploy.bench.config import BenchConfig
 from deploy.bench.run import measure
 from deploy.bench.stats import Summary, summarize
-from disagg.die_with_parent import die_with_parent
+from service.process.die_with_parent import die_with_parent
 
 START_S = 300.0
 END_S = 10.0

@@ -134,7 +134,7 @@ async def measure(*, seconds: float, stream: bool) -> dict[str, Any]:
 PARTS = (  # the first that is in a file's path has its time
     (
         "the client's side: aiohttp's server, deadlines, guard",
-        ("aiohttp", "multidict", "http/guard", "http/reading", "http/l", "http/routes"),
+        ("aiohttp", "multidict", "service/http", "http/access", "http/l"),
     ),
     (
         "the workers' side: our client, legs, race",
@@ -145,12 +145,12 @@ PARTS = (  # the first that is in a file's path has its time
         ("requests/dispatch", "http/relay", "http/sse", "http/errors", "requests/draining", "requests/attempts"),
     ),
     ("bodies", ("requests/rewrite", "json_depth", "requests/rooms", "requests/entropy")),
-    ("keys", ("security/", "http/credentials")),
+    ("keys", ("service/security/", "http/credentials")),
     ("admission, forecast", ("admission/",)),
     ("choice, load, breakers", ("choice/", "pool/")),
     (
         "what is remembered: metrics, journey, dashboard, trace",
-        ("metrics", "prometheus", "requests/journey", "dashboard/", "telemetry/"),
+        ("metrics", "prometheus", "requests/journey", "dashboard/", "service/telemetry/"),
     ),
 )
 

@@ -23,9 +23,9 @@ from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
 from bootstrap_server.registry import Registry
 from deploy.bench.environment import describe
-from lifecycle.open_files import allow_many_files
 from router.admission.forecast import Slo
 from router.config import POLICIES
+from service.process.open_files import allow_many_files
 
 SIZES = (10, 100, 1000)
 DEFAULT = "least_load"

@@ -16,8 +16,8 @@ from engine.sampling_params import SamplingParams
 from router.pool.worker import Role
 from router.requests.journey import Journeys
 from router.requests.legs import Leg
-from telemetry.context import RequestContext
-from telemetry.tracer import Tracer
+from service.telemetry.context import RequestContext
+from service.telemetry.tracer import Tracer
 
 NUM = 20_000
 

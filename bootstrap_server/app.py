@@ -1,7 +1,7 @@
 """The HTTP side of the registry: an aiohttp app, and a server that runs in a thread of its own or blocks.
 
 Every body is decoded strictly and limited in size; every error is one JSON message. With a secret every call but
-/health and /metrics is signed (security/signing.py), and so is every answer.
+/health and /metrics is signed (service/security/signing.py), and so is every answer.
 """
 
 import asyncio
@@ -9,10 +9,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
-import msgspec
 from aiohttp import web
 
 from bootstrap_server.config import BootstrapConfig
@@ -20,112 +18,131 @@ from bootstrap_server.metrics import BootstrapMetrics
 from bootstrap_server.protocol import (
     MAX_BODY_BYTES,
     MAX_BUT,
-    ErrorReply,
     Lease,
     Registration,
     RoomBatch,
 )
-from bootstrap_server.registry import Registry, RegistryError
-from lifecycle.open_files import allow_many_files
-from lifecycle.stop_signals import StopSignals
-from security.browser import BrowserRule
-from security.expect import say_continue
-from security.json_depth import JSON_ERRORS
-from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Verdict, Verifier
+from bootstrap_server.registry import Registry
+from service.http.errors import ApiError, decode_body
+from service.http.guard import answer_of, make_guard
+from service.http.routes import Handler, Routes
+from service.http.server import Limits, make_runner
+from service.http.stream import json_response
+from service.process.open_files import allow_many_files
+from service.process.stop_signals import StopSignals
+from service.security.browser import BrowserRule
+from service.security.keys import Access, Gate, KeyRing
+from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Verdict, Verifier
 
 START_S = 10.0
 CLOSE_S = 1.0  # for answers that are under way at the end
 LOG_EVERY_S = 5.0
 OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers: counts, no addresses
+LIMITS = Limits(max_body_bytes=MAX_BODY_BYTES)
+NO_KEYS = Gate(KeyRing(), KeyRing(flag="--admin-api-key"))
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-
-def make_app(
+def make_handle(
     registry: Registry,
     *,
     config: BootstrapConfig,
     secret: bytes | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> web.Application:
-    """`secret`: callers must prove that they know it, or get a 401 (except on `OPEN_PATHS`)."""
-    guard = Guard(None if secret is None else Verifier(secret), clock)
-    has_keys = secret is not None
-    rule = BrowserRule(
-        host=config.host, has_keys=has_keys, allowed_hosts=config.allowed_hosts, key_flag="--cluster-secret-file"
+) -> Handler:
+    """The function that answers every request.
+
+    `secret`: callers must prove that they know it, or get a 401 (except on `OPEN_PATHS`); errors are signed like answers.
+    """
+    check = SignatureCheck(None if secret is None else Verifier(secret), clock)
+    browser = BrowserRule(
+        host=config.host,
+        has_keys=secret is not None,
+        allowed_hosts=config.allowed_hosts,
+        key_flag="--cluster-secret-file",
     )
-    metrics = BootstrapMetrics(registry, lambda: guard.num_refused)
-    middlewares = [
-        _counting(metrics),
-        _errors_as_json,
-        guard.middleware,
-        _errors_as_json,  # errors are signed like answers
-        _page_check(rule),
-    ]
-    app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
-    routes = Routes(registry, config, clock, guard, metrics)
-    app.router.add_put("/route", routes.register, expect_handler=say_continue)
-    app.router.add_get("/route", routes.look_up, expect_handler=say_continue)
-    app.router.add_delete("/route", routes.leave, expect_handler=say_continue)
-    app.router.add_post("/rooms", routes.register_rooms, expect_handler=say_continue)
-    app.router.add_get("/health", routes.health, expect_handler=say_continue)
-    app.router.add_get("/metrics", routes.metrics, expect_handler=say_continue)
-    return app
+    metrics = BootstrapMetrics(registry, lambda: check.num_refused)
+    routes = Routes(Api(registry, config, clock, check, metrics).routes())
+    guard = make_guard(routes, gate=NO_KEYS, need_of=lambda method, path: Access.NONE, browser=browser)
+
+    async def signed(request: web.BaseRequest) -> web.StreamResponse:
+        return await check.answer(request, guard)
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        response = await answer_of(signed, request)
+        path = routes.find(request.method, request.path).path
+        if path and path not in OPEN_PATHS:
+            metrics.on_answered(f"{request.method} {path}", response.status)
+        return response
+
+    return handle
 
 
-class Routes:
+class Api:
+    """The handlers."""
+
     def __init__(
         self,
         registry: Registry,
         config: BootstrapConfig,
         clock: Callable[[], float],
-        guard: "Guard",
+        check: "SignatureCheck",
         metrics: BootstrapMetrics,
     ) -> None:
-        self._guard = guard
+        self._check = check
         self._metrics = metrics
         self._registry = registry
         self._config = config
         self._clock = clock
         self._life = uuid.uuid4().hex
 
+    def routes(self) -> list[web.RouteDef]:
+        """All routes of the server."""
+        return [
+            web.put("/route", self.register),
+            web.get("/route", self.look_up),
+            web.delete("/route", self.leave),
+            web.post("/rooms", self.register_rooms),
+            web.get("/health", self.health),
+            web.get("/metrics", self.metrics),
+        ]
+
     def _now(self) -> float:
         now_s = self._clock()
         self._registry.expire(now_s)
         return now_s
 
-    async def register(self, request: web.Request) -> web.Response:
-        worker = _decode(await request.read(), Registration)
+    async def register(self, request: web.BaseRequest) -> web.Response:
+        worker = decode_body(await request.read(), Registration)
         self._registry.register(worker, self._now())
-        return _json(Lease(self._config.lease, self._registry.shared, self._life))
+        return json_response(Lease(self._config.lease, self._registry.shared, self._life))
 
-    async def look_up(self, request: web.Request) -> web.Response:
+    async def look_up(self, request: web.BaseRequest) -> web.Response:
         self._now()
         room = _room(request)
         if request.query.get("any") != "1":
-            return _json(self._registry.look_up(room))
-        return _json(self._registry.look_up_any(room, but=_but(request)))
+            return json_response(self._registry.look_up(room))
+        return json_response(self._registry.look_up_any(room, but=_but(request)))
 
-    async def leave(self, request: web.Request) -> web.Response:
+    async def leave(self, request: web.BaseRequest) -> web.Response:
         incarnation = request.query.get("incarnation")
         if not incarnation:
-            raise RegistryError(400, "incarnation: the query parameter is missing")
+            raise ApiError(400, "incarnation: the query parameter is missing")
         self._registry.leave(incarnation)
-        return _json({})
+        return json_response({})
 
-    async def register_rooms(self, request: web.Request) -> web.Response:
-        batch = _decode(await request.read(), RoomBatch)
+    async def register_rooms(self, request: web.BaseRequest) -> web.Response:
+        batch = decode_body(await request.read(), RoomBatch)
         self._registry.register_rooms(batch.incarnation, batch.rooms, self._now())
-        return _json({})
+        return json_response({})
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def health(self, request: web.BaseRequest) -> web.Response:
         self._now()
         counts = {"workers": self._registry.num_workers, "rooms": self._registry.num_rooms}
-        return _json({**counts, "refused": self._guard.num_refused})
+        return json_response({**counts, "refused": self._check.num_refused})
 
-    async def metrics(self, request: web.Request) -> web.Response:
+    async def metrics(self, request: web.BaseRequest) -> web.Response:
         self._now()
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": METRICS_CONTENT_TYPE})
 
@@ -137,7 +154,7 @@ class BootstrapServer:
         self.registry = Registry(config, shared=shared)
         self.port = 0
         self._config = config
-        self._app = make_app(self.registry, config=config, secret=secret)
+        self._handle = make_handle(self.registry, config=config, secret=secret)
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._error: OSError | None = None
@@ -167,7 +184,7 @@ class BootstrapServer:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=CLOSE_S)
+        runner = make_runner(self._handle, LIMITS, shutdown_timeout_s=CLOSE_S)
         try:
             await runner.setup()
             self.port = await _listen(runner, self._config)
@@ -184,12 +201,12 @@ class BootstrapServer:
 def run_bootstrap_server(config: BootstrapConfig, *, secret: bytes | None = None) -> None:
     """A shared server on its own: blocks until SIGINT or SIGTERM. Raises OSError when it cannot listen."""
     allow_many_files()
-    asyncio.run(_serve_alone(config, make_app(Registry(config, shared=True), config=config, secret=secret)))
+    asyncio.run(_serve_alone(config, make_handle(Registry(config, shared=True), config=config, secret=secret)))
 
 
-async def _serve_alone(config: BootstrapConfig, app: web.Application) -> None:
+async def _serve_alone(config: BootstrapConfig, handle: Handler) -> None:
     signals = StopSignals()
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
+    runner = make_runner(handle, LIMITS, shutdown_timeout_s=CLOSE_S)
     with signals.caught():
         try:
             await runner.setup()
@@ -200,7 +217,7 @@ async def _serve_alone(config: BootstrapConfig, app: web.Application) -> None:
             await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, config: BootstrapConfig) -> int:
+async def _listen(runner: web.ServerRunner, config: BootstrapConfig) -> int:
     """Returns the port. Raises OSError, which names host and port."""
     try:
         await web.TCPSite(runner, config.host, config.port).start()
@@ -215,8 +232,8 @@ def _listen_error(config: BootstrapConfig, error: OSError) -> OSError:
     )
 
 
-class Guard:
-    """Lets in calls that are signed with the cluster's secret; signs the answers; counts who was refused."""
+class SignatureCheck:
+    """Lets in calls that are signed with the cluster's secret; signs the answers; counts what is refused."""
 
     def __init__(self, verifier: Verifier | None, clock: Callable[[], float]) -> None:
         self.num_refused = 0
@@ -224,8 +241,8 @@ class Guard:
         self._clock = clock
         self._next_log_s = 0.0
 
-    @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def answer(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
+        """The handler's answer, signed; or a 401."""
         verifier = self._verifier
         if verifier is None or request.path in OPEN_PATHS:
             return await handler(request)
@@ -241,7 +258,7 @@ class Guard:
             response.headers[AUTH_HEADER] = verifier.sign_answer(nonce, status=response.status, body=response.body)
         return response
 
-    def _count(self, request: web.Request, now_s: float) -> None:
+    def _count(self, request: web.BaseRequest, now_s: float) -> None:
         self.num_refused += 1
         if now_s >= self._next_log_s:
             self._next_log_s = now_s + LOG_EVERY_S
@@ -250,76 +267,21 @@ class Guard:
 
 
 def _unsigned(challenge: str) -> web.Response:
-    response = _fail(401, f"{AUTH_HEADER}: missing or wrong; start every worker with the same --cluster-secret-file")
+    message = f"{AUTH_HEADER}: missing or wrong; start every worker with the same --cluster-secret-file"
+    response = ApiError(401, message, code="unsigned").response()
     response.headers[CHALLENGE_HEADER] = challenge
     return response
 
 
-def _page_check(rule: BrowserRule) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """Refuse what a web page could have sent."""
-
-    @web.middleware
-    async def check_page(request: web.Request, handler: Handler) -> web.StreamResponse:
-        refusal = rule.refusal(request.method, request.path, request.headers, has_body=request.body_exists)
-        if refusal is not None:
-            return _fail(refusal.status, refusal.message)
-        return await handler(request)
-
-    return check_page
-
-
-def _counting(metrics: BootstrapMetrics) -> Callable[..., Awaitable[web.StreamResponse]]:
-    @web.middleware
-    async def counting(request: web.Request, handler: Handler) -> web.StreamResponse:
-        response = await handler(request)
-        resource = request.match_info.route.resource
-        if resource is not None and request.path not in OPEN_PATHS:
-            metrics.on_answered(f"{request.method} {resource.canonical}", response.status)
-        return response
-
-    return counting
-
-
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except RegistryError as error:
-        return _fail(error.status, str(error))
-    except web.RequestPayloadError as error:  # broken chunks, wrong compression, a body cut short
-        response = _fail(400, f"body: cannot be read: {' '.join(str(error).split())}")
-        response.force_close()  # where the next request would begin is unknown
-        return response
-    except web.HTTPRequestEntityTooLarge:
-        return _fail(413, f"body: longer than {MAX_BODY_BYTES} bytes")
-    except web.HTTPException as error:
-        return _fail(error.status, f"{request.method} {request.path}: {error.reason}")
-
-
-def _decode(body: bytes, kind: Any) -> Any:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except JSON_ERRORS as error:
-        raise RegistryError(400, f"body: {error}") from None
-
-
-def _room(request: web.Request) -> int:
+def _room(request: web.BaseRequest) -> int:
     text = request.query.get("room", "")
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and 0 < int(text) < 2**63):
-        raise RegistryError(400, f"room: the query parameter must be between 1 and 2**63-1, got {text[:40]!r}")
+        raise ApiError(400, f"room: the query parameter must be between 1 and 2**63-1, got {text[:40]!r}")
     return int(text)
 
 
-def _but(request: web.Request) -> list[str]:
+def _but(request: web.BaseRequest) -> list[str]:
     names = request.query.get("but", "").split(",")
     if len(names) > MAX_BUT:
-        raise RegistryError(400, f"but: at most {MAX_BUT} incarnations, got {len(names)}")
+        raise ApiError(400, f"but: at most {MAX_BUT} incarnations, got {len(names)}")
     return names
-
-
-def _json(value: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-
-def _fail(status: int, message: str) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(ErrorReply(message)), content_type="application/json")

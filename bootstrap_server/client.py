@@ -24,8 +24,8 @@ from bootstrap_server.protocol import (
     RoomBatch,
     RouteReply,
 )
-from security.json_depth import JSON_ERRORS
-from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
+from service.http.json_depth import JSON_ERRORS
+from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
 FIRST_RETRY_S = 0.1
 LONGEST_PAUSE_S = (
@@ -252,7 +252,7 @@ def _exchange_signed(connection: http.client.HTTPConnection, call: Call, signer:
 
 def _refusal(server: str, status: int, body: bytes) -> BootstrapError:
     try:
-        text = msgspec.json.decode(body, type=ErrorReply).error
+        text = msgspec.json.decode(body, type=ErrorReply).error.message
     except JSON_ERRORS:
         text = "the answer is not ours: is this a bootstrap server?"
     return BootstrapError(f"bootstrap server {server} answered {status}: {text}", permanent=status in (400, 401, 413))

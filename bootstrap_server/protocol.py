@@ -7,7 +7,7 @@
     POST   /rooms           RoomBatch -> {}               a prefill worker owns these rooms (shared servers only)
     GET    /health          -> {}
     any error: 4xx or 503 with ErrorReply, one clear message
-    With a cluster secret all but /health is signed, both ways (security/signing.py).
+    With a cluster secret all but /health is signed, both ways (service/security/signing.py).
 
 **Several prefill workers behind one server.** A request names the bootstrap server, not the worker. The server inside a
 prefill worker knows that one worker only, so any room leads to it, and decode keeps the answer (`shared` false). A
@@ -70,5 +70,11 @@ class RoomBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rooms: Annotated[list[Room], msgspec.Meta(max_length=MAX_ROOMS_A_BATCH)]
 
 
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+
+
 class ErrorReply(msgspec.Struct, frozen=True):
-    error: str
+    """What a caller reads of an error (service/http/errors.py writes it)."""
+
+    error: ErrorDetail

@@ -10,14 +10,7 @@ from collections.abc import Collection, Sequence
 
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration, RouteReply
-
-
-class RegistryError(Exception):
-    """The call cannot be served. `status` is the HTTP status that says so."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+from service.http.errors import ApiError
 
 
 class Registry:
@@ -31,13 +24,11 @@ class Registry:
 
     def register(self, worker: Registration, now_s: float) -> None:
         if worker.role != "prefill":
-            raise RegistryError(400, f"role: must be 'prefill', got {worker.role!r}")
+            raise ApiError(400, f"role: must be 'prefill', got {worker.role!r}")
         for incarnation in self._replaced_by(worker):
             self._drop(incarnation)
         if len(self._workers) >= self._config.max_workers:
-            raise RegistryError(
-                503, f"{len(self._workers)} prefill workers are registered, no more fit (--max-workers)"
-            )
+            raise ApiError(503, f"{len(self._workers)} prefill workers are registered, no more fit (--max-workers)")
         self._workers[worker.incarnation] = (worker, now_s + self._config.lease)
         insort(self._names, worker.incarnation)
         self._at.update(dict.fromkeys(_places(worker), worker.incarnation))
@@ -57,12 +48,12 @@ class Registry:
 
     def leave(self, incarnation: str) -> None:
         if incarnation not in self._workers:
-            raise RegistryError(404, f"incarnation: {incarnation!r} is not registered")
+            raise ApiError(404, f"incarnation: {incarnation!r} is not registered")
         self._drop(incarnation)
 
     def register_rooms(self, incarnation: str, rooms: Sequence[int], now_s: float) -> None:
         if incarnation not in self._workers:
-            raise RegistryError(404, f"incarnation: {incarnation!r} is not registered")
+            raise ApiError(404, f"incarnation: {incarnation!r} is not registered")
         for room in rooms:
             self._rooms.pop(room, None)
             self._rooms[room] = (incarnation, now_s + self._config.room_ttl)
@@ -71,15 +62,15 @@ class Registry:
 
     def look_up(self, room: int) -> RouteReply:
         if not self._workers:
-            raise RegistryError(404, "no prefill worker is registered here")
+            raise ApiError(404, "no prefill worker is registered here")
         if not self.shared:
             return RouteReply(next(iter(self._workers.values()))[0], False)
         owner = self._rooms.get(room)
         if owner is None:
-            raise RegistryError(404, f"room: no prefill worker has registered {room}")
+            raise ApiError(404, f"room: no prefill worker has registered {room}")
         entry = self._workers.get(owner[0])
         if entry is None:
-            raise RegistryError(404, f"room: the prefill worker that owned {room} is gone")
+            raise ApiError(404, f"room: the prefill worker that owned {room} is gone")
         return RouteReply(entry[0], True)
 
     def look_up_any(self, room: int, *, but: Collection[str]) -> RouteReply:
@@ -89,7 +80,7 @@ class Registry:
             return RouteReply(self._workers[owner[0]][0], self.shared)
         left_out = sorted({bisect_left(self._names, name) for name in but if name in self._workers})
         if len(left_out) == len(self._names):
-            raise RegistryError(404, "no other prefill worker is registered here")
+            raise ApiError(404, "no other prefill worker is registered here")
         place = room % (len(self._names) - len(left_out))
         for gap in left_out:
             place += gap <= place

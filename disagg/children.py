@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from disagg.die_with_parent import die_with_parent
 from disagg.scheduler_process import TOLD
+from service.process.die_with_parent import die_with_parent
 
 TERM_S = 3.0  # what a child may take to end before it is killed
 POLL_S = 0.01

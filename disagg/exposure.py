@@ -7,7 +7,7 @@ from disagg.secret import read_secret
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.meeting import MeetingPlaces
 from engine.kv_events_config import FLAG, parse_kv_events_config
-from security.addresses import AllowedAddresses, SecurityConfigError, is_loopback, require_secret
+from service.security.addresses import AllowedAddresses, SecurityConfigError, is_loopback, require_secret
 
 log = logging.getLogger(__name__)
 

@@ -34,9 +34,9 @@ from engine.loop.watchdog import Watchdog
 from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_config import ModelConfig, load_model_config
-from lifecycle.collector import spare_what_lives
-from security.addresses import SecurityConfigError
-from telemetry.logs import set_up_logging
+from service.process.collector import spare_what_lives
+from service.security.addresses import SecurityConfigError
+from service.telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """The secret that the workers of a cluster share (`--cluster-secret-file`)."""
 
 from disagg.config import DisaggConfig
-from security.secret import read_secret_file
+from service.security.secret import read_secret_file
 
 
 def read_secret(disagg: DisaggConfig) -> bytes | None:

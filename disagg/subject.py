@@ -1,7 +1,7 @@
 """What log lines of the roles are about, for JSON logs."""
 
 from engine.core.request import Request
-from telemetry.logs import about
+from service.telemetry.logs import about
 
 
 def about_request(request: Request, room: int) -> dict[str, dict[str, str | int | float]]:

@@ -30,10 +30,10 @@ from engine.frontend.succession import Handover, RoleSwitch
 from engine.model_source import with_local_model
 from engine.random_seed import with_random_seed
 from engine.threads import with_threads
-from lifecycle.stop_signals import StopSignals
-from security.addresses import SecurityConfigError
-from security.keys import Gate
-from telemetry.logs import set_up_logging
+from service.process.stop_signals import StopSignals
+from service.security.addresses import SecurityConfigError
+from service.security.keys import Gate
+from service.telemetry.logs import set_up_logging
 
 log = logging.getLogger(__name__)
 

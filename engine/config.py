@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.core.host_cache import PREFETCH_POLICIES, WRITE_POLICIES
 from engine.core.policy import POLICIES
-from telemetry.logs import FORMATS as LOG_FORMATS
+from service.telemetry.logs import FORMATS as LOG_FORMATS
 
 GRAMMAR_BACKENDS = ("llguidance", "xgrammar", "none")
 TOOL_CALL_PARSERS = ("qwen25", "qwen", "llama3")

@@ -10,7 +10,6 @@ A new part has its place by what it needs. Each is closed by the exit stack, in 
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -27,10 +26,9 @@ from router.dashboard.recorder import Recorder
 from router.fleet.processes import Place
 from router.fleet.shared_load import SharedLoad
 from router.fleet.siblings import Siblings
+from router.http.access import counted, limit_rate, need_of
 from router.http.control import Control
 from router.http.credentials import Credentials
-from router.http.guard import make_guard
-from router.http.routes import Handler, Routes
 from router.http.session import open_session
 from router.http.upstream import HttpUpstream
 from router.metrics import RouterMetrics
@@ -51,12 +49,14 @@ from router.requests.rewrite import Api
 from router.requests.rooms import RoomMinter
 from router.roles.auto import AutoRoles
 from router.roles.switch import Switch
-from security.addresses import require_secret
-from security.browser import BrowserRule
-from security.keys import Gate, open_gate
-from security.secret import read_secret_file
-from telemetry.otlp import open_exporter
-from telemetry.tracer import Tracer
+from service.http.guard import make_guard
+from service.http.routes import Handler, Routes
+from service.security.addresses import require_secret
+from service.security.browser import BrowserRule
+from service.security.keys import Gate, open_gate
+from service.security.secret import read_secret_file
+from service.telemetry.otlp import open_exporter
+from service.telemetry.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ def build_routes(base: Base, serving: Serving) -> Routes:
         siblings=base.siblings,
         auto_roles=serving.auto_roles.told if base.config.auto_roles else None,
     )
-    generate = serving.dispatcher.handle
+    generate = counted(serving.dispatcher.handle, base.metrics)
     return Routes(
         [
             *(web.post(api.value, generate) for api in Api),
@@ -245,16 +245,19 @@ def build_routes(base: Base, serving: Serving) -> Routes:
     )
 
 
-def build_guard(base: Base) -> Callable[[web.BaseRequest, Handler], Awaitable[web.StreamResponse]]:
-    """What stands before every route. Each of several processes sees its share of a client's requests."""
+def build_guard(base: Base, routes: Routes) -> Handler:
+    """The function that answers every request. Each of several processes sees its share of a client's requests."""
     config, share = base.config, base.config.workers if base.place is not None else 1
+    limiter = make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share))
     return make_guard(
+        routes,
         gate=base.gate,
-        limiter=make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share)),
-        metrics=base.metrics,
-        new_id=base.entropy.name,
+        need_of=need_of,
         browser=_browser_rule(config, base.gate),
-        is_sibling=base.siblings.is_one,
+        admit=limit_rate(limiter, base.metrics),
+        is_trusted=base.siblings.is_one,
+        on_refused=base.metrics.on_refused,
+        new_id=base.entropy.name,
     )
 
 

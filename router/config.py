@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from router.pool.selectors import Selector
-from telemetry.logs import FORMATS as LOG_FORMATS
+from service.telemetry.logs import FORMATS as LOG_FORMATS
 
 POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
 _MAY_BE_ZERO = (

@@ -83,6 +83,10 @@ class RouterMetrics:
         """Export what is known there, too."""
         self._registry.register(_AdmissionCollector(forecast, line, self._table))
 
+    def on_refused(self, why: str) -> None:
+        """A request was refused before it was read."""
+        self.refused.labels(why).inc()
+
     def on_begin(self) -> None:
         """A request came."""
         self._tally.inflight += 1

@@ -12,14 +12,15 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
-from lifecycle.collector import spare_what_lives
-from lifecycle.open_files import allow_many_files
-from lifecycle.stop_signals import StopSignals
 from router.compose import Base, Serving, build_base, build_guard, build_routes, build_serving, check_exposure
 from router.config import RouterConfig, check_config
 from router.fleet.processes import Place, obey_parent, run_fleet
-from router.http.listening import http_server, listen, url_host
-from telemetry.logs import set_up_logging
+from router.http.listening import limits_of, listen, url_host
+from service.http.server import make_runner
+from service.process.collector import spare_what_lives
+from service.process.open_files import allow_many_files
+from service.process.stop_signals import StopSignals
+from service.telemetry.logs import set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
     async with AsyncExitStack() as stack:
         base = build_base(config, place, stack)
         serving = await build_serving(base, stack)
-        runner = http_server(config, build_routes(base, serving), build_guard(base))
+        handle = build_guard(base, build_routes(base, serving))
+        runner = make_runner(handle, limits_of(config), shutdown_timeout_s=config.shutdown_timeout_s)
         stack.push_async_callback(runner.cleanup)  # first to end: no new connection; running requests are waited for
         await runner.setup()
         if place is not None:  # before it asks who the workers are: no change of the pool is missed

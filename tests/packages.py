@@ -9,8 +9,6 @@ PACKAGES = (
     "router",
     "bootstrap_server",
     "transfer_backends",
-    "security",
-    "lifecycle",
-    "telemetry",
+    "service",
     "deploy",
 )

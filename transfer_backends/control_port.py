@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from transfer_backends.curve import Doorkeeper, guard_connector, guard_listener
+from service.security.curve import Doorkeeper, guard_connector, guard_listener
 from transfer_backends.wire import MAX_FRAME_BYTES
 
 HIGH_WATER = 16384  # frames queued for a peer that does not read; one more and its link counts as lost

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from bootstrap_server.config import BootstrapConfig
 from deploy.flags import Parser, add_flags, config_from
 from deploy.launcher.ports import require_free
-from telemetry.logs import FORMATS, set_up_logging
+from service.telemetry.logs import FORMATS, set_up_logging
 
 
 def run(argv: Sequence[str]) -> int:
@@ -17,7 +17,7 @@ def run(argv: Sequence[str]) -> int:
     from bootstrap_server.app import run_bootstrap_server
     from disagg.config import DisaggConfig
     from disagg.secret import read_secret
-    from security.addresses import require_secret
+    from service.security.addresses import require_secret
 
     secret = read_secret(DisaggConfig(cluster_secret_file=args.cluster_secret_file))
     warning = require_secret(

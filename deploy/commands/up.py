@@ -19,7 +19,7 @@ from disagg.config import DisaggConfig
 from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.threads import usable_cores
 from router.config import RouterConfig
-from security.keys import KeyRing
+from service.security.keys import KeyRing
 
 INFO_TIMEOUT_S = 5.0
 

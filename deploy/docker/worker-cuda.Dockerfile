@@ -11,9 +11,7 @@ ENV PATH=/opt/tandem/bin:$PATH
 # What we need, in a layer of its own: other sources leave it as it is.
 COPY pyproject.toml deploy/docker/constraints.txt ./
 RUN pip install --constraint constraints.txt "torch==2.13.0" ".[engine,nixl,mooncake,otel]"
-COPY security ./security
-COPY lifecycle ./lifecycle
-COPY telemetry ./telemetry
+COPY service ./service
 COPY bootstrap_server ./bootstrap_server
 COPY transfer_backends ./transfer_backends
 COPY engine ./engine

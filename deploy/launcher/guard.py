@@ -3,7 +3,7 @@
 Run as a script (standard library only, no site-packages, so it starts in milliseconds). The launcher holds the other
 end of its stdin and writes one line per change: `+PGID` (watch) and `-PGID` (ended and reaped). End of input means
 that the launcher has ended, by kill -9 too: what is still watched is killed, and the files it would have removed itself
-go. PR_SET_PDEATHSIG on the children (disagg/die_with_parent.py) covers the same for the direct children; only the guard reaches
+go. PR_SET_PDEATHSIG on the children (service/process/die_with_parent.py) covers the same for the direct children; only the guard reaches
 their children and files.
 
 usage: guard.py PREFIX    paths that begin with PREFIX, the process id of a group's leader and "-" belong to that group

@@ -17,7 +17,7 @@ from deploy.launcher.display import Display, Progress
 from deploy.launcher.plan import ProcessSpec
 from deploy.launcher.probe import is_healthy
 from deploy.launcher.process import Child, Guard
-from lifecycle.stop_signals import StopSignals
+from service.process.stop_signals import StopSignals
 
 POLL_S = 0.05
 WATCH_S = 0.2

@@ -11,7 +11,7 @@ import msgspec
 from engine.detokenizer.incremental import RequestText
 from engine.frontend.tokenizer import Tokenizer
 from engine.messages import GenerateRequest, TokenLogprob, TokenOutput
-from telemetry.logs import about
+from service.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 

@@ -1,20 +1,10 @@
-"""Which routes of a worker need which key. A route that is not named here needs an API key; new ones are safe by default.
-
-Owns the table and the middleware that reads it; the keys are the gate's (`security/keys.py`).
-"""
-
-import time
-from collections.abc import Awaitable, Callable
+"""Which routes of a worker need which key. A route that is not named here needs an API key; new ones are safe by default."""
 
 from aiohttp import web
 
-from engine.frontend.errors import ApiError
 from engine.frontend.services import SERVICES
-from security.keys import Access, Caller
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
+from service.http.guard import key_refusal
+from service.security.keys import Access
 
 # Health for probes, metrics for scrapers (counts and times, no contents), the API's description.
 OPEN_PATHS = ("/health", "/liveness", "/health_generate", "/metrics", "/openapi.json")
@@ -42,26 +32,8 @@ def need_of(path: str) -> Access:
     return Access.ADMIN if path in ADMIN_PATHS else Access.USER
 
 
-@web.middleware
-async def check_page(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """403 or 415 for what a web page of another site could have sent, or the handler's answer."""
-    rule = request.app[SERVICES].browser
-    refusal = rule.refusal(request.method, request.path, request.headers, has_body=request.body_exists)
-    if refusal is not None:
-        raise ApiError(refusal.status, refusal.message, code=refusal.code)
-    return await handler(request)
-
-
-@web.middleware
-async def check_access(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """401 or 403, or the handler's answer; it finds the caller at `CALLER`."""
-    request[CALLER] = request.app[SERVICES].gate.caller(request.headers.get("Authorization", ""), time.monotonic())
-    require(request, need_of(request.path))
-    return await handler(request)
-
-
-def require(request: web.Request, need: Access) -> None:
+def require(request: web.BaseRequest, need: Access) -> None:
     """For a handler that only now knows what is asked for. Raises ApiError(401 or 403)."""
-    refusal = request.app[SERVICES].gate.refusal(request[CALLER], need)
+    refusal = key_refusal(request, request[SERVICES].gate, need)
     if refusal is not None:
-        raise ApiError(*refusal, code="invalid_api_key" if refusal[0] == 401 else "admin_key_needed")
+        raise refusal

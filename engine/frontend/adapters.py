@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from engine.frontend.errors import ApiError, bad_field, decode_body
 from engine.frontend.services import ANY_MODEL, SERVICES, Services
-from engine.frontend.stream import json_response
 from engine.lora.names import name_problem
 from engine.messages import ControlReply, LoadAdapter, UnloadAdapter
+from service.http.errors import ApiError, bad_field, decode_body
+from service.http.stream import json_response
 
 LOAD_TIMEOUT_S = 3600.0  # adapters come from a disk; running requests finish before one is unloaded
 OFF = "this server was started without --enable-lora"
@@ -76,9 +76,9 @@ def adapter_cards(s: Services, base: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**base, "id": name, "root": path, "parent": base["id"]} for name, path in s.client.adapters.items()]
 
 
-async def load_lora_adapter(request: web.Request) -> web.Response:
+async def load_lora_adapter(request: web.BaseRequest) -> web.Response:
     """200 once requests may name the adapter. 400 for one that does not fit: nothing changes."""
-    s = request.app[SERVICES]
+    s = request[SERVICES]
     body = decode_body(await request.read(), LoadBody)
     if problem := name_problem(body.lora_name):
         raise bad_field("lora_name", problem)
@@ -90,9 +90,9 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
     return _answer(await s.client.control(message, timeout_s=LOAD_TIMEOUT_S))
 
 
-async def unload_lora_adapter(request: web.Request) -> web.Response:
+async def unload_lora_adapter(request: web.BaseRequest) -> web.Response:
     """200 once the requests that used it have ended; new ones are refused at once."""
-    s = request.app[SERVICES]
+    s = request[SERVICES]
     body = decode_body(await request.read(), UnloadBody)
     message = UnloadAdapter(s.client.mint_call_id(), body.lora_name)
     return _answer(await s.client.control(message, timeout_s=LOAD_TIMEOUT_S))

@@ -8,14 +8,15 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.access import require
-from engine.frontend.errors import DRAINING, ApiError, bad_field, decode_body, not_ready
+from engine.frontend.errors import DRAINING, not_ready
 from engine.frontend.load import get_load, load_summary, step_summary, v1_loads_entry
 from engine.frontend.role_switch import said_of_switches, switching_to
 from engine.frontend.services import SERVICES, Services
-from engine.frontend.stream import json_response
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply, StepReply
 from engine.sampling_params import SamplingParams
-from security.keys import Access
+from service.http.errors import ApiError, bad_field, decode_body
+from service.http.stream import json_response
+from service.security.keys import Access
 
 HEARD_RECENTLY_S = 1.0  # a scheduler that said anything this short ago need not be asked
 LOADING_TIMEOUT_S = 1.0
@@ -40,14 +41,14 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-async def health(request: web.Request) -> web.Response:
+async def health(request: web.BaseRequest) -> web.Response:
     """200 when the scheduler process answers (or just said something); no token is generated. A worker that drains says so, with 503.
 
     A long step is no illness: a thread beside it answers, and `busy_s` and `step` say since when and what it computes. 503 when
     that thread is silent, or the step has taken longer than --watchdog-timeout.
     `incarnation`: another process at this address has another one, or the same one in another role.
     """
-    s = request.app[SERVICES]
+    s = request[SERVICES]
     if s.client.is_draining:
         said = {"status": DRAINING, "num_live_reqs": s.client.num_live, "incarnation": s.incarnation}
         to = switching_to(s)
@@ -74,7 +75,7 @@ async def _still_loading(s: Services) -> None:
         raise not_ready(f"the model has been loading for {now.busy_s:.0f} s")
 
 
-async def liveness(request: web.Request) -> web.Response:
+async def liveness(request: web.BaseRequest) -> web.Response:
     """200 while this process answers at all: starting, draining or overloaded is no reason to kill it.
 
     A scheduler that hangs is ended by its watchdog, and the worker with it.
@@ -82,9 +83,9 @@ async def liveness(request: web.Request) -> web.Response:
     return json_response({"status": "alive"})
 
 
-async def health_generate(request: web.Request) -> web.Response:
+async def health_generate(request: web.BaseRequest) -> web.Response:
     """200 when one real token came through model and frontend (disaggregated: without a transfer)."""
-    s = request.app[SERVICES]
+    s = request[SERVICES]
     _check_up(s)
     bootstrap = (
         None
@@ -103,14 +104,14 @@ async def health_generate(request: web.Request) -> web.Response:
     return json_response({"status": "ok"})
 
 
-async def model_info(request: web.Request) -> web.Response:
-    s = request.app[SERVICES]
+async def model_info(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
     return json_response({**s.model_info, **s.client.updated, "max_model_len": s.context_length})
 
 
-async def server_info(request: web.Request) -> web.Response:
+async def server_info(request: web.BaseRequest) -> web.Response:
     """Resolved configuration, what the scheduler said of itself, and its load; the load is missing while it is down."""
-    s = request.app[SERVICES]
+    s = request[SERVICES]
     load, now = await _load_if_up(s), await _step_if_up(s)
     info = {
         **s.server_info,
@@ -132,8 +133,8 @@ async def server_info(request: web.Request) -> web.Response:
     )
 
 
-async def loads(request: web.Request) -> web.Response:
-    s = request.app[SERVICES]
+async def loads(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
     entry = v1_loads_entry(
         await s.client.recent_state(),
         mode=s.mode,
@@ -143,26 +144,26 @@ async def loads(request: web.Request) -> web.Response:
     return json_response({"timestamp": time.time(), "version": s.server_info.get("version"), "loads": [entry]})
 
 
-async def old_load(request: web.Request) -> web.Response:
-    return json_response(get_load(await request.app[SERVICES].client.recent_state()))
+async def old_load(request: web.BaseRequest) -> web.Response:
+    return json_response(get_load(await request[SERVICES].client.recent_state()))
 
 
-async def metrics(request: web.Request) -> web.Response:
-    s = request.app[SERVICES]
+async def metrics(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
     body = s.metrics.exposition(await _state_if_up(s), await _step_if_up(s))
     return web.Response(body=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
-async def flush_cache(request: web.Request) -> web.Response:
-    reply = await request.app[SERVICES].client.flush_cache()
+async def flush_cache(request: web.BaseRequest) -> web.Response:
+    reply = await request[SERVICES].client.flush_cache()
     if not reply.ok:
         raise ApiError(400, reply.message or "the cache cannot be flushed while requests run", code="not_idle")
     return web.Response(text=(reply.message or "Cache flushed.") + "\n")
 
 
-async def abort_request(request: web.Request) -> web.Response:
+async def abort_request(request: web.BaseRequest) -> web.Response:
     """200 also for an id that is not (or no longer) running, as SGLang does."""
-    s = request.app[SERVICES]
+    s = request[SERVICES]
     body = decode_body(await request.read() or b"{}", AbortBody)
     if body.abort_all:
         require(request, Access.ADMIN)
@@ -174,14 +175,14 @@ async def abort_request(request: web.Request) -> web.Response:
     return web.Response()
 
 
-async def check(request: web.Request) -> web.Response:
+async def check(request: web.BaseRequest) -> web.Response:
     """Every owner of the scheduler checks its own invariants; `ok` is false when one found a problem."""
-    state = await request.app[SERVICES].client.state(check=True)
+    state = await request[SERVICES].client.state(check=True)
     return json_response({"ok": not state.problems, **msgspec.structs.asdict(state), "problems": state.problems})
 
 
-async def tokenize(request: web.Request) -> web.Response:
-    s = request.app[SERVICES]
+async def tokenize(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
     body = decode_body(await request.read(), TokenizeBody)
     add = body.add_special_tokens is not False
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -197,8 +198,8 @@ async def tokenize(request: web.Request) -> web.Response:
     )
 
 
-async def detokenize(request: web.Request) -> web.Response:
-    s = request.app[SERVICES]
+async def detokenize(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
     body = decode_body(await request.read(), DetokenizeBody)
     flat = [t for t in body.tokens if isinstance(t, int)]
     nested = [t for t in body.tokens if not isinstance(t, int)]

@@ -3,8 +3,8 @@
 import array
 from typing import Any
 
-from engine.frontend.errors import bad_field
 from engine.messages import MAX_ASKED_TOKEN_IDS, TokenOutput
+from service.http.errors import bad_field
 
 FIELD = "token_ids_logprob"
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.errors import bad_field
 from engine.sampling_params import GRAMMAR_KINDS, GrammarSpec
+from service.http.errors import bad_field
 
 ANY_OBJECT = '{"type": "object"}'
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")

@@ -6,10 +6,10 @@ Field names and defaults are SGLang's (`srt/managers/io_struct.py`); fields that
 import msgspec
 from aiohttp import web
 
-from engine.frontend.errors import bad_field, decode_body
 from engine.frontend.services import SERVICES
-from engine.frontend.stream import json_response
 from engine.messages import ContinueGeneration, ControlReply, PauseGeneration, StartProfile, StopProfile, UpdateWeights
+from service.http.errors import bad_field, decode_body
+from service.http.stream import json_response
 
 MODES = ("abort", "retract", "in_place")
 UPDATE_TIMEOUT_S = 3600.0  # weights come from a disk, and running requests may finish first
@@ -36,26 +36,26 @@ class StartProfileBody(msgspec.Struct, kw_only=True):
     record_shapes: bool | None = None
 
 
-async def pause_generation(request: web.Request) -> web.Response:
+async def pause_generation(request: web.BaseRequest) -> web.Response:
     """200 once no step runs any more. `mode`: "abort" (the default) | "retract" | "in_place"."""
     body = decode_body(await request.read() or b"{}", PauseBody)
     mode = body.mode or "abort"
     if mode not in MODES:
         raise bad_field("mode", f"must be one of {', '.join(MODES)}, got {mode!r}")
-    client = request.app[SERVICES].client
+    client = request[SERVICES].client
     reply = await client.control(PauseGeneration(client.mint_call_id(), mode))
     return json_response({"message": reply.message, "status": "ok", **reply.values})
 
 
-async def continue_generation(request: web.Request) -> web.Response:
-    client = request.app[SERVICES].client
+async def continue_generation(request: web.BaseRequest) -> web.Response:
+    client = request[SERVICES].client
     reply = await client.control(ContinueGeneration(client.mint_call_id()))
     return json_response({"message": reply.message, "status": "ok"})
 
 
-async def update_weights_from_disk(request: web.Request) -> web.Response:
+async def update_weights_from_disk(request: web.BaseRequest) -> web.Response:
     """200 once every later token comes from the new weights. 400 for a checkpoint that does not fit: nothing changes."""
-    client = request.app[SERVICES].client
+    client = request[SERVICES].client
     body = decode_body(await request.read(), UpdateWeightsBody)
     if not body.model_path:
         raise bad_field("model_path", "must name a checkpoint directory on the worker's disk")
@@ -73,9 +73,9 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
     return json_response({"success": True, "message": reply.message, "num_paused_requests": 0, **reply.values})
 
 
-async def start_profile(request: web.Request) -> web.Response:
+async def start_profile(request: web.BaseRequest) -> web.Response:
     """The answer names the trace file that /stop_profile (or the end of `num_steps`) writes."""
-    client = request.app[SERVICES].client
+    client = request[SERVICES].client
     body = decode_body(await request.read() or b"{}", StartProfileBody)
     message = StartProfile(
         client.mint_call_id(),
@@ -88,8 +88,8 @@ async def start_profile(request: web.Request) -> web.Response:
     return _profile_answer(await client.control(message, timeout_s=PROFILE_TIMEOUT_S))
 
 
-async def stop_profile(request: web.Request) -> web.Response:
-    client = request.app[SERVICES].client
+async def stop_profile(request: web.BaseRequest) -> web.Response:
+    client = request[SERVICES].client
     return _profile_answer(await client.control(StopProfile(client.mint_call_id()), timeout_s=PROFILE_TIMEOUT_S))
 
 

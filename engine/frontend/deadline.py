@@ -1,35 +1,26 @@
-"""How long a client will wait, as it says by header or the server by flag, and what it is told when that is too short.
-
-Names of the field: `x-request-timeout` (seconds) and Envoy's `x-envoy-expected-rq-timeout-ms`, which proxies send along.
-"""
+"""How long a client will wait, as it says by header or the server by flag, and what it is told when that is too short."""
 
 import math
 from collections.abc import Mapping
 
-from engine.frontend.errors import DEADLINE, ApiError
+from engine.frontend.errors import DEADLINE
+from service.http.deadline import UNITS_S, seconds_of
+from service.http.errors import ApiError
 
-TIMEOUT_HEADER = "x-request-timeout"
-ENVOY_HEADER = "x-envoy-expected-rq-timeout-ms"
 MAX_RETRY_AFTER_S = 60
 
 
 def request_timeout_s(headers: Mapping[str, str], *, default_s: float | None) -> float | None:
     """Seconds from now; None: no end. Raises ApiError(400) for a header that is no number above 0."""
-    for name, unit_s in ((TIMEOUT_HEADER, 1.0), (ENVOY_HEADER, 0.001)):
+    for name in UNITS_S:
         text = headers.get(name)
-        if text is not None:
-            return _seconds(text, name) * unit_s
+        if text is None:
+            continue
+        value_s = seconds_of(text, name)
+        if value_s is None:
+            raise ApiError(400, f"{name}: must be a number greater than 0, got {text[:40]!r}", field=name)
+        return value_s
     return default_s
-
-
-def _seconds(text: str, name: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (0.0 < value < math.inf):
-        raise ApiError(400, f"{name}: must be a number greater than 0, got {text[:40]!r}", field=name)
-    return value
 
 
 def too_late(wait_s: float, timeout_s: float) -> ApiError:

@@ -1,4 +1,4 @@
-"""The end of a worker: how requests are finished or handed back before HTTP closes (lifecycle/stop_signals.py: when).
+"""The end of a worker: how requests are finished or handed back before HTTP closes (service/process/stop_signals.py: when).
 
 While it drains, a worker takes nothing new (503, code "draining"), says so on /health, and lets what runs go on: of a
 prefill worker that is also the transfers that decode still waits for, of a decode worker its rooms. What has not ended
@@ -11,9 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from engine.frontend.client import EngineClient
-from engine.frontend.errors import ApiError, draining
+from engine.frontend.errors import draining
 from engine.messages import StateReply
-from lifecycle.stop_signals import StopSignals
+from service.http.errors import ApiError
+from service.process.stop_signals import StopSignals
 
 log = logging.getLogger(__name__)
 

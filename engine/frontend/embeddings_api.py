@@ -13,12 +13,12 @@ from aiohttp import web
 
 from engine.detokenizer.sample import TextOutput
 from engine.frontend.adapters import choose_model
-from engine.frontend.errors import ApiError, bad_field, decode_body
 from engine.frontend.fields import check_num_samples, check_prompt_ids, prompts_of
 from engine.frontend.services import SERVICES, Services
-from engine.frontend.stream import json_response
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
+from service.http.errors import ApiError, bad_field, decode_body
+from service.http.stream import json_response
 
 NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
 
@@ -33,8 +33,8 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     lora_path: str | None = None
 
 
-async def embeddings(request: web.Request) -> web.Response:
-    s = request.app[SERVICES]
+async def embeddings(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
     body = decode_body(await request.read(), EmbeddingBody)
     model = choose_model(s, body.model, body.lora_path)
     _check(s, body)

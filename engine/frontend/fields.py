@@ -10,10 +10,11 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from engine.frontend.constraints import Constraint, GrammarFields
-from engine.frontend.errors import ApiError, bad_field, from_invalid_param
+from engine.frontend.errors import from_invalid_param
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from engine.stop_regex import compile_all
+from service.http.errors import ApiError, bad_field
 
 Host = str | list[str | None] | None
 Port = int | list[int | None] | None

@@ -23,7 +23,7 @@ class Listener:
         self.host, self.port = host, port
         self._sockets = sockets
 
-    async def serve(self, runner: web.AppRunner) -> None:
+    async def serve(self, runner: web.BaseRunner) -> None:
         """`runner` answers here until it is cleaned up. It closes copies; the port stays ours."""
         for sock in self._sockets:
             await web.SockSite(runner, sock.dup(), backlog=BACKLOG).start()

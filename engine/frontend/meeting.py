@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from engine.frontend.errors import bad_field
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
-from security.addresses import AllowedAddresses
-from security.voucher import is_vouched
+from service.http.errors import bad_field
+from service.security.addresses import AllowedAddresses
+from service.security.voucher import is_vouched
 
 
 class MeetingPlaces:

@@ -15,7 +15,6 @@ from engine.frontend.adapters import check_lora_path
 from engine.frontend.answers import absorb
 from engine.frontend.chosen import asked_token_ids, hidden_state_lists
 from engine.frontend.constraints import plain_constraint
-from engine.frontend.errors import bad_field, decode_body
 from engine.frontend.fields import (
     Host,
     Port,
@@ -35,7 +34,8 @@ from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import answer
 from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
-from security.voucher import VOUCHER_HEADER
+from service.http.errors import bad_field, decode_body
+from service.security.voucher import VOUCHER_HEADER
 
 DEFAULT_NEW_TOKENS = 128
 MAX_TOP_LOGPROBS = 100
@@ -85,8 +85,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     custom_logit_processor: Any = None
 
 
-async def generate(request: web.Request) -> web.StreamResponse:
-    s = request.app[SERVICES]
+async def generate(request: web.BaseRequest) -> web.StreamResponse:
+    s = request[SERVICES]
     timeout_s = s.timeout_of(request)
     body = decode_body(await request.read(), GenerateBody)
     refuse(body, _REFUSED)

@@ -10,7 +10,6 @@ from engine.frontend.adapters import adapter_cards, choose_model
 from engine.frontend.chat_template import TemplateRefused
 from engine.frontend.client import Generation
 from engine.frontend.constraints import Constraint, format_constraint, only_one, plain_constraint
-from engine.frontend.errors import bad_field, decode_body
 from engine.frontend.fields import (
     build_bootstraps,
     build_sampling,
@@ -32,18 +31,20 @@ from engine.frontend.openai_bodies import (
 )
 from engine.frontend.openai_view import ChatView, CompletionView
 from engine.frontend.services import SERVICES, Services
-from engine.frontend.stream import answer, json_response
+from engine.frontend.stream import answer
 from engine.frontend.tool_calls import ARRAY, FORMATS, CallFormat, ToolCalls
 from engine.frontend.tool_view import ToolChatView
 from engine.frontend.tools import forced, forced_calls, strict_calls, template_tools, usable
 from engine.frontend.usage import Usage
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
-from security.voucher import VOUCHER_HEADER
+from service.http.errors import bad_field, decode_body
+from service.http.stream import json_response
+from service.security.voucher import VOUCHER_HEADER
 
 
-async def completions(request: web.Request) -> web.StreamResponse:
-    s = request.app[SERVICES]
+async def completions(request: web.BaseRequest) -> web.StreamResponse:
+    s = request[SERVICES]
     body = decode_body(await request.read(), CompletionBody)
     model = choose_model(s, body.model, body.lora_path)
     check_completion(body)
@@ -74,8 +75,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await answer(request, generation, view=view, stream=bool(body.stream))
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    s = request.app[SERVICES]
+async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
+    s = request[SERVICES]
     body = decode_body(await request.read(), ChatBody)
     model = choose_model(s, body.model, body.lora_path)
     check_chat(body)
@@ -109,13 +110,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await answer(request, generation, view=view, stream=bool(body.stream))
 
 
-async def list_models(request: web.Request) -> web.Response:
-    return json_response({"object": "list", "data": _model_cards(request.app[SERVICES])})
+async def list_models(request: web.BaseRequest) -> web.Response:
+    return json_response({"object": "list", "data": _model_cards(request[SERVICES])})
 
 
-async def get_model(request: web.Request) -> web.Response:
-    s = request.app[SERVICES]
-    chosen = choose_model(s, request.match_info["model"], None)
+async def get_model(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
+    chosen = choose_model(s, request.path.removeprefix("/v1/models/"), None)
     return json_response(next(card for card in _model_cards(s) if card["id"] == chosen.shown))
 
 

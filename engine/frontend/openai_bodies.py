@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 
 from engine.frontend.constraints import ResponseFormat
-from engine.frontend.errors import bad_field
 from engine.frontend.fields import Host, Port, Room, SamplingFields, refuse
 from engine.frontend.tools import Tool, ToolChoice, check_tools
+from service.http.errors import bad_field
 
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5

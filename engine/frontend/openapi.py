@@ -5,7 +5,7 @@ the 400 that names them.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -19,8 +19,8 @@ from engine.frontend.embeddings_api import EmbeddingBody
 from engine.frontend.native_api import GenerateBody
 from engine.frontend.openai_bodies import ChatBody, CompletionBody
 from engine.frontend.role_switch import SwitchBody
-from security.keys import Access
-from telemetry.records import TracesQuery
+from service.security.keys import Access
+from service.telemetry.records import TracesQuery
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
@@ -57,9 +57,8 @@ STATUSES = {
     "503": "the server is loading, full or going down; try again later",
 }
 SCHEMAS = "#/components/schemas/{name}"
-DOCUMENT: web.AppKey[bytes] = web.AppKey("openapi", bytes)
 
-_PATTERN = re.compile(r"{(\w+):[^}]*}")
+_PATTERN = re.compile(r"{(\w+)}")
 
 # Of a stream the schema describes each event, as tools read OpenAPI before 3.2.
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -76,8 +75,13 @@ class ErrorAnswer(msgspec.Struct):
     error: ErrorDetail
 
 
-async def openapi(request: web.Request) -> web.Response:
-    return web.Response(body=request.app[DOCUMENT], content_type="application/json")
+def serve_document(document: bytes) -> Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]:
+    """The handler of /openapi.json."""
+
+    async def openapi(request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(body=document, content_type="application/json")
+
+    return openapi
 
 
 def make_document(gets: Iterable[str], posts: Iterable[str]) -> bytes:
@@ -87,9 +91,9 @@ def make_document(gets: Iterable[str], posts: Iterable[str]) -> bytes:
     )
     paths: dict[str, dict[str, Any]] = {}
     for path in gets:
-        paths.setdefault(_plain(path), {})["get"] = _operation(path, error, body=None)
+        paths.setdefault(path, {})["get"] = _operation(path, error, body=None)
     for path in posts:
-        paths.setdefault(_plain(path), {})["post"] = _operation(path, error, body=_body(path))
+        paths.setdefault(path, {})["post"] = _operation(path, error, body=_body(path))
     paths["/generate"]["put"] = paths["/generate"]["post"]  # SGLang takes both
     return msgspec.json.encode(
         {
@@ -102,10 +106,6 @@ def make_document(gets: Iterable[str], posts: Iterable[str]) -> bytes:
             },
         }
     )
-
-
-def _plain(path: str) -> str:
-    return _PATTERN.sub(r"{\1}", path)
 
 
 def _body(path: str) -> dict[str, Any] | None:

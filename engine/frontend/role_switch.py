@@ -10,11 +10,12 @@ import msgspec
 from aiohttp import web
 
 from engine.config import ConfigError
-from engine.frontend.errors import ApiError, bad_field, decode_body, not_ready
+from engine.frontend.errors import not_ready
 from engine.frontend.services import SERVICES, Services
-from engine.frontend.stream import json_response
 from engine.frontend.succession import Handover, RoleSwitch
-from security.addresses import SecurityConfigError
+from service.http.errors import ApiError, bad_field, decode_body
+from service.http.stream import json_response
+from service.security.addresses import SecurityConfigError
 
 ROLES = ("prefill", "decode")
 UNIFIED = (
@@ -29,9 +30,9 @@ class SwitchBody(msgspec.Struct, kw_only=True):
     timeout: float | None = None
 
 
-async def switch_role(request: web.Request) -> web.Response:
+async def switch_role(request: web.BaseRequest) -> web.Response:
     """202 once the worker drains; it is done when /server_info tells the new role. 200: it has that role already."""
-    s = request.app[SERVICES]
+    s = request[SERVICES]
     body = decode_body(await request.read(), SwitchBody)
     if body.role not in ROLES:
         raise bad_field("role", f"must be prefill or decode, got {body.role!r}")

@@ -5,7 +5,6 @@ Must not know how the scheduler was started: it is told whether it lives.
 
 import asyncio
 import dataclasses
-import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -15,16 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
-
 from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.detokenizer.sample import SampleText
-from engine.frontend.app import make_app
+from engine.frontend.app import make_handle
 from engine.frontend.chat_template import load_chat_template
 from engine.frontend.client import EngineClient
 from engine.frontend.draining import drain
-from engine.frontend.errors import ApiError, draining
+from engine.frontend.errors import draining
 from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.frontend.listening import Listener
 from engine.frontend.meeting import MeetingPlaces
@@ -37,12 +33,14 @@ from engine.lora.names import lora_enabled, named_paths
 from engine.messages import GetStep, Shutdown, ToFrontend, ToScheduler
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
-from lifecycle.collector import spare_what_lives
-from lifecycle.stop_signals import StopSignals
-from security.browser import BrowserRule
-from security.keys import Gate, open_gate
-from telemetry.otlp import open_exporter
-from telemetry.tracer import Tracer
+from service.http.errors import ApiError
+from service.http.server import Limits, make_runner
+from service.process.collector import spare_what_lives
+from service.process.stop_signals import StopSignals
+from service.security.browser import BrowserRule
+from service.security.keys import Gate, open_gate
+from service.telemetry.otlp import open_exporter
+from service.telemetry.tracer import Tracer
 
 DEFAULT_MODEL_NAME = "recall"  # the model that ships with Tandem
 WATCH_INTERVAL_S = 0.1
@@ -287,24 +285,11 @@ def _sender(push: PushSocket, heartbeat: PushSocket) -> Callable[[ToScheduler | 
     return send
 
 
-def _http_log() -> logging.Logger:
-    """aiohttp's log without a traceback for each client that sends something that is not HTTP (it is told 400)."""
-    log = logging.getLogger("engine.frontend.http")
-    log.addFilter(_is_ours)
-    return log
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    kind = record.exc_info[0] if record.exc_info else None
-    return kind is None or not issubclass(kind, HttpProcessingError | web.RequestPayloadError | ConnectionError)
-
-
 @asynccontextmanager
 async def _serving(services: Services, server: ServerConfig, listener: Listener) -> AsyncIterator[FrontendAddress]:
-    app = make_app(services, max_body_bytes=server.max_body_bytes, max_open=services.client.max_live + SPARE_REQUESTS)
-    runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, logger=_http_log(), shutdown_timeout=HTTP_CLOSE_S
-    )
+    handle = make_handle(services, max_open=services.client.max_live + SPARE_REQUESTS)
+    limits = Limits(max_body_bytes=server.max_body_bytes, size_flag="--max-body-bytes")
+    runner = make_runner(handle, limits, shutdown_timeout_s=HTTP_CLOSE_S)
     await runner.setup()
     try:
         await listener.serve(runner)

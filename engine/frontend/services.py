@@ -17,15 +17,15 @@ from aiohttp import web
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.client import EngineClient
 from engine.frontend.deadline import request_timeout_s
-from engine.frontend.errors import bad_field
 from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.metrics import Metrics
 from engine.frontend.succession import RoleSwitch
 from engine.frontend.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
-from security.browser import BrowserRule
-from security.keys import Gate
-from telemetry.tracer import Tracer
+from service.http.errors import bad_field
+from service.security.browser import BrowserRule
+from service.security.keys import Gate
+from service.telemetry.tracer import Tracer
 
 ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes when the client named none
 INLINE_CHARS = 2000  # shorter texts are tokenized in the event loop: that costs less than a thread switch
@@ -76,7 +76,7 @@ class Services:
         kv = self.client.info.get("max_total_num_tokens")
         return min(self.model_context_length, kv) if isinstance(kv, int) else self.model_context_length
 
-    def timeout_of(self, request: web.Request) -> float | None:
+    def timeout_of(self, request: web.BaseRequest) -> float | None:
         """Seconds that the client waits from now; None: for ever. Raises ApiError(400)."""
         return request_timeout_s(request.headers, default_s=self.default_deadline_s)
 
@@ -110,4 +110,4 @@ def _int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-SERVICES: web.AppKey[Services] = web.AppKey("services", Services)
+SERVICES: web.RequestKey[Services] = web.RequestKey("services", Services)

@@ -1,32 +1,16 @@
 """From a running generation to an HTTP answer: one JSON body, or server-sent events as they come.
 
-Owns the SSE framing and when headers are sent. What the body and the chunks look like is the `View`'s.
+Owns when headers are sent. What the body and the chunks look like is the `View`'s.
 """
 
 from typing import Any, Protocol
 
-import msgspec
 from aiohttp import web
 
 from engine.detokenizer.sample import TextOutput
 from engine.frontend.client import Generation
-from engine.frontend.errors import ApiError
-
-SSE_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
-
-STREAMING: web.RequestKey[bool] = web.RequestKey("streaming", bool)  # headers are out: no other answer is possible
-
-_encode = msgspec.json.Encoder().encode
-
-
-class _CoalescedResponse(web.StreamResponse):
-    """Headers leave with the first event, in one packet: one wake-up less for whoever reads."""
-
-    _send_headers_immediately = False
+from service.http.errors import ApiError
+from service.http.stream import DONE, SSE_HEADERS, event, json_response, open_stream
 
 
 class View(Protocol):
@@ -37,11 +21,7 @@ class View(Protocol):
     def last(self) -> list[Any]: ...
 
 
-def json_response(value: Any, *, status: int = 200) -> web.Response:
-    return web.Response(body=_encode(value), status=status, content_type="application/json")
-
-
-async def answer(request: web.Request, generation: Generation, *, view: View, stream: bool) -> web.StreamResponse:
+async def answer(request: web.BaseRequest, generation: Generation, *, view: View, stream: bool) -> web.StreamResponse:
     """Serve the generation; whatever has not finished when this ends is aborted.
 
     The first output is awaited before the headers go out: what fails before it has a proper status.
@@ -50,9 +30,7 @@ async def answer(request: web.Request, generation: Generation, *, view: View, st
         if not stream:
             return json_response(view.body(await generation.collect()))
         first = await generation.next()
-        response = _CoalescedResponse(headers=SSE_HEADERS)
-        request[STREAMING] = True
-        await response.prepare(request)
+        response = await open_stream(request, headers=SSE_HEADERS)
         await _send_events(response, generation, view=view, news=first)
         return response
 
@@ -67,7 +45,7 @@ async def _send_events(
                 break
             news = await generation.next()
         await _send(response, view.last())
-        await response.write(b"data: [DONE]\n\n")
+        await response.write(DONE)
     except ApiError as e:
         await _send(response, [e.body()])  # too late for a status; no [DONE] follows
     await response.write_eof()
@@ -75,4 +53,4 @@ async def _send_events(
 
 async def _send(response: web.StreamResponse, events: list[Any]) -> None:
     if events:
-        await response.write(b"".join(b"data: " + _encode(event) + b"\n\n" for event in events))
+        await response.write(b"".join(map(event, events)))

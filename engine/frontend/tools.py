@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from engine.frontend.constraints import Constraint
-from engine.frontend.errors import bad_field
 from engine.frontend.tool_calls import CallFormat
 from engine.sampling_params import GrammarSpec
+from service.http.errors import bad_field
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")

@@ -1,4 +1,4 @@
-"""The record of each sample, from the moment it is sent to its last output (telemetry/records.py).
+"""The record of each sample, from the moment it is sent to its last output (service/telemetry/records.py).
 
 What the stages are is the scheduler's to say (engine/core/times.py); here they get a request's id and the wall clock.
 """
@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from engine.messages import GenerateRequest, Stage, TokenOutput
-from telemetry.context import RequestContext
-from telemetry.records import Record, Span
-from telemetry.tracer import Place, Tracer, unix_offset_s
+from service.telemetry.context import RequestContext
+from service.telemetry.records import Record, Span
+from service.telemetry.tracer import Place, Tracer, unix_offset_s
 
 
 class Traces:

@@ -1,7 +1,7 @@
 """Publishes the prefix cache's events over ZMQ: a thread with two sockets behind a bounded queue.
 
 The loop's thread only puts what happened in a turn into the queue; where that is full the batch is dropped, and its
-number with it, so that subscribers see the gap. Sockets, frames and names are vLLM's (transfer_backends/kv_events.py).
+number with it, so that subscribers see the gap. Sockets, frames and names are vLLM's (service/kv_events.py).
 With the cluster's secret both sockets ask for it (CURVE, as the control plane does): events hold the users' tokens.
 """
 
@@ -18,8 +18,7 @@ import zmq
 from engine.config import ConfigError
 from engine.core.cache_events import CacheEvent, CacheEvents, Removed, Stored
 from engine.kv_events_config import FLAG, KVEventsConfig
-from transfer_backends.curve import Doorkeeper, guard_listener
-from transfer_backends.kv_events import (
+from service.kv_events import (
     END_SEQ,
     MEDIUM,
     AllBlocksCleared,
@@ -30,6 +29,7 @@ from transfer_backends.kv_events import (
     encode_batch,
     seq_bytes,
 )
+from service.security.curve import Doorkeeper, guard_listener
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import asyncio
 from aiohttp import web
 
 from router.admission.line import Limits, Line, Stand, Ticket
-from router.http.errors import error_response
 from router.pool.load_view import ALONE, LoadView
+from service.http.errors import error_response
 
 TICK_S = 0.05  # how soon room that another process made is seen
 RETRY_AFTER_S = "1"

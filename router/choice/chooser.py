@@ -15,7 +15,7 @@ from router.choice.prefix_keys import BLOCK_BYTES, prompt_keys
 from router.config import RouterConfig
 from router.pool.worker import Role, Worker
 from router.requests.rewrite import ParsedBody
-from security.json_depth import JSON_ERRORS
+from service.http.json_depth import JSON_ERRORS
 
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
 SESSION_FIELDS = ("session_params", "session_id", "routing_key", "user")

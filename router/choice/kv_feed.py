@@ -15,8 +15,7 @@ from router.choice.chooser import Chooser
 from router.choice.kv_view import WorkerCacheView
 from router.pool.reports import EventSource, parse_event_source
 from router.pool.worker import Worker
-from transfer_backends.curve import guard_connector
-from transfer_backends.kv_events import (
+from service.kv_events import (
     END_SEQ,
     MAX_MESSAGE_BYTES,
     BadEvent,
@@ -25,6 +24,7 @@ from transfer_backends.kv_events import (
     read_seq,
     seq_bytes,
 )
+from service.security.curve import guard_connector
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, open_chain, token_bytes, token_seed
-from transfer_backends.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
+from service.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 
 if TYPE_CHECKING:
     from hashlib import _Hash

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from router.requests.rewrite import Api, ParsedBody
-from security.json_depth import JSON_ERRORS
+from service.http.json_depth import JSON_ERRORS
 
 if TYPE_CHECKING:
     from hashlib import _Hash

@@ -16,9 +16,9 @@ from router.dashboard.picture import decode_snapshot, draw, merge
 from router.dashboard.recorder import Recorder
 from router.dashboard.records import Snapshot
 from router.fleet.siblings import Siblings
-from router.http.errors import error_response
 from router.pool.workers import WorkerTable
 from router.requests.draining import LiveRequests
+from service.http.errors import error_response
 
 STATE, SNAPSHOT, REQUEST = "/dashboard/state", "/dashboard/snapshot", "/dashboard/requests/"
 

@@ -8,7 +8,7 @@ import msgspec
 from router.dashboard.quantiles import add, quantile
 from router.dashboard.records import Record, Second, Snapshot
 from router.pool.worker import Worker
-from security.json_depth import JSON_ERRORS
+from service.http.json_depth import JSON_ERRORS
 
 SHOWN_REQUESTS = 48
 SHOWN_SECONDS = 120  # of the curves

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.fleet.processes import Place
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from telemetry.records import TracesQuery
+from service.telemetry.records import TracesQuery
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,6 @@ from aiohttp import web
 from router.config import RouterConfig, RouterConfigError, check_worker_url
 from router.fleet.siblings import Siblings, merge_expositions
 from router.http.credentials import Credentials
-from router.http.errors import error_response
-from router.http.guard import require_admin
 from router.http.openapi import make_document
 from router.metrics import RouterMetrics
 from router.pool.discovery import Discovery
@@ -28,10 +26,12 @@ from router.pool.workers import WorkerTable, missing_roles
 from router.requests.draining import DRAINING, LiveRequests
 from router.requests.replies import no_worker_message, unknown_model
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
-from security.json_depth import JSON_ERRORS
-from security.keys import Gate
-from telemetry.records import Record, Records, TracesQuery, last_ids, query_error
-from telemetry.tracer import Tracer
+from service.http.errors import ApiError, error_response
+from service.http.guard import key_refusal
+from service.http.json_depth import JSON_ERRORS
+from service.security.keys import Access, Gate
+from service.telemetry.records import Record, Records, TracesQuery, last_ids, query_error
+from service.telemetry.tracer import Tracer
 
 FAN_OUT_TIMEOUT_S = 30.0
 TRACES_TIMEOUT_S = 10.0
@@ -204,7 +204,7 @@ class Control:
         role = self._asked_role(asked)
         port = asked.get("bootstrap_port")
         if port is not None and not (isinstance(port, int) and 0 < port < 65536):
-            return error_response(400, f"bootstrap_port: must be 1 to 65535, got {port!r}", param="bootstrap_port")
+            return error_response(400, f"bootstrap_port: must be 1 to 65535, got {port!r}", field="bootstrap_port")
         if not isinstance(role, Role):
             return role
         url = _asked_url(asked)
@@ -240,9 +240,9 @@ class Control:
             return url
         force, drain_s = asked.get("force", False), asked.get("timeout")
         if force is not None and not isinstance(force, bool):
-            return error_response(400, f"force: must be true or false, got {force!r}", param="force")
+            return error_response(400, f"force: must be true or false, got {force!r}", field="force")
         if drain_s is not None and not (_is_number(drain_s) and drain_s >= 0):
-            return error_response(400, f"timeout: must be seconds, at least 0, got {drain_s!r}", param="timeout")
+            return error_response(400, f"timeout: must be seconds, at least 0, got {drain_s!r}", field="timeout")
         worker = self._table.find(url)
         if self._siblings.is_one(request):  # which moves it: see for ourselves
             self._monitor.look(worker)
@@ -268,8 +268,8 @@ class Control:
         body = await request.read()
         headers = self._credentials.for_client(_authorization(request))
         if _aborts_all(body):
-            if (refusal := require_admin(request, self._gate)) is not None:
-                return refusal
+            if (refusal := key_refusal(request, self._gate, Access.ADMIN)) is not None:
+                raise refusal
             headers = self._credentials.for_admin(_authorization(request))
         return await self._fan_out("POST", "/abort_request", headers, body)
 
@@ -295,7 +295,7 @@ class Control:
         except UnknownModel as err:
             return unknown_model(err)
         except ValueError as err:
-            return error_response(400, str(err), param="model")
+            return error_response(400, str(err), field="model")
         if "model" in fields:  # ours: a worker has one
             body = msgspec.json.encode({key: value for key, value in fields.items() if key != "model"})
         headers = self._credentials.for_admin(_authorization(request))
@@ -311,13 +311,13 @@ class Control:
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def traces(self, request: web.BaseRequest) -> web.Response:
-        """What this router, its siblings and its workers did for the requests asked for (telemetry/records.py)."""
+        """What this router, its siblings and its workers did for the requests asked for (service/telemetry/records.py)."""
         try:
             query = msgspec.json.decode(await request.read(), type=TracesQuery)
         except JSON_ERRORS as err:
             return error_response(400, f"the body is no query of traces: {err}")
         if (wrong := query_error(query)) is not None:
-            return error_response(400, wrong, param=wrong.partition(":")[0])
+            return error_response(400, wrong, field=wrong.partition(":")[0])
         records = self._tracer.ring.find(query)
         if self._siblings.is_one(request):
             return _json(Records(records=records))
@@ -361,7 +361,7 @@ class Control:
         word = _ROLE_WORDS.get(word, word) if isinstance(word, str) else word
         if word in [role.value for role in self._roles]:
             return Role(word)
-        return error_response(400, f"role: must be one of {', '.join(self._roles)}, got {word!r}", param="role")
+        return error_response(400, f"role: must be one of {', '.join(self._roles)}, got {word!r}", field="role")
 
     async def _fan_out(
         self,
@@ -470,7 +470,7 @@ def _asked_url(asked: dict[str, Any]) -> str | web.Response:
     try:
         check_worker_url("url", url if isinstance(url, str) else "")
     except RouterConfigError as err:
-        return error_response(400, str(err), param="url")
+        return error_response(400, str(err), field="url")
     return str(url)
 
 
@@ -479,7 +479,7 @@ async def _read_object(request: web.BaseRequest) -> dict[str, Any]:
     try:
         return msgspec.json.decode(await request.read(), type=dict[str, Any])
     except JSON_ERRORS as err:
-        raise web.HTTPBadRequest(text=f"the body is not a JSON object: {err}") from None
+        raise ApiError(400, f"the body is not a JSON object: {err}") from None
 
 
 def _json(value: object, *, status: int = 200) -> web.Response:

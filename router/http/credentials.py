@@ -3,7 +3,7 @@
 import time
 
 from router.config import RouterConfig
-from security.keys import KeyRing, bearer
+from service.security.keys import KeyRing, bearer
 
 
 class Credentials:

@@ -1,35 +1,22 @@
-"""The router's HTTP server and the port it listens at. Knows no routes, and nothing of workers."""
+"""The port that the router listens at."""
 
-import asyncio
 import errno
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 from aiohttp import web
 
 from router.config import RouterConfig, RouterConfigError
-from router.http.reading import TimedRequest, TimedServer
-from router.http.routes import Handler, Routes
+from service.http.server import Limits
 
 
-def http_server(
-    config: RouterConfig,
-    routes: Routes,
-    guard: Callable[[web.BaseRequest, Handler], Awaitable[web.StreamResponse]],
-) -> web.ServerRunner:
-    """aiohttp's server without its application layer, which costs as much as the server itself."""
-
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        return await guard(request, routes.handler(request.method, request.path))
-
-    def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        loop = asyncio.get_running_loop()
-        request = TimedRequest(message, payload, protocol, writer, task, loop, client_max_size=config.max_body_bytes)
-        request.body_timeout_s = config.body_timeout_s
-        return request
-
-    server = TimedServer(handle, request_factory=make_request, header_timeout_s=config.header_timeout_s)
-    return web.ServerRunner(server, shutdown_timeout=config.shutdown_timeout_s)
+def limits_of(config: RouterConfig) -> Limits:
+    """What clients may send, and how slowly."""
+    return Limits(
+        max_body_bytes=config.max_body_bytes,
+        header_timeout_s=config.header_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+        size_flag="--max-body-bytes",
+        time_flag="--body-timeout-s",
+    )
 
 
 async def listen(runner: web.ServerRunner, config: RouterConfig, *, shared: bool) -> int:

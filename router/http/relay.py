@@ -8,6 +8,7 @@ from router.http.sse import SseSplitter
 from router.http.upstream import UpstreamError
 from router.requests.legs import Leg, LegError, broken_stream
 from router.requests.merge import SseMerger
+from service.http.stream import open_stream
 
 
 class StreamBroken(Exception):
@@ -16,12 +17,6 @@ class StreamBroken(Exception):
     def __init__(self, out: web.StreamResponse, cause: LegError) -> None:
         super().__init__(str(cause))
         self.out, self.cause = out, cause
-
-
-class _CoalescedResponse(web.StreamResponse):
-    """Headers leave with the first bytes: one packet, so that no client waits for a delayed ACK in between."""
-
-    _send_headers_immediately = False
 
 
 async def relay_stream(
@@ -38,8 +33,7 @@ async def relay_stream(
     `on_first` is told what came first, `on_more` each further piece. `StreamBroken` if the worker broke off; the client's own
     connection errors pass.
     """
-    out = _CoalescedResponse(status=leg.reply.status, headers=headers)
-    await out.prepare(request)
+    out = await open_stream(request, status=leg.reply.status, headers=headers)
     splitter = SseSplitter()
     feed = merger.feed if merger else splitter.feed
     read = leg.reply.readany

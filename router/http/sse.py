@@ -1,6 +1,4 @@
-"""Server-sent events as bytes: where they end, and how an error is said in a stream that has already begun. Pure."""
-
-import msgspec
+"""Server-sent events as bytes: where they end. Pure."""
 
 MAX_EVENT_BYTES = 16 << 20  # an event longer than this is passed on in pieces
 
@@ -37,9 +35,3 @@ class SseSplitter:
 def _end_of_last(data: bytes, separator: bytes) -> int:
     at = data.rfind(separator)
     return 0 if at < 0 else at + len(separator)
-
-
-def error_event(message: str, *, kind: str, code: int | str) -> bytes:
-    """One event with an OpenAI error object; clients' SDKs raise it."""
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"

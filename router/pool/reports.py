@@ -7,7 +7,7 @@ import msgspec
 
 from router.pool.worker import STAGES, LoadReport
 from router.requests.draining import DRAINING
-from security.json_depth import JSON_ERRORS
+from service.http.json_depth import JSON_ERRORS
 
 MAX_INCARNATION_CHARS = 128
 MAX_BUSY_S = 1e9

@@ -15,13 +15,17 @@ from router.pool.models import Catalogue, serves
 from router.pool.pools import LoadLog, Pool
 from router.pool.states import TRANSITIONS, Check, Health, Thresholds
 from router.pool.worker import Lease, LoadReport, Role, Worker
+from service.http.errors import ApiError
 
 MAX_WORKERS = 4096
 MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
 
 
-class WorkerTableError(ValueError):
+class WorkerTableError(ApiError):
     """A change of the table that cannot be made: a URL that is already there, or not there."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message, field="url")
 
 
 @dataclass(slots=True)

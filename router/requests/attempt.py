@@ -19,7 +19,7 @@ from router.requests.legs import Call, Leg, Legs
 from router.requests.race import Race
 from router.requests.rewrite import write_bodies
 from router.requests.rooms import RoomMinter
-from security.voucher import VOUCHER_HEADER, vouch
+from service.security.voucher import VOUCHER_HEADER, vouch
 
 
 class Attempt:

@@ -3,16 +3,14 @@
 import math
 from collections.abc import Mapping
 
-TIMEOUT_HEADER = "x-request-timeout"  # seconds
-ENVOY_HEADER = "x-envoy-expected-rq-timeout-ms"
-LEAST_S = 0.001  # a worker may still be idle
+from service.http.deadline import UNITS_S, seconds_of
 
-_UNITS_S = {TIMEOUT_HEADER: 1.0, ENVOY_HEADER: 0.001}
+LEAST_S = 0.001  # a worker may still be idle
 
 
 def time_given(headers: Mapping[str, str]) -> float:
     """Seconds that the client of a request with `headers` (names in lower case) will wait; inf: it does not say."""
-    return min((value_s for name in _UNITS_S if (value_s := _seconds(headers, name)) is not None), default=math.inf)
+    return min((value_s for name in UNITS_S if (value_s := _seconds(headers, name)) is not None), default=math.inf)
 
 
 def less_time(headers: Mapping[str, str], elapsed_s: float) -> dict[str, str]:
@@ -21,7 +19,7 @@ def less_time(headers: Mapping[str, str], elapsed_s: float) -> dict[str, str]:
     What is no number is passed as it is: the worker says what is wrong with it.
     """
     left = dict(headers)
-    for name, unit_s in _UNITS_S.items():
+    for name, unit_s in UNITS_S.items():
         value_s = _seconds(headers, name)
         if value_s is not None:
             left[name] = f"{max(LEAST_S, value_s - elapsed_s) / unit_s:.3f}"
@@ -30,8 +28,5 @@ def less_time(headers: Mapping[str, str], elapsed_s: float) -> dict[str, str]:
 
 def _seconds(headers: Mapping[str, str], name: str) -> float | None:
     """What the header says; None: nothing, or nothing that makes sense."""
-    try:
-        value_s = float(headers[name]) * _UNITS_S[name]
-    except (KeyError, ValueError):
-        return None
-    return value_s if 0.0 < value_s < math.inf else None
+    text = headers.get(name)
+    return None if text is None else seconds_of(text, name)

@@ -18,7 +18,6 @@ from router.admission.forecast import ITL_HEADER, TTFT_HEADER, Pace, requests_at
 from router.choice.chooser import Chooser
 from router.config import RouterConfig
 from router.http.credentials import Credentials
-from router.http.guard import REQUEST_ID
 from router.http.relay import StreamBroken, end_with_event, relay_stream
 from router.metrics import RouterMetrics
 from router.pool.breaker import Event
@@ -27,11 +26,10 @@ from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.requests.attempt import Attempt, Launcher
 from router.requests.contest import Contest
-from router.requests.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from router.requests.draining import LiveRequest, LiveRequests
 from router.requests.exchange import Exchange
 from router.requests.hedging import Hedging
-from router.requests.journey import CLIENT_GONE, Journey, Journeys
+from router.requests.journey import Journey, Journeys
 from router.requests.legs import Call, LegError, Legs
 from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Chosen, Picker
@@ -50,6 +48,10 @@ from router.requests.replies import (
 )
 from router.requests.rewrite import Api, BadBody, ParsedBody, parse_body
 from router.requests.rooms import RoomMinter
+from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
+from service.http.errors import ApiError
+from service.http.guard import CLIENT_GONE
+from service.http.stream import REQUEST_ID
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +145,8 @@ class Dispatcher:
         except Refused as refused:
             status = refused.response.status
             raise
-        except BadBody:
-            status = 400
+        except ApiError as error:
+            status = error.status
             raise
         finally:
             answered = 503 if live.handed_back and status == CLIENT_GONE else status
@@ -295,7 +297,6 @@ class Dispatcher:
             body = leg.reply.take()
             body = merger.merge_answer(body) if merger else body
             return web.Response(status=leg.reply.status, body=body, headers=headers)
-        headers["X-Request-Id"] = exchange.request_id
         headers["Cache-Control"] = "no-cache"
         race.watch_prefill(self._note)
         exchange.live.cut = leg.close

@@ -1,5 +1,5 @@
 """The end of a router in good order: no new requests, those that run are finished or handed back. No HTTP routes here;
-what signals ask for is lifecycle/stop_signals.py's.
+what signals ask for is service/process/stop_signals.py's.
 
 Owns who runs: each request is a `LiveRequest` that can be handed back, by cancelling it before its answer has begun, or by
 cutting the worker's stream after that, so that its last event says why.

@@ -1,6 +1,6 @@
 """What became of one request: which workers it was sent to, when, and how that ended. One for each request under way.
 
-It is told; it decides nothing, and it is the only one that is: the trace's record (telemetry/records.py), the log line and
+It is told; it decides nothing, and it is the only one that is: the trace's record (service/telemetry/records.py), the log line and
 what the dashboard shows (router/dashboard/records.py) are made of it when somebody asks. Times are monotonic seconds, read
 once by who tells it.
 """
@@ -15,14 +15,14 @@ from router.dashboard.records import Attempt as ShownAttempt
 from router.dashboard.records import Record as ShownRecord
 from router.pool.worker import Worker
 from router.requests.legs import Leg
-from telemetry.context import CURRENT, OPERATIONS, RequestContext
-from telemetry.logs import about
-from telemetry.records import Record, Span
-from telemetry.tracer import Place, Tracer, unix_offset_s
+from service.http.guard import CLIENT_GONE
+from service.telemetry.context import OPERATIONS
+from service.telemetry.logs import about
+from service.telemetry.records import Record, Span
+from service.telemetry.tracer import Place, Tracer, unix_offset_s
 
 log = logging.getLogger(__name__)
 
-CLIENT_GONE = 499
 MAX_MODEL_BYTES = 256  # kept of what a client may send
 MAX_ROOMS = 16  # likewise
 MAX_ID_CHARS = 128  # of what the dashboard is told
@@ -38,7 +38,6 @@ class Journeys:
         self.log_requests = log_requests
 
     def begin(self, request_id: str, path: str, traceparent: str, *, now_s: float) -> "Journey":
-        CURRENT.set(RequestContext(request_id))  # for log lines of this task, which serves one request at a time
         return Journey(self, request_id, path, self.tracer.place_under(traceparent), now_s)
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from router.http.sse import SseSplitter
 from router.requests.rewrite import Api
-from security.json_depth import JSON_ERRORS
+from service.http.json_depth import JSON_ERRORS
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

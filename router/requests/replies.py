@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 
-from router.http.errors import error_kind, error_response
-from router.http.sse import error_event
 from router.pool.models import UnknownModel, serves
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.draining import DRAINING
 from router.requests.legs import LegError
-from security.json_depth import JSON_ERRORS
+from service.http.errors import error_response
+from service.http.json_depth import JSON_ERRORS
+from service.http.stream import error_event
 
 RETRY_AFTER_S = "1"  # told to clients when no worker is there
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
@@ -32,7 +32,7 @@ def draining_response(message: str) -> web.Response:
 
 def handed_back_event() -> bytes:
     """The last event of a stream that the router could not finish before it ended."""
-    return error_event(HANDED_BACK, kind=error_kind(503), code=DRAINING)
+    return error_event(503, HANDED_BACK, code=DRAINING)
 
 
 def too_many_samples() -> web.Response:
@@ -59,7 +59,7 @@ def _state(worker: Worker) -> str:
 
 def unknown_model(err: UnknownModel) -> web.Response:
     """404 that names the models there are."""
-    return error_response(404, str(err), param="model", code="model_not_found")
+    return error_response(404, str(err), field="model", code="model_not_found")
 
 
 def failure_response(failure: LegError) -> web.Response:
@@ -73,7 +73,7 @@ def failure_response(failure: LegError) -> web.Response:
 def failure_event(failure: LegError) -> bytes:
     """The same as the last event of a stream that has begun."""
     status = failure.status or 502
-    return error_event(_message_of(failure), kind=error_kind(status), code=status)
+    return error_event(status, _message_of(failure))
 
 
 def _message_of(failure: LegError) -> str:

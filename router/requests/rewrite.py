@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from security.json_depth import JSON_ERRORS, MAX_DEPTH, deeper_than
+from service.http.errors import ApiError
+from service.http.json_depth import JSON_ERRORS, MAX_DEPTH, deeper_than
 
 BYTES_PER_TOKEN = 4  # of text; a guess good enough to balance by
 DEFAULT_OUTPUT_TOKENS = 128  # assumed when the request does not bound its answer
@@ -30,12 +31,11 @@ class Api(StrEnum):
     EMBEDDINGS = "/v1/embeddings"
 
 
-class BadBody(ValueError):
+class BadBody(ApiError):
     """A body the router cannot route. `field` names what is wrong in it (None: the body as a whole)."""
 
     def __init__(self, field: str | None, message: str) -> None:
-        super().__init__(message)
-        self.field = field
+        super().__init__(400, message, field=field)
 
 
 class _Sampling(msgspec.Struct):

@@ -16,7 +16,7 @@ from router.pool.health import HealthMonitor
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.rules import Progress, objection, progress
-from security.json_depth import JSON_ERRORS
+from service.http.json_depth import JSON_ERRORS
 
 log = logging.getLogger(__name__)
 

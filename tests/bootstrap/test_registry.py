@@ -7,7 +7,8 @@ import pytest
 
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
-from bootstrap_server.registry import Registry, RegistryError
+from bootstrap_server.registry import Registry
+from service.http.errors import ApiError
 
 CONFIG = BootstrapConfig(lease=10.0, room_ttl=5.0, max_workers=3, max_rooms=4)
 
@@ -27,7 +28,7 @@ def worker(incarnation: str, *, port: int = 1000, **more: Any) -> Registration:
 
 def test_embedded_knows_one_worker() -> None:
     registry = Registry(CONFIG, shared=False)
-    with pytest.raises(RegistryError, match="no prefill worker"):
+    with pytest.raises(ApiError, match="no prefill worker"):
         registry.look_up(1)
     registry.register(worker("a"), 0.0)
     registry.register(worker("b", port=2000), 1.0)
@@ -43,13 +44,13 @@ def test_shared_goes_by_room() -> None:
     registry.register_rooms("b", [6], 0.0)
     assert [registry.look_up(room).worker.incarnation for room in (5, 6)] == ["a", "b"]
     assert registry.look_up(5).shared
-    with pytest.raises(RegistryError, match="registered 7"):
+    with pytest.raises(ApiError, match="registered 7"):
         registry.look_up(7)
     registry.leave("a")
-    with pytest.raises(RegistryError, match="owned 5 is gone"):
+    with pytest.raises(ApiError, match="owned 5 is gone"):
         registry.look_up(5)
     for call in (lambda: registry.leave("a"), lambda: registry.register_rooms("a", [1], 0.0)):
-        with pytest.raises(RegistryError, match="'a' is not registered"):
+        with pytest.raises(ApiError, match="'a' is not registered"):
             call()
     assert registry.check() == []
 
@@ -57,7 +58,7 @@ def test_shared_goes_by_room() -> None:
 def test_any_worker_but_those_that_are_gone() -> None:
     """Who had the room comes first; the others are spread by room, in the order of their names."""
     registry = Registry(CONFIG, shared=True)
-    with pytest.raises(RegistryError, match="no other prefill worker"):
+    with pytest.raises(ApiError, match="no other prefill worker"):
         registry.look_up_any(5, but=())
     for i, name in enumerate("cab"):
         registry.register(worker(name, port=1 + i), 0.0)
@@ -70,7 +71,7 @@ def test_any_worker_but_those_that_are_gone() -> None:
     assert [chosen(9), chosen(10), chosen(11)] == ["a", "b", "c"]
     registry.leave("b")
     assert chosen(6) == "a"
-    with pytest.raises(RegistryError, match="no other"):
+    with pytest.raises(ApiError, match="no other"):
         chosen(6, "a", "c")
     embedded = Registry(CONFIG, shared=False)
     embedded.register(worker("x"), 0.0)
@@ -88,7 +89,7 @@ def test_a_new_life_replaces_the_old() -> None:
     registry.register_rooms("d", [2], 0.0)
     assert [registry.look_up(room).worker.incarnation for room in (1, 2)] == ["b", "d"]
     assert registry.num_workers == 3
-    with pytest.raises(RegistryError, match="no more fit"):
+    with pytest.raises(ApiError, match="no more fit"):
         registry.register(worker("f", port=5), 0.0)
 
 
@@ -113,12 +114,12 @@ def test_rooms_are_bounded() -> None:
     registry.register_rooms("a", list(range(1, 8)), 0.0)
     assert registry.num_rooms == 4
     assert registry.look_up(7)
-    with pytest.raises(RegistryError):
+    with pytest.raises(ApiError):
         registry.look_up(3)
 
 
 def test_only_prefill_registers() -> None:
-    with pytest.raises(RegistryError, match="role"):
+    with pytest.raises(ApiError, match="role"):
         Registry(CONFIG, shared=True).register(worker("a", role="decode"), 0.0)
 
 
@@ -142,7 +143,7 @@ def test_many_workers_come_and_go_as_in_a_plain_list(seed: int) -> None:
             kept[new.incarnation] = (new, now_s + 2.0)
         else:
             full += 1
-            with pytest.raises(RegistryError, match="no more fit"):
+            with pytest.raises(ApiError, match="no more fit"):
                 registry.register(new, now_s)
         listed = kept
         assert registry.check() == [] and registry.num_workers == len(listed)

@@ -12,7 +12,7 @@ import pytest
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.client import MAX_WAITING_ROOMS, REMEMBER_S, BootstrapError, Registrar, look_up
 from bootstrap_server.config import BootstrapConfig
-from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
+from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 from tests.bootstrap.test_registry import worker
 
 SECRET = b"open sesame"
@@ -230,7 +230,7 @@ GOOD = {
 }
 BAD_CALLS: list[tuple[str, str, Any, int, str]] = [
     ("PUT", "/route", b"", 400, "body"),
-    ("PUT", "/route", b"junk", 400, "malformed"),
+    ("PUT", "/route", b"junk", 400, "not valid JSON"),
     ("PUT", "/route", b"\xff\xfe", 400, "body"),
     ("PUT", "/route", [], 400, "Expected `object`"),
     ("PUT", "/route", {}, 400, "incarnation"),
@@ -266,13 +266,13 @@ def test_bad_calls(serve: Any, register: Any) -> None:
     for method, path, body, status, text in BAD_CALLS:
         got, reply = call(server.port, method, path, body)
         assert (got, set(reply)) == (status, {"error"}), (method, path, reply)
-        assert text in reply["error"], (method, path, reply)
+        assert text in reply["error"]["message"], (method, path, reply)
     assert register(server.port, "a").registered.wait(60)
 
 
 def test_a_body_that_cannot_be_unpacked_is_a_400(serve: Any) -> None:
     status, reply = call(serve().port, "POST", "/rooms", b"no gzip", {"Content-Encoding": "gzip"})
-    assert status == 400 and reply["error"].startswith("body: cannot be read")
+    assert status == 400 and reply["error"]["message"].startswith("the body cannot be read")
 
 
 def test_taken_port_is_named(serve: Any) -> None:

@@ -11,7 +11,7 @@ from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.frontend.draining import Patience
 from engine.frontend.succession import Handover
 from engine.model_config import DEFAULT_MODEL_PATH
-from security.addresses import SecurityConfigError
+from service.security.addresses import SecurityConfigError
 
 
 def plan(*, engine: EngineConfig | None = None, server: ServerConfig | None = None) -> LifePlan:

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.commands.trace import fetch
-from telemetry.records import TracesQuery
+from service.telemetry.records import TracesQuery
 from tests.e2e.client import generate, session
 from tests.e2e.cluster import Cluster, wait_until
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from engine.detokenizer.sample import TextOutput
 from engine.frontend.answers import absorb
-from engine.frontend.errors import ApiError, decode_body
 from engine.frontend.fields import build_bootstraps, check_prompt_ids, fit_to_context, prompts_of
 from engine.frontend.native_api import GenerateBody
 from engine.frontend.openai_bodies import ChatBody, CompletionBody
 from engine.frontend.usage import Usage
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
+from service.http.errors import ApiError, decode_body
 
 
 def rooms(room: Any, *, num_prompts: int, n: int) -> list[int]:

@@ -14,8 +14,8 @@ from engine.frontend.listening import Listener, open_listener
 from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
 from engine.frontend.succession import RoleSwitch
-from lifecycle.stop_signals import StopSignals
-from security.addresses import AllowedAddresses
+from service.process.stop_signals import StopSignals
+from service.security.addresses import AllowedAddresses
 
 
 def main(args: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
-from security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
+from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 from tests.fuzz.source import Source, mangled
 
 CONFIG = BootstrapConfig(port=0, max_workers=8, max_rooms=64)

@@ -232,7 +232,7 @@ def test_hostile_targets_and_methods(doors: Doors, door: str) -> None:
     cases |= {repr(method): Call(method, b"/health") for method in table.METHODS}
     answers = doors.play(door, cases)
     assert wrong(answers, lambda a: 400 <= a.status < 500) == {}
-    assert b"X-Injected" not in b"".join(a.body for a in answers.values()).replace(b"\\r\\nX-Injected", b"")
+    assert b"\nX-Injected" not in b"".join(a.body for a in answers.values())
 
 
 @pytest.mark.parametrize("door", SERVERS)

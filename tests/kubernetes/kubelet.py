@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from disagg.die_with_parent import die_with_parent
+from service.process.die_with_parent import die_with_parent
 from tests.kubernetes.cluster_objects import EXAMPLE_IP, Pods, command_line, one
 from tests.router.kube_server import KubeServer, pod
 

@@ -17,10 +17,10 @@ from engine.frontend.access import need_of as worker_need_of
 from engine.frontend.app import _GETS
 from engine.frontend.metric_names import QUEUES
 from router.config import RouterConfig, check_config
+from router.http.access import need_of as router_need_of
 from router.http.control import Control
-from router.http.guard import need_of as router_need_of
 from router.pool.selectors import Selector
-from security.keys import Access
+from service.security.keys import Access
 from tests.kubernetes.cluster_objects import (
     EXAMPLE_IP,
     Object,

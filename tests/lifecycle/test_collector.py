@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lifecycle.collector import spare_what_lives
+from service.process.collector import spare_what_lives
 
 
 class Circle:

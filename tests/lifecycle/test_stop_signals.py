@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from lifecycle.stop_signals import StopSignals
+from service.process.stop_signals import StopSignals
 
 ANSWER_S = 60.0
 ENDING = """
 import asyncio, sys, uvloop
-from lifecycle.stop_signals import StopSignals
+from service.process.stop_signals import StopSignals
 
 async def main():
     signals = StopSignals()

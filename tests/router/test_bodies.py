@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http.sse import SseSplitter, error_event
+from router.http.sse import SseSplitter
 from router.requests.merge import Merger, SseMerger
 from router.requests.rewrite import Api, BadBody, parse_body, write_bodies
+from service.http.stream import error_event
 
 
 def parsed(api: Api, body: dict[str, Any]) -> Any:
@@ -255,6 +256,6 @@ def test_only_whole_events_pass_and_nothing_is_lost(cuts: list[int], end: bytes)
 
 
 def test_error_event_is_one_parseable_event() -> None:
-    event = error_event('it "broke"\n', kind="server_error", code=502)
+    event = error_event(502, 'it "broke"\n')
     assert event.endswith(b"\n\n") and event.count(b"\n") == 2
     assert json.loads(event[6:])["error"]["message"] == 'it "broke"\n'

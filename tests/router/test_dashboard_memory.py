@@ -16,8 +16,8 @@ from router.pool.worker import LoadReport, Role
 from router.pool.workers import WorkerTable
 from router.requests.journey import Journey, Journeys
 from router.requests.legs import Leg
-from telemetry.records import TracesQuery
-from telemetry.tracer import Tracer
+from service.telemetry.records import TracesQuery
+from service.telemetry.tracer import Tracer
 
 
 class Clock:

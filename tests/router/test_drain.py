@@ -21,7 +21,7 @@ from router.pool.workers import WorkerTable
 from router.requests.deadline import less_time, time_given
 from router.requests.legs import LegError
 from router.requests.replies import no_worker_message
-from security.keys import KeyRing
+from service.security.keys import KeyRing
 from tests.e2e.cluster import tandem
 from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
 

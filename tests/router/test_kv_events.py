@@ -27,8 +27,7 @@ from router.config import RouterConfig
 from router.pool.reports import EventSource, parse_event_source
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
-from tests.router.dummies import cluster, until
-from transfer_backends.kv_events import (
+from service.kv_events import (
     AllBlocksCleared,
     BadEvent,
     BlockRemoved,
@@ -40,6 +39,7 @@ from transfer_backends.kv_events import (
     read_message,
     seq_bytes,
 )
+from tests.router.dummies import cluster, until
 
 STORED = BlockStored([1, 2], None, [7] * 32, 16, None, "GPU")
 PROMPT = list(range(4 * BLOCK_TOKENS))

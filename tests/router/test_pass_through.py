@@ -49,7 +49,7 @@ def test_a_request_id_is_minted_and_the_workers_key_replaces_the_clients() -> No
     async def scenario() -> None:
         async with cluster(worker_api_key="wk", api_key="ck") as c:
             status, _, answer = await c.post("/generate", {"text": "a"})
-            assert status == 401 and json.loads(answer)["error"]["type"] == "authentication_error"
+            assert status == 401 and json.loads(answer)["error"]["type"] == "invalid_request_error"
             status, headers, _ = await c.post("/generate", {"text": "a"}, headers={"Authorization": "Bearer ck"})
             seen = c.decodes[0].seen[0].headers
             assert status == 200 and re.fullmatch("[0-9a-f]{32}", headers["X-Request-ID"])
@@ -193,7 +193,7 @@ def test_what_the_router_says_of_itself() -> None:
             assert (await get("/workers"))[1]["total"] == 3 and len((await get("/get_loads"))[1]["workers"]) == 3
             assert (await get("/health_generate"))[1]["success"] is True
             status, error = await get("/v1/responses")
-            assert status == 404 and error["error"]["type"] == "not_found_error"
+            assert status == 404 and error["error"]["type"] == "invalid_request_error"
             status, error = await get("/generate")
             assert status == 405 and "does not take GET" in error["error"]["message"]
             assert (await c.post("/flush_cache", b""))[0] == 200

@@ -15,7 +15,7 @@ from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.rules import Progress, objection, progress
 from router.roles.switch import Switch, SwitchRefused
-from security.keys import KeyRing
+from service.security.keys import KeyRing
 from tests.router.dummies import Cluster, DummyWorker, cluster, obey, until
 
 Steps = Callable[[Cluster], Awaitable[None]]

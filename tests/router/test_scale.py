@@ -12,14 +12,14 @@ from benchmarks import scale
 from benchmarks.scale_cluster import Cluster, repeated
 from benchmarks.scale_idle import one_process_for_all, watch
 from benchmarks.trace_workers import TraceRequest, read_trace
-from lifecycle.open_files import allow_many_files
 from router.config import RouterConfig
 from router.http.credentials import Credentials
 from router.http.session import open_session
 from router.pool.health import BETWEEN_S, HealthMonitor, _Watch
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from security.keys import open_gate
+from service.process.open_files import allow_many_files
+from service.security.keys import open_gate
 from tests.router.test_trace_replay import write_trace
 
 REQUESTS, WORKERS = 600, 64

@@ -2,8 +2,8 @@
 
 import pytest
 
-from security.addresses import SecurityConfigError
-from security.browser import BrowserRule, is_json
+from service.security.addresses import SecurityConfigError
+from service.security.browser import BrowserRule, is_json
 
 JSON = {"Content-Type": "application/json"}
 HERE = {"Host": "127.0.0.1:8000"}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
-from security.addresses import is_loopback
+from service.security.addresses import is_loopback
 from tests.transfer.pool import CANARY, Pool
 from tests.transfer.rig import ROOT, until
 from transfer_backends.contract import Region, TransferConfig

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.frontend.errors import ApiError
 from engine.frontend.meeting import MeetingPlaces
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from router.admission.rate_limit import MAX_CLIENTS, RateLimiter, client_of, make_limiter
 from router.config import RouterConfig
 from router.http.credentials import Credentials
-from security.addresses import AllowedAddresses, SecurityConfigError, is_loopback, require_secret
-from security.json_depth import deeper_than
-from security.keys import Access, Gate, KeyRing, bearer, open_gate
-from security.secret import derive, read_secret_file
-from security.signing import PERIOD_S, Call, Signer, Verdict, Verifier
-from security.voucher import is_vouched, vouch
+from service.http.errors import ApiError
+from service.http.json_depth import deeper_than
+from service.security.addresses import AllowedAddresses, SecurityConfigError, is_loopback, require_secret
+from service.security.keys import Access, Gate, KeyRing, bearer, open_gate
+from service.security.secret import derive, read_secret_file
+from service.security.signing import PERIOD_S, Call, Signer, Verdict, Verifier
+from service.security.voucher import is_vouched, vouch
 
 SECRET = b"sixteen bytes or more"
 

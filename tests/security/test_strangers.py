@@ -19,10 +19,10 @@ from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
 from engine.frontend.access import ADMIN_PATHS
 from engine.frontend.chat_template import ChatTemplate, TemplateRefused
-from security import keys, signing, voucher
-from security.keys import Access, KeyRing
-from security.signing import Call, Signer, Verdict, Verifier
-from security.voucher import is_vouched, vouch
+from service.security import keys, signing, voucher
+from service.security.keys import Access, KeyRing
+from service.security.signing import Call, Signer, Verdict, Verifier
+from service.security.voucher import is_vouched, vouch
 from tests.frontend.conftest import Worker, start_worker, wait_for
 from tests.fuzz.sockets import target
 from tests.router.dummies import cluster, until

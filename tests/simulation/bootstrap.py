@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from bootstrap_server.client import BootstrapError, Registrar, _read, _refusal
-from bootstrap_server.protocol import ErrorReply, Lease, Registration, RoomBatch, RouteReply
-from bootstrap_server.registry import Registry, RegistryError
+from bootstrap_server.protocol import Lease, Registration, RoomBatch, RouteReply
+from bootstrap_server.registry import Registry
+from service.http.errors import ApiError, error_body
 from tests.simulation.world import Process, Violation
 from transfer_backends.contract import KVArgs, LookupFailed, Route
 from transfer_backends.prefill_manager import PrefillManager
@@ -32,10 +33,10 @@ class SimBootstrap:
         self.registry.expire(self.process.clock())
         try:
             reply = self._handle(method, target, body)
-        except RegistryError as error:
-            return error.status, msgspec.json.encode(ErrorReply(str(error)))
+        except ApiError as error:
+            return error.status, msgspec.json.encode(error.body())
         except msgspec.MsgspecError as error:
-            return 400, msgspec.json.encode(ErrorReply(f"body: {error}"))
+            return 400, msgspec.json.encode(error_body(400, f"body: {error}"))
         if problems := self.registry.check():
             raise Violation(f"{self.process.name}: {problems}")
         return 200, msgspec.json.encode(reply)
@@ -58,7 +59,7 @@ class SimBootstrap:
                 batch = msgspec.json.decode(body, type=RoomBatch)
                 self.registry.register_rooms(batch.incarnation, batch.rooms, self.process.clock())
                 return {}
-        raise RegistryError(404, f"{method} {path}")
+        raise ApiError(404, f"{method} {path}")
 
 
 def _call(find: Find, reach: Reach, server: str, method: str, target: str, body: bytes) -> bytes:

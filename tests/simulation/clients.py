@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from router.requests.deadline import TIMEOUT_HEADER
 from router.requests.hedging import HEDGE_HEADER
+from service.http.deadline import TIMEOUT_HEADER
 from tests.core.hash_model import expected_tokens, hidden_of, prefix_hash
 from tests.simulation.http import Call, Head, Request, call
 from tests.simulation.network import Network

@@ -17,9 +17,7 @@ COPIED = (
     "router",
     "bootstrap_server",
     "transfer_backends",
-    "lifecycle",
-    "security",
-    "telemetry",
+    "service",
     "tests/core",
     "tests/simulation",
 )

@@ -14,13 +14,12 @@ from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
 from yarl import URL
 
-from lifecycle.stop_signals import StopSignals
 from router.admission.admission import Admission
 from router.choice.chooser import make_chooser
 from router.config import RouterConfig
 from router.dashboard.recorder import Recorder
+from router.http.access import counted, need_of
 from router.http.credentials import Credentials
-from router.http.guard import make_guard
 from router.metrics import RouterMetrics
 from router.pool.health import HealthMonitor
 from router.pool.lifelines import Lifelines
@@ -33,9 +32,12 @@ from router.requests.journey import Journeys
 from router.requests.legs import Legs
 from router.requests.rewrite import Api
 from router.requests.rooms import RoomMinter
-from security.browser import BrowserRule
-from security.keys import open_gate
-from telemetry.tracer import Tracer
+from service.http.guard import make_guard
+from service.http.routes import Routes
+from service.process.stop_signals import StopSignals
+from service.security.browser import BrowserRule
+from service.security.keys import open_gate
+from service.telemetry.tracer import Tracer
 from tests.simulation.aio import VirtualLoop
 from tests.simulation.http import Call, Head, Reply, Request, call, serve
 from tests.simulation.network import Network
@@ -104,7 +106,9 @@ class Router:
             )
         )
         browser = BrowserRule(host=config.host, has_keys=False)
-        self._guard = make_guard(gate=gate, limiter=None, metrics=metrics, new_id=lambda: process.name, browser=browser)
+        generate = counted(self.dispatcher.handle, metrics)
+        routes = Routes(web.post(api.value, generate) for api in Api)
+        self._guard = make_guard(routes, gate=gate, need_of=need_of, browser=browser, new_id=lambda: process.name)
         self._num_requests = 0
         self._seen = (0, 0, 0)
         for node, role in workers:
@@ -128,7 +132,7 @@ class Router:
         reply.on_gone = lambda: self.aio.run(task.cancel)  # handler_cancellation=True
 
     async def _serve(self, request: Any, reply: Reply) -> None:
-        response = await self._guard(request, self.dispatcher.handle)
+        response = await self._guard(request)
         if isinstance(response, web.Response):
             body = response.body if isinstance(response.body, bytes) else b""
             reply.whole(response.status, body, retry_after=response.headers.get("Retry-After", ""))

@@ -12,7 +12,7 @@ from router.pool.health import HealthMonitor
 from router.pool.states import Check
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from security.keys import open_gate
+from service.security.keys import open_gate
 from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route
 from transfer_backends.decode_rooms import DecodeRooms

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from router.http.upstream import HttpReply, UpstreamError
-from router.requests.deadline import LEAST_S, TIMEOUT_HEADER
+from router.requests.deadline import LEAST_S
+from service.http.deadline import TIMEOUT_HEADER
 from tests.simulation.aio import VirtualLoop
 from tests.simulation.http import Call, Head, Request, call
 from tests.simulation.network import Network

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from telemetry.context import CURRENT, RequestContext, TraceParent, parse_traceparent
-from telemetry.logs import JsonFormatter, about
-from telemetry.otlp import TraceConfigError, endpoint_of
-from telemetry.perfetto import clock_shift_s, lanes_of, trace_file
-from telemetry.records import Record, Ring, Span, TracesQuery, last_ids, query_error
-from telemetry.tracer import Tracer
+from service.telemetry.context import CURRENT, RequestContext, TraceParent, parse_traceparent
+from service.telemetry.logs import JsonFormatter, about
+from service.telemetry.otlp import TraceConfigError, endpoint_of
+from service.telemetry.perfetto import clock_shift_s, lanes_of, trace_file
+from service.telemetry.records import Record, Ring, Span, TracesQuery, last_ids, query_error
+from service.telemetry.tracer import Tracer
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

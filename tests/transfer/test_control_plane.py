@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import zmq
 
+from service.security.curve import guard_connector
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from transfer_backends.contract import Asked, LookupFailed, Route, TransferConfig, Work
-from transfer_backends.curve import guard_connector
 from transfer_backends.decode_manager import DecodeManager
 from transfer_backends.engine_driver import IDLE_S
 from transfer_backends.engines.fake import FakeEngine

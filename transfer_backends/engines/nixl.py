@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from security.addresses import is_loopback
+from service.security.addresses import is_loopback
 from transfer_backends.contract import BackendUnavailable, Caps, EngineError, OpState, Pieces, Region
 from transfer_backends.engines.cuda_context import CudaContext
 from transfer_backends.engines.environment import quiet, set_defaults

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
 
-from telemetry.records import Record, Span
+from service.telemetry.records import Record, Span
 
 _ORDER = {"router": 0, "prefill": 1, "decode": 2}
 Lane = list[Span]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from security.addresses import SecurityConfigError, is_loopback, is_network_address
+from service.security.addresses import SecurityConfigError, is_loopback, is_network_address
 
 ANY = "*"
 SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))

@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from security.secret import derive
+from service.security.secret import derive
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _PREFILL, _DECODE = "control plane, prefill", "control plane, decode"

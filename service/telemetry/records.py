@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from telemetry.context import TraceParent
+from service.telemetry.context import TraceParent
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -100,7 +100,7 @@ class Ring:
 
 
 class Exporter:
-    """Where records go besides; this one: nowhere. telemetry/otlp.py has the other."""
+    """Where records go besides; this one: nowhere. service/telemetry/otlp.py has the other."""
 
     exports = False
 

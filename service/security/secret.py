@@ -8,7 +8,7 @@ import hmac
 import logging
 from pathlib import Path
 
-from security.addresses import SecurityConfigError
+from service.security.addresses import SecurityConfigError
 
 MIN_SECRET_BYTES = 16
 

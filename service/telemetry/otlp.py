@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from telemetry.context import TraceParent
-from telemetry.records import Exporter, Record, Span
+from service.telemetry.context import TraceParent
+from service.telemetry.records import Exporter, Record, Span
 
 DEFAULT_ENDPOINT = "http://localhost:4318"
 PATH = "/v1/traces"

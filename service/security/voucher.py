@@ -7,7 +7,7 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 
-from security.secret import derive
+from service.security.secret import derive
 
 VOUCHER_HEADER = "X-Cluster-Voucher"
 

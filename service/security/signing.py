@@ -15,7 +15,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
 
-from security.secret import derive
+from service.security.secret import derive
 
 AUTH_HEADER = "X-Cluster-Auth"
 CHALLENGE_HEADER = "X-Cluster-Challenge"

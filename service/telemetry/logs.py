@@ -1,6 +1,6 @@
 """The log of every process: one set-up, and lines as text or JSON. The only place that configures logging.
 
-A line that speaks of a request says which: by the task that writes it (telemetry/context.py), or by `extra=about(...)`.
+A line that speaks of a request says which: by the task that writes it (service/telemetry/context.py), or by `extra=about(...)`.
 
     {"time": "2026-11-21T07:00:00.123Z", "level": "INFO", "process": "prefill scheduler", "logger": "...", "message": "...",
      "request_id": "...", "rid": "...", "room": 7, "error": "Traceback ..."}
@@ -11,7 +11,7 @@ import logging
 from datetime import UTC, datetime
 from typing import Any
 
-from telemetry.context import CURRENT
+from service.telemetry.context import CURRENT
 
 FORMATS = ("text", "json")
 _ABOUT = "about"

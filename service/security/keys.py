@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from security.addresses import SecurityConfigError
-from security.secret import warn_if_others_read
+from service.security.addresses import SecurityConfigError
+from service.security.secret import warn_if_others_read
 
 LOOK_EVERY_S = 1.0  # at a key file: rotation need not wait longer, requests need not pay more
 LOOK_AGAIN_S = 0.05  # for a key that is not known yet: as often, whoever tries keys

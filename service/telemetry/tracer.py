@@ -4,8 +4,8 @@ import secrets
 import time
 from collections.abc import Callable
 
-from telemetry.context import TraceParent, parse_traceparent
-from telemetry.records import Exporter, Record, Ring
+from service.telemetry.context import TraceParent, parse_traceparent
+from service.telemetry.records import Exporter, Record, Ring
 
 
 class Tracer:

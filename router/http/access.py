@@ -1,0 +1,76 @@
+"""Who may call which route of the router, and how often."""
+
+import math
+import time
+from collections.abc import Callable
+
+from aiohttp import web
+
+from router.admission.rate_limit import RateLimiter, client_name
+from router.dashboard.page import FILE_PATHS
+from router.metrics import RouterMetrics
+from service.http.errors import ApiError
+from service.http.guard import CLIENT_GONE, answer_of
+from service.http.routes import Handler
+from service.security.keys import Access
+
+_OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json")) | FILE_PATHS
+# What changes workers for everybody, or the pool. A route named nowhere here needs an API key.
+_ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
+_ADMIN_PATHS = frozenset(
+    (
+        "/flush_cache",
+        "/pause_generation",
+        "/continue_generation",
+        "/update_weights_from_disk",
+        "/start_profile",
+        "/stop_profile",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        "/traces",
+        "/workers/role",
+    )
+)
+
+
+def need_of(method: str, path: str) -> Access:
+    """What a caller must be."""
+    if path in _OPEN_PATHS:
+        return Access.NONE
+    if path in _ADMIN_PATHS or (method, path) in _ADMIN_ROUTES or path.startswith("/dashboard/"):
+        return Access.ADMIN  # the dashboard: it names the requests of all clients
+    return Access.USER
+
+
+def limit_rate(
+    limiter: RateLimiter | None, metrics: RouterMetrics
+) -> Callable[[web.BaseRequest, Access], ApiError | None]:
+    """A refusal for the guard: 429 for a client that asks too often. `limiter` None: none. What needs no key is not counted."""
+
+    def admit(request: web.BaseRequest, need: Access) -> ApiError | None:
+        if limiter is None or need is Access.NONE:
+            return None
+        wait_s = limiter.wait_s(client_name(request), time.monotonic())
+        if wait_s == 0.0:
+            return None
+        metrics.on_refused("rate")
+        message = "too many requests from this client (--rate-limit-requests-per-second)"
+        return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=math.ceil(wait_s))
+
+    return admit
+
+
+def counted(handler: Handler, metrics: RouterMetrics) -> Handler:
+    """A generation request; one whose client went away counts as status 499."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        started_s, status = time.monotonic(), CLIENT_GONE
+        metrics.on_begin()
+        try:
+            response = await answer_of(handler, request)
+            status = response.status
+            return response
+        finally:
+            metrics.on_answered(request.path, status, time.monotonic() - started_s)
+
+    return handle

@@ -1,0 +1,1 @@
+"""HTTP as every server of ours speaks it: worker, router and bootstrap server."""

@@ -1,0 +1,92 @@
+"""Errors as every server answers them: OpenAI's shape, an HTTP status, and `Retry-After` where a later try may succeed."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from service.http.json_depth import MAX_DEPTH, deeper_than
+
+T = TypeVar("T")
+
+_PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
+
+
+class ApiError(Exception):
+    """An answer that is not 2xx. `field` names the part of the request that is wrong, `code` is a word for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        field: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.field, self.code = status, message, field, code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status, self.message, field=self.field, code=self.code)
+
+    def response(self) -> web.Response:
+        headers = None if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return error_response(self.status, self.message, field=self.field, code=self.code, headers=headers)
+
+
+def error_kind(status: int) -> str:
+    """OpenAI's `type` of an error with this HTTP status."""
+    if status >= 500:
+        return "server_error"
+    return "rate_limit_error" if status == 429 else "invalid_request_error"
+
+
+def error_body(status: int, message: str, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The JSON of an error. Without a `code` the status stands there, as with SGLang."""
+    return {"error": {"message": message, "type": error_kind(status), "param": field, "code": code or status}}
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    field: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> web.Response:
+    """An error as an HTTP answer."""
+    body = msgspec.json.encode(error_body(status, message, field=field, code=code))
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+def bad_field(field: str, message: str, *, code: str | None = None) -> ApiError:
+    """400 for a field of the request."""
+    return ApiError(400, f"{field}: {message}", field=field, code=code)
+
+
+def decode_body(data: bytes, type_: type[T]) -> T:
+    """Decode a JSON body strictly: no coercion, unknown fields are ignored. Raises ApiError(400) that names the field."""
+    if deeper_than(data):
+        raise ApiError(400, f"the body is nested too deeply (more than {MAX_DEPTH} levels)", code="invalid_json")
+    try:
+        return msgspec.json.decode(data, type=type_)
+    except msgspec.ValidationError as e:
+        raise _wrong_type(str(e)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        reason = "nested too deeply" if isinstance(e, RecursionError) else str(e).removeprefix("JSON is malformed: ")
+        raise ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json") from None
+
+
+def _wrong_type(message: str) -> ApiError:
+    match = _PATH.search(message)
+    if match is None:
+        missing = re.search(r"missing required field `([^`]+)`", message)
+        return ApiError(400, message, field=missing.group(1) if missing else None)
+    path, text = match.group(1), message[: match.start()]
+    missing = re.search(r"missing required field `([^`]+)`", text)
+    field = f"{path}.{missing.group(1)}" if missing else path
+    return ApiError(400, f"{field}: {text[:1].lower()}{text[1:]}".removeprefix(": "), field=field or None)

@@ -1,0 +1,135 @@
+"""What stands before every route of every server: request id, browser rule, keys, and errors as answers.
+
+    request id -> a web page of another site? 403 or 415 -> key? 401 or 403 -> `admit` -> handler -> errors as answers
+
+Each server brings its own `Access` table, and counts requests around the guard or around its handlers.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+
+from aiohttp import web
+
+from service.http.errors import ApiError
+from service.http.routes import Routes
+from service.http.server import Handle
+from service.http.stream import REQUEST_ID, REQUEST_ID_HEADER, STREAMING
+from service.security.browser import BrowserRule
+from service.security.keys import Access, Caller, Gate
+from service.telemetry.context import CURRENT, OPERATIONS, RequestContext, request_id_of
+
+log = logging.getLogger(__name__)
+
+CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
+CLIENT_GONE = 499  # the status in logs and metrics of a request whose client went away
+
+
+def _never(request: web.BaseRequest) -> bool:
+    return False
+
+
+def _admit_all(request: web.BaseRequest, need: Access) -> ApiError | None:
+    return None
+
+
+def _ignore(reason: str) -> None:
+    pass
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def make_guard(
+    routes: Routes,
+    *,
+    gate: Gate,
+    need_of: Callable[[str, str], Access],
+    browser: BrowserRule,
+    admit: Callable[[web.BaseRequest, Access], ApiError | None] = _admit_all,
+    is_trusted: Callable[[web.BaseRequest], bool] = _never,
+    on_refused: Callable[[str], None] = _ignore,
+    new_id: Callable[[], str] = _new_id,
+) -> Handle:
+    """The function that answers every request of a server.
+
+    `need_of(method, path)`: what the caller must be. `admit`: a last refusal, with the caller at `CALLER`. `is_trusted`: a
+    process that checked the caller itself passes the request on. `on_refused`: hears "browser" or "key". `new_id`: names a
+    request that came without an id.
+    """
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        route = routes.find(request.method, request.path)
+        request_id = request_id_of(request.headers.get(REQUEST_ID_HEADER, "")) or new_id()
+        request[REQUEST_ID] = request_id
+        operation = OPERATIONS.get(request.path, "")
+        # The task of this request is its own, so nothing has to be put back.
+        CURRENT.set(RequestContext(request_id, operation, request.headers.get("traceparent", "")))
+        refusal = None if is_trusted(request) else refuse(request)
+        response = refusal.response() if refusal is not None else await answer_of(route.handler, request)
+        if not response.prepared:
+            response.headers[REQUEST_ID_HEADER] = request_id
+        return response
+
+    def refuse(request: web.BaseRequest) -> ApiError | None:
+        page = browser.refusal(request.method, request.path, request.headers, has_body=request.body_exists)
+        if page is not None:
+            on_refused("browser")
+            return ApiError(page.status, page.message, code=page.code)
+        need = need_of(request.method, request.path)
+        request[CALLER] = gate.caller(request.headers.get("Authorization", ""), time.monotonic())
+        refusal = key_refusal(request, gate, need)
+        if refusal is not None:
+            on_refused("key")
+            return refusal
+        return admit(request, need)
+
+    return handle
+
+
+def key_refusal(request: web.BaseRequest, gate: Gate, need: Access) -> ApiError | None:
+    """None if the caller may; also for a handler that learns only from the body what is asked for."""
+    refusal = gate.refusal(request[CALLER], need)
+    if refusal is None:
+        return None
+    status, message = refusal
+    return ApiError(status, message, code="invalid_api_key" if status == 401 else "admin_key_needed")
+
+
+async def answer_of(handler: Handle, request: web.BaseRequest) -> web.StreamResponse:
+    """The handler's answer, or its exception as one, as long as no other answer has begun."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        response = error.response()
+        if error.status in (408, 413):  # the rest of the body is not wanted
+            response.force_close()
+        return response
+    except web.HTTPException as error:
+        return _of_http(error, request)
+    except web.RequestPayloadError as error:  # broken chunks, wrong compression, a body cut short
+        response = ApiError(400, f"the body cannot be read: {' '.join(str(error).split())}").response()
+        response.force_close()  # where the next request would begin is unknown
+        return response
+    except ConnectionError:
+        raise  # the client went away; nobody reads an answer
+    except RecursionError:
+        return ApiError(400, "the body is nested too deeply", code="invalid_json").response()
+    except Exception:
+        if request.get(STREAMING):
+            raise
+        log.exception("%s %s failed", request.method, request.path)
+        return ApiError(500, "internal error; the server's log has the details", code="internal_error").response()
+
+
+def _of_http(error: web.HTTPException, request: web.BaseRequest) -> web.Response:
+    if error.status == 404:
+        return ApiError(404, f"there is no {request.path} here", code="not_found").response()
+    if error.status == 405:
+        message = f"{request.path} does not take {request.method}"
+        response = ApiError(405, message, code="method_not_allowed").response()
+        response.headers["Allow"] = error.headers["Allow"]
+        return response
+    return ApiError(error.status, error.text or error.reason).response()

@@ -1,0 +1,180 @@
+"""The HTTP server of router, worker and bootstrap server: aiohttp's, without its application layer, with deadlines.
+
+aiohttp waits for ever for a head or a body: a thousand connections that send a byte a minute (slow loris) would hold a
+thousand sockets and the memory of their bodies. A head has `header_timeout_s` from the connection's first moment, or from
+the first byte after an answer; then the connection is closed. A body has `body_timeout_s`; then 408.
+
+Without the application layer a request costs half as much: there are no middlewares, and routes are a table (routes.py).
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from service.http.errors import ApiError
+from service.http.expect import say_continue
+
+# A kept connection between two requests. Also the bound for a second head that began before the first request's answer.
+IDLE_S = 75.0
+LINGER_S = 2.0  # that an unwanted rest of a body is read away, so that its sender gets to read why
+_NO_ACCESS_LOG: Any = None  # as aiohttp's own runner has it; its types do not
+_log = logging.getLogger("service.http")
+
+Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one request. `size_flag` and `time_flag` name the flags that set them; "": none does."""
+
+    max_body_bytes: int
+    header_timeout_s: float = 60.0
+    body_timeout_s: float = 300.0
+    size_flag: str = ""
+    time_flag: str = ""
+
+    def too_long(self) -> ApiError:
+        hint = f" ({self.size_flag})" if self.size_flag else ""
+        return ApiError(413, f"the body is longer than {self.max_body_bytes} bytes{hint}", code="body_too_large")
+
+    def too_slow(self) -> ApiError:
+        hint = f" ({self.time_flag})" if self.time_flag else ""
+        return ApiError(408, f"the body did not come within {self.body_timeout_s:g} s{hint}", code="body_too_slow")
+
+
+def make_runner(handle: Handle, limits: Limits, *, shutdown_timeout_s: float) -> web.ServerRunner:
+    """A server that answers with `handle`; the request of a client that goes away is cancelled."""
+
+    def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+        loop = asyncio.get_running_loop()
+        request = TimedRequest(message, payload, protocol, writer, task, loop, client_max_size=limits.max_body_bytes)
+        request.limits = limits
+        return request
+
+    server = TimedServer(handle, request_factory=make_request, header_timeout_s=limits.header_timeout_s)
+    return web.ServerRunner(server, shutdown_timeout=shutdown_timeout_s)
+
+
+class TimedServer(web.Server):
+    """`web.Server` whose connections have a deadline for each head."""
+
+    def __init__(
+        self, handle: Handle, *, request_factory: Callable[..., web.BaseRequest], header_timeout_s: float
+    ) -> None:
+        super().__init__(_noting(handle), request_factory=request_factory, handler_cancellation=True)
+        self._header_timeout_s = header_timeout_s
+
+    def __call__(self) -> "TimedConnection":
+        """A connection, as the event loop asks for one."""
+        return TimedConnection(self, header_timeout_s=self._header_timeout_s)
+
+
+def _noting(handle: Handle) -> Handle:
+    """Tell the connection when a request begins and ends."""
+
+    async def noted(request: web.BaseRequest) -> web.StreamResponse:
+        connection = request.protocol
+        assert isinstance(connection, TimedConnection)
+        connection.on_head()
+        try:
+            return await handle(request)
+        finally:
+            connection.on_handled()
+
+    return noted
+
+
+class TimedConnection(web.RequestHandler):
+    """A client's connection: waits for a head under a deadline, or has a request."""
+
+    __slots__ = ("_deadline", "_has_request", "_header_timeout_s")
+
+    def __init__(self, manager: TimedServer, *, header_timeout_s: float) -> None:
+        super().__init__(
+            manager,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=IDLE_S,
+            lingering_time=LINGER_S,
+            access_log=_NO_ACCESS_LOG,
+            logger=_log,
+        )
+        self._header_timeout_s = header_timeout_s
+        self._has_request = False
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._begin()
+
+    def data_received(self, data: bytes) -> None:
+        if data and self._deadline is None and not self._has_request:
+            self._begin()
+        super().data_received(data)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._end()
+        super().connection_lost(exc)
+
+    def on_head(self) -> None:
+        """A whole head came."""
+        self._has_request = True
+        self._end()
+
+    def on_handled(self) -> None:
+        """The request is over; a next head begins with its first byte."""
+        self._has_request = False
+
+    def _begin(self) -> None:
+        self._deadline = asyncio.get_running_loop().call_later(self._header_timeout_s, self._on_deadline)
+
+    def _end(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        self.force_close()
+
+
+class TimedRequest(web.BaseRequest):
+    """A request whose body must come in time, and is refused unread where its length says that it is too long."""
+
+    limits: Limits
+
+    async def read(self) -> bytes:
+        """The body. Raises ApiError(408 or 413)."""
+        if self.content_length is not None and self.content_length > self.limits.max_body_bytes:
+            raise self.limits.too_long()
+        try:
+            if self.content.is_eof():  # it came with the head, as most do: no loop, no copy
+                return self._read_now()
+            async with asyncio.timeout(self.limits.body_timeout_s):
+                await say_continue(self)
+                return await super().read()
+        except TimeoutError:
+            raise self.limits.too_slow() from None
+        except web.HTTPRequestEntityTooLarge:
+            raise self.limits.too_long() from None
+
+    def _read_now(self) -> bytes:
+        if self._read_bytes is None:
+            body = self.content.read_nowait()
+            if len(body) > self.limits.max_body_bytes:
+                raise self.limits.too_long()
+            self._read_bytes = body
+        return self._read_bytes
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """No traceback for a client that sends something that is not HTTP: it is answered 400."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or not issubclass(kind, HttpProcessingError | web.RequestPayloadError | ConnectionError)
+
+
+_log.addFilter(_is_ours)

@@ -1,0 +1,51 @@
+"""Answers as they come: JSON bodies, and server-sent events."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from service.http.errors import error_body
+
+REQUEST_ID_HEADER = "X-Request-Id"
+SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+DONE = b"data: [DONE]\n\n"
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+STREAMING: web.RequestKey[bool] = web.RequestKey("streaming", bool)  # headers are out: no other answer is possible
+
+_encode = msgspec.json.Encoder().encode
+
+
+class CoalescedResponse(web.StreamResponse):
+    """Headers leave with the first bytes, in one packet: no client waits for a delayed ACK in between."""
+
+    _send_headers_immediately = False
+
+
+async def open_stream(request: web.BaseRequest, *, headers: Mapping[str, str], status: int = 200) -> CoalescedResponse:
+    """Begin an answer whose bytes follow. The request's id is added to the headers."""
+    out = CoalescedResponse(status=status, headers=headers)
+    out.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+    request[STREAMING] = True
+    await out.prepare(request)
+    return out
+
+
+def json_response(value: Any, *, status: int = 200) -> web.Response:
+    """`value` as the body."""
+    return web.Response(body=_encode(value), status=status, content_type="application/json")
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+def error_event(status: int, message: str, *, code: str | None = None) -> bytes:
+    """One event with an error, for a stream that has begun; clients' SDKs raise it."""
+    return event(error_body(status, message, code=code))

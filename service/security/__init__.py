@@ -1,0 +1,1 @@
+"""Keys, signatures, addresses and limits."""

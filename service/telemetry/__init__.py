@@ -1,0 +1,1 @@
+"""What processes report about requests: log lines, records of stages, spans."""

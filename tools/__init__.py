@@ -1,0 +1,1 @@
+"""Programs for those who work on Tandem. Nothing here is part of the product."""
