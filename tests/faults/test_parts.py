@@ -136,6 +136,8 @@ def test_left_over_processes_and_directories_are_seen() -> None:
     folder = household.temp / "tandem-ipc-1-x"
     folder.mkdir()
     try:
+        # The kernel shows a process's environment a moment after exec has succeeded.
+        wait_until(lambda: orphan.pid in {p.pid for p in household.marked()}, within_s=60, what="marked")
         left = household.left_behind(within_s=0.0)
         assert len(left) == 2 and str(orphan.pid) in left[0] and folder.name in left[1]
     finally:
