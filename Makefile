@@ -28,7 +28,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
+.PHONY: help setup run test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins house k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
@@ -52,6 +52,7 @@ help:
 	@echo "make manifests         build deploy/kubernetes for the tests (after a change there; needs kubectl)"
 	@echo "make k8s-drill         upgrade the pods of deploy/kubernetes under load, as processes of this machine"
 	@echo "make image-pins        pin what the images install to the versions of $(VENV)"
+	@echo "make house             sizes, arrows between parts, files of a plain request: docs/reports/house.md"
 	@echo "make lint | format     check | mend style, types and import order"
 	@echo "make clean             remove $(VENV) and caches"
 
@@ -132,6 +133,9 @@ k8s-drill: $(STAMP)
 
 image-pins: $(STAMP)
 	$(BIN)/python -m deploy.docker.pin
+
+house: $(STAMP)
+	$(BIN)/python -m tools.house
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

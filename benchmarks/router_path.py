@@ -24,11 +24,12 @@ import uvloop
 from benchmarks.instant_worker import ANSWER, DONE, EVENT, STREAM_HEAD, chunk, whole
 from benchmarks.router_load import request_bytes
 from deploy.bench.environment import describe
+from router.client.upstream import HttpUpstream, _Connection
 from router.compose import build_base, build_guard, build_routes, build_serving
 from router.config import RouterConfig
-from router.http.listening import http_server
-from router.http.upstream import HttpUpstream, _Connection
+from router.http.listening import limits_of
 from router.pool.states import Check
+from service.http.server import make_runner
 
 WINDOW = 100  # requests: so short that one of many is not disturbed
 EVENTS = 64
@@ -112,7 +113,8 @@ async def _build(stack: AsyncExitStack, *, stream: bool) -> Client:
     events = STREAM_HEAD + chunk(EVENT) * EVENTS + chunk(DONE) + b"0\r\n\r\n"
     join_worker(upstream, prefill, answer=whole(ANSWER))
     join_worker(upstream, decode, answer=events if stream else whole(ANSWER))
-    runner = http_server(config, build_routes(base, serving), build_guard(base))
+    handle = build_guard(base, build_routes(base, serving))
+    runner = make_runner(handle, limits_of(config), shutdown_timeout_s=config.shutdown_timeout_s)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     return Client(runner.server, stream=stream)
@@ -134,23 +136,23 @@ async def measure(*, seconds: float, stream: bool) -> dict[str, Any]:
 PARTS = (  # the first that is in a file's path has its time
     (
         "the client's side: aiohttp's server, deadlines, guard",
-        ("aiohttp", "multidict", "service/http", "http/access", "http/l"),
+        ("aiohttp", "multidict", "service/http/s", "service/http/g", "service/http/r", "http/access", "http/l"),
     ),
     (
         "the workers' side: our client, legs, race",
-        ("http/upstream", "requests/legs", "requests/race", "pool/lifelines"),
+        ("client/upstream", "requests/legs", "requests/race", "pool/lifelines"),
     ),
     (
         "the dispatcher, answers",
-        ("requests/dispatch", "http/relay", "http/sse", "http/errors", "requests/draining", "requests/attempts"),
+        ("requests/dispatch", "requests/relay", "requests/sse", "http/errors", "requests/draining", "requests/attempts"),
     ),
-    ("bodies", ("requests/rewrite", "json_depth", "requests/rooms", "requests/entropy")),
-    ("keys", ("service/security/", "http/credentials")),
+    ("bodies", ("router/body", "json_depth", "requests/rooms", "requests/entropy")),
+    ("keys", ("service/security/", "client/credentials")),
     ("admission, forecast", ("admission/",)),
     ("choice, load, breakers", ("choice/", "pool/")),
     (
         "what is remembered: metrics, journey, dashboard, trace",
-        ("metrics", "prometheus", "requests/journey", "dashboard/", "service/telemetry/"),
+        ("metrics", "prometheus", "requests/journey", "history/", "service/telemetry/"),
     ),
 )
 

@@ -18,19 +18,20 @@ from aiohttp import web
 
 from router.admission.admission import Admission
 from router.admission.rate_limit import make_limiter
+from router.body import Api
 from router.choice.chooser import Chooser, make_chooser
 from router.choice.kv_feed import KVEventFeed
+from router.client.credentials import Credentials
+from router.client.session import open_session
+from router.client.upstream import HttpUpstream
 from router.config import RouterConfig, RouterConfigError
 from router.dashboard.page import Dashboard
-from router.dashboard.recorder import Recorder
 from router.fleet.processes import Place
 from router.fleet.shared_load import SharedLoad
 from router.fleet.siblings import Siblings
+from router.history.recorder import Recorder
 from router.http.access import counted, limit_rate, need_of
 from router.http.control import Control
-from router.http.credentials import Credentials
-from router.http.session import open_session
-from router.http.upstream import HttpUpstream
 from router.metrics import RouterMetrics
 from router.pool.breaker import BreakerSettings
 from router.pool.discovery import Discovery, open_discovery
@@ -45,7 +46,6 @@ from router.requests.draining import LiveRequests
 from router.requests.entropy import Entropy
 from router.requests.journey import Journeys
 from router.requests.legs import Legs
-from router.requests.rewrite import Api
 from router.requests.rooms import RoomMinter
 from router.roles.auto import AutoRoles
 from router.roles.switch import Switch
@@ -156,9 +156,9 @@ async def build_serving(base: Base, stack: AsyncExitStack) -> Serving:
         table=base.table,
         session=session,
         credentials=base.credentials,
-        legs=legs,
+        lifelines=legs.lifelines,
+        on_report=lambda worker, report: base.recorder.on_report(worker.role, worker.report, report),
         on_info=base.feed.on_info,
-        recorder=base.recorder,
     )
     stack.push_async_callback(monitor.close)
     discovery = await open_discovery(config, table=base.table, monitor=monitor)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from router.pool.selectors import Selector
+from router.selectors import Selector
 from service.telemetry.logs import FORMATS as LOG_FORMATS
 
 POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")

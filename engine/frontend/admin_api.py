@@ -8,13 +8,13 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.access import require
-from engine.frontend.errors import DRAINING, not_ready
+from engine.frontend.errors import not_ready
 from engine.frontend.load import get_load, load_summary, step_summary, v1_loads_entry
 from engine.frontend.role_switch import said_of_switches, switching_to
 from engine.frontend.services import SERVICES, Services
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply, StepReply
 from engine.sampling_params import SamplingParams
-from service.http.errors import ApiError, bad_field, decode_body
+from service.http.errors import DRAINING, ApiError, bad_field, decode_body
 from service.http.stream import json_response
 from service.security.keys import Access
 

@@ -19,7 +19,7 @@ import msgspec
 from engine.detokenizer.sample import TextOutput
 from engine.frontend.answers import absorb, without_tokens
 from engine.frontend.deadline import too_late
-from engine.frontend.errors import DRAINING, from_finish, not_ready, refused
+from engine.frontend.errors import from_finish, not_ready, refused
 from engine.frontend.forecast import PrefillForecast
 from engine.frontend.tracing import NO_TRACES, SampleTrace, Traces
 from engine.messages import (
@@ -47,7 +47,7 @@ from engine.messages import (
     UnloadAdapter,
     UpdateWeights,
 )
-from service.http.errors import ApiError, bad_field
+from service.http.errors import DRAINING, ApiError, bad_field
 from service.telemetry.context import CURRENT
 
 R = TypeVar("R", StateReply, StepReply, FlushReply, ControlReply)

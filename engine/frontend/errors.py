@@ -2,9 +2,8 @@
 
 from engine.messages import ControlReply, FinishReason
 from engine.sampling_params import InvalidParam
-from service.http.errors import ApiError
+from service.http.errors import DRAINING, ApiError
 
-DRAINING = "draining"  # error code, and `status` on /health
 DEADLINE = "deadline"  # error code: it would be, or is, too late
 
 

@@ -9,12 +9,12 @@ from router.admission.door import Door, Refused
 from router.admission.forecast import Forecast, Slo, TooLate, read_slo
 from router.admission.line import Limits, Ticket
 from router.admission.rate_limit import client_name
+from router.body import BadBody, ParsedBody, named_priority
 from router.choice.chooser import Chooser
 from router.choice.policies import Ask
 from router.config import RouterConfig
 from router.pool.load_view import ALONE, LoadView
 from router.pool.worker import Worker
-from router.requests.rewrite import BadBody, ParsedBody, named_priority
 from service.http.errors import error_response
 
 PRIORITY_HEADER = "x-priority"

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from router.body import ParsedBody
 from router.choice.cache_aware import CacheAware, CacheAwareSettings, cached_of
 from router.choice.policies import Ask, Choice, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, Random, RoundRobin
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_BYTES, prompt_keys
 from router.config import RouterConfig
 from router.pool.worker import Role, Worker
-from router.requests.rewrite import ParsedBody
 from service.http.json_depth import JSON_ERRORS
 
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")

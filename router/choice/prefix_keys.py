@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from router.requests.rewrite import Api, ParsedBody
+from router.body import Api, ParsedBody
 from service.http.json_depth import JSON_ERRORS
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from aiohttp import web
 
 from router.config import RouterConfig
 from router.dashboard.picture import decode_snapshot, draw, merge
-from router.dashboard.recorder import Recorder
-from router.dashboard.records import Snapshot
 from router.fleet.siblings import Siblings
+from router.history.recorder import Recorder
+from router.history.records import Snapshot
 from router.pool.workers import WorkerTable
 from router.requests.draining import LiveRequests
 from service.http.errors import error_response

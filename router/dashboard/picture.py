@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from router.dashboard.quantiles import add, quantile
-from router.dashboard.records import Record, Second, Snapshot
+from router.history.quantiles import add, quantile
+from router.history.records import Record, Second, Snapshot
 from router.pool.worker import Worker
 from service.http.json_depth import JSON_ERRORS
 

@@ -12,9 +12,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from router.client.credentials import Credentials
 from router.config import RouterConfig, RouterConfigError, check_worker_url
 from router.fleet.siblings import Siblings, merge_expositions
-from router.http.credentials import Credentials
 from router.http.openapi import make_document
 from router.metrics import RouterMetrics
 from router.pool.discovery import Discovery
@@ -23,10 +23,10 @@ from router.pool.models import UnknownModel, join_models, serves
 from router.pool.states import Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, missing_roles
-from router.requests.draining import DRAINING, LiveRequests
+from router.requests.draining import LiveRequests
 from router.requests.replies import no_worker_message, unknown_model
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
-from service.http.errors import ApiError, error_response
+from service.http.errors import DRAINING, ApiError, error_response
 from service.http.guard import key_refusal
 from service.http.json_depth import JSON_ERRORS
 from service.security.keys import Access, Gate

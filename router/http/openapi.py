@@ -6,7 +6,7 @@ is alive they are objects. Bootstrap fields are left out: the router overwrites 
 
 from typing import Any
 
-from router.requests.rewrite import BOOTSTRAP_FIELDS, Api
+from router.body import BOOTSTRAP_FIELDS, Api
 
 _TEXT = {"type": "string"}
 _URL = {"url": _TEXT}

@@ -15,9 +15,9 @@ from router.config import RouterConfig
 from router.pool.health import HealthMonitor
 from router.pool.pod_watch import KubeApi, PodWatch, connect
 from router.pool.pods import Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
-from router.pool.selectors import Selector
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, WorkerTableError
+from router.selectors import Selector
 
 log = logging.getLogger(__name__)
 

@@ -7,24 +7,22 @@ Owns those tasks; what the answers mean is decided by the worker table.
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
 
+from router.client.credentials import Credentials
 from router.config import RouterConfig
-from router.dashboard.recorder import Recorder
-from router.http.credentials import Credentials
+from router.pool.lifelines import Lifelines
 from router.pool.models import has_adapters, parse_models, says_models
 from router.pool.reports import parse_bootstrap, parse_busy, parse_incarnation, parse_load, parse_mode, says_draining
 from router.pool.silence import Question
 from router.pool.states import Check, Health
-from router.pool.worker import Role, Worker
+from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.legs import LegError, Legs
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +38,19 @@ GOLDEN = 0.6180339887  # multiples of it are spread evenly over an interval, how
 NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"
 
 
+class Failure(Protocol):
+    """A request that did not reach its worker. `reason` "refused": nothing listens there."""
+
+    @property
+    def worker(self) -> Worker: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def draining(self) -> bool: ...
+
+
 class HealthMonitor:
     """Watches every worker of `table` that was given to `watch`."""
 
@@ -50,16 +61,17 @@ class HealthMonitor:
         table: WorkerTable,
         session: aiohttp.ClientSession,
         credentials: Credentials,
-        legs: Legs | None = None,
-        recorder: Recorder | None = None,
+        lifelines: Lifelines,
+        on_report: Callable[[Worker, LoadReport | None], None] = lambda worker, report: None,
         on_info: Callable[[Worker, object], None] = lambda worker, info: None,
     ) -> None:
-        """`legs`: told after each check of a worker, so that those that wait for it in vain end. `recorder`: of its load.
+        """`lifelines`: after each check of a worker, the requests that wait for it in vain end.
 
-        `on_info` is told what a worker says of itself, when it comes up and now and then.
+        `on_report` gets a worker's load before the table does; `on_info` what a worker says of itself, when it comes up and
+        now and then.
         """
-        self._recorder = recorder
-        self._legs = legs
+        self._lifelines = lifelines
+        self._on_report = on_report
         self._credentials = credentials
         self._on_info = on_info
         self._config = config
@@ -100,7 +112,7 @@ class HealthMonitor:
         for watch in list(self._watches.values()):
             await self.unwatch(watch.worker)
 
-    def on_unreachable(self, failure: LegError) -> None:
+    def on_unreachable(self, failure: Failure) -> None:
         """A request could not reach its worker: where nothing listens, or it drains, it leaves the pool now.
 
         Else it is checked now.
@@ -121,11 +133,10 @@ class HealthMonitor:
 
     async def _run(self, watch: "_Watch") -> None:
         await asyncio.sleep(watch.begin_s - _now_s())
-        while not watch.retired or self._has_legs(watch.worker):
+        while not watch.retired or self._lifelines.is_waited_for(watch.worker):
             watch.wake.clear()
             await self._check(watch)
-            if self._legs is not None:
-                self._legs.on_checked(watch.worker)
+            self._give_up(watch.worker)
             watch.checked.set()
             try:
                 async with asyncio.timeout(
@@ -136,8 +147,11 @@ class HealthMonitor:
                 continue
         self._watches.pop(watch.worker.worker_id, None)
 
-    def _has_legs(self, worker: Worker) -> bool:
-        return self._legs is not None and self._legs.lifelines.is_waited_for(worker)
+    def _give_up(self, worker: Worker) -> None:
+        """End the requests that wait for it in vain."""
+        count = self._lifelines.give_up(worker, _now_s())
+        if count:
+            log.warning("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
     async def _check(self, watch: "_Watch") -> None:
         """One round: health, then what else is due. A worker comes up with its bootstrap address known."""
@@ -157,8 +171,7 @@ class HealthMonitor:
 
     async def _read_load(self, worker: Worker) -> None:
         report = parse_load((await self._first_json(worker, _LOAD_PATHS))[0])
-        if self._recorder is not None:
-            self._recorder.on_report(worker.role, worker.report, report)
+        self._on_report(worker, report)
         self._table.on_report(worker, report)
 
     def _tell(self, worker: Worker, result: Check, error: str) -> None:
@@ -261,10 +274,9 @@ class HealthMonitor:
             return response.status, await _read_bounded(response)
 
     def _question(self, worker: Worker) -> Question:
-        legs = self._legs
         return Question(
             limit_s=self._config.health_silence_s,
-            heard_s=lambda: -math.inf if legs is None else legs.lifelines.heard_s(worker),
+            heard_s=lambda: self._lifelines.heard_s(worker),
             tell=partial(self._on_silence, worker),
         )
 

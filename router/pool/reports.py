@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from router.pool.worker import STAGES, LoadReport
-from router.requests.draining import DRAINING
+from service.http.errors import DRAINING
 from service.http.json_depth import JSON_ERRORS
 
 MAX_INCARNATION_CHARS = 128

@@ -7,9 +7,10 @@ Knows nothing of clients' answers, of other attempts, and of whether there will 
 from collections.abc import Callable, Sequence
 
 from router.admission.forecast import Forecast, Trip
+from router.body import write_bodies
 from router.choice.chooser import cost_tokens
 from router.choice.policies import Ask, Choice
-from router.http.upstream import UpstreamError
+from router.client.upstream import UpstreamError
 from router.pool.breaker import Event
 from router.pool.worker import Lease, Role, Worker
 from router.pool.workers import WorkerTable
@@ -17,7 +18,6 @@ from router.requests.exchange import Exchange
 from router.requests.journey import Attempt as Told
 from router.requests.legs import Call, Leg, Legs
 from router.requests.race import Race
-from router.requests.rewrite import write_bodies
 from router.requests.rooms import RoomMinter
 from service.security.voucher import VOUCHER_HEADER, vouch
 

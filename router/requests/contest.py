@@ -7,7 +7,7 @@ attempts ring one bell.
 import asyncio
 from collections.abc import Callable
 
-from router.http.upstream import UpstreamError
+from router.client.upstream import UpstreamError
 from router.requests.attempt import Attempt
 from router.requests.legs import LegError
 

@@ -15,10 +15,10 @@ from aiohttp import web
 from router.admission.admission import PRIORITY_HEADER, Admission
 from router.admission.door import Refused
 from router.admission.forecast import ITL_HEADER, TTFT_HEADER, Pace, requests_at
+from router.body import Api, BadBody, ParsedBody, parse_body
 from router.choice.chooser import Chooser
+from router.client.credentials import Credentials
 from router.config import RouterConfig
-from router.http.credentials import Credentials
-from router.http.relay import StreamBroken, end_with_event, relay_stream
 from router.metrics import RouterMetrics
 from router.pool.breaker import Event
 from router.pool.models import UnknownModel
@@ -34,6 +34,7 @@ from router.requests.legs import Call, LegError, Legs
 from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Chosen, Picker
 from router.requests.race import Race
+from router.requests.relay import StreamBroken, end_with_event, relay_stream
 from router.requests.replies import (
     HANDED_BACK,
     answer_headers,
@@ -46,7 +47,6 @@ from router.requests.replies import (
     too_many_samples,
     unknown_model,
 )
-from router.requests.rewrite import Api, BadBody, ParsedBody, parse_body
 from router.requests.rooms import RoomMinter
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from service.http.errors import ApiError

@@ -12,7 +12,6 @@ from contextlib import suppress
 
 log = logging.getLogger(__name__)
 
-DRAINING = "draining"  # error code, and `status` on /health
 POLL_S = 0.02
 
 

@@ -4,13 +4,13 @@ import msgspec
 from aiohttp import web
 
 from router.admission.forecast import Slo
+from router.body import ParsedBody
 from router.choice.policies import Ask
 from router.pool.worker import Role
 from router.requests.attempts import Attempts
 from router.requests.draining import LiveRequest
 from router.requests.journey import Journey
 from router.requests.legs import Call
-from router.requests.rewrite import ParsedBody
 
 
 class Exchange(msgspec.Struct, kw_only=True):

@@ -1,7 +1,7 @@
 """What became of one request: which workers it was sent to, when, and how that ended. One for each request under way.
 
 It is told; it decides nothing, and it is the only one that is: the trace's record (service/telemetry/records.py), the log line and
-what the dashboard shows (router/dashboard/records.py) are made of it when somebody asks. Times are monotonic seconds, read
+what the dashboard shows (router/history/records.py) are made of it when somebody asks. Times are monotonic seconds, read
 once by who tells it.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.dashboard.recorder import Recorder
-from router.dashboard.records import Attempt as ShownAttempt
-from router.dashboard.records import Record as ShownRecord
+from router.history.recorder import Recorder
+from router.history.records import Attempt as ShownAttempt
+from router.history.records import Record as ShownRecord
 from router.pool.worker import Worker
 from router.requests.legs import Leg
 from service.http.guard import CLIENT_GONE

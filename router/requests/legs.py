@@ -3,7 +3,6 @@
 Decides nothing about retries between workers; a failure is one `LegError` that says what it was.
 """
 
-import asyncio
 import logging
 import math
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from router.http.upstream import STREAM_TYPE, Reply, Upstream, UpstreamError
+from router.client.upstream import STREAM_TYPE, Reply, Upstream, UpstreamError
 from router.pool.breaker import UNJOINED, is_fault
 from router.pool.lifelines import Lifelines
 from router.pool.reports import says_draining
@@ -156,12 +155,6 @@ class Legs:
     def __init__(self, upstream: Upstream, lifelines: Lifelines) -> None:
         self.lifelines = lifelines
         self._upstream = upstream
-
-    def on_checked(self, worker: Worker) -> None:
-        """`worker` was looked at: end the legs that wait for it in vain."""
-        count = self.lifelines.give_up(worker, asyncio.get_running_loop().time())
-        if count:
-            log.warning("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
     def send(self, worker: Worker, call: Call, body: bytes, *, stream: bool) -> Leg:
         """Send one. `stream`: its answer may be one that is passed on as it comes."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from router.admission.admission import Admission
+from router.body import ParsedBody, named_model
 from router.choice.chooser import Chooser
 from router.choice.policies import Choice
 from router.pool.silence import ROUNDING_S
@@ -17,7 +18,6 @@ from router.pool.workers import WorkerTable, missing_roles, silent_roles
 from router.requests.deadline import time_given
 from router.requests.exchange import Exchange
 from router.requests.hedging import other_pools
-from router.requests.rewrite import ParsedBody, named_model
 
 Chosen = tuple[Choice, ...]
 

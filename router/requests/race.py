@@ -6,7 +6,7 @@ Knows legs; not bodies, workers' load or the client. No tasks: both answers ring
 import asyncio
 from collections.abc import Callable
 
-from router.http.upstream import UpstreamError
+from router.client.upstream import UpstreamError
 from router.requests.legs import Leg, LegError
 
 TAIL_S = 5.0  # how long prefill may take to end its own answer after the client has all of decode's

@@ -8,9 +8,8 @@ from aiohttp import web
 from router.pool.models import UnknownModel, serves
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.draining import DRAINING
 from router.requests.legs import LegError
-from service.http.errors import error_response
+from service.http.errors import DRAINING, error_response
 from service.http.json_depth import JSON_ERRORS
 from service.http.stream import error_event
 

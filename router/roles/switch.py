@@ -10,8 +10,8 @@ import logging
 import aiohttp
 import msgspec
 
+from router.client.credentials import Credentials
 from router.fleet.siblings import Siblings
-from router.http.credentials import Credentials
 from router.pool.health import HealthMonitor
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable

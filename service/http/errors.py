@@ -11,6 +11,8 @@ from service.http.json_depth import MAX_DEPTH, deeper_than
 
 T = TypeVar("T")
 
+DRAINING = "draining"  # error code, and `status` on /health, of a server that takes nothing new
+
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 
 

@@ -19,7 +19,7 @@ from engine.frontend.metric_names import QUEUES
 from router.config import RouterConfig, check_config
 from router.http.access import need_of as router_need_of
 from router.http.control import Control
-from router.pool.selectors import Selector
+from router.selectors import Selector
 from service.security.keys import Access
 from tests.kubernetes.cluster_objects import (
     EXAMPLE_IP,

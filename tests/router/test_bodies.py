@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http.sse import SseSplitter
+from router.body import Api, BadBody, parse_body, write_bodies
 from router.requests.merge import Merger, SseMerger
-from router.requests.rewrite import Api, BadBody, parse_body, write_bodies
+from router.requests.sse import SseSplitter
 from service.http.stream import error_event
 
 

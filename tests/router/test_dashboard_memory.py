@@ -8,10 +8,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.client.upstream import UpstreamError
 from router.dashboard.picture import SHOWN_REQUESTS, SHOWN_SECONDS, decode_snapshot, draw, merge, pick_records
-from router.dashboard.quantiles import MIN_S, add, bucket_of, middle_of, quantile
-from router.dashboard.recorder import KEPT_REQUESTS, KEPT_SECONDS, MAX_RUNNING, Recorder
-from router.http.upstream import UpstreamError
+from router.history.quantiles import MIN_S, add, bucket_of, middle_of, quantile
+from router.history.recorder import KEPT_REQUESTS, KEPT_SECONDS, MAX_RUNNING, Recorder
 from router.pool.worker import LoadReport, Role
 from router.pool.workers import WorkerTable
 from router.requests.journey import Journey, Journeys

@@ -9,8 +9,8 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.http.session import open_session
-from router.http.upstream import HttpUpstream
+from router.client.session import open_session
+from router.client.upstream import HttpUpstream
 from router.pool.states import Health
 from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
 from tests.router.test_failures import CHAT, STREAM, streams_on
@@ -233,7 +233,7 @@ def test_a_pair_that_cannot_be_joined_leaves_the_request_to_another_pair() -> No
 
 
 def test_addresses_of_workers_that_come_and_go_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http.upstream.MAX_ORIGINS", 3)
+    monkeypatch.setattr("router.client.upstream.MAX_ORIGINS", 3)
 
     async def scenario() -> None:
         async with cluster() as c:

@@ -11,9 +11,10 @@ import pytest
 import uvloop
 from aiohttp import web
 
+from router.client.credentials import Credentials
 from router.config import RouterConfig, RouterConfigError, check_config
-from router.http.credentials import Credentials
 from router.pool.health import HealthMonitor
+from router.pool.lifelines import Lifelines
 from router.pool.reports import says_draining
 from router.pool.states import Check, Health
 from router.pool.worker import Role
@@ -103,7 +104,11 @@ def test_its_word_takes_it_out_of_the_pool_before_the_next_check() -> None:
         table.on_check(worker, Check.OK, now_s=0.0)
         config = RouterConfig()
         credentials = Credentials(config, api=KeyRing(key=None, file=None, flag="--api-key"))
-        monitor = HealthMonitor(config=config, table=table, session=None, credentials=credentials)  # type: ignore[arg-type]
+        session: Any = None  # nothing is asked
+        lifelines = Lifelines(timeout_s=0)
+        monitor = HealthMonitor(
+            config=config, table=table, session=session, credentials=credentials, lifelines=lifelines
+        )
         monitor.on_unreachable(LegError(worker, reason="status", status=503, body=b'{"error":{"code":"queue_full"}}'))
         assert table.alive(Role.DECODE) == [worker]
         monitor.on_unreachable(LegError(worker, reason="status", status=503, body=json.dumps(DRAINING).encode()))

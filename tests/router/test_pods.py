@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from router.config import RouterConfig, RouterConfigError, check_config
 from router.pool.pod_watch import Backoff
 from router.pool.pods import MAX_PODS, Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
-from router.pool.selectors import Selector
 from router.pool.states import Check
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
+from router.selectors import Selector
 
 ANNOTATION = "sglang.ai/bootstrap-port"
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.body import Api, parse_body
 from router.choice.cache_aware import CacheAware, CacheAwareSettings
 from router.choice.chooser import Chooser, cost_tokens, make_chooser, session_of
 from router.choice.policies import Ask, Choice, ConsistentHashing, LeastLoad, PowerOfTwo, Random, RoundRobin
@@ -18,7 +19,6 @@ from router.config import POLICIES, RouterConfig
 from router.pool.states import Check
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.rewrite import Api, parse_body
 
 ANY = Ask()
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from router.body import Api, parse_body
 from router.choice.prefix_index import SWEEP, PrefixIndex
 from router.choice.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, MAX_KEYS, chain, prompt_keys, token_bytes, token_seed
-from router.requests.rewrite import Api, parse_body
 
 
 def keys(api: Api, **fields: Any) -> list[bytes]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from router.http.upstream import UpstreamError
+from router.client.upstream import UpstreamError
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.legs import Leg, LegError

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from router.client.credentials import Credentials
 from router.config import RouterConfig
 from router.fleet.siblings import Siblings
-from router.http.credentials import Credentials
 from router.pool.states import Check, Health
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable

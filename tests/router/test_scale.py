@@ -12,10 +12,11 @@ from benchmarks import scale
 from benchmarks.scale_cluster import Cluster, repeated
 from benchmarks.scale_idle import one_process_for_all, watch
 from benchmarks.trace_workers import TraceRequest, read_trace
+from router.client.credentials import Credentials
+from router.client.session import open_session
 from router.config import RouterConfig
-from router.http.credentials import Credentials
-from router.http.session import open_session
 from router.pool.health import BETWEEN_S, HealthMonitor, _Watch
+from router.pool.lifelines import Lifelines
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from service.process.open_files import allow_many_files
@@ -102,7 +103,11 @@ async def first_checks(table: WorkerTable) -> list[float]:
     gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
     async with open_session(connect_timeout_s=1.0, request_timeout_s=1.0) as session:
         monitor = HealthMonitor(
-            config=config, table=table, session=session, credentials=Credentials(config, api=gate.api)
+            config=config,
+            table=table,
+            session=session,
+            credentials=Credentials(config, api=gate.api),
+            lifelines=Lifelines(timeout_s=0),
         )
         for worker in table.workers():
             monitor.watch(worker)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from router.http.session import READ_BUFFER_BYTES
-from router.http.upstream import MAX_HEAD_BYTES, HttpReply, HttpUpstream, UpstreamError
+from router.client.session import READ_BUFFER_BYTES
+from router.client.upstream import MAX_HEAD_BYTES, HttpReply, HttpUpstream, UpstreamError
 
 DEADLINE_S = 60.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -217,7 +217,7 @@ def test_a_connection_that_the_worker_closed_is_not_used_again() -> None:
 
 
 def test_a_connection_that_is_free_for_long_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http.upstream.KEEPALIVE_S", 0.05)
+    monkeypatch.setattr("router.client.upstream.KEEPALIVE_S", 0.05)
 
     async def scenario() -> None:
         async with upstream(says(OK)) as (client, server):

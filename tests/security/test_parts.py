@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from engine.frontend.meeting import MeetingPlaces
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from router.admission.rate_limit import MAX_CLIENTS, RateLimiter, client_of, make_limiter
+from router.client.credentials import Credentials
 from router.config import RouterConfig
-from router.http.credentials import Credentials
 from service.http.errors import ApiError
 from service.http.json_depth import deeper_than
 from service.security.addresses import AllowedAddresses, SecurityConfigError, is_loopback, require_secret

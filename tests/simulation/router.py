@@ -15,11 +15,12 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from router.admission.admission import Admission
+from router.body import Api
 from router.choice.chooser import make_chooser
+from router.client.credentials import Credentials
 from router.config import RouterConfig
-from router.dashboard.recorder import Recorder
+from router.history.recorder import Recorder
 from router.http.access import counted, need_of
-from router.http.credentials import Credentials
 from router.metrics import RouterMetrics
 from router.pool.health import HealthMonitor
 from router.pool.lifelines import Lifelines
@@ -30,7 +31,6 @@ from router.requests.dispatch import Dispatcher, Parts
 from router.requests.draining import LiveRequests
 from router.requests.journey import Journeys
 from router.requests.legs import Legs
-from router.requests.rewrite import Api
 from router.requests.rooms import RoomMinter
 from service.http.guard import make_guard
 from service.http.routes import Routes
@@ -86,7 +86,7 @@ class Router:
         self.live = LiveRequests()
         legs = Legs(self._upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
         self.monitor = HealthMonitor(
-            config=config, table=self.table, session=session, credentials=credentials, legs=legs
+            config=config, table=self.table, session=session, credentials=credentials, lifelines=legs.lifelines
         )
         self.dispatcher = Dispatcher(
             Parts(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from router.http.upstream import HttpReply, UpstreamError
+from router.client.upstream import HttpReply, UpstreamError
 from router.requests.deadline import LEAST_S
 from service.http.deadline import TIMEOUT_HEADER
 from tests.simulation.aio import VirtualLoop

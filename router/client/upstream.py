@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from router.http.session import KEEPALIVE_S, READ_BUFFER_BYTES, keep_alive
+from router.client.session import KEEPALIVE_S, READ_BUFFER_BYTES, keep_alive
 
 MAX_HEAD_BYTES = 64 << 10  # of an answer
 MAX_ORIGINS = 4 * 4096  # parsed URLs that are kept

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
-from router.http.sse import SseSplitter
-from router.http.upstream import UpstreamError
+from router.client.upstream import UpstreamError
 from router.requests.legs import Leg, LegError, broken_stream
 from router.requests.merge import SseMerger
+from router.requests.sse import SseSplitter
 from service.http.stream import open_stream
 
 

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from router.dashboard.quantiles import bucket_of
-from router.dashboard.records import Record, Second, Snapshot
+from router.history.quantiles import bucket_of
+from router.history.records import Record, Second, Snapshot
 from router.pool.worker import LoadReport, Role
 
 KEPT_REQUESTS = 256  # that have ended
@@ -73,7 +73,7 @@ class Recorder:
         second.failed += failed
 
     def on_report(self, role: Role, before: LoadReport | None, report: LoadReport | None) -> None:
-        """What a worker says of itself, and what it said last. A counter that fell is a new process's."""
+        """What a worker reports now, and what it reported before. A counter that fell is a new process's."""
         if before is None or report is None:
             return
         second = self.second(self.now_s())
