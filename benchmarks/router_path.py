@@ -144,7 +144,14 @@ PARTS = (  # the first that is in a file's path has its time
     ),
     (
         "the dispatcher, answers",
-        ("requests/dispatch", "requests/relay", "requests/sse", "http/errors", "requests/draining", "requests/attempts"),
+        (
+            "requests/dispatch",
+            "requests/relay",
+            "requests/sse",
+            "http/errors",
+            "requests/draining",
+            "requests/attempts",
+        ),
     ),
     ("bodies", ("router/body", "json_depth", "requests/rooms", "requests/entropy")),
     ("keys", ("service/security/", "client/credentials")),
