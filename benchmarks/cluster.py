@@ -61,7 +61,7 @@ def tandem_up(*args: str) -> Iterator[Cluster]:
 
 
 def settle(cluster: Cluster) -> None:
-    """Until no process of it grows any more: workers make their KV memory ready at rest (engine/executor/prefault.py)."""
+    """Until no process of it grows any more: workers make their KV memory ready at rest (engine/kv/prefault.py)."""
     deadline_s = time.monotonic() + SETTLE_S
     before = _resident_bytes(cluster)
     while time.monotonic() < deadline_s:

@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from engine.attention.base import AttentionBackend, StepBatch
+from engine.attention.base import AttentionBackend
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.torch_backend import TorchBackend
-from engine.executor.kv_pool import KVPool
-from engine.models.cache_spec import FullAttentionSpec
+from engine.kv.cache_spec import FullAttentionSpec
+from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import StepBatch
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 16, 8, 128, 16  # Qwen3-0.6B
 CASES = [(1, 512), (1, 8192), (8, 512), (16, 512), (64, 512), (16, 2048)]  # batch, tokens of each request

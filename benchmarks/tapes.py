@@ -22,10 +22,10 @@ from tqdm import tqdm
 from benchmarks.random_model import write_model
 from deploy.bench import environment
 from deploy.bench.report import table
-from engine.attention.base import StepBatch
 from engine.attention.cpu_backend import CpuBackend
 from engine.executor.decode_tapes import DecodeTapes
-from engine.executor.kv_pool import KVPool
+from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import StepBatch
 from engine.model_config import load_model_config
 from engine.models.causal_lm import CausalLM
 from engine.models.registry import load_model

@@ -9,11 +9,11 @@ from disagg.metadata import Checksum, MetadataBuffers
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from disagg.registration import LookUps, registrar_of
-from disagg.scheduler_process import SchedulerSpec
 from disagg.secret import read_secret
+from disagg.spec import SchedulerSpec
 from engine.build import EngineParts
-from engine.executor.page_checksum import NAME as CHECKSUM_NAME
-from engine.executor.page_checksum import PageChecksum
+from engine.kv.page_checksum import NAME as CHECKSUM_NAME
+from engine.kv.page_checksum import PageChecksum
 from engine.loop.role import Role, UnifiedRole
 from transfer_backends.contract import KVArgs, LayerGroup, Region, TransferConfig
 from transfer_backends.decode_manager import DecodeManager

@@ -19,15 +19,15 @@ from bootstrap_server.config import BootstrapConfig
 from disagg.children import Children
 from disagg.config import DisaggConfig
 from disagg.exposure import check_events_exposure, check_exposure, meeting_places
-from disagg.scheduler_process import SchedulerSpec
 from disagg.secret import read_secret
+from disagg.spec import SchedulerSpec
 from engine.config import ConfigError, EngineConfig, ServerConfig
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.succession import Handover
-from engine.frontend.tokenizer import load_tokenizer
 from engine.lora.names import named_paths
 from engine.model_config import load_model_config
+from engine.text.tokenizer import load_tokenizer
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (`tandem up`)

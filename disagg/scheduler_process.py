@@ -17,10 +17,9 @@ import msgspec
 
 from disagg.config import DisaggConfig, role_name
 from disagg.secret import read_secret
+from disagg.spec import SchedulerSpec
 from engine.config import ConfigError, EngineConfig
-from engine.detokenizer.incremental import tail_texts
 from engine.frontend.ipc import IpcPaths
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.registry import make_compiler
 from engine.kv_events_config import parse_kv_events_config
@@ -34,6 +33,8 @@ from engine.loop.watchdog import Watchdog
 from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
 from engine.model_config import ModelConfig, load_model_config
+from engine.text.incremental import tail_texts
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.process.collector import spare_what_lives
 from service.security.addresses import SecurityConfigError
 from service.telemetry.logs import set_up_logging
@@ -42,22 +43,6 @@ from transfer_backends.contract import BackendUnavailable, EngineError
 log = logging.getLogger(__name__)
 
 TOLD = 3
-
-
-class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker tells its scheduler process.
-
-    `bootstrap`: host:port of the bootstrap server to register at (prefill).
-    """
-
-    engine: EngineConfig
-    disagg: DisaggConfig
-    ipc_dir: str
-    control_host: str
-    bootstrap: str | None
-    log_level: str = "info"
-    log_format: str = "text"
-    progress: bool = False
 
 
 def run(spec: SchedulerSpec) -> None:

@@ -27,18 +27,18 @@ from engine.executor.decode_tapes import DecodeTapes, make_decode_tapes
 from engine.executor.executor import Executor
 from engine.executor.future_map import FutureMap
 from engine.executor.graph_sizes import graph_sizes
-from engine.executor.kv_pool import KVPool
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
-from engine.executor.page_backup import PageBackup
-from engine.executor.page_table import PageTable
-from engine.executor.prefault import Prefault
 from engine.executor.sampler import Sampler
 from engine.executor.stream import make_stream
 from engine.executor.weights import Weights
 from engine.hicache.build import build_host_tier
-from engine.hicache.identity import fingerprint, kv_identity
 from engine.kernels.linear import linear_kernel
+from engine.kv.identity import fingerprint, kv_identity
+from engine.kv.kv_pool import KVPool
+from engine.kv.page_backup import PageBackup
+from engine.kv.page_table import PageTable
+from engine.kv.prefault import Prefault
 from engine.kv_events_config import parse_kv_events_config
 from engine.loop.disk_pump import DiskPump
 from engine.lora.bank import AdapterBank

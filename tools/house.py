@@ -127,12 +127,25 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def fewest_back_up(found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The arrows that run back up in the best order of the rooms."""
+    """The arrows that run back up in the best order of the rooms. Only rooms that reach one another have such arrows."""
     pairs = sorted(set(found))
-    rooms = sorted({room for pair in pairs for room in pair})
-    order = _best_order(rooms, pairs) if len(rooms) <= MAX_EXACT else _good_order(rooms, pairs)
-    place = {room: i for i, room in enumerate(order)}
-    return [(a, b) for a, b in pairs if place[a] > place[b]]
+    reached = _reached(pairs)
+    back: list[tuple[str, str]] = []
+    for circle in {frozenset(b for b in reached[a] if a in reached[b]) for a in reached if a in reached[a]}:
+        inside = [pair for pair in pairs if circle.issuperset(pair)]
+        order = _best_order(sorted(circle), inside) if len(circle) <= MAX_EXACT else _good_order(sorted(circle), inside)
+        place = {room: i for i, room in enumerate(order)}
+        back += [(a, b) for a, b in inside if place[a] > place[b]]
+    return sorted(back)
+
+
+def _reached(pairs: Sequence[tuple[str, str]]) -> dict[str, set[str]]:
+    """room -> the rooms that it imports, and what those import, and so on."""
+    reached = {room: {b for a, b in pairs if a == room} for room in sorted({room for pair in pairs for room in pair})}
+    for middle, room in itertools.product(reached, reached):  # Warshall
+        if middle in reached[room]:
+            reached[room] |= reached[middle]
+    return reached
 
 
 def _best_order(rooms: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:

@@ -10,13 +10,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.target import QWEN3_8B, TINY, Shape, Target
-from engine.attention.base import AttentionBackend, StepBatch
+from engine.attention.base import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
-from engine.executor.kv_pool import KVPool
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
 from engine.kernels.triton_extend import ExtendTiles, extend, extend_tiles
-from engine.models.cache_spec import FullAttentionSpec
+from engine.kv.cache_spec import FullAttentionSpec
+from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import StepBatch
 
 PAGE_SIZE = 16
 TOLERANCE = {"bfloat16": 4e-2, "float32": 1e-3}  # beside torch, on values up to 4 or so: one step of bf16 there

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from engine.attention.base import AttentionBackend, StepBatch
+from engine.attention.base import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
-from engine.executor.kv_pool import KVPool
 from engine.kernels.paged_decode import make_paged_decode
 from engine.kernels.paged_extend import PagedExtend, make_paged_extend
+from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import StepBatch
 
 
 class CpuBackend:

@@ -3,8 +3,8 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.base import StepBatch
-from engine.executor.kv_pool import KVPool
+from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import StepBatch
 
 QUERY_TILE = 1024  # rows per call with a mask: bounds the mask, and skips most of the masked upper triangle
 

@@ -8,12 +8,12 @@ from itertools import accumulate
 
 import torch
 
-from engine.attention.base import DeviceStep, StepBatch
-from engine.executor.kv_pool import KVPool
-from engine.executor.upload import upload
 from engine.kernels.triton_decode import DecodeTiles, decode, decode_tiles, split_list
 from engine.kernels.triton_extend import extend, extend_tiles
 from engine.kernels.triton_kv_write import kv_write
+from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import DeviceStep, StepBatch
+from engine.kv.upload import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the finish checks ask of a regular expression: a pure hook, handed in with the request (engine/stop_regex.py)."""
+"""What the finish checks ask of a regular expression: a pure hook, handed in with the request (engine/text/stop_regex.py)."""
 
 from typing import Protocol
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.attention.base import CapturableBackend, DeviceStep
+from engine.attention.base import CapturableBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.future_map import FutureMap
-from engine.executor.page_table import PageTable
-from engine.executor.upload import upload_into
+from engine.kv.page_table import PageTable
+from engine.kv.step_batch import DeviceStep
+from engine.kv.upload import upload_into
 from engine.models.causal_lm import CausalLM
 
 WARM_UP_RUNS = 2  # kernels are compiled and workspaces made before anything is recorded

@@ -9,19 +9,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, StepBatch
+from engine.attention.base import AttentionBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.future_map import FutureMap
 from engine.executor.hidden import hidden_rows
-from engine.executor.host_pool import HostPool
 from engine.executor.layer_marks import LayerMarks
-from engine.executor.page_backup import PageBackup
-from engine.executor.page_table import PageTable
 from engine.executor.sampler import Sampler, asked_logprobs, token_logprobs
 from engine.executor.token_mask import token_mask
-from engine.executor.upload import upload
+from engine.kv.host_pool import HostPool
+from engine.kv.page_backup import PageBackup
+from engine.kv.page_table import PageTable
+from engine.kv.step_batch import StepBatch
+from engine.kv.upload import upload
 from engine.lora.bank import AdapterBank
 from engine.messages import LogprobOptions
 from engine.models.causal_lm import CausalLM

@@ -16,7 +16,7 @@ from engine.executor.gumbel import draw_keys
 from engine.executor.penalties import Penalties, PenaltyRows
 from engine.executor.row_max import row_max
 from engine.executor.token_mask import TokenMask
-from engine.executor.upload import upload
+from engine.kv.upload import upload
 
 
 class Sampler:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.executor.upload import upload
+from engine.kv.upload import upload
 
 WORD_BITS = 32
 

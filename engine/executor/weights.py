@@ -13,7 +13,7 @@ from dataclasses import asdict
 import torch
 
 from engine.config import ConfigError, EngineConfig
-from engine.hicache.identity import fingerprint
+from engine.kv.identity import fingerprint
 from engine.model_config import ModelConfig, load_model_config
 from engine.models.causal_lm import CausalLM
 from engine.models.registry import load_model

@@ -1,7 +1,7 @@
 """Outputs of one sample put together: what every API's answer is made from. Pure."""
 
-from engine.detokenizer.sample import TextOutput
 from engine.messages import FinishReason
+from engine.text.sample import TextOutput
 
 
 def absorb(into: TextOutput, new: TextOutput) -> None:

@@ -16,7 +16,6 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from engine.detokenizer.sample import TextOutput
 from engine.frontend.answers import absorb, without_tokens
 from engine.frontend.deadline import too_late
 from engine.frontend.errors import from_finish, not_ready, refused
@@ -47,6 +46,7 @@ from engine.messages import (
     UnloadAdapter,
     UpdateWeights,
 )
+from engine.text.sample import TextOutput
 from service.http.errors import DRAINING, ApiError, bad_field
 from service.telemetry.context import CURRENT
 

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.detokenizer.sample import TextOutput
 from engine.frontend.adapters import choose_model
 from engine.frontend.fields import check_num_samples, check_prompt_ids, prompts_of
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
+from engine.text.sample import TextOutput
 from service.http.errors import ApiError, bad_field, decode_body
 from service.http.stream import json_response
 

@@ -13,7 +13,7 @@ from engine.frontend.constraints import Constraint, GrammarFields
 from engine.frontend.errors import from_invalid_param
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
-from engine.stop_regex import compile_all
+from engine.text.stop_regex import compile_all
 from service.http.errors import ApiError, bad_field
 
 Host = str | list[str | None] | None

@@ -11,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from engine.detokenizer.sample import TextOutput
 from engine.frontend.metric_aliases import StageAliases, renamed
 from engine.frontend.metric_names import (
     COUNTERS,
@@ -24,6 +23,7 @@ from engine.frontend.metric_names import (
     num_waiting,
 )
 from engine.messages import StateReply, StepReply
+from engine.text.sample import TextOutput
 
 LABELS = ("model_name", "engine_type")
 TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)

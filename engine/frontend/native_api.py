@@ -10,7 +10,6 @@ from typing import Any, cast
 import msgspec
 from aiohttp import web
 
-from engine.detokenizer.sample import TextOutput
 from engine.frontend.adapters import check_lora_path
 from engine.frontend.answers import absorb
 from engine.frontend.chosen import asked_token_ids, hidden_state_lists
@@ -34,6 +33,7 @@ from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import answer
 from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
+from engine.text.sample import TextOutput
 from service.http.errors import bad_field, decode_body
 from service.security.voucher import VOUCHER_HEADER
 

@@ -7,7 +7,6 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.adapters import adapter_cards, choose_model
-from engine.frontend.chat_template import TemplateRefused
 from engine.frontend.client import Generation
 from engine.frontend.constraints import Constraint, format_constraint, only_one, plain_constraint
 from engine.frontend.fields import (
@@ -32,12 +31,13 @@ from engine.frontend.openai_bodies import (
 from engine.frontend.openai_view import ChatView, CompletionView
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.stream import answer
-from engine.frontend.tool_calls import ARRAY, FORMATS, CallFormat, ToolCalls
 from engine.frontend.tool_view import ToolChatView
 from engine.frontend.tools import forced, forced_calls, strict_calls, template_tools, usable
 from engine.frontend.usage import Usage
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
+from engine.text.chat_template import TemplateRefused
+from engine.text.tool_calls import ARRAY, FORMATS, CallFormat, ToolCalls
 from service.http.errors import bad_field, decode_body
 from service.http.stream import json_response
 from service.security.voucher import VOUCHER_HEADER

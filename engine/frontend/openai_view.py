@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from engine.detokenizer.sample import TextOutput
 from engine.frontend.openai_bodies import OpenAIFields
-from engine.frontend.tokenizer import Tokenizer
 from engine.frontend.usage import Usage
 from engine.messages import TokenLogprob
+from engine.text.sample import TextOutput
+from engine.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI's own stand-in
 

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import ConfigError, EngineConfig, ServerConfig
-from engine.detokenizer.sample import SampleText
 from engine.frontend.app import make_handle
-from engine.frontend.chat_template import load_chat_template
 from engine.frontend.client import EngineClient
 from engine.frontend.draining import drain
 from engine.frontend.errors import draining
@@ -27,12 +25,14 @@ from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.metrics import Metrics
 from engine.frontend.services import ANY_MODEL, Services
 from engine.frontend.succession import Handover, RoleSwitch
-from engine.frontend.tokenizer import load_tokenizer, read_json
 from engine.frontend.tracing import Traces
 from engine.lora.names import lora_enabled, named_paths
 from engine.messages import GetStep, Shutdown, ToFrontend, ToScheduler
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+from engine.text.chat_template import load_chat_template
+from engine.text.sample import SampleText
+from engine.text.tokenizer import load_tokenizer, read_json
 from service.http.errors import ApiError
 from service.http.server import Limits, make_runner
 from service.process.collector import spare_what_lives

@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.client import EngineClient
 from engine.frontend.deadline import request_timeout_s
 from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.metrics import Metrics
 from engine.frontend.succession import RoleSwitch
-from engine.frontend.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from service.http.errors import bad_field
 from service.security.browser import BrowserRule
 from service.security.keys import Gate

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from engine.detokenizer.sample import TextOutput
 from engine.frontend.client import Generation
+from engine.text.sample import TextOutput
 from service.http.errors import ApiError
 from service.http.stream import DONE, SSE_HEADERS, event, json_response, open_stream
 

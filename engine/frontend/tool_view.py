@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from engine.detokenizer.sample import TextOutput
 from engine.frontend.openai_view import ChatView, delta_of
-from engine.frontend.tool_calls import Arguments, CallBegins, Part, Text, ToolCalls
+from engine.text.sample import TextOutput
+from engine.text.tool_calls import Arguments, CallBegins, Part, Text, ToolCalls
 
 
 class ToolChatView(ChatView):

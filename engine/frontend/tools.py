@@ -1,7 +1,7 @@
 """`tools` and `tool_choice` of a chat: what is allowed, what the template is told, what the answer is forced to. Pure.
 
 A forced call (required, or a named function) is a JSON array [{"name": ..., "parameters": {...}}] whatever the model, as
-in SGLang; what a model says by its own choice is read by the parser of its family (engine/frontend/tool_calls.py).
+in SGLang; what a model says by its own choice is read by the parser of its family (engine/text/tool_calls.py).
 """
 
 import json
@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from engine.frontend.constraints import Constraint
-from engine.frontend.tool_calls import CallFormat
 from engine.sampling_params import GrammarSpec
+from engine.text.tool_calls import CallFormat
 from service.http.errors import bad_field
 
 MAX_TOOLS = 128

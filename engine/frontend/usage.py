@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engine.detokenizer.sample import TextOutput
+from engine.text.sample import TextOutput
 
 
 class Usage:

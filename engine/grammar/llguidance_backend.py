@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from engine.frontend.tokenizer import Tokenizer
 from engine.grammar.compiler import GrammarInvalid
 from engine.grammar.structural import structural_lark
 from engine.sampling_params import GrammarSpec
+from engine.text.tokenizer import Tokenizer
 
 SILENT = 0
 SEVERAL = '{"grammars":'  # how llguidance begins a grammar that it made from a regex

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from engine.config import ConfigError
-from engine.frontend.tokenizer import Tokenizer
 from engine.grammar.compiler import Compiler
+from engine.text.tokenizer import Tokenizer
 
 
 def make_compiler(

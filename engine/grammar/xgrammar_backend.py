@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import xgrammar as xg
 
-from engine.frontend.tokenizer import Tokenizer
 from engine.grammar.compiler import GrammarInvalid
 from engine.grammar.structural import StructuralTag
 from engine.sampling_params import GrammarSpec
+from engine.text.tokenizer import Tokenizer
 
 MAX_NESTING = 100  # of a schema: xgrammar's time grows with the square of it
 MAX_MESSAGE_CHARS = 300

@@ -8,11 +8,11 @@ from engine.config import ConfigError, EngineConfig
 from engine.core.disk_index import DiskIndex
 from engine.core.host_cache import HostCache, HostCacheSettings
 from engine.core.page_keys import KVIdentity
-from engine.executor.host_pool import HostPool
-from engine.executor.kv_pool import KVPool
 from engine.hicache.disk import Disk
 from engine.hicache.page_file import file_bytes
 from engine.hicache.page_folder import PageFolder
+from engine.kv.host_pool import HostPool
+from engine.kv.kv_pool import KVPool
 from engine.loop.disk_pump import DiskPump
 from engine.resolve import host_pages
 

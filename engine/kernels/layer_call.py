@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from engine.executor.kv_pool import KVPool
 from engine.kernels import tape
+from engine.kv.kv_pool import KVPool
 
 POINTERS = ("q", "k_new", "v_new", "out", "k_cache", "v_cache")
 STRIDES = ("q_stride", "k_stride", "v_stride", "page_stride_bytes")

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from engine.attention.base import StepBatch
-from engine.executor.kv_pool import KVPool
 from engine.kernels import tape
 from engine.kernels.build import load_library
 from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall
 from engine.kernels.mirror import fields
-from engine.models.cache_spec import CacheSpec
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 2

@@ -50,7 +50,7 @@ from engine.messages import (
     ToScheduler,
     UnloadAdapter,
 )
-from engine.stop_regex import compile_all
+from engine.text.stop_regex import compile_all
 
 log = logging.getLogger(__name__)
 

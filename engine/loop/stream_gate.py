@@ -1,7 +1,7 @@
 """How often a request's tokens are told: every `stream_interval` of them, so that the processes behind handle fewer messages.
 
 It owns what is held back for each live request. It must not know what the tokens mean: what may still become a stop
-string is the frontend's (engine/detokenizer).
+string is the frontend's (engine/text).
 """
 
 from engine.messages import GenerateRequest, TokenOutput

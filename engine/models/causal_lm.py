@@ -5,8 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.kv.cache_spec import CacheSpec
 from engine.layers.linear import LinearSite
-from engine.models.cache_spec import CacheSpec
 
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]. It writes k and v into the KV pool, then attends
 # with scale D ** -0.5. q and k come with their positions turned in; the three may be views of one tensor.

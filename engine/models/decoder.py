@@ -5,12 +5,12 @@ Knows tensors and tensor names. Must not know pages, requests or batches: attent
 
 import torch
 
+from engine.kv.cache_spec import CacheSpec, FullAttentionSpec
 from engine.layers.gated_mlp import GatedMLP
 from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import NormedRope, Rope, Turn
 from engine.model_config import ModelConfig
-from engine.models.cache_spec import CacheSpec, FullAttentionSpec
 from engine.models.causal_lm import Attend, Begun
 from engine.models.checkpoint import Checkpoint
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention.base import AttentionBackend, StepBatch
-from engine.executor.kv_pool import KVPool
-from engine.models.cache_spec import FullAttentionSpec
+from engine.attention.base import AttentionBackend
+from engine.kv.cache_spec import FullAttentionSpec
+from engine.kv.kv_pool import KVPool
+from engine.kv.step_batch import StepBatch
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 

@@ -1,7 +1,7 @@
 import torch
 
-from engine.executor.kv_pool import KVPool
-from engine.models.cache_spec import FullAttentionSpec
+from engine.kv.cache_spec import FullAttentionSpec
+from engine.kv.kv_pool import KVPool
 
 
 def bf16(kv_heads: int = 2, head_dim: int = 16) -> FullAttentionSpec:

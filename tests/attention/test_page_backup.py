@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from engine.core.plan import PageLoad, PageSave, Plan
-from engine.executor.kv_pool import KVPool
-from engine.executor.page_backup import PageBackup
-from engine.models.cache_spec import FullAttentionSpec
+from engine.kv.cache_spec import FullAttentionSpec
+from engine.kv.kv_pool import KVPool
+from engine.kv.page_backup import PageBackup
 
 
 def plan_of(**copies: object) -> Plan:

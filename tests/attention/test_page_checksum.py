@@ -6,9 +6,9 @@ import struct
 import pytest
 import torch
 
-from engine.executor.kv_pool import KVPool
-from engine.executor.page_checksum import PageChecksum
-from engine.models.cache_spec import CacheSpec
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.kv_pool import KVPool
+from engine.kv.page_checksum import PageChecksum
 
 MASK = (1 << 64) - 1
 ODD = 0x9E3779B97F4A7C15

@@ -9,10 +9,10 @@ import torch
 
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.torch_backend import TorchBackend
-from engine.executor.kv_pool import KVPool
 from engine.kernels import build
 from engine.kernels.linear import AMX, AVX512, linear_kernel
 from engine.kernels.paged_extend import SOURCE, PagedExtend, make_paged_extend
+from engine.kv.kv_pool import KVPool
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,

@@ -9,9 +9,9 @@ import sys
 import torch
 
 from engine.attention import triton_backend
-from engine.attention.base import DeviceStep
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels import triton_decode, triton_elementwise, triton_extend
+from engine.kv.step_batch import DeviceStep
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,

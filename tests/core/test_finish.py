@@ -9,7 +9,7 @@ from engine.core.plan import ItemResult
 from engine.core.request import Request
 from engine.messages import FinishReason
 from engine.sampling_params import SamplingParams
-from engine.stop_regex import compile_all
+from engine.text.stop_regex import compile_all
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 from tests.grammar.fixed import Fixed

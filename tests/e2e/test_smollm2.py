@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.model_config import load_model_config
 from engine.model_source import smollm2_file
 from engine.models.checkpoint import Checkpoint
 from engine.models.registry import load_model
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.e2e.cluster import cluster
 from tests.e2e.two_engines import System, disaggregated, run, unified
 from tests.models.reference_attend import Sequence

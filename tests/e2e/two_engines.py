@@ -14,7 +14,7 @@ from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
 from disagg.compose import make_role
 from disagg.config import DisaggConfig
-from disagg.scheduler_process import SchedulerSpec
+from disagg.spec import SchedulerSpec
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.executor.host_memory import available_bytes
+from engine.kv.host_memory import available_bytes
 
 GIB = 1 << 30
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from engine.core.plan import PageCopy, Plan
-from engine.executor import host_pool
-from engine.executor.host_pool import HostPool, runs
-from engine.executor.kv_pool import KVPool
-from engine.models.cache_spec import FullAttentionSpec
+from engine.kv import host_pool
+from engine.kv.cache_spec import FullAttentionSpec
+from engine.kv.host_pool import HostPool, runs
+from engine.kv.kv_pool import KVPool
 
 
 def test_runs_of_neighbours_are_found() -> None:

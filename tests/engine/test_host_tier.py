@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import ConfigError, EngineConfig
-from engine.hicache.identity import fingerprint
+from engine.kv.identity import fingerprint
 from engine.model_config import load_model_config
 from engine.resolve import host_pages, resolve
 from tests.engine.engine_in_process import EngineInProcess

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from engine.executor.kv_pool import zeroed_bytes
-from engine.executor.prefault import RESERVE_BYTES, Prefault
+from engine.kv.kv_pool import zeroed_bytes
+from engine.kv.prefault import RESERVE_BYTES, Prefault
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 

@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from engine.frontend.ipc import IpcPaths
-from engine.frontend.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.frontend.stand_in import StandIn
 
 CONTEXT = 512

@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.detokenizer.incremental import tail_texts
 from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages import (
     AbortRequest,
     Drain,
@@ -32,6 +30,8 @@ from engine.messages import (
     TokenOutput,
     ToScheduler,
 )
+from engine.text.incremental import tail_texts
+from engine.text.tokenizer import Tokenizer
 
 NUM_PAGES, PAGE_SIZE = 100, 16
 

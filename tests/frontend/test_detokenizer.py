@@ -12,11 +12,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from engine.core.finish import check_finish
 from engine.core.request import Request
-from engine.detokenizer.incremental import IncrementalText, RequestText, StopScanner, tail_texts
-from engine.detokenizer.sample import SampleText
-from engine.frontend.tokenizer import BROKEN, Tokenizer
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
+from engine.text.incremental import IncrementalText, RequestText, StopScanner, tail_texts
+from engine.text.sample import SampleText
+from engine.text.tokenizer import BROKEN, Tokenizer
 
 CORPUS = [
     "hello world, the quick brown fox",

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.detokenizer.sample import TextOutput
 from engine.frontend.answers import absorb
 from engine.frontend.fields import build_bootstraps, check_prompt_ids, fit_to_context, prompts_of
 from engine.frontend.native_api import GenerateBody
@@ -15,6 +14,7 @@ from engine.frontend.openai_bodies import ChatBody, CompletionBody
 from engine.frontend.usage import Usage
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
+from engine.text.sample import TextOutput
 from service.http.errors import ApiError, decode_body
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from engine.detokenizer.sample import SampleText
 from engine.frontend.client import EngineClient
 from engine.frontend.errors import draining
 from engine.frontend.forecast import MIN_STARTED
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.metrics import Metrics
 from engine.messages import StepInfo, StepReply
+from engine.text.sample import SampleText
 from service.http.errors import ApiError
 from tests.frontend.conftest import ROOT, Worker, byte_tokenizer, start_worker, wait_for, write_checkpoint
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from engine.core.finish import check_finish
 from engine.core.request import Request
-from engine.detokenizer.incremental import RequestText
 from engine.messages import FinishReason
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
-from engine.stop_regex import MAX_REACH, StopRegex, compile_all
+from engine.text.incremental import RequestText
+from engine.text.stop_regex import MAX_REACH, StopRegex, compile_all
 from tests.frontend.test_detokenizer import byte_level, letters
 
 STARS = "x*y"

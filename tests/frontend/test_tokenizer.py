@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from engine.config import ConfigError
-from engine.frontend.chat_template import ChatTemplate, TemplateRefused, load_chat_template
 from engine.frontend.server import load_sampling_defaults
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.model_config import DEFAULT_MODEL_PATH
+from engine.text.chat_template import ChatTemplate, TemplateRefused, load_chat_template
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.frontend.conftest import byte_tokenizer, write_checkpoint
 
 HELLO = [{"role": "user", "content": "hi <b> é"}]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.frontend.tool_calls import ARRAY, LLAMA3, QWEN25, Arguments, CallBegins, CallFormat, Text, ToolCalls
+from engine.text.tool_calls import ARRAY, LLAMA3, QWEN25, Arguments, CallBegins, CallFormat, Text, ToolCalls
 
 NAMES = ("add", "look_up")
 Read = tuple[str, list[tuple[str, str]]]

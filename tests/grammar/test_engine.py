@@ -13,10 +13,10 @@ import engine.core.new_token_ratio as new_token_ratio
 from engine.core.plan import Plan
 from engine.executor.executor import Launch
 from engine.executor.model_runner import Forward, StepOutput
-from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.grammar.compiler import Compiler
 from engine.grammar.registry import make_compiler
 from engine.sampling_params import GrammarSpec
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import EOS, VOCAB_SIZE, make_tiny_checkpoint
 

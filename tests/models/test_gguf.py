@@ -19,15 +19,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from engine.config import ConfigError
-from engine.frontend.tokenizer import load_tokenizer
 from engine.gguf import tensors
 from engine.gguf.config import config_fields
 from engine.gguf.file import STORAGES, open_gguf
 from engine.gguf.tokenizer import gguf_tokenizer
-from engine.hicache.identity import fingerprint
+from engine.kv.identity import fingerprint
 from engine.model_config import _Fields, _model_config, load_model_config
 from engine.models.checkpoint import Checkpoint
 from engine.models.registry import load_model
+from engine.text.tokenizer import load_tokenizer
 from engine.threads import BYTES_A_THREAD, default_threads
 from tests.models.reference_attend import Sequence
 from tests.models.test_parity import LLAMA3, TOLERANCE, random_ids
@@ -132,7 +132,7 @@ def test_threads_and_fingerprint_follow_the_file(tmp_path: Path) -> None:
 def test_reading_configuration_and_tokenizer_needs_neither_torch_nor_gguf(tmp_path: Path) -> None:
     file, _ = make_tiny_gguf(tmp_path, "qwen3")
     code = (
-        "import sys; from engine.model_config import _Fields, _model_config, load_model_config; from engine.frontend.tokenizer import "
+        "import sys; from engine.model_config import _Fields, _model_config, load_model_config; from engine.text.tokenizer import "
         f"load_tokenizer; load_model_config({str(file)!r}); load_tokenizer({str(file)!r}); "
         "assert not {'torch', 'gguf', 'transformers'} & set(sys.modules)"
     )

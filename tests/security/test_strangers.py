@@ -18,7 +18,7 @@ import zmq
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
 from engine.frontend.access import ADMIN_PATHS
-from engine.frontend.chat_template import ChatTemplate, TemplateRefused
+from engine.text.chat_template import ChatTemplate, TemplateRefused
 from service.security import keys, signing, voucher
 from service.security.keys import Access, KeyRing
 from service.security.signing import Call, Signer, Verdict, Verifier

@@ -100,7 +100,7 @@ class CheckedModel(HashModel):
         self.kv[page, offset] = Slot(slot.value ^ 1, slot.token)
 
     def checksum(self, pages: Sequence[int]) -> int:
-        """As engine/executor/page_checksum.py: of what lies in `pages`, in their order; signed, 64 bits."""
+        """As engine/kv/page_checksum.py: of what lies in `pages`, in their order; signed, 64 bits."""
         found = hashlib.blake2b(digest_size=8)
         for page in pages:
             for offset in range(self.page_size):

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from engine.detokenizer.sample import TextOutput
 from engine.frontend.client import EngineClient, Generation
 from engine.frontend.deadline import request_timeout_s
 from engine.frontend.embeddings_api import NOTHING_NEW, _vector
 from engine.frontend.load import v1_loads_entry
 from engine.messages import Bootstrap, GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
+from engine.text.sample import TextOutput
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
 from service.process.stop_signals import StopSignals
 from tests.simulation.aio import VirtualLoop

@@ -9,9 +9,9 @@ string), `RequestText` (both, how much may become a match of a stop regex, and w
 
 from collections.abc import Sequence
 
-from engine.frontend.tokenizer import BROKEN, Tokenizer
 from engine.messages import FinishReason
-from engine.stop_regex import StopRegex
+from engine.text.stop_regex import StopRegex
+from engine.text.tokenizer import BROKEN, Tokenizer
 
 WINDOW = 24  # decode this many tokens at most before the window is cut ...
 CONTEXT = 6  # ... down to these, which only give the rest its context

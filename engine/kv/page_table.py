@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import PlanItem
-from engine.executor.upload import upload
+from engine.kv.upload import upload
 
 
 class PageTable:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import PageLoad, PageSave, Plan
-from engine.executor.kv_pool import KVPool
+from engine.kv.kv_pool import KVPool
 
 
 class PageBackup:

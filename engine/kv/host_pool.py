@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import PageCopy, Plan
-from engine.executor.kv_pool import KVPool, zeroed_bytes
-from engine.executor.upload import upload
+from engine.kv.kv_pool import KVPool, zeroed_bytes
+from engine.kv.upload import upload
 
 STAGING_BYTES = 64 << 20  # of device memory that a copy may take beside the pool
 

@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config import ConfigError
-from engine.frontend.tokenizer import read_json
+from engine.text.tokenizer import read_json
 
 
 class TemplateRefused(ValueError):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.models.cache_spec import CacheSpec
+from engine.kv.cache_spec import CacheSpec
 
 PAGE_ALIGN_BYTES = 64  # a cache line: what the SIMD kernels and the transfer engines like best
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

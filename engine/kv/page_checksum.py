@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.executor.kv_pool import KVPool
+from engine.kv.kv_pool import KVPool
 
 NAME = "splitmix64"  # peers must compute the same
 SCRATCH_BYTES = {"cpu": 1 << 18}  # stays in a core's cache; other devices:

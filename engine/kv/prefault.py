@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.executor.host_memory import available_bytes
+from engine.kv.host_memory import available_bytes
 
 PIECE_BYTES = 2 << 20  # a huge page: who rests for one piece is back after 5 ms at most, as measured
 LOOK_BYTES = 64 << 20  # how much is touched between two looks at the memory that is left

@@ -8,9 +8,9 @@ import logging
 
 import msgspec
 
-from engine.detokenizer.incremental import RequestText
-from engine.frontend.tokenizer import Tokenizer
 from engine.messages import GenerateRequest, TokenLogprob, TokenOutput
+from engine.text.incremental import RequestText
+from engine.text.tokenizer import Tokenizer
 from service.telemetry.logs import about
 
 log = logging.getLogger(__name__)
