@@ -63,7 +63,7 @@ def make_handle(
         key_flag="--cluster-secret-file",
     )
     metrics = BootstrapMetrics(registry, lambda: check.num_refused)
-    routes = Routes(Api(registry, config, clock, check, metrics).routes())
+    routes = Routes(BootstrapApi(registry, config, clock, check, metrics).routes())
     guard = make_guard(routes, gate=NO_KEYS, need_of=lambda method, path: Access.NONE, browser=browser)
 
     async def signed(request: web.BaseRequest) -> web.StreamResponse:
@@ -79,7 +79,7 @@ def make_handle(
     return handle
 
 
-class Api:
+class BootstrapApi:
     """The handlers."""
 
     def __init__(

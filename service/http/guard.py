@@ -13,8 +13,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from service.http.errors import ApiError
-from service.http.routes import Routes
-from service.http.server import Handle
+from service.http.routes import Handler, Routes
 from service.http.stream import REQUEST_ID, REQUEST_ID_HEADER, STREAMING
 from service.security.browser import BrowserRule
 from service.security.keys import Access, Caller, Gate
@@ -52,7 +51,7 @@ def make_guard(
     is_trusted: Callable[[web.BaseRequest], bool] = _never,
     on_refused: Callable[[str], None] = _ignore,
     new_id: Callable[[], str] = _new_id,
-) -> Handle:
+) -> Handler:
     """The function that answers every request of a server.
 
     `need_of(method, path)`: what the caller must be. `admit`: a last refusal, with the caller at `CALLER`. `is_trusted`: a
@@ -98,7 +97,7 @@ def key_refusal(request: web.BaseRequest, gate: Gate, need: Access) -> ApiError 
     return ApiError(status, message, code="invalid_api_key" if status == 401 else "admin_key_needed")
 
 
-async def answer_of(handler: Handle, request: web.BaseRequest) -> web.StreamResponse:
+async def answer_of(handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
     """The handler's answer, or its exception as one, as long as no other answer has begun."""
     try:
         return await handler(request)

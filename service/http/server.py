@@ -9,7 +9,7 @@ Without the application layer a request costs half as much: there are no middlew
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from service.http.errors import ApiError
 from service.http.expect import say_continue
+from service.http.routes import Handler
 
 # A kept connection between two requests. Also the bound for a second head that began before the first request's answer.
 IDLE_S = 75.0
 LINGER_S = 2.0  # that an unwanted rest of a body is read away, so that its sender gets to read why
 _NO_ACCESS_LOG: Any = None  # as aiohttp's own runner has it; its types do not
 _log = logging.getLogger("service.http")
-
-Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Limits:
         return ApiError(408, f"the body did not come within {self.body_timeout_s:g} s{hint}", code="body_too_slow")
 
 
-def make_runner(handle: Handle, limits: Limits, *, shutdown_timeout_s: float) -> web.ServerRunner:
+def make_runner(handle: Handler, limits: Limits, *, shutdown_timeout_s: float) -> web.ServerRunner:
     """A server that answers with `handle`; the request of a client that goes away is cancelled."""
 
     def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
@@ -64,7 +63,7 @@ class TimedServer(web.Server):
     """`web.Server` whose connections have a deadline for each head."""
 
     def __init__(
-        self, handle: Handle, *, request_factory: Callable[..., web.BaseRequest], header_timeout_s: float
+        self, handle: Handler, *, request_factory: Callable[..., web.BaseRequest], header_timeout_s: float
     ) -> None:
         super().__init__(_noting(handle), request_factory=request_factory, handler_cancellation=True)
         self._header_timeout_s = header_timeout_s
@@ -74,7 +73,7 @@ class TimedServer(web.Server):
         return TimedConnection(self, header_timeout_s=self._header_timeout_s)
 
 
-def _noting(handle: Handle) -> Handle:
+def _noting(handle: Handler) -> Handler:
     """Tell the connection when a request begins and ends."""
 
     async def noted(request: web.BaseRequest) -> web.StreamResponse:
