@@ -8,7 +8,7 @@ from aiohttp import web
 from router.admission.door import Door, Refused
 from router.admission.forecast import Forecast, Slo, TooLate, read_slo
 from router.admission.line import Limits, Ticket
-from router.admission.rate_limit import client_name
+from router.admission.rate_limit import client_of
 from router.body import BadBody, ParsedBody, named_priority
 from router.choice.chooser import Chooser
 from router.choice.policies import Ask
@@ -16,6 +16,7 @@ from router.config import RouterConfig
 from router.pool.load_view import ALONE, LoadView
 from router.pool.worker import Worker
 from service.http.errors import error_response
+from service.http.guard import CALLER
 
 PRIORITY_HEADER = "x-priority"
 MAX_PRIORITY = 1 << 31
@@ -69,6 +70,11 @@ class Admission:
 
     def _client(self, request: web.BaseRequest) -> str:
         return client_name(request) if self._by_client else ""
+
+
+def client_name(request: web.BaseRequest) -> str:
+    """The client, for what is counted by client: its API key's name, else its address."""
+    return request[CALLER].name or client_of(request.remote)
 
 
 def _priority(request: web.BaseRequest, parsed: ParsedBody) -> int:

@@ -7,10 +7,6 @@ import ipaddress
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from aiohttp import web
-
-from service.http.guard import CALLER
-
 MAX_CLIENTS = 65536
 IPV6_SITE_BITS = 64  # what one subscriber is given: any address of it is the same client
 
@@ -55,8 +51,3 @@ def client_of(remote: str | None) -> str:
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
         return str(ipaddress.ip_network((address, IPV6_SITE_BITS), strict=False))
     return str(address)
-
-
-def client_name(request: web.BaseRequest) -> str:
-    """The client, for what is counted by client: its API key's name, else its address."""
-    return request[CALLER].name or client_of(request.remote)

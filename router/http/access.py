@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from router.admission.rate_limit import RateLimiter, client_name
+from router.admission.admission import client_name
+from router.admission.rate_limit import RateLimiter
 from router.dashboard.page import FILE_PATHS
 from router.metrics import RouterMetrics
 from service.http.errors import ApiError

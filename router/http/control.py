@@ -29,6 +29,7 @@ from router.roles.switch import Switch, SwitchFailed, SwitchRefused
 from service.http.errors import DRAINING, ApiError, error_response
 from service.http.guard import key_refusal
 from service.http.json_depth import JSON_ERRORS
+from service.http.stream import json_response
 from service.security.keys import Access, Gate
 from service.telemetry.records import Record, Records, TracesQuery, last_ids, query_error
 from service.telemetry.tracer import Tracer
@@ -113,7 +114,7 @@ class Control:
 
     async def liveness(self, request: web.BaseRequest) -> web.Response:
         """The process runs."""
-        return _json({"status": "alive"})
+        return json_response({"status": "alive"})
 
     async def readiness(self, request: web.BaseRequest) -> web.Response:
         """200 if a request would find its workers, else 503 naming the role that is missing (or that we drain).
@@ -123,7 +124,7 @@ class Control:
         """
         if self._live.draining:
             body = {"status": DRAINING, "num_live_reqs": len(self._live)}
-            answer = _json(body, status=503)
+            answer = json_response(body, status=503)
             answer.headers["Retry-After"] = "1"
             return answer
         workers = self._table.workers()
@@ -133,7 +134,7 @@ class Control:
         healthy = sum(w.answers for w in workers)
         if request.rel_url.query.get("workers") == "all" and (waits_for := await self._waits_for(request, workers)):
             return error_response(503, waits_for, code="not_all_healthy")
-        return _json({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
+        return json_response({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
 
     async def _waits_for(self, request: web.BaseRequest, workers: Sequence[Worker]) -> str:
         """What keeps `?workers=all` waiting; "" if nothing does. A sibling answers for itself alone."""
@@ -163,7 +164,7 @@ class Control:
             for worker in self._table.alive(role):
                 speakers.setdefault(next(iter(worker.models), ""), worker)
         answers = await asyncio.gather(*(self._call(w, "GET", request.path, headers) for w in speakers.values()))
-        return _json({"object": "list", "data": join_models(_decoded(answer.body) for answer in answers)})
+        return json_response({"object": "list", "data": join_models(_decoded(answer.body) for answer in answers)})
 
     async def get_model(self, request: web.BaseRequest) -> web.Response:
         """One model, as a worker that serves it describes it."""
@@ -184,7 +185,7 @@ class Control:
 
     async def server_info(self, request: web.BaseRequest) -> web.Response:
         """The router's own settings and its workers with their load."""
-        return _json(
+        return json_response(
             {
                 "router_manager": True,
                 "pd_disaggregation": self._config.pd_disaggregation,
@@ -196,7 +197,7 @@ class Control:
 
     async def list_workers(self, request: web.BaseRequest) -> web.Response:
         workers = [describe(w) for w in self._table.workers()]
-        return _json({"workers": workers, "total": len(workers)})
+        return json_response({"workers": workers, "total": len(workers)})
 
     async def add_worker(self, request: web.BaseRequest) -> web.Response:
         """{"url", "role": prefill|decode|unified, "bootstrap_port"}: it gets requests after its first good check."""
@@ -213,7 +214,7 @@ class Control:
         worker = self._table.add(url, role=role, bootstrap_port=port, now_s=time.monotonic())
         self._monitor.watch(worker)
         await self._siblings.tell(request, asked)
-        return _json(describe(worker), status=201)
+        return json_response(describe(worker), status=201)
 
     async def remove_worker(self, request: web.BaseRequest) -> web.Response:
         """{"url"} (or ?url=): no new request goes there; those that run go on."""
@@ -224,7 +225,7 @@ class Control:
         worker = self._table.remove(url)
         self._monitor.retire(worker)
         await self._siblings.tell(request, asked)
-        return _json(describe(worker))
+        return json_response(describe(worker))
 
     async def switch_role(self, request: web.BaseRequest) -> web.Response:
         """{"url", "role": prefill|decode, "force", "timeout"}: 200 once the worker serves in that role.
@@ -246,7 +247,7 @@ class Control:
         worker = self._table.find(url)
         if self._siblings.is_one(request):  # which moves it: see for ourselves
             self._monitor.look(worker)
-            return _json(describe(worker))
+            return json_response(describe(worker))
         headers = self._credentials.for_admin(_authorization(request))
         try:
             await self._switch.move(worker, role, force=bool(force), drain_s=drain_s, headers=headers)
@@ -254,11 +255,11 @@ class Control:
             return error_response(409, str(err), code="switch_refused")
         except SwitchFailed as err:
             return error_response(502, str(err), code="switch_failed")
-        return _json(describe(worker))
+        return json_response(describe(worker))
 
     async def get_loads(self, request: web.BaseRequest) -> web.Response:
         """What `least_load` compares, and what each worker last reported."""
-        return _json({"workers": [describe(w) for w in self._table.workers()]})
+        return json_response({"workers": [describe(w) for w in self._table.workers()]})
 
     async def flush_cache(self, request: web.BaseRequest) -> web.Response:
         return await self._fan_out("POST", "/flush_cache", self._credentials.for_admin(_authorization(request)))
@@ -320,7 +321,7 @@ class Control:
             return error_response(400, wrong, field=wrong.partition(":")[0])
         records = self._tracer.ring.find(query)
         if self._siblings.is_one(request):
-            return _json(Records(records=records))
+            return json_response(Records(records=records))
         for body in await self._siblings.traces(query):
             records += msgspec.json.decode(body, type=Records).records
         ids = query.ids if query.ids is not None else last_ids(records, query.last or 0)
@@ -329,7 +330,7 @@ class Control:
         )
         wanted = frozenset(ids)
         kept = [record for record in records if record.request_id in wanted] + of_workers
-        return _json(Records(records=sorted(kept, key=lambda record: record.start_s)))
+        return json_response(Records(records=sorted(kept, key=lambda record: record.start_s)))
 
     async def _worker_records(self, ids: list[str], headers: dict[str, str]) -> list[Record]:
         """Of all workers that know this; others (of other makes, or dead) tell nothing."""
@@ -353,8 +354,8 @@ class Control:
             for worker in self._table.alive(role):
                 answer = await self._call(worker, "GET", "/openapi.json", self._credentials.own())
                 if answer.status == 200:
-                    return _json(make_document(_decoded(answer.body)))
-        return _json(make_document(None))
+                    return json_response(make_document(_decoded(answer.body)))
+        return json_response(make_document(None))
 
     def _asked_role(self, asked: dict[str, Any]) -> Role | web.Response:
         word = asked.get("role", asked.get("worker_type", self._roles[0].value if len(self._roles) == 1 else None))
@@ -386,7 +387,7 @@ class Control:
             {"url": w.url, "role": w.role.value, "status": a.status, "answer": a.body.decode(errors="replace")}
             for w, a in zip(workers, answers, strict=True)
         ]
-        return _json({"success": status == 200, "workers": results}, status=status)
+        return json_response({"success": status == 200, "workers": results}, status=status)
 
     async def _call(
         self,
@@ -480,7 +481,3 @@ async def _read_object(request: web.BaseRequest) -> dict[str, Any]:
         return msgspec.json.decode(await request.read(), type=dict[str, Any])
     except JSON_ERRORS as err:
         raise ApiError(400, f"the body is not a JSON object: {err}") from None
-
-
-def _json(value: object, *, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

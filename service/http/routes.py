@@ -38,11 +38,6 @@ class Routes:
         route = methods.get(method)
         return route if route is not None else _not_allowed(method, methods)
 
-    def paths(self) -> list[tuple[str, str]]:
-        """(method, path) of each, in the order they were registered; without HEAD."""
-        tables = (*self._exact.values(), *self._below.values())
-        return [(method, route.path) for methods in tables for method, route in methods.items() if method != "HEAD"]
-
     def _methods_below(self, path: str) -> dict[str, Route] | None:
         for head, methods in self._below.items():
             if path.startswith(head) and len(path) > len(head):
