@@ -22,9 +22,6 @@ from transfer_backends.prefill_manager import PrefillManager
 
 # Of a prompt's KV that leave while its next chunk computes: fewer disturb that more than they hide.
 LEAST_BYTES = 4 << 20
-# Clients get their tokens from decode; prefill's answer only ends its leg. Said at once it takes a core from the first
-# token on its way, where the workers share a machine.
-ANSWER_AFTER_S = 0.003
 
 
 def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], None]) -> Role:
@@ -61,7 +58,6 @@ def _prefill(
         bounds=_bounds(parts),
         layerwise=bool(groups),
         least_bytes=LEAST_BYTES,
-        answer_after_s=ANSWER_AFTER_S,
     )
 
 

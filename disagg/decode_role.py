@@ -246,9 +246,6 @@ class DecodeRole:
     def waits_for_outside(self) -> bool:
         return bool(self._entries or len(self._resumption) or len(self._quarantine) or self._scheduler.num_retracted)
 
-    def due_s(self) -> float | None:
-        return None
-
     def queues(self) -> dict[str, int]:
         count = Counter(entry.stage for entry in self._entries.values())
         return {

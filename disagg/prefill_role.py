@@ -19,7 +19,7 @@ and threads are the manager's.
 """
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -111,12 +111,10 @@ class PrefillRole:
         checksum: Checksum | None = None,
         layerwise: bool = False,
         least_bytes: int = 0,
-        answer_after_s: float = 0.0,
     ) -> None:
         """`checksum`: of pages, sent along with them; None: it is not asked for. `layerwise`: pages leave layer by layer.
 
-        `least_bytes`: fewer do not leave before the last chunk has been computed (not layer by layer). `answer_after_s`: an
-        answer is said so long after its transfer.
+        `least_bytes`: fewer do not leave before the last chunk has been computed (not layer by layer).
         """
         self._layerwise = layerwise
         self._directory = directory
@@ -128,8 +126,6 @@ class PrefillRole:
         self._counters: Counter[str] = Counter()
         self._page_bytes = page_bytes
         self._least_pages = max(1, least_bytes // page_bytes)
-        self._answer_after_s = answer_after_s
-        self._answers: deque[tuple[float, TokenOutput]] = deque()  # of requests that have ended, and when to say them
         self._bounds = bounds
         self._closed_to_peers: str | None = None
         self._checksum = checksum
@@ -184,8 +180,6 @@ class PrefillRole:
             outputs += entry.heard(self._move(entry, now_s))
         self._give_way(in_vain=bool(self._computed) or self._scheduler.starved)
         self._hand_over_computed(now_s)
-        while self._answers and self._answers[0][0] <= now_s:
-            outputs.append(self._answers.popleft()[1])
         return outputs
 
     def _move(self, entry: Entry, now_s: float) -> list[TokenOutput]:
@@ -356,11 +350,7 @@ class PrefillRole:
             self._counters["kv_sent_bytes"] += (entry.sent_pages - skip) * self._page_bytes
             self._counters["kv_skipped_bytes"] += skip * self._page_bytes
         self._forget_when_released(entry)
-        entry.request.times.handed_s = now_s
-        if entry.asked or _wants_prompt_logprobs(entry.request):
-            return [entry.answer]
-        self._answers.append((now_s + self._answer_after_s, entry.answer))
-        return []
+        return [entry.answer]
 
     def _fail(self, entry: Entry) -> list[TokenOutput]:
         unjoined = entry.stage is Stage.BOOTSTRAP or entry.early
@@ -403,9 +393,6 @@ class PrefillRole:
     def waits_for_outside(self) -> bool:
         return bool(self._entries)
 
-    def due_s(self) -> float | None:
-        return self._answers[0][0] if self._answers else None
-
     def queues(self) -> dict[str, int]:
         early = Stage.BOOTSTRAP  # its pages wait, whatever has been computed
         count = Counter(early if entry.early else entry.stage for entry in self._entries.values())
@@ -427,8 +414,3 @@ class PrefillRole:
     def close(self) -> None:
         self._directory.close()
         self._manager.close()
-
-
-def _wants_prompt_logprobs(request: Request) -> bool:
-    """Of which decode knows nothing: its client waits for them."""
-    return request.logprobs is not None and request.logprobs.start_len >= 0

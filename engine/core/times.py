@@ -26,7 +26,6 @@ class Times:
     queued_s: float | None = None
     started_s: float | None = None
     computed_s: float | None = None  # prefill role: the last chunk is done, the hand-over begins
-    handed_s: float | None = None  # prefill role: decode has all of it; the answer may be said later
     landed_s: float | None = None  # decode role: KV and metadata are here
     first_token_s: float | None = None
     chunks: list[tuple[float, int]] = field(default_factory=list)  # launched when, how many tokens

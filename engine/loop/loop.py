@@ -20,7 +20,7 @@ from engine.core.scheduler import ABORTED, Scheduler
 from engine.grammar.queue import GrammarQueue
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import Control, Profiler, Weights
-from engine.loop.deadlines import SOON_S, Deadlines
+from engine.loop.deadlines import Deadlines
 from engine.loop.disk_pump import DiskPump
 from engine.loop.interval_log import IntervalLog
 from engine.loop.kv_events import EventPump
@@ -220,10 +220,7 @@ class EngineLoop:
             if self._spare_work():
                 return
         self._turns.resting()
-        due_s, wait_s = self._role.due_s(), OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S
-        if due_s is not None:
-            wait_s = min(wait_s, max(SOON_S, due_s - now_s))
-        self._ports.wait(self._deadlines.shorten(wait_s, now_s))
+        self._ports.wait(self._deadlines.shorten(OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S, now_s))
 
     def _handle(self, message: ToScheduler, now_s: float) -> list[TokenOutput]:
         match message:

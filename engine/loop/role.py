@@ -36,9 +36,6 @@ class Role(Protocol):
     def waits_for_outside(self) -> bool:
         """Something outside (a transfer, a peer, a timeout) may move a queue: do not sleep long."""
 
-    def due_s(self) -> float | None:
-        """When it wants the next turn by itself, of the loop's clock; None: whenever something happens."""
-
     def queues(self) -> dict[str, int]:
         """How many wait where. With a "waiting" of its own it has counted the scheduler's waiting requests elsewhere."""
 
@@ -84,9 +81,6 @@ class UnifiedRole:
 
     def waits_for_outside(self) -> bool:
         return False
-
-    def due_s(self) -> float | None:
-        return None
 
     def queues(self) -> dict[str, int]:
         return {}

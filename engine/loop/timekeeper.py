@@ -49,10 +49,9 @@ class Timekeeper:
             request = self._live.get(output.rid)
             if request is None:
                 continue
-            at_s = now_s if request.times.handed_s is None else request.times.handed_s
             if output.new_ids and request.times.first_token_s is None:
-                request.times.first_token_s = at_s
+                request.times.first_token_s = now_s
             if output.finish is not None:
                 del self._live[output.rid]
-                output.times = time_line(request.times, ended_s=at_s, completion_tokens=output.completion_tokens)
-                output.stages = stages(request.times, ended_s=at_s)
+                output.times = time_line(request.times, ended_s=now_s, completion_tokens=output.completion_tokens)
+                output.stages = stages(request.times, ended_s=now_s)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from engine.messages import LogprobOptions
 from tests.core.hash_model import Slot, expected_tokens
 from tests.disagg.two_role_stories import TwoRoleStory, play, two_role_stories
 from tests.disagg.two_roles import Cluster
@@ -100,27 +99,6 @@ def test_few_pages_leave_with_the_last_chunk() -> None:
     assert [(start, num, last) for start, num, _, last in sent] == [(0, 4, False), (4, 4, True)]
     assert cluster.decode.tokens == {"r": expected_tokens(list(range(30)), 3)}
     cluster.assert_all_back()
-
-
-def test_prefill_answers_some_time_after_the_hand_over() -> None:
-    """Its memory is back by then; who waits for logprobs of the prompt is answered at once."""
-    cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=1, answer_after_s=0.5)
-    prefill, wanted = cluster.prefill, LogprobOptions(start_len=0, top_num=0, token_ids=())
-    for rid, room, logprobs in (("r", 1, None), ("asks", 2, wanted), ("s", 3, LogprobOptions(start_len=-1))):
-        prefill.submit(rid, list(range(9)), room, new=2, prefill_only=True, logprobs=logprobs)
-        cluster.decode.submit(rid, list(range(9)), room, new=2, prefill_only=False)
-        cluster.run(random.Random(1))
-    cluster.assert_all_back()
-    assert list(prefill.tokens) == ["asks"] and prefill.role.due_s() == 0.5
-    prefill.now_s = 0.49
-    prefill.turn()
-    assert list(prefill.tokens) == ["asks"]
-    prefill.now_s = 0.5
-    prefill.turn()
-    assert {rid: prefill.tokens[rid] for rid in ("r", "s")} == dict.fromkeys(
-        ("r", "s"), expected_tokens(list(range(9)), 1)
-    )
-    assert prefill.role.due_s() is None
 
 
 def test_what_decode_has_cached_is_not_sent() -> None:

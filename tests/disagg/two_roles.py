@@ -73,7 +73,6 @@ class Cluster:
         places: int = 0,
         layerwise: bool = False,
         least_bytes: int = 0,
-        answer_after_s: float = 0.0,
         both: Mapping[str, object] = MappingProxyType({}),
         **decode: object,
     ) -> None:
@@ -92,7 +91,6 @@ class Cluster:
             bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
             layerwise=layerwise,
             least_bytes=least_bytes,
-            answer_after_s=answer_after_s,
         )
         self.decode.role = DecodeRole(
             scheduler=self.decode.scheduler,

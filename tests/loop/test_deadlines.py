@@ -219,14 +219,6 @@ def test_a_pause_that_aborts_ends_what_peers_asked_for() -> None:
     assert len(rig.role.ended) == 1
 
 
-def test_the_loop_rests_until_its_role_is_due() -> None:
-    rig = Rig()
-    rig.loop._role.due_s = lambda: 7.25  # type: ignore[method-assign]
-    for now_s, wait_s in ((7.0, 0.25), (7.24999, SOON_S), (8.0, SOON_S), (5.0, 1.0)):
-        rig.now_s = now_s
-        assert rig.rest() == pytest.approx(wait_s)
-
-
 def test_a_loop_at_rest_does_spare_work_piece_by_piece_and_waits_when_there_is_none() -> None:
     rig = Rig()
     rig.spare_pieces = 2

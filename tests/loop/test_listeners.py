@@ -9,13 +9,11 @@ import pytest
 
 from engine.core.plan import Plan, PlanItem
 from engine.core.policy import Priorities
-from engine.core.request import Request
 from engine.core.times import Times, time_line
 from engine.loop.interval_log import IntervalLog
 from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.retraction_log import RetractionLog, remedy_of
 from engine.loop.stream_gate import FORCED_INTERVAL, StreamGate
-from engine.loop.timekeeper import Timekeeper
 from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import EXIT_STATUS, Watchdog
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
@@ -23,18 +21,6 @@ from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
 
 END = FinishReason(kind="length")
-
-
-def test_an_answer_said_late_ends_with_its_hand_over() -> None:
-    """Prefill's: computed at 3 s, with decode at 4 s, said at 9 s."""
-    request = Request(rid="r", input_ids=[1], sampling=SamplingParams(), eos_ids=frozenset(), arrived_s=1.0)
-    keeper, output = Timekeeper(), TokenOutput(rid="r", new_ids=[7], completion_tokens=1, finish=END)
-    keeper.arrived(request, 1.0)
-    request.times.queued_s, request.times.started_s, request.times.computed_s = 1.5, 2.0, 3.0
-    request.times.handed_s = 4.0
-    keeper.told([output], 9.0)
-    assert output.times["transfer_time"] == 1.0 and output.times["first_token_latency"] == 3.0
-    assert output.stages[-1].end_s == 4.0 and keeper.num_live == 0
 
 
 def told(gate: StreamGate, request: GenerateRequest, num_tokens: int) -> list[list[int]]:

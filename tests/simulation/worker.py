@@ -193,7 +193,6 @@ class Worker:
             bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
             checksum=self._checksum(),
             layerwise=self.executor.layers > 1,
-            answer_after_s=0.003,
         )
 
     def _decode_role(self) -> DecodeRole:
