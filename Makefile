@@ -71,11 +71,11 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q $(if $(TESTS),$(TESTS),-n 3 --dist loadfile --no-loadscope-reorder)
 
 slow-tests: $(STAMP)
-	$(BIN)/python -m tests.slow
+	$(BIN)/python -m tools.slow
 
 # Needs root and Debian, and no $(VENV): the check makes its own, on a machine where nothing is installed.
 fresh-check:
-	python3 -m tests.fresh $(if $(LONG),--long --report docs/reports/fresh_check.json)
+	python3 -m tools.fresh $(if $(LONG),--long --report docs/reports/fresh_check.json)
 
 # A failure prints the line that replays it, and leaves no report.
 soak-core: $(STAMP)
@@ -93,14 +93,14 @@ gpu-check: $(if $(PYTHON),,$(STAMP))
 	$(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu_check --output $(or $(GPU_JSON),docs/reports/gpu_check.json) $(ARGS)
 
 fault-matrix: $(STAMP)
-	$(BIN)/python -m tests.faults.matrix --jobs $(JOBS) $(if $(CELLS),--again '$(CELLS)')
+	$(BIN)/python -m tools.faults.matrix --jobs $(JOBS) $(if $(CELLS),--again '$(CELLS)')
 
 # About three minutes; alone on the machine, or its figures are the machine's.
 death-notice: $(STAMP)
-	$(BIN)/python -m tests.faults.death_notice $(ARGS)
+	$(BIN)/python -m tools.faults.death_notice $(ARGS)
 
 churn-soak: $(STAMP)
-	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --backends $(BACKENDS)
+	$(BIN)/python -m tools.faults.soak --minutes $(MINUTES) --backends $(BACKENDS)
 
 plan-error: $(STAMP)
 	$(BIN)/python -m benchmarks.plan_error --report docs/reports/plan_error.json $(ARGS)
@@ -121,15 +121,15 @@ $(FUZZ_VENV)/bin/schemathesis:
 	$(FUZZ_VENV)/bin/pip install -q "schemathesis>=4.32,<5"
 
 fuzz: $(STAMP) $(FUZZ_VENV)/bin/schemathesis
-	$(BIN)/python -m tests.fuzz.run --schemathesis $(FUZZ_VENV)/bin/schemathesis --report docs/reports/fuzz.md $(ARGS)
+	$(BIN)/python -m tools.fuzz.run --schemathesis $(FUZZ_VENV)/bin/schemathesis --report docs/reports/fuzz.md $(ARGS)
 
 # Needs kubectl (or KUSTOMIZE="kustomize build"): what the tests of deploy/kubernetes read.
 manifests: $(STAMP)
-	$(BIN)/python -m tests.kubernetes.render
+	$(BIN)/python -m tools.kubernetes.render
 
 # A rolling update under load, without a cluster: about a minute.
 k8s-drill: $(STAMP)
-	$(BIN)/python -m tests.kubernetes.drill --report docs/reports/k8s_drill.json
+	$(BIN)/python -m tools.kubernetes.drill --report docs/reports/k8s_drill.json
 
 image-pins: $(STAMP)
 	$(BIN)/python -m deploy.docker.pin

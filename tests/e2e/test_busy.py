@@ -44,7 +44,7 @@ class Pd:
 @pytest.fixture(scope="module")
 def pd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pd]:
     folder = tmp_path_factory.mktemp("busy")
-    inject = os.pathsep.join([str(ROOT / "tests" / "faults" / "inject"), str(ROOT)])
+    inject = os.pathsep.join([str(ROOT / "tools" / "faults" / "inject"), str(ROOT)])
     switched = {"TANDEM_FAULTS_DIR": str(folder), "PYTHONPATH": inject}
     serve = ("serve", "--port", "0", "--max-total-tokens", "16384", "--log-level", "warning")
     prefill = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0")

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.cells import Cell, Fault, Phase, Victim
-from tests.faults.rig import Rig
-from tests.faults.run_cell import run_cell
+from tools.faults.cells import Cell, Fault, Phase, Victim
+from tools.faults.rig import Rig
+from tools.faults.run_cell import run_cell
 
 FAULT_S = 1.0
 CELLS = [

@@ -12,15 +12,15 @@ import pytest
 
 from deploy.launcher.ports import free_ports
 from tests.e2e.cluster import wait_until
-from tests.faults.cells import Cell, Fault, Phase, Victim, all_cells, chosen, must_be_right, why_not
-from tests.faults.household import MARK, Household
-from tests.faults.load import judge
-from tests.faults.matrix import lanes
-from tests.faults.memory import Curve, trend
-from tests.faults.network import Link, Network
-from tests.faults.progress import progress
-from tests.faults.report import write_page
-from tests.faults.soak_report import verdict
+from tools.faults.cells import Cell, Fault, Phase, Victim, all_cells, chosen, must_be_right, why_not
+from tools.faults.household import MARK, Household
+from tools.faults.load import judge
+from tools.faults.matrix import lanes
+from tools.faults.memory import Curve, trend
+from tools.faults.network import Link, Network
+from tools.faults.progress import progress
+from tools.faults.report import write_page
+from tools.faults.soak_report import verdict
 
 ANSWER_S = 60.0
 

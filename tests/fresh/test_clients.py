@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.fresh import clients
+from tools.fresh import clients
 
 
 def test_pip_reads_the_users_file_after_the_systems(tmp_path: Path):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from deploy.launcher.summary import Member, summary_text
-from tests.fresh import readme
-from tests.fresh.__main__ import CANNOT, main
-from tests.fresh.bare_root import TREE
-from tests.fresh.inside import CheckFailedError, closing_line
+from tools.fresh import readme
+from tools.fresh.__main__ import CANNOT, main
+from tools.fresh.bare_root import TREE
+from tools.fresh.inside import CheckFailedError, closing_line
 
 README = (TREE / "README.md").read_text()
 

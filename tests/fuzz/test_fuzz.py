@@ -13,12 +13,12 @@ from hypothesis import Phase, settings
 
 from engine.frontend import openapi as worker_openapi
 from router.http import openapi as router_openapi
-from tests.fuzz import bodies, sockets
-from tests.fuzz.footprint import Footprint, Leak, assert_no_leak, footprint
-from tests.fuzz.parts import ROUND
-from tests.fuzz.report import CUT, DONE, Report
-from tests.fuzz.run import PARTS, main
-from tests.fuzz.story import Story
+from tools.fuzz import bodies, sockets
+from tools.fuzz.footprint import Footprint, Leak, assert_no_leak, footprint
+from tools.fuzz.parts import ROUND
+from tools.fuzz.report import CUT, DONE, Report
+from tools.fuzz.run import PARTS, main
+from tools.fuzz.story import Story
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +56,7 @@ def test_bootstrap_bodies(secret: bytes | None) -> None:
 
 
 def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.fuzz.footprint.SETTLE_S", 0.0)
+    monkeypatch.setattr("tools.fuzz.footprint.SETTLE_S", 0.0)
     here, now = psutil.Process(), footprint(psutil.Process())
     assert_no_leak(here, now, growth_mib=64, name="here")
     with open(os.devnull), pytest.raises(Leak, match=r"here: \+1 open files"):
@@ -83,8 +83,8 @@ def test_the_report_tells_what_is_missing(tmp_path: Path) -> None:
 def test_a_crash_ends_the_run_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "fuzz.md"
     monkeypatch.setattr("transfer_backends.prefill_peers.PeerTable.refuse", lambda *args, **kwargs: 1 / 0)
-    monkeypatch.setattr("tests.fuzz.parts.ROUND", settings(ROUND, phases=[Phase.generate]))
-    monkeypatch.setattr("tests.fuzz.run._prepare", lambda: None)
+    monkeypatch.setattr("tools.fuzz.parts.ROUND", settings(ROUND, phases=[Phase.generate]))
+    monkeypatch.setattr("tools.fuzz.run._prepare", lambda: None)
     monkeypatch.setattr("sys.argv", ["fuzz", "--parts", "frames", "--inputs", "3000", "--report", str(page)])
     with pytest.raises(ZeroDivisionError) as caught:
         main()
@@ -93,7 +93,7 @@ def test_a_crash_ends_the_run_and_is_reported(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_hang_ends_the_process_with_1_and_its_stacks() -> None:
-    code = "import tests.fuzz.progress as p, time; p.HANG_S = 0.1; p.Progress('x', 1, print); time.sleep(60)"
+    code = "import tools.fuzz.progress as p, time; p.HANG_S = 0.1; p.Progress('x', 1, print); time.sleep(60)"
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
     )

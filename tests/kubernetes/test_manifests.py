@@ -21,7 +21,8 @@ from router.http.access import need_of as router_need_of
 from router.http.control import Control
 from router.selectors import Selector
 from service.security.keys import Access
-from tests.kubernetes.cluster_objects import (
+from tests.kubernetes.schemas import VERSIONS, faults
+from tools.kubernetes.cluster_objects import (
     EXAMPLE_IP,
     Object,
     Pods,
@@ -33,8 +34,7 @@ from tests.kubernetes.cluster_objects import (
     pods,
     selects,
 )
-from tests.kubernetes.render import KEYS, RENDERED, SOURCES, first_line, overlays
-from tests.kubernetes.schemas import VERSIONS, faults
+from tools.kubernetes.render import KEYS, RENDERED, SOURCES, first_line, overlays
 
 OVERLAYS = overlays()
 GPU = ("nvidia-nixl", "nvidia-mooncake-rdma", "multi-node", "autoscaling", "autoscaling-keda")

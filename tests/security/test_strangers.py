@@ -24,8 +24,8 @@ from service.security.keys import Access, KeyRing
 from service.security.signing import Call, Signer, Verdict, Verifier
 from service.security.voucher import is_vouched, vouch
 from tests.frontend.conftest import Worker, start_worker, wait_for
-from tests.fuzz.sockets import target
 from tests.router.dummies import cluster, until
+from tools.fuzz.sockets import target
 
 SECRET = b"sixteen bytes or more"
 # How a path may be written so that a guard and a router of requests could disagree about it.

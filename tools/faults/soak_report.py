@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.faults.memory import WARM_UP_S
+from tools.faults.memory import WARM_UP_S
 
 FLAT_KIB_A_REQUEST = 0.25  # 5 MiB over 20,000 requests; a request that is never forgotten costs more
 

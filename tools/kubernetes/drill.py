@@ -21,9 +21,9 @@ from typing import Any
 
 import aiohttp
 
-from tests.kubernetes.kubelet import Cluster, LocalPod, ended_well
-from tests.kubernetes.render import KEYS
 from tests.router.kube_server import kube_server
+from tools.kubernetes.kubelet import Cluster, LocalPod, ended_well
+from tools.kubernetes.render import KEYS
 
 CLIENTS = 4
 TOKENS = (48, 48, 48, 2500)  # of each client's answers; the last one's outlast preStop and need the drain

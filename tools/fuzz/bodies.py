@@ -15,7 +15,7 @@ from urllib.parse import quote
 from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
 from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
-from tests.fuzz.source import Source, mangled
+from tools.fuzz.source import Source, mangled
 
 CONFIG = BootstrapConfig(port=0, max_workers=8, max_rooms=64)
 STATUSES = frozenset((200, 400, 401, 404, 405, 413, 503))

@@ -1,6 +1,6 @@
 """Runs in the namespaces of one check: mounts what a Linux root needs, then types README's commands in it.
 
-Usage: python -m tests.fresh.inside ROOT LONG(0|1) REPORT. All mounts and processes end with the namespaces.
+Usage: python -m tools.fresh.inside ROOT LONG(0|1) REPORT. All mounts and processes end with the namespaces.
 """
 
 import json
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from tests.fresh import readme
-from tests.fresh.bare_root import CLONE, bindings, environment
+from tools.fresh import readme
+from tools.fresh.bare_root import CLONE, bindings, environment
 
 T = TypeVar("T")
 SETUP_LIMIT_S = 3600

@@ -13,10 +13,10 @@ from typing import Any
 import zmq
 
 from service.security.curve import guard_connector, guard_listener
-from tests.fuzz.frames import Ends, to_decode, to_prefill
-from tests.fuzz.source import Source
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
+from tools.fuzz.frames import Ends, to_decode, to_prefill
+from tools.fuzz.source import Source
 from transfer_backends.contract import Region, Route, TransferConfig
 from transfer_backends.decode_manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.fresh import clients
+from tools.fresh import clients
 
 TREE = Path(__file__).parents[2]
 CLONE = "root/tandem"  # inside the root

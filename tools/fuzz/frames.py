@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tests.fuzz.source import Source, odd, spoilt
+from tools.fuzz.source import Source, odd, spoilt
 from transfer_backends.contract import Region
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.wire import Layout

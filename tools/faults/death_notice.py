@@ -1,6 +1,6 @@
 """`make death-notice`: how soon the router notices a worker that is frozen or cut off, and that it is back; docs/reliability.md.
 
-usage: python -m tests.faults.death_notice [--times 10] [--quiet-s 60]
+usage: python -m tools.faults.death_notice [--times 10] [--quiet-s 60]
 
 Real processes with default flags. Exit status 1 when anything took `LIMIT_S` or longer to be noticed.
 """
@@ -16,10 +16,10 @@ import aiohttp
 import httpx2 as httpx
 
 from tests.e2e.cluster import wait_until
-from tests.faults.cells import Victim
-from tests.faults.load import Load
-from tests.faults.report import NOTICE, about_run, keep, write_page
-from tests.faults.rig_on_links import RigOnLinks
+from tools.faults.cells import Victim
+from tools.faults.load import Load
+from tools.faults.report import NOTICE, about_run, keep, write_page
+from tools.faults.rig_on_links import RigOnLinks
 
 LIMIT_S = 3.0
 WITHIN_S = 30.0

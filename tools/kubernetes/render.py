@@ -16,7 +16,7 @@ from pathlib import Path
 REPO = Path(__file__).parents[2]
 SOURCES = REPO / "deploy" / "kubernetes"
 DASHBOARD = REPO / "deploy" / "monitoring"
-RENDERED = Path(__file__).parent / "rendered"
+RENDERED = REPO / "tests" / "kubernetes" / "rendered"
 KEYS = ("cluster.secret", "api.keys", "admin.keys")
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from deploy.bench.environment import describe
-from tests.faults.cells import BACKENDS, MOVERS, Cell, Fault, Phase, Victim, chosen, why_not
-from tests.faults.run_cell import FAULT_S, LONG, NUM_REQUESTS
-from tests.faults.soak_report import render
+from tools.faults.cells import BACKENDS, MOVERS, Cell, Fault, Phase, Victim, chosen, why_not
+from tools.faults.run_cell import FAULT_S, LONG, NUM_REQUESTS
+from tools.faults.soak_report import render
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -23,7 +23,7 @@ SOAKS = {backend: f"churn_soak_{backend}.json" for backend in BACKENDS}
 INTRO = """# Reliability
 
 What the cluster does on its worst day, with real processes. This page is written by `make fault-matrix`, `make death-notice`
-and `make churn-soak` (`tests/faults/report.py`); do not edit it. Each
+and `make churn-soak` (`tools/faults/report.py`); do not edit it. Each
 section names the commit that it was measured at: what has changed since is not in it. The same in virtual time, with far more
 faults: `make sim`.
 
@@ -48,7 +48,7 @@ Each cell brings all of them into a phase, does one fault, and demands that
 | unplug-for-good | the same; the cable stays out until all requests have ended and the survivors are clean. Pages that the lost machine may still write stay quarantined until it is back: nobody can ask it |
 | freeze | SIGSTOP for good; SIGKILL once all requests have ended (a frozen router can end none: after {fault_s:g} s), as a supervisor would, then as kill |
 | drain | SIGTERM: it finishes what runs and exits 0, then as kill |
-| error | the next KV write of each request fails in prefill's engine, without having begun (a switch around the real engine, tests only: `tests/faults/inject/`); its real recovery follows. In "decoding": of one more request, beside those that decode |
+| error | the next KV write of each request fails in prefill's engine, without having begun (a switch around the real engine, tests only: `tools/faults/inject/`); its real recovery follows. In "decoding": of one more request, beside those that decode |
 | error-twice | the same, and the second try of the same pair fails, too: the router sends the request once more |
 | error-always | every write fails until all requests have ended: a clear error |
 
@@ -63,7 +63,7 @@ A child's death ends its worker, which a supervisor starts again. In a cell: how
 connection broke, only ever where the router itself is killed), the seconds from the fault to the last one's end, then those until
 survivors are clean (where the fault passes by itself: until all are, and serve). In the rows kill and restart up to 2 s
 of that are the harness's own: it reads no answers while it waits for the last of the victim's processes to go. With one worker a role there is nobody to try again with while the victim is away: errors are what is right
-there; "right" is demanded wherever what the request still needs is left (`must_be_right` in `tests/faults/cells.py`).
+there; "right" is demanded wherever what the request still needs is left (`must_be_right` in `tools/faults/cells.py`).
 
 Where a connection breaks under a stream that has begun (cut of router or decode, decoding) the stream ends with an error:
 its client has part of the answer. The other half of those requests moves. A bootstrap server that stays dead is named in

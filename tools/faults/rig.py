@@ -24,9 +24,9 @@ import psutil
 
 from deploy.launcher.ports import free_ports
 from tests.e2e.cluster import READY_S, wait_until
-from tests.faults.cells import CHILDREN, Layout, Victim
-from tests.faults.household import ROOT, Household
-from tests.faults.network import LOOPBACK, Link, Network
+from tools.faults.cells import CHILDREN, Layout, Victim
+from tools.faults.household import ROOT, Household
+from tools.faults.network import LOOPBACK, Link, Network
 
 WORKERS = ("prefill", "decode")
 PARTS = ("bootstrap", *WORKERS, "router")
@@ -73,7 +73,7 @@ class Rig:
         """Start a part at its address, the one that it always has."""
         switched = {
             "TANDEM_FAULTS_DIR": str(self._switches),
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "faults" / "inject"), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tools" / "faults" / "inject"), str(ROOT)]),
         }
         self.household.begin(
             name,

@@ -1,8 +1,8 @@
 """`make fuzz`: fuzzed frames, bootstrap calls and HTTP until enough inputs have been seen; figures to a report.
 
-    python -m tests.fuzz.run --inputs 100000 --schemathesis .venv-fuzz/bin/schemathesis --report docs/reports/fuzz.md
-    python -m tests.fuzz.run --parts frames,sockets --inputs 5000        some parts
-    python -m tests.fuzz.run ... --resume                                what a run that was cut off has left
+    python -m tools.fuzz.run --inputs 100000 --schemathesis .venv-fuzz/bin/schemathesis --report docs/reports/fuzz.md
+    python -m tools.fuzz.run --parts frames,sockets --inputs 5000        some parts
+    python -m tools.fuzz.run ... --resume                                what a run that was cut off has left
 
 Exits 1 for the first crash, hang, leak or answer that is not as described, and shows the smallest input that does it.
 """
@@ -15,10 +15,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.fuzz.openapi import DOORS, Doors, doors, fuzz_control, fuzz_door
-from tests.fuzz.parts import Asked, fuzz_bodies, fuzz_frames, fuzz_sockets
-from tests.fuzz.progress import Progress
-from tests.fuzz.report import CUT, DONE, FAILED, Report
+from tools.fuzz.openapi import DOORS, Doors, doors, fuzz_control, fuzz_door
+from tools.fuzz.parts import Asked, fuzz_bodies, fuzz_frames, fuzz_sockets
+from tools.fuzz.progress import Progress
+from tools.fuzz.report import CUT, DONE, FAILED, Report
 
 # Part -> its share of the inputs.
 SHARES = {"frames": 0.6, "sockets": 0.15, "bootstrap": 0.25}

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from tests.faults.cells import MOVERS, Layout, Victim
-from tests.faults.network import LOOPBACK, Link
-from tests.faults.rig import WORKERS, Rig
+from tools.faults.cells import MOVERS, Layout, Victim
+from tools.faults.network import LOOPBACK, Link
+from tools.faults.rig import WORKERS, Rig
 
 LINKS_OF = {
     Victim.PREFILL: ("to-prefill", "registration"),

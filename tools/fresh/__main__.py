@@ -15,13 +15,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fresh.bare_root import CLONE, NAMESPACES, TREE, CannotCheckError, bare_root
+from tools.fresh.bare_root import CLONE, NAMESPACES, TREE, CannotCheckError, bare_root
 
 CANNOT = 3
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python3 -m tests.fresh", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python3 -m tools.fresh", description=__doc__)
     parser.add_argument("--long", action="store_true", help="run the whole suite in it")
     parser.add_argument("--report", type=Path, help="write what was seen as JSON")
     args = parser.parse_args()
@@ -47,7 +47,7 @@ def _enter(root: Path, *, long: bool) -> dict[str, object] | None:
     """What the check inside saw; None: it failed, and said so."""
     with tempfile.NamedTemporaryFile(prefix="tandem-fresh-", suffix=".json") as file:
         # The shell is process 1 of the namespace and reaps what its children leave.
-        script = f'"{sys.executable}" -m tests.fresh.inside "$@"; exit $?'
+        script = f'"{sys.executable}" -m tools.fresh.inside "$@"; exit $?'
         command = [*NAMESPACES, "/bin/bash", "-c", script, "bash", str(root), str(int(long)), file.name]
         child = subprocess.Popen(command, cwd=TREE)
         try:

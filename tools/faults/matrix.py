@@ -1,6 +1,6 @@
 """`make fault-matrix`: runs the cells that have no result yet, with a progress bar, and writes docs/reliability.md.
 
-usage: python -m tests.faults.matrix [--jobs 2] [--again] [--results DIR] [CELL...]
+usage: python -m tools.faults.matrix [--jobs 2] [--again] [--results DIR] [CELL...]
 
 CELL: fault:victim:phase:backend with wildcards, `kill:prefill:*`, say; default: all. A run that was broken off goes on where it
 was; --again runs the chosen cells anew. docs/reports/fault_matrix.json and the page are written when every cell of the matrix has a result.
@@ -16,10 +16,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tests.faults.cells import Cell, chosen
-from tests.faults.lane import group_of, path_of
-from tests.faults.progress import progress
-from tests.faults.report import MATRIX, RESULTS, about_run, keep, write_page
+from tools.faults.cells import Cell, chosen
+from tools.faults.lane import group_of, path_of
+from tools.faults.progress import progress
+from tools.faults.report import MATRIX, RESULTS, about_run, keep, write_page
 
 LANE_CELLS = 12
 POLL_S = 0.2
@@ -54,7 +54,7 @@ def run(cells: list[Cell], *, results: Path, jobs: int) -> None:
 
 
 def _start(cells: list[Cell], results: Path) -> "subprocess.Popen[bytes]":
-    argv = [sys.executable, "-m", "tests.faults.lane", "--results", str(results), *(cell.name for cell in cells)]
+    argv = [sys.executable, "-m", "tools.faults.lane", "--results", str(results), *(cell.name for cell in cells)]
     with (results / "lanes.log").open("ab") as log:
         return subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
 
@@ -64,7 +64,7 @@ def _read(results: Path, cell: Cell) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.matrix", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.faults.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("cells", nargs="*", metavar="CELL")
     parser.add_argument("--jobs", type=int, default=2, help="clusters at a time (default: 2)")
     parser.add_argument("--again", action="store_true", help="run the chosen cells anew")

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import psutil
 from hypothesis import HealthCheck, given, note, seed, settings
 
-from tests.fuzz import bodies, sockets
-from tests.fuzz.footprint import SETTLE_S, assert_no_leak, footprint, told
-from tests.fuzz.progress import Progress
-from tests.fuzz.source import STORY_BYTES
-from tests.fuzz.story import Story
 from tests.transfer.rig import until
+from tools.fuzz import bodies, sockets
+from tools.fuzz.footprint import SETTLE_S, assert_no_leak, footprint, told
+from tools.fuzz.progress import Progress
+from tools.fuzz.source import STORY_BYTES
+from tools.fuzz.story import Story
 
 # Where it fails hypothesis shows the smallest story that does, and its seed.
 ROUND = settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from tests.fuzz.frames import Ends, offer, register, to_decode, to_prefill
-from tests.fuzz.source import Source
+from tools.fuzz.frames import Ends, offer, register, to_decode, to_prefill
+from tools.fuzz.source import Source
 from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig
 from transfer_backends.decode_rooms import DecodeRooms
 from transfer_backends.decode_sessions import Connect

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tests.e2e.client import left_over
-from tests.faults.cells import AWAY, DIES, Cell, Fault, Phase, Victim, must_be_right
-from tests.faults.load import Hog, Load, Outcome
-from tests.faults.rig import POOL_TOKENS, WORKERS, Rig
+from tools.faults.cells import AWAY, DIES, Cell, Fault, Phase, Victim, must_be_right
+from tools.faults.load import Hog, Load, Outcome
+from tools.faults.rig import POOL_TOKENS, WORKERS, Rig
 
 NUM_REQUESTS = 4
 SHORT, LONG = 8, 500  # new tokens

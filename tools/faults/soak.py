@@ -1,6 +1,6 @@
 """`make churn-soak`: requests without pause while workers are killed and added and clients leave; docs/reliability.md.
 
-usage: python -m tests.faults.soak [--minutes 10] [--requests 20000] [--backends nixl mooncake] [--seed 1]
+usage: python -m tools.faults.soak [--minutes 10] [--requests 20000] [--backends nixl mooncake] [--seed 1]
 
 One transfer backend after the other; each runs for the minutes and until the requests are done, whichever is later (at most three times the minutes). Every answer is
 checked against the oracle of the shipped model. Exit status 1 when anything of it does not hold (`soak_report.verdict`).
@@ -24,13 +24,13 @@ import httpx2 as httpx
 
 from tests.e2e.client import left_over
 from tests.e2e.workload import recall_body
-from tests.faults.cells import BACKENDS
-from tests.faults.churn import MORTAL_ROUTER, ROLES, ROUTERS, Fleet
-from tests.faults.load import judge
-from tests.faults.memory import Watch
-from tests.faults.progress import progress
-from tests.faults.report import REPORTS, RESULTS, SOAKS, about_run, keep, write_page
-from tests.faults.soak_report import verdict
+from tools.faults.cells import BACKENDS
+from tools.faults.churn import MORTAL_ROUTER, ROLES, ROUTERS, Fleet
+from tools.faults.load import judge
+from tools.faults.memory import Watch
+from tools.faults.progress import progress
+from tools.faults.report import REPORTS, RESULTS, SOAKS, about_run, keep, write_page
+from tools.faults.soak_report import verdict
 
 AT_ONCE = 16
 ABORTS = 0.1  # share of clients that leave
@@ -175,7 +175,7 @@ def _left_in(url: str) -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.faults.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)

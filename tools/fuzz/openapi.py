@@ -21,8 +21,8 @@ import psutil
 from tests.e2e.client import assert_all_back, generate_all
 from tests.e2e.cluster import Cluster, cluster
 from tests.e2e.workload import recall_body
-from tests.fuzz.footprint import Footprint, assert_no_leak, footprint, told
-from tests.fuzz.progress import Progress
+from tools.fuzz.footprint import Footprint, assert_no_leak, footprint, told
+from tools.fuzz.progress import Progress
 
 DOORS = ("router", "prefill", "decode")
 CHECKS = (

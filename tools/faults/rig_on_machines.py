@@ -10,10 +10,10 @@ import secrets
 import httpx2 as httpx
 
 from tests.e2e.workload import recall_body
-from tests.faults.cells import Layout, Victim
-from tests.faults.machines import Machines
-from tests.faults.network import LOOPBACK, Link
-from tests.faults.rig import WORKERS, Rig
+from tools.faults.cells import Layout, Victim
+from tools.faults.machines import Machines
+from tools.faults.network import LOOPBACK, Link
+from tools.faults.rig import WORKERS, Rig
 
 PROMPT_PAIRS = 110
 LEAST_TOKEN_BYTES = 500  # the shipped model's KV is twice that, a request's own body a hundredth

@@ -16,7 +16,7 @@ import httpx2 as httpx
 
 from deploy.launcher.ports import free_ports
 from tests.e2e.cluster import READY_S
-from tests.faults.household import Household, Part
+from tools.faults.household import Household, Part
 
 ROLES = ("prefill", "decode")
 MORTAL_ROUTER = "router-1"

@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 
 from service.process.die_with_parent import die_with_parent
-from tests.kubernetes.cluster_objects import EXAMPLE_IP, Pods, command_line, one
 from tests.router.kube_server import KubeServer, pod
+from tools.kubernetes.cluster_objects import EXAMPLE_IP, Pods, command_line, one
 
 ROUTER_PORT = "--port=8080"
 

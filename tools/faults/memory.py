@@ -6,7 +6,7 @@ from statistics import fmean
 
 import psutil
 
-from tests.faults.household import Part
+from tools.faults.household import Part
 
 # Of a process's life. Caches and pools fill, and tables with a time to live: the slowest is prefill's memory of ended
 # rooms (--disaggregation-bootstrap-timeout, 300 s), which grows until the first of them expire.

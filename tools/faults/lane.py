@@ -1,4 +1,4 @@
-"""Runs cells one after the other on one cluster; `python -m tests.faults.lane --results DIR CELL...`, by the matrix.
+"""Runs cells one after the other on one cluster; `python -m tools.faults.lane --results DIR CELL...`, by the matrix.
 
 One JSON file a cell. After a cell that failed the cluster is a new one, so that no failure causes another.
 """
@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 from deploy.bench.environment import commit
-from tests.faults.cells import Cell, Layout, all_cells, layout_of
-from tests.faults.household import log_of
-from tests.faults.rig import Rig
-from tests.faults.rig_on_links import RigOnLinks
-from tests.faults.rig_on_machines import RigOnMachines
-from tests.faults.run_cell import Result, run_cell
+from tools.faults.cells import Cell, Layout, all_cells, layout_of
+from tools.faults.household import log_of
+from tools.faults.rig import Rig
+from tools.faults.rig_on_links import RigOnLinks
+from tools.faults.rig_on_machines import RigOnMachines
+from tools.faults.run_cell import Result, run_cell
 
 RIGS = {Layout.PLAIN: Rig, Layout.LINKS: RigOnLinks, Layout.MACHINES: RigOnMachines}
 
@@ -78,7 +78,7 @@ def _keep_logs(rig: Rig, results: Path, cell: Cell) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.lane")
+    parser = argparse.ArgumentParser(prog="python -m tools.faults.lane")
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("cells", nargs="+")
     args = parser.parse_args()

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tests.kubernetes.render import RENDERED
+from tools.kubernetes.render import RENDERED
 
 Object = dict[str, Any]
 EXAMPLE_IP = "10.1.2.3"
