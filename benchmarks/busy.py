@@ -98,16 +98,7 @@ def main() -> int:
         model = Path(args.checkpoint or stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-busy-")))
         if not (model / "config.json").exists():
             write_model(model)
-        flags = [
-            "--model-path",
-            str(model),
-            "--num-threads",
-            "1",
-            "--max-total-tokens",
-            "16384",
-            "--prefault-tokens",
-            "0",
-        ]
+        flags = ["--model-path", str(model), "--num-threads", "1", "--max-total-tokens", "16384"]
         shape = ["--unified"] if args.unified else []
         cluster = stack.enter_context(tandem_up(*shape, *flags, *args.worker_flags.split()))
         answers = asyncio.run(run(cluster.url, gap_s=args.gap, long_tokens=args.long_tokens, seed=0))

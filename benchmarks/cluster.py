@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from deploy.bench.config import BenchConfig
 from deploy.bench.run import measure
 from deploy.bench.stats import Summary, summarize
@@ -23,9 +21,6 @@ from service.process.die_with_parent import die_with_parent
 
 START_S = 300.0
 END_S = 10.0
-SETTLE_S = 60.0
-STILL_S = 1.0
-STILL_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -58,24 +53,6 @@ def tandem_up(*args: str) -> Iterator[Cluster]:
             yield Cluster(ready["router"], time.monotonic() - begin, workers, pids)
         finally:
             _end(process)
-
-
-def settle(cluster: Cluster) -> None:
-    """Until no process of it grows any more: workers make their KV memory ready at rest (engine/kv/prefault.py)."""
-    deadline_s = time.monotonic() + SETTLE_S
-    before = _resident_bytes(cluster)
-    while time.monotonic() < deadline_s:
-        time.sleep(STILL_S)
-        now = _resident_bytes(cluster)
-        if now - before < STILL_BYTES:
-            return
-        before = now
-    raise TimeoutError(f"the cluster's memory still grows after {SETTLE_S:g} s")
-
-
-def _resident_bytes(cluster: Cluster) -> int:
-    up = psutil.Process(dict(cluster.pids)["up"])
-    return sum(process.memory_info().rss for process in (up, *up.children(recursive=True)))
 
 
 def load(*, url: str, compare: str | None = None, **flags: Any) -> list[Summary]:

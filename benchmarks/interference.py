@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.cluster import Cluster, settle, tandem_up
+from benchmarks.cluster import Cluster, tandem_up
 from benchmarks.cpu_use import cpu_use
 from benchmarks.peer_loads import SEED_STEP, Server, interference, warm_up
 from benchmarks.random_model import write_model
@@ -76,12 +76,10 @@ def _run(name: str, server: Server, *, seed: int, prompts: bool) -> Row:
 
 def measure(model: Path, *, rounds: int, backend: str, router_core: int, flags: Sequence[str]) -> list[Row]:
     everywhere = os.sched_getaffinity(0)
-    args = ("--model-path", str(model), *flags)
+    args = ("--model-path", str(model), "--prefault-kv", *flags)
     with tandem_up("--unified", "--num-threads", "2", *args) as cluster:
-        settle(cluster)
         rows = rounds_of(UNIFIED, Server(url=cluster.url, model=model.name), rounds=rounds)
     with tandem_up("--transfer-backend", backend, *args) as cluster:
-        settle(cluster)
         pin(cluster, {"prefill": PREFILL_CORE, "decode": DECODE_CORE, "router": router_core})
         os.sched_setaffinity(0, {router_core})
         try:

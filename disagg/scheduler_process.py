@@ -118,7 +118,6 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         disk=parts.disk,
         adapters=adapters,
         events=EventPump(parts.events, publisher),
-        spare_work=parts.spare_work,
     )
     watchdog = Watchdog(turns)
     _end_on_signals(loop, ports.call_attention)

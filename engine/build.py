@@ -38,7 +38,6 @@ from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_table import PageTable
-from engine.kv.prefault import Prefault
 from engine.kv_events_config import parse_kv_events_config
 from engine.loop.disk_pump import DiskPump
 from engine.lora.bank import AdapterBank
@@ -50,8 +49,6 @@ from engine.models.registry import load_model
 from engine.resolve import depth, limits, num_pages, priorities, resolve, step_budget
 
 log = logging.getLogger(__name__)
-PREFAULT_THREADS = 4  # at start, when nothing else computes
-PREFAULT_START_S = 5.0  # at most; where memory comes that slowly the rest is made ready at rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,6 @@ class EngineParts:
     decode steps, on a GPU and on a CPU.
 
     `events`: what happens in the prefix cache, None where nobody is told. `layers`: how far its steps have got.
-    `spare_work`: a few milliseconds of work for an engine at rest; whether there was any.
     """
 
     config: EngineConfig
@@ -76,7 +72,6 @@ class EngineParts:
     events: CacheEvents | None = None
     graphs: DecodeGraphs | None = None
     tapes: DecodeTapes | None = None
-    spare_work: Callable[[], bool] = lambda: False
 
 
 def build_engine(
@@ -128,7 +123,6 @@ def build_engine(
             raise ConfigError(f"--model-path {config.model_path}: its files changed while they were read; start again")
         identity = _identities(config, model_config, pool)
         tier = build_host_tier(config, pool, identity(config.weight_version, before), wakeup=wakeup)
-    prefault = _prefault(config, pool)
     bank = AdapterBank() if config.enable_lora else None
     layers = LayerMarks(device)
     backend = make_attention_backend(config.attention_backend, pool, num_heads=model_config.num_heads)
@@ -153,7 +147,6 @@ def build_engine(
         host_pool=tier.pool if tier else None,
         adapters=bank,
         layers=layers,
-        prefault=_reach(prefault, pool),
     )
     stream = make_stream(
         config.stream,
@@ -203,7 +196,6 @@ def build_engine(
         layers=layers,
         graphs=graphs,
         tapes=tapes,
-        spare_work=prefault.piece if prefault else lambda: False,
     )
 
 
@@ -271,35 +263,15 @@ def _allocate_pool(config: EngineConfig, specs: list, device: torch.device) -> K
     page_bytes = KVPool.page_bytes_of(specs, config.page_size)
     pages = num_pages(config, page_bytes=page_bytes, free_bytes=_free_bytes(device))
     try:
-        return KVPool(specs, num_pages=pages, page_size=config.page_size, device=device)
+        pool = KVPool(specs, num_pages=pages, page_size=config.page_size, device=device)
     except (MemoryError, OSError, torch.OutOfMemoryError, ValueError) as error:
         size = pages * page_bytes / 2**30
         raise ConfigError(
             f"--max-total-tokens: no memory for a KV cache of {size:.1f} GiB ({error}); lower it"
         ) from error
-
-
-def _prefault(config: EngineConfig, pool: KVPool) -> Prefault | None:
-    """On a CPU, unless it is told not to. Its own thread goes on beside the model's steps where a core is left for it."""
-    tokens, num_threads = config.prefault_tokens, config.num_threads
-    assert tokens is not None and num_threads is not None, "of a resolved config"
-    if pool.device.type != "cpu" or tokens == 0:
-        return None
-    pages = pool.num_pages + 1 if tokens == -1 else -(-tokens // config.page_size)
-    cores = len(os.sched_getaffinity(0))
-    prefault = Prefault(
-        pool.buffer,
-        ahead_bytes=pages * pool.page_bytes,
-        on_its_own=lambda: len(os.sched_getaffinity(0)) > num_threads,  # each time: an operator may pin us later
-    )
-    prefault.start(num_threads=min(cores, PREFAULT_THREADS), timeout_s=PREFAULT_START_S)
-    return prefault
-
-
-def _reach(prefault: Prefault | None, pool: KVPool) -> Callable[[int], None]:
-    if prefault is None:
-        return lambda highest_page: None
-    return lambda highest_page: prefault.reach((highest_page + 1) * pool.page_bytes)
+    if config.prefault_kv and device.type == "cpu":
+        pool.buffer.zero_()
+    return pool
 
 
 def _max_pages(config: EngineConfig, pool: KVPool) -> int:

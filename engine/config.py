@@ -47,10 +47,8 @@ class EngineConfig:
     mem_fraction_static: float = flag(
         0.2, "share of free memory for the KV cache when --max-total-tokens is unset (capped at 4 GiB on cpu)"
     )
-    prefault_tokens: int | None = flag(
-        None,
-        "tokens beyond those in use whose KV memory is kept ready on cpu: first touched at start (for 5 s at most), then "
-        "when nothing else is to be done; 0: memory is touched when it is used; -1: all of it; default: 32768",
+    prefault_kv: bool = flag(
+        False, "on cpu: touch all KV memory at start, so that no step waits until the system finds it"
     )
     max_running_requests: int = flag(64, "requests in the running batch")
     max_queued_requests: int = flag(4096, "requests that may wait; one more is answered 503")

@@ -15,7 +15,6 @@ from engine.model_config import ModelConfig
 
 MAX_CPU_KV_BYTES = 4 << 30
 MAX_PAGE_SIZE = 1024
-PREFAULT_TOKENS = 32768
 MAX_STEP_MS = {"cpu": 1000.0, "cuda": 500.0}  # below the time after which a router calls a worker silent (1.5 s)
 FIRST_FLOPS = {
     "cpu": 50e9,
@@ -51,7 +50,6 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         max_step_ms=_max_step_ms(config, device),
         num_threads=config.num_threads or 1,  # a worker has counted its cores by now (engine/threads.py)
         enable_mixed_chunk=device == "cpu" if config.enable_mixed_chunk is None else config.enable_mixed_chunk,
-        prefault_tokens=PREFAULT_TOKENS if config.prefault_tokens is None else config.prefault_tokens,
     )
 
 
@@ -160,8 +158,6 @@ def _check_ranges(config: EngineConfig) -> None:
     _require(
         config.max_running_requests >= 1, "--max-running-requests", "must be at least 1", config.max_running_requests
     )
-    tokens = config.prefault_tokens
-    _require(tokens is None or tokens >= -1, "--prefault-tokens", "must be -1 or at least 0", tokens)
     _require(config.max_queued_requests >= 0, "--max-queued-requests", "must be at least 0", config.max_queued_requests)
     _require(config.max_prefill_tokens >= 1, "--max-prefill-tokens", "must be at least 1", config.max_prefill_tokens)
     _require(

@@ -3,7 +3,6 @@
 Nothing here waits for the device: on CUDA everything is enqueued and results are copied to pinned memory behind it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -82,10 +81,7 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         tapes: DecodeTapes | None = None,
         layers: LayerMarks | None = None,
-        prefault: Callable[[int], None] = lambda highest_page: None,
     ) -> None:
-        """`prefault` is told the highest page in use, before each step that may have new ones."""
-        self._prefault = prefault
         self._layers = layers or LayerMarks(device)
         self._backup = backup
         self._host_pool = host_pool
@@ -143,7 +139,6 @@ class ModelRunner:
                 self._adapters.open(opened)
         if plan.items:
             self._page_table.update(plan.items)
-            self._prefault(self._page_table.highest_page)
             out.hidden = self._forward(plan)
 
     def draw(self, plan: Plan, forward: Forward) -> StepOutput:

@@ -18,7 +18,6 @@ class PageTable:
         self.scratch_slot = num_slots
         self._page_size = page_size
         self._device = device
-        self.highest_page = 0  # of all that were ever handed out
 
     def update(self, items: list[PlanItem]) -> None:
         """Append each item's new pages to its row: one scatter for the whole step."""
@@ -31,7 +30,6 @@ class PageTable:
             columns += range(item.page_start, item.page_start + n)
             pages += item.new_pages
         if pages:
-            self.highest_page = max(self.highest_page, *pages)
             at = upload(torch.tensor([slots, columns, pages]), self._device)
             self._rows[at[0], at[1]] = at[2].to(torch.int32)
 

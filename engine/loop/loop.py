@@ -102,9 +102,7 @@ class EngineLoop:
         disk: DiskPump | None = None,
         adapters: AdapterControl | None = None,
         events: EventPump | None = None,
-        spare_work: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`spare_work`: a few milliseconds of it, done when there is nothing else to do; whether there was any."""
         self._scheduler = scheduler
         self._role = role
         self._ports = ports
@@ -115,7 +113,6 @@ class EngineLoop:
         self._disk = disk or DiskPump()
         self._events = events or EventPump()
         self._adapters = adapters or AdapterControl.without()
-        self._spare_work = spare_work
         self._pipeline = Pipeline(scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step)
         self._skipper = ReceiveSkipper(interval=settings.recv_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
@@ -217,8 +214,6 @@ class EngineLoop:
             log.info("%s", line)
         if not waiting:
             self._reporter.check_when_due(now_s)
-            if self._spare_work():
-                return
         self._turns.resting()
         self._ports.wait(self._deadlines.shorten(OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S, now_s))
 

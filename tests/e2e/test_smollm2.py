@@ -27,7 +27,7 @@ from tests.models.reference_attend import Sequence
 pytestmark = pytest.mark.timeout(1800)  # these limits end a hang, not a slow machine
 REST_S = 600.0
 NEW_TOKENS = 6
-FLAGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 16384, "prefault_tokens": 0, "num_threads": 1}
+FLAGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 16384, "num_threads": 1}
 
 BEGINNINGS = [
     "The capital of France is",
@@ -179,7 +179,7 @@ def test_a_chat_through_tandem_up(tmp_path: Path) -> None:
 
     than bf16 is off (0.2).
     """
-    args = ("--model-path", "smollm2", "--max-total-tokens", "8192", "--prefault-tokens", "0", "--log-level", "warning")
+    args = ("--model-path", "smollm2", "--max-total-tokens", "8192", "--log-level", "warning")
     with cluster(tmp_path, *args) as c:
         question = "What is the capital of France? Answer in one sentence."
         body = {"model": "smollm2", "messages": [{"role": "user", "content": question}], "temperature": 0}

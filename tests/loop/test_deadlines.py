@@ -67,7 +67,6 @@ class Rig:
         self.engine = EngineInATest(max_running=1, **engine)
         self.inbox: list[Any] = []
         self.rests: list[float] = []
-        self.spare_pieces = 0
         self.now_s = 100.0
         self.role = NotedRole(self.engine.scheduler)
         self.turn_clock = TurnClock(limit_s=300.0)
@@ -81,7 +80,6 @@ class Rig:
             turns=self.turn_clock,
             settings=LoopSettings(depth=depth, eos_ids=frozenset(), prefill_only=False),
             clock=lambda: self.now_s,
-            spare_work=self.spare_work,
         )
 
     # ports
@@ -95,10 +93,6 @@ class Rig:
     def to_frontend(self, message: Any) -> None:
         if isinstance(message, TokenBatch):
             self.engine.say(message.outputs)
-
-    def spare_work(self) -> bool:
-        self.spare_pieces -= 1
-        return self.spare_pieces >= 0
 
     def call_attention(self) -> None:
         """Nobody sleeps here."""
@@ -217,16 +211,3 @@ def test_a_pause_that_aborts_ends_what_peers_asked_for() -> None:
     rig.tell(ContinueGeneration("c"))
     rig.tell(PauseGeneration("q", "abort"))
     assert len(rig.role.ended) == 1
-
-
-def test_a_loop_at_rest_does_spare_work_piece_by_piece_and_waits_when_there_is_none() -> None:
-    rig = Rig()
-    rig.spare_pieces = 2
-    rig.loop._rest()
-    rig.loop._rest()
-    assert rig.rests == [] and rig.spare_pieces == 0
-    assert rig.rest() == IDLE_WAIT_S
-    rig.spare_pieces = 1
-    rig.tell(ask("busy", None, new=2))
-    rig.turns(5)
-    assert rig.spare_pieces == 1 and len(rig.engine.tokens["busy"]) == 2

@@ -14,7 +14,6 @@ from engine.resolve import resolve, step_budget
         ("scheduler_recv_interval", -1),
         ("decode_log_interval", 0),
         ("watchdog_timeout", -0.5),
-        ("prefault_tokens", -2),
         ("max_step_ms", -1.0),
         ("max_step_ms", float("inf")),
         ("max_step_ms", float("nan")),
