@@ -28,9 +28,7 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 # Errors of the operator's making, by class name: the packages that define them are not imported here.
-OPERATING_ERRORS = frozenset(
-    {"ConfigError", "RouterConfigError", "SecurityConfigError", "TraceConfigError", "BackendUnavailable"}
-)
+OPERATING_ERRORS = frozenset({"ConfigError", "BackendUnavailable"})
 OPERATING_ERRNOS = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES, errno.ENOENT, errno.ENOSPC})
 
 

@@ -7,13 +7,14 @@ from disagg.secret import read_secret
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.meeting import MeetingPlaces
 from engine.kv_events_config import FLAG, parse_kv_events_config
-from service.security.addresses import AllowedAddresses, SecurityConfigError, is_loopback, require_secret
+from service.flags import ConfigError
+from service.security.addresses import AllowedAddresses, is_loopback, require_secret
 
 log = logging.getLogger(__name__)
 
 
 def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> None:
-    """Raises `SecurityConfigError`; with --allow-insecure it warns instead.
+    """Raises `ConfigError`; with --allow-insecure it warns instead.
 
     HTTP needs an API key; control plane, transfer engine and bootstrap server, which only a disaggregated worker has,
     need the cluster's secret.
@@ -45,14 +46,14 @@ def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
 
 
 def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: DisaggConfig) -> None:
-    """KV events hold the tokens of all users' prompts. Raises `SecurityConfigError`, ConfigError for a broken value."""
+    """KV events hold the tokens of all users' prompts. Raises `ConfigError`, ConfigError for a broken value."""
     events = parse_kv_events_config(engine.kv_events_config)
     open_hosts = [] if events is None else [host for host in events.hosts() if not is_loopback(host)]
     if not open_hosts or disagg.cluster_secret_file is not None:
         return
     what = f"{FLAG} {open_hosts[0]}: KV events tell everybody's prompts to anybody who asks"
     if not server.allow_insecure:
-        raise SecurityConfigError(f"{what}; give --cluster-secret-file, or say --allow-insecure")
+        raise ConfigError(f"{what}; give --cluster-secret-file, or say --allow-insecure")
     log.warning("INSECURE: %s (--allow-insecure)", what)
 
 
@@ -77,7 +78,7 @@ def _told_of_engine(disagg: DisaggConfig) -> str | None:
 
 
 def meeting_places(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> MeetingPlaces:
-    """Which bootstrap servers a request may name. Raises `SecurityConfigError`.
+    """Which bootstrap servers a request may name. Raises `ConfigError`.
 
     This machine's own are fine only while nobody else can send us requests: else a client could point us at a service that
     listens here for local processes alone.

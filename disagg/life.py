@@ -21,13 +21,14 @@ from disagg.config import DisaggConfig
 from disagg.exposure import check_events_exposure, check_exposure, meeting_places
 from disagg.secret import read_secret
 from disagg.spec import SchedulerSpec
-from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.succession import Handover
 from engine.lora.names import named_paths
 from engine.model_config import load_model_config
 from engine.text.tokenizer import load_tokenizer
+from service.flags import ConfigError
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (`tandem up`)
@@ -54,7 +55,7 @@ class LifePlan:
 
 
 def plan_life(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> LifePlan:
-    """Wrong files, flags and rules are told before anything is started. Raises ConfigError, SecurityConfigError.
+    """Wrong files, flags and rules are told before anything is started. Raises ConfigError.
 
     `engine.model_path` names the checkpoint.
     """

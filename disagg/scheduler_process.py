@@ -18,7 +18,7 @@ import msgspec
 from disagg.config import DisaggConfig, role_name
 from disagg.secret import read_secret
 from disagg.spec import SchedulerSpec
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.frontend.ipc import IpcPaths
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.registry import make_compiler
@@ -35,8 +35,8 @@ from engine.messages import SchedulerReady
 from engine.model_config import ModelConfig, load_model_config
 from engine.text.incremental import tail_texts
 from engine.text.tokenizer import Tokenizer, load_tokenizer
+from service.flags import ConfigError
 from service.process.collector import spare_what_lives
-from service.security.addresses import SecurityConfigError
 from service.telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError
 
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     set_up_logging(level=spec.log_level, format=spec.log_format, process=f"{role_name(spec.disagg)} scheduler")
     try:
         run(spec)
-    except (ConfigError, SecurityConfigError, BackendUnavailable, EngineError) as error:
+    except (ConfigError, BackendUnavailable, EngineError) as error:
         print(f"tandem serve: error: {error}", file=sys.stderr, flush=True)
         return TOLD
     return 0

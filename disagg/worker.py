@@ -23,15 +23,15 @@ import uvloop
 
 from disagg.config import DisaggConfig, role_name
 from disagg.life import Life, LifePlan, begun, check_next_life, next_life, plan_life
-from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.frontend.listening import Listener, open_listener
 from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
 from engine.frontend.succession import Handover, RoleSwitch
 from engine.model_source import with_local_model
 from engine.random_seed import with_random_seed
 from engine.threads import with_threads
+from service.flags import ConfigError
 from service.process.stop_signals import StopSignals
-from service.security.addresses import SecurityConfigError
 from service.security.keys import Gate
 from service.telemetry.logs import set_up_logging
 
@@ -119,7 +119,7 @@ class _Worker:
         try:
             with begun(plan) as life:
                 return _End(to=await self._serve(life, last))
-        except (WorkerDied, ConfigError, SecurityConfigError) as error:
+        except (WorkerDied, ConfigError) as error:
             if life is None:
                 return _End(error=error)
             return _End(error=error, told=life.children.told(), was_ready=life.was_ready)

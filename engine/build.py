@@ -12,7 +12,7 @@ import torch
 from engine.attention.base import AttentionBackend, CapturableBackend
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.registry import make_attention_backend
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core.cache_events import CacheEvents
 from engine.core.finish import TailTexts
 from engine.core.growth import MeasuredGrowth
@@ -47,6 +47,7 @@ from engine.models.causal_lm import CausalLM
 from engine.models.checkpoint import DTYPES
 from engine.models.registry import load_model
 from engine.resolve import depth, limits, num_pages, priorities, resolve, step_budget
+from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,6 @@ GRAMMAR_BACKENDS = ("llguidance", "xgrammar", "none")
 TOOL_CALL_PARSERS = ("qwen25", "qwen", "llama3")
 
 
-class ConfigError(ValueError):
-    """A flag or file that cannot be honoured: one line that says what and how to mend it."""
-
-
 def flag(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 # ORGANIZATION/NAME, as the hub allows it.
 _MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

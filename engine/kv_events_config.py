@@ -2,7 +2,7 @@
 
 import msgspec
 
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 FLAG = "--kv-events-config"
 

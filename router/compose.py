@@ -24,7 +24,7 @@ from router.choice.kv_feed import KVEventFeed
 from router.client.credentials import Credentials
 from router.client.session import open_session
 from router.client.upstream import HttpUpstream
-from router.config import RouterConfig, RouterConfigError
+from router.config import RouterConfig
 from router.dashboard.page import Dashboard
 from router.fleet.processes import Place
 from router.fleet.shared_load import SharedLoad
@@ -49,6 +49,7 @@ from router.requests.legs import Legs
 from router.requests.rooms import RoomMinter
 from router.roles.auto import AutoRoles
 from router.roles.switch import Switch
+from service.flags import ConfigError
 from service.http.guard import make_guard
 from service.http.routes import Handler, Routes
 from service.security.addresses import require_secret
@@ -97,7 +98,7 @@ class Serving:
 
 
 def build_base(config: RouterConfig, place: Place | None, stack: AsyncExitStack) -> Base:
-    """Raises `RouterConfigError`, `SecurityConfigError`."""
+    """Raises `ConfigError`, `ConfigError`."""
     secret, gate = check_exposure(config)
     view: LoadView = ALONE
     if place is not None:
@@ -262,7 +263,7 @@ def build_guard(base: Base, routes: Routes) -> Handler:
 
 
 def check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
-    """The cluster's secret, and who may call. Raises `SecurityConfigError` where anybody could, from anywhere."""
+    """The cluster's secret, and who may call. Raises `ConfigError` where anybody could, from anywhere."""
     gate = open_gate(
         api_key=config.api_key,
         api_key_file=config.api_key_file,
@@ -311,5 +312,5 @@ def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
         for url in config.worker_urls:
             table.add(url, role=Role.UNIFIED, now_s=now_s)
     except ValueError as err:
-        raise RouterConfigError(f"--prefill/--decode/--worker-urls: {err}; name each worker once") from None
+        raise ConfigError(f"--prefill/--decode/--worker-urls: {err}; name each worker once") from None
     return table

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from router.selectors import Selector
+from service.flags import ConfigError
 from service.telemetry.logs import FORMATS as LOG_FORMATS
 
 POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
@@ -30,10 +31,6 @@ _MAY_BE_ZERO = (
     "trace_ring",
     "shutdown_timeout_s",
 )
-
-
-class RouterConfigError(ValueError):
-    """A flag that cannot be honoured: one line that names it and says how to mend it."""
 
 
 def flag(default: Any, help: str, *, choices: tuple[str, ...] | None = None, cli: str | None = None) -> Any:
@@ -209,7 +206,7 @@ class RouterConfig:
 
 
 def check_config(config: RouterConfig) -> None:
-    """Raise `RouterConfigError` for the first flag that cannot be honoured. Workers may also be added at run time."""
+    """Raise `ConfigError` for the first flag that cannot be honoured. Workers may also be added at run time."""
     for flag_name, url in _worker_urls(config):
         check_worker_url(flag_name, url)
     if config.pd_disaggregation:
@@ -230,7 +227,7 @@ def check_config(config: RouterConfig) -> None:
 
 
 def check_worker_url(name: str, url: str) -> None:
-    """Raise `RouterConfigError` unless `url` is http(s)://HOST[:PORT] with nothing behind it."""
+    """Raise `ConfigError` unless `url` is http(s)://HOST[:PORT] with nothing behind it."""
     try:
         parts = urlsplit(url)
         ok = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/") and not parts.query
@@ -322,7 +319,7 @@ def _check_discovery(config: RouterConfig) -> None:
         try:
             Selector(parts)
         except ValueError as err:
-            raise RouterConfigError(f"{name}: {err}") from None
+            raise ConfigError(f"{name}: {err}") from None
     if config.service_discovery:
         for name, parts in needed:
             _require(bool(parts), name, "--service-discovery needs it: which pods? Give KEY=VALUE")
@@ -334,4 +331,4 @@ def _check_discovery(config: RouterConfig) -> None:
 
 def _require(ok: bool, name: str, message: str) -> None:
     if not ok:
-        raise RouterConfigError(f"{name}: {message}")
+        raise ConfigError(f"{name}: {message}")

@@ -45,7 +45,7 @@ async def run_router(
 ) -> None:
     """Run until SIGTERM (drain), SIGINT or a second signal (end at once), or until cancelled. `on_ready(url)` is called once the router listens.
 
-    `RouterConfigError` for a flag that cannot be honoured, a taken port included. It listens even when no worker is
+    `ConfigError` for a flag that cannot be honoured, a taken port included. It listens even when no worker is
     alive yet: requests are then answered 503, and /readiness says what is missing.
     """
     signals = StopSignals()

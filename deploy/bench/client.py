@@ -14,7 +14,7 @@ from deploy.bench.config import BenchConfig
 from deploy.bench.sse import SseParser
 from deploy.bench.stats import Record
 from deploy.bench.workload import Request
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 DONE = b"[DONE]"
 DETAIL_CHARS = 300

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from engine.config import ConfigError, flag
+from engine.config import flag
+from service.flags import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

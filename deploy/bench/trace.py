@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 GZIP_MAGIC = b"\x1f\x8b"
 

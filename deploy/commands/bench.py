@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deploy.bench.config import BenchConfig, check_bench
 from deploy.flags import Parser, add_flags, config_from
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 
 def run(argv: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from deploy.flags import Parser, add_flags, config_from
 from deploy.plan.config import PlanConfig, check_plan
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 
 def run(argv: Sequence[str]) -> int:

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from deploy.flags import Parser, add_flags, config_from
-from engine.config import ConfigError, flag
+from engine.config import flag
+from service.flags import ConfigError
 from service.telemetry.perfetto import trace_file
 from service.telemetry.records import Record, Records, TracesQuery, query_error
 

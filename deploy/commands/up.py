@@ -16,9 +16,10 @@ from deploy.launcher.probe import get_json
 from deploy.launcher.process import Child
 from deploy.launcher.supervisor import Supervisor
 from disagg.config import DisaggConfig
-from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.threads import usable_cores
 from router.config import RouterConfig
+from service.flags import ConfigError
 from service.security.keys import KeyRing
 
 INFO_TIMEOUT_S = 5.0

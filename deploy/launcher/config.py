@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from engine.config import ConfigError, flag
+from engine.config import flag
+from service.flags import ConfigError
 
 MAX_WORKERS_PER_ROLE = 64
 

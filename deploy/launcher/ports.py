@@ -5,7 +5,7 @@ import random
 import socket
 from pathlib import Path
 
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 LOWEST_PORT = 20000
 ATTEMPTS = 10_000

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deploy.plan.gpus import GPUS
-from engine.config import ConfigError, flag
+from engine.config import flag
 from engine.core.policy import POLICIES as SCHEDULE_POLICIES
 from router.config import POLICIES
+from service.flags import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

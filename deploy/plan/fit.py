@@ -27,7 +27,7 @@ import numpy as np
 
 from deploy.bench.stats import Record
 from deploy.plan.step_time import Fitted
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 LEAST_PREFILLS, LEAST_GAPS, MOST_STRETCHES = 8, 64, 4000
 STRETCH = 16  # gaps at most

@@ -13,7 +13,7 @@ from deploy.plan.fit import Fit, Handover, fit, fit_handover, read_pair, read_re
 from deploy.plan.gpus import GPUS, Gpu
 from deploy.plan.shape import Shape
 from deploy.plan.step_time import Efficiency, Fitted, Roofline, StepTime
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 OUTSIDE_MS = 5.0
 LATENCY_MS = 0.5

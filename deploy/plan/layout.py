@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 MOST_WORKERS, MOST_GPUS = 999, 32  # of a pool; of a worker
 

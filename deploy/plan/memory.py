@@ -2,8 +2,9 @@
 
 from deploy.plan.shape import Shape
 from deploy.plan.step_time import kv_copies
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.resolve import num_pages
+from service.flags import ConfigError
 
 DEGREES = (1, 2, 4, 8, 16, 32)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from deploy.plan.config import PlanConfig
 from deploy.plan.run import Outcome
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 FORMATS = (".png", ".svg", ".pdf")
 

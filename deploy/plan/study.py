@@ -21,9 +21,10 @@ from deploy.plan.shape import Shape, shape_of
 from deploy.plan.step_time import StepLoad
 from deploy.plan.worker import WorkerSpec
 from deploy.plan.workload import Asked, workload_of
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.model_config import load_model_config
 from engine.resolve import resolve
+from service.flags import ConfigError
 
 GUESSED_BATCH = 32
 GUESSED_LOAD = 0.6

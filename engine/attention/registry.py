@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
-from engine.config import ConfigError
 from engine.kv.kv_pool import KVPool
+from service.flags import ConfigError
 
 
 def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, scale: float | None = None) -> AttentionBackend:

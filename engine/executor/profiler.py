@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.config import ConfigError
 from engine.executor.executor import Executor
+from service.flags import ConfigError
 
 ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
 

@@ -12,11 +12,12 @@ from dataclasses import asdict
 
 import torch
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.kv.identity import fingerprint
 from engine.model_config import ModelConfig, load_model_config
 from engine.models.causal_lm import CausalLM
 from engine.models.registry import load_model
+from service.flags import ConfigError
 
 FREE_FIELDS = ("dtype",)  # how weights are stored; they are converted to the engine's type
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 BACKLOG = 1024
 

@@ -9,13 +9,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.config import ConfigError
 from engine.frontend.errors import not_ready
 from engine.frontend.services import SERVICES, Services
 from engine.frontend.succession import Handover, RoleSwitch
+from service.flags import ConfigError
 from service.http.errors import ApiError, bad_field, decode_body
 from service.http.stream import json_response
-from service.security.addresses import SecurityConfigError
 
 ROLES = ("prefill", "decode")
 UNIFIED = (
@@ -44,7 +43,7 @@ async def switch_role(request: web.BaseRequest) -> web.Response:
     to = _handover(s, body.role)
     try:
         switch.check(to)
-    except (ConfigError, SecurityConfigError) as e:
+    except ConfigError as e:
         raise bad_field("role", f"this worker cannot be a {body.role} worker: {e}") from None
     switch.ask(to, body.timeout)
     message = f"it drains, then starts again as a {body.role} worker; /server_info says when"

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.frontend.app import make_handle
 from engine.frontend.client import EngineClient
 from engine.frontend.draining import drain
@@ -33,6 +33,7 @@ from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_
 from engine.text.chat_template import load_chat_template
 from engine.text.sample import SampleText
 from engine.text.tokenizer import load_tokenizer, read_json
+from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.http.server import Limits, make_runner
 from service.process.collector import spare_what_lives
@@ -172,7 +173,7 @@ def make_services(
     meeting: MeetingPlaces | None = None,
     switch: RoleSwitch | None = None,
 ) -> Services:
-    """Load tokenizer, template and limits of the checkpoint. Raises ConfigError, SecurityConfigError."""
+    """Load tokenizer, template and limits of the checkpoint. Raises ConfigError."""
     model_path = engine.model_path or DEFAULT_MODEL_PATH
     model = load_model_config(model_path)
     tokenizer = load_tokenizer(model_path)
@@ -261,7 +262,7 @@ def _server_info(server: ServerConfig, engine: EngineConfig, extra: Mapping[str,
 
 
 def open_worker_gate(server: ServerConfig) -> Gate:
-    """Raises SecurityConfigError for a key or key file that cannot be used."""
+    """Raises ConfigError for a key or key file that cannot be used."""
     return open_gate(
         api_key=server.api_key,
         api_key_file=server.api_key_file,

@@ -21,7 +21,7 @@ class Handover:
 
 @dataclass(kw_only=True)
 class RoleSwitch:
-    """Of one life. `check` raises ConfigError or SecurityConfigError for a next life that cannot be.
+    """Of one life. `check` raises ConfigError or ConfigError for a next life that cannot be.
 
     `last`: how the switch ended by which this life began, for /server_info; None: none has been.
     """

@@ -14,7 +14,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 Value = TypeVar("Value")
 

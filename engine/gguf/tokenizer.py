@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from engine.config import ConfigError
 from engine.gguf.file import GGUFFile
+from service.flags import ConfigError
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 

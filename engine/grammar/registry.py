@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from engine.config import ConfigError
 from engine.grammar.compiler import Compiler
 from engine.text.tokenizer import Tokenizer
+from service.flags import ConfigError
 
 
 def make_compiler(

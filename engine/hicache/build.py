@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core.disk_index import DiskIndex
 from engine.core.host_cache import HostCache, HostCacheSettings
 from engine.core.page_keys import KVIdentity
@@ -15,6 +15,7 @@ from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool
 from engine.loop.disk_pump import DiskPump
 from engine.resolve import host_pages
+from service.flags import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.config import ConfigError
 from engine.core.disk_index import Files
 from engine.core.page_keys import KVIdentity
 from engine.hicache.page_file import HEADER_BYTES, BadFile, check_page, encode_header, file_bytes
+from service.flags import ConfigError
 
 MAX_WORKERS = 64  # that share a DIR
 _NAME = re.compile(r"([0-9a-f]{64})\.(kv|tmp)")

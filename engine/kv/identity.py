@@ -4,10 +4,10 @@ import hashlib
 from itertools import groupby
 from pathlib import Path
 
-from engine.config import ConfigError
 from engine.core.page_keys import KVIdentity
 from engine.kv.kv_pool import KVPool
 from engine.model_config import ModelConfig
+from service.flags import ConfigError
 
 LAYOUT_VERSION = 1  # of engine/kv/kv_pool.py
 SAMPLE_BYTES, NUM_SAMPLES = 16 << 10, 64  # of each file of a checkpoint

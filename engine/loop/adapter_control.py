@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from engine.config import ConfigError
 from engine.core.adapters import AdapterRefused, Adapters, AdapterState
 from engine.messages import ControlReply, FinishReason, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
+from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
 

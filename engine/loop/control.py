@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from engine.config import ConfigError
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import (
     ContinueGeneration,
@@ -25,6 +24,7 @@ from engine.messages import (
     TokenOutput,
     UpdateWeights,
 )
+from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
 

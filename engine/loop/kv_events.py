@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import zmq
 
-from engine.config import ConfigError
 from engine.core.cache_events import CacheEvent, CacheEvents, Removed, Stored
 from engine.kv_events_config import FLAG, KVEventsConfig
+from service.flags import ConfigError
 from service.kv_events import (
     END_SEQ,
     MEDIUM,

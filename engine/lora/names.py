@@ -1,6 +1,7 @@
 """The flags of adapters, read: which are loaded at start, and whether there may be any. Pure; never torch."""
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
+from service.flags import ConfigError
 
 MAX_NAME_CHARS = 256
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 V = TypeVar("V")
 

@@ -9,10 +9,10 @@ from concurrent.futures import Future
 
 import torch
 
-from engine.config import ConfigError
 from engine.layers.linear import SiteShape
 from engine.lora.bank import AdapterBank
 from engine.lora.weights import AdapterWeights, read_adapter
+from service.flags import ConfigError
 
 
 class AdapterStore:

@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.config import ConfigError
 from engine.layers.linear import SiteShape
 from engine.lora.peft_config import PeftConfig, read_peft_config
 from engine.models.checkpoint import DTYPES
+from service.flags import ConfigError
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from engine.config import ConfigError
 from engine.gguf.file import open_gguf
+from service.flags import ConfigError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 SINGLE_FILE = "model.safetensors"

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from engine.config import ConfigError
 from engine.model_config import ModelConfig
 from engine.models.causal_lm import CausalLM
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
+from service.flags import ConfigError
 
 MODELS: dict[str, Callable[[ModelConfig, Checkpoint], CausalLM]] = {
     "LlamaForCausalLM": DenseDecoder,

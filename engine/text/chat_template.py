@@ -16,8 +16,8 @@ from jinja2.nodes import CallBlock
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.config import ConfigError
 from engine.text.tokenizer import read_json
+from service.flags import ConfigError
 
 
 class TemplateRefused(ValueError):

@@ -13,9 +13,9 @@ from typing import Any
 
 import tokenizers
 
-from engine.config import ConfigError
 from engine.gguf.file import open_gguf
 from engine.gguf.tokenizer import gguf_tokenizer
+from service.flags import ConfigError
 
 BROKEN = "�"  # what a decoder puts where bytes are not UTF-8
 

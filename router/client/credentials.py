@@ -10,7 +10,7 @@ class Credentials:
     """A key of the router's own takes the place of the client's, where one is given."""
 
     def __init__(self, config: RouterConfig, *, api: KeyRing) -> None:
-        """`api`: the clients' keys; workers mostly have the same. Raises `SecurityConfigError`."""
+        """`api`: the clients' keys; workers mostly have the same. Raises `ConfigError`."""
         self._api = api
         self._worker = KeyRing(key=config.worker_api_key, file=config.worker_api_key_file, flag="--worker-api-key")
         self._admin = KeyRing(

@@ -25,7 +25,8 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from router.config import RouterConfig, RouterConfigError
+from router.config import RouterConfig
+from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -163,14 +164,14 @@ class _Fleet:
             member.send(says)
 
     def start(self) -> None:
-        """Start all, and wait until all listen. `RouterConfigError` when one does not."""
+        """Start all, and wait until all listen. `ConfigError` when one does not."""
         for member in self._members:
             member.start()
         deadline_s = time.monotonic() + READY_S
         for member in self._members:
             while not member.place.ready_file.exists() and not self._stopping:
                 if member.process.exitcode is not None or time.monotonic() > deadline_s:
-                    raise RouterConfigError(f"--workers: process {member.place.row} did not start; its log says why")
+                    raise ConfigError(f"--workers: process {member.place.row} did not start; its log says why")
                 time.sleep(0.02)
 
     def watch(self) -> None:
@@ -185,7 +186,7 @@ class _Fleet:
 
 @contextmanager
 def _held_port(config: RouterConfig) -> Iterator[int]:
-    """The port, ours until the block ends, though nobody listens at this socket. `RouterConfigError` if it is taken."""
+    """The port, ours until the block ends, though nobody listens at this socket. `ConfigError` if it is taken."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         with socket.socket(family) as probe:  # without SO_REUSEPORT: another router of ours must not share it unasked
@@ -196,9 +197,7 @@ def _held_port(config: RouterConfig) -> Iterator[int]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((config.host, port))
     except OSError as err:
-        raise RouterConfigError(
-            f"--port: cannot listen on {config.host}:{config.port}: {err.strerror or err}"
-        ) from None
+        raise ConfigError(f"--port: cannot listen on {config.host}:{config.port}: {err.strerror or err}") from None
     with held:
         yield port
 

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from router.client.credentials import Credentials
-from router.config import RouterConfig, RouterConfigError, check_worker_url
+from router.config import RouterConfig, check_worker_url
 from router.fleet.siblings import Siblings, merge_expositions
 from router.http.openapi import make_document
 from router.metrics import RouterMetrics
@@ -26,6 +26,7 @@ from router.pool.workers import WorkerTable, missing_roles
 from router.requests.draining import LiveRequests
 from router.requests.replies import no_worker_message, unknown_model
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
+from service.flags import ConfigError
 from service.http.errors import DRAINING, ApiError, error_response
 from service.http.guard import key_refusal
 from service.http.json_depth import JSON_ERRORS
@@ -470,7 +471,7 @@ def _asked_url(asked: dict[str, Any]) -> str | web.Response:
     url = asked.get("url")
     try:
         check_worker_url("url", url if isinstance(url, str) else "")
-    except RouterConfigError as err:
+    except ConfigError as err:
         return error_response(400, str(err), field="url")
     return str(url)
 

@@ -4,7 +4,8 @@ import errno
 
 from aiohttp import web
 
-from router.config import RouterConfig, RouterConfigError
+from router.config import RouterConfig
+from service.flags import ConfigError
 from service.http.server import Limits
 
 
@@ -25,7 +26,7 @@ async def listen(runner: web.ServerRunner, config: RouterConfig, *, shared: bool
     try:
         await site.start()
     except OSError as err:
-        raise RouterConfigError(_listen_message(config, err)) from None
+        raise ConfigError(_listen_message(config, err)) from None
     return next(int(address[1]) for address in runner.addresses if isinstance(address, tuple))
 
 

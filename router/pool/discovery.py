@@ -195,7 +195,7 @@ def selectors_of(config: RouterConfig) -> dict[Role, tuple[str, ...]]:
 
 
 async def open_discovery(config: RouterConfig, *, table: WorkerTable, monitor: HealthMonitor) -> Discovery | None:
-    """None without --service-discovery. Raises `RouterConfigError` where no API server is known."""
+    """None without --service-discovery. Raises `ConfigError` where no API server is known."""
     if not config.service_discovery:
         return None
     api = await connect(namespace=config.service_discovery_namespace)

@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 import aiohttp
 import msgspec
 
-from router.config import RouterConfigError
 from router.pool.pods import MAX_PODS, read_version
+from service.flags import ConfigError
 
 PAGE_SIZE = 500
 WATCH_S = 120  # the server ends a watch after this; a dead connection is noticed by then
@@ -114,12 +114,12 @@ class KubeApi:
 
 
 async def connect(*, namespace: str | None) -> KubeApi:
-    """By the pod's service account, else by $KUBECONFIG or ~/.kube/config. Raises `RouterConfigError`."""
+    """By the pod's service account, else by $KUBECONFIG or ~/.kube/config. Raises `ConfigError`."""
     try:
         client: Any = importlib.import_module("kubernetes.aio.client")
         config: Any = importlib.import_module("kubernetes.aio.config")
     except ImportError as err:
-        raise RouterConfigError(
+        raise ConfigError(
             f"--service-discovery: needs the kubernetes library; install tandem-serve[k8s] ({err})"
         ) from None
     configuration = client.Configuration()
@@ -132,7 +132,7 @@ async def connect(*, namespace: str | None) -> KubeApi:
                 config_file=str(path), client_configuration=configuration, persist_config=False
             )
     except (config.ConfigException, OSError, ValueError, TypeError) as err:
-        raise RouterConfigError(
+        raise ConfigError(
             f"--service-discovery: no API server: not in a pod with a service account, and {path}: {err}"
         ) from None
     return KubeApi(client, configuration, namespace=namespace)

@@ -7,13 +7,11 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from service.flags import ConfigError
+
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 ANY_PORT = None
-
-
-class SecurityConfigError(ValueError):
-    """A flag or file about security that cannot be honoured: one line that names it and says how to mend it."""
 
 
 def is_loopback(host: str) -> bool:
@@ -34,13 +32,13 @@ def require_secret(
 ) -> str | None:
     """None when `what`, bound to `host`, is safe; else, with `allow_insecure`, what to warn of.
 
-    Raises `SecurityConfigError` where others than this machine could reach it and nothing asks who they are.
+    Raises `ConfigError` where others than this machine could reach it and nothing asks who they are.
     """
     if has_secret or is_loopback(host):
         return None
     if allow_insecure:
         return f"INSECURE: {what} listens on {host} and takes orders from anybody who reaches it (--allow-insecure)"
-    raise SecurityConfigError(
+    raise ConfigError(
         f"{flag} {host}: {what} would take orders from anybody who reaches it; give {remedy}, or say --allow-insecure"
     )
 
@@ -89,7 +87,7 @@ def _rule(text: str, flag: str) -> _Rule:
         network = ipaddress.ip_network(host.strip("[]"))
     except ValueError:
         if "/" in host or not host:
-            raise SecurityConfigError(f"{flag}: {text!r} is no HOST, HOST:PORT or network like 10.0.0.0/8") from None
+            raise ConfigError(f"{flag}: {text!r} is no HOST, HOST:PORT or network like 10.0.0.0/8") from None
         return _Rule(None, host.lower().rstrip("."), port)
     return _Rule(network, "", port)
 
@@ -100,5 +98,5 @@ def _split(text: str, flag: str) -> tuple[str, int | None]:
     if not colon or (":" in host and not text.startswith("[")) or text.endswith("]"):
         return text, ANY_PORT
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise SecurityConfigError(f"{flag}: {text!r}: the port must be between 1 and 65535")
+        raise ConfigError(f"{flag}: {text!r}: the port must be between 1 and 65535")
     return host, int(port)

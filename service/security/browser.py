@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from service.security.addresses import SecurityConfigError, is_loopback, is_network_address
+from service.flags import ConfigError
+from service.security.addresses import is_loopback, is_network_address
 
 ANY = "*"
 SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
@@ -47,7 +48,7 @@ class BrowserRule:
         """`host`: the address it listens on. `has_keys`: strangers are turned away; `key_flag`: what would do that.
 
         `allowed_hosts`: further names of the server. `allowed_origins`: as SCHEME://HOST[:PORT]. "*": any. Raises
-        `SecurityConfigError`.
+        `ConfigError`.
         """
         self._names = frozenset((host.lower().rstrip("."), *(_name_of(name) or name for name in allowed_hosts)))
         self._origins = frozenset(_checked(origin) for origin in allowed_origins)
@@ -116,7 +117,7 @@ def _foreign_origin(headers: Mapping[str, str]) -> Refusal:
 def _checked(origin: str) -> str:
     text = origin.lower().rstrip("/")
     if text not in (ANY, "null") and not text.partition("://")[2]:
-        raise SecurityConfigError(f"--allowed-origins: {origin!r} is no origin; write it as https://HOST[:PORT]")
+        raise ConfigError(f"--allowed-origins: {origin!r} is no origin; write it as https://HOST[:PORT]")
     return text
 
 

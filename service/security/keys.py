@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from service.security.addresses import SecurityConfigError
+from service.flags import ConfigError
 from service.security.secret import warn_if_others_read
 
 LOOK_EVERY_S = 1.0  # at a key file: rotation need not wait longer, requests need not pay more
@@ -29,9 +29,9 @@ class KeyRing:
     """The keys of one kind. Without a flag and a file it is empty, and nothing is asked of anybody."""
 
     def __init__(self, *, key: str | None = None, file: str | None = None, flag: str = "--api-key") -> None:
-        """Raises `SecurityConfigError` for a key or a file that cannot be used."""
+        """Raises `ConfigError` for a key or a file that cannot be used."""
         if key is not None and not _is_sound(key):
-            raise SecurityConfigError(f"{flag}: must be printable, without spaces")
+            raise ConfigError(f"{flag}: must be printable, without spaces")
         self._flag = flag
         self._file = file
         self._own = () if key is None else (key,)
@@ -80,7 +80,7 @@ class KeyRing:
         self._stamp = stamp
         try:
             self._take(self._read(self._file))
-        except SecurityConfigError as error:
+        except ConfigError as error:
             log.error("%s (the keys of before stay valid)", error)
             return
         self._digests = tuple(_digest(k) for k in self._keys)
@@ -93,15 +93,13 @@ class KeyRing:
         try:
             lines = Path(file).read_text().split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise SecurityConfigError(f"{self._flag}-file: cannot read {file}: {error}") from None
+            raise ConfigError(f"{self._flag}-file: cannot read {file}: {error}") from None
         keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
         if not 0 < len(keys) <= MAX_KEYS:
-            raise SecurityConfigError(
-                f"{self._flag}-file: {file} holds {len(keys)} keys; one to {MAX_KEYS}, one a line"
-            )
+            raise ConfigError(f"{self._flag}-file: {file} holds {len(keys)} keys; one to {MAX_KEYS}, one a line")
         for number, key in enumerate(keys, 1):
             if not _is_sound(key):
-                raise SecurityConfigError(f"{self._flag}-file: {file}: key {number} is not printable, or has spaces")
+                raise ConfigError(f"{self._flag}-file: {file}: key {number} is not printable, or has spaces")
         return keys
 
 
@@ -168,7 +166,7 @@ class Gate:
 def open_gate(
     *, api_key: str | None, api_key_file: str | None, admin_api_key: str | None, admin_api_key_file: str | None
 ) -> Gate:
-    """A gate from the four flags. Raises `SecurityConfigError`."""
+    """A gate from the four flags. Raises `ConfigError`."""
     return Gate(
         KeyRing(key=api_key, file=api_key_file, flag="--api-key"),
         KeyRing(key=admin_api_key, file=admin_api_key_file, flag="--admin-api-key"),

@@ -8,7 +8,7 @@ import hmac
 import logging
 from pathlib import Path
 
-from service.security.addresses import SecurityConfigError
+from service.flags import ConfigError
 
 MIN_SECRET_BYTES = 16
 
@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 
 def read_secret_file(path: str) -> bytes:
-    """The secret. Raises `SecurityConfigError` for a file that cannot serve as one."""
+    """The secret. Raises `ConfigError` for a file that cannot serve as one."""
     try:
         secret = Path(path).read_bytes().strip()
     except OSError as error:
-        raise SecurityConfigError(f"--cluster-secret-file: cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"--cluster-secret-file: cannot read {path}: {error.strerror}") from error
     if len(secret) < MIN_SECRET_BYTES:
-        raise SecurityConfigError(
+        raise ConfigError(
             f"--cluster-secret-file: {path} holds {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed"
         )
     warn_if_others_read(path)

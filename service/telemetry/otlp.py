@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from service.flags import ConfigError
 from service.telemetry.context import TraceParent
 from service.telemetry.records import Exporter, Record, Span
 
@@ -23,12 +24,8 @@ PROVIDER = "tandem"
 CLOSE_S = 1.0
 
 
-class TraceConfigError(ValueError):
-    """The collector cannot be used: one line that names the flag and the remedy."""
-
-
 def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str]) -> str | None:
-    """The URL that spans go to; None: nobody asked for them. Raises TraceConfigError.
+    """The URL that spans go to; None: nobody asked for them. Raises ConfigError.
 
     A URL without a path gets the standard's one. `enable` alone takes the standard's environment variables, or its default.
     """
@@ -39,14 +36,14 @@ def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str
     base = endpoint or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or DEFAULT_ENDPOINT
     parts = urlsplit(base)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise TraceConfigError(
+        raise ConfigError(
             f"--otlp-traces-endpoint: {base!r} is no OTLP/HTTP address; give http://HOST:4318 (gRPC is not spoken)"
         )
     return base if parts.path.strip("/") else base.rstrip("/") + PATH
 
 
 def open_exporter(*, enable: bool, endpoint: str | None, process: str) -> Exporter:
-    """The exporter that the flags ask for. Raises TraceConfigError, also where the extra is not installed."""
+    """The exporter that the flags ask for. Raises ConfigError, also where the extra is not installed."""
     url = endpoint_of(enable=enable, endpoint=endpoint, environ=os.environ)
     return Exporter() if url is None else OtlpExporter(url, process=process)
 
@@ -64,7 +61,7 @@ class OtlpExporter(Exporter):
             from opentelemetry.sdk.trace import ReadableSpan
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            raise TraceConfigError(
+            raise ConfigError(
                 f"--otlp-traces-endpoint: {error.name or 'opentelemetry'} is missing; pip install 'tandem-serve[otel]'"
             ) from None
         logging.getLogger("urllib3").setLevel(logging.ERROR)  # a warning for each try while the collector is away

@@ -5,7 +5,7 @@ import torch
 
 from engine.attention.registry import make_attention_backend
 from engine.attention.torch_backend import TorchBackend
-from engine.config import ConfigError
+from service.flags import ConfigError
 from tests.attention.attention_cases import (
     TOLERANCE,
     Heads,

@@ -16,7 +16,7 @@ from deploy.bench.sse import SseParser
 from deploy.bench.stats import Record, percentile, ratios, summarize
 from deploy.bench.trace import TraceEntry, parse_trace, read_trace
 from deploy.bench.workload import block_tokens, make_requests
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 
 def test_percentiles_interpolate() -> None:

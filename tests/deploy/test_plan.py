@@ -12,7 +12,7 @@ from deploy.launcher.display import PlainDisplay, Progress, render
 from deploy.launcher.guard import watch
 from deploy.launcher.plan import Ports, ProcessSpec, assign_ports, num_ports, plan_cluster
 from deploy.launcher.ports import free_ports, require_free
-from engine.config import ConfigError
+from service.flags import ConfigError
 
 PORTS = Ports(front=8000, prefill=((1, 11), (2, 12)), decode=((3, 13),))
 

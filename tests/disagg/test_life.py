@@ -7,11 +7,11 @@ import pytest
 
 from disagg.config import DisaggConfig
 from disagg.life import LifePlan, next_life, plan_life
-from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.frontend.draining import Patience
 from engine.frontend.succession import Handover
 from engine.model_config import DEFAULT_MODEL_PATH
-from service.security.addresses import SecurityConfigError
+from service.flags import ConfigError
 
 
 def plan(*, engine: EngineConfig | None = None, server: ServerConfig | None = None) -> LifePlan:
@@ -69,7 +69,7 @@ def test_rules_of_the_new_role_hold() -> None:
     disagg = DisaggConfig(disaggregation_mode="decode", disaggregation_control_host="127.0.0.1")
     server = ServerConfig(host="10.0.0.1", api_key="k")
     decode = plan_life(engine=EngineConfig(model_path=DEFAULT_MODEL_PATH), server=server, disagg=disagg)
-    with pytest.raises(SecurityConfigError, match="--cluster-secret-file"):
+    with pytest.raises(ConfigError, match="--cluster-secret-file"):
         next_life(decode, replace(UNCHANGED, role="prefill"))
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.executor.graph_sizes import graph_sizes
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.resolve import resolve
+from service.flags import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

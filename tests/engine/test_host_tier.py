@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.kv.identity import fingerprint
 from engine.model_config import load_model_config
 from engine.resolve import host_pages, resolve
+from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 

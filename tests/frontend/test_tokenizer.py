@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import ConfigError
 from engine.frontend.server import load_sampling_defaults
 from engine.model_config import DEFAULT_MODEL_PATH
 from engine.text.chat_template import ChatTemplate, TemplateRefused, load_chat_template
 from engine.text.tokenizer import Tokenizer, load_tokenizer
+from service.flags import ConfigError
 from tests.frontend.conftest import byte_tokenizer, write_checkpoint
 
 HELLO = [{"role": "user", "content": "hi <b> é"}]

@@ -8,12 +8,13 @@ from typing import Any
 
 import uvloop
 
-from engine.config import ConfigError, EngineConfig, ServerConfig
+from engine.config import EngineConfig, ServerConfig
 from engine.frontend.ipc import IpcPaths
 from engine.frontend.listening import Listener, open_listener
 from engine.frontend.meeting import MeetingPlaces
 from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
 from engine.frontend.succession import RoleSwitch
+from service.flags import ConfigError
 from service.process.stop_signals import StopSignals
 from service.security.addresses import AllowedAddresses
 

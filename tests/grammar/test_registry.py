@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from engine.config import GRAMMAR_BACKENDS, ConfigError
+from engine.config import GRAMMAR_BACKENDS
 from engine.grammar.registry import make_compiler
+from service.flags import ConfigError
 from tests.frontend.conftest import byte_tokenizer
 
 

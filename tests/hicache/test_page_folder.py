@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core.page_keys import KVIdentity
 from engine.hicache.build import open_index
 from engine.hicache.page_file import HEADER_BYTES, BadFile, file_bytes
 from engine.hicache.page_folder import PageFolder
+from service.flags import ConfigError
 
 PAGE_BYTES = 256
 KEY = bytes(range(32))

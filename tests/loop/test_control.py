@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import ConfigError
 from engine.loop.control import Control
 from engine.messages import (
     ContinueGeneration,
@@ -20,6 +19,7 @@ from engine.messages import (
     UpdateWeights,
 )
 from engine.sampling_params import SamplingParams
+from service.flags import ConfigError
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.resolve import resolve, step_budget
+from service.flags import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.config import ConfigError
 from engine.loop.adapter_control import AdapterControl
 from engine.messages import ControlReply, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
 from engine.sampling_params import SamplingParams
+from service.flags import ConfigError
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.layers.linear import SiteShape
 from engine.lora.bank import add_delta
 from engine.lora.names import check_lora, lora_enabled, named_paths
@@ -16,6 +16,7 @@ from engine.lora.segments import adapter_runs
 from engine.lora.weights import read_adapter
 from engine.model_config import load_model_config
 from engine.models.registry import load_model
+from service.flags import ConfigError
 from tests.lora.tiny_adapters import make_tiny_adapter
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 

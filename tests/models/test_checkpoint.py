@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.config import ConfigError
 from engine.model_config import load_model_config
 from engine.models.causal_lm import CausalLM
 from engine.models.registry import load_model
+from service.flags import ConfigError
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_json, write_tensors
 

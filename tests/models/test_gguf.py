@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from engine.config import ConfigError
 from engine.gguf import tensors
 from engine.gguf.config import config_fields
 from engine.gguf.file import STORAGES, open_gguf
@@ -29,6 +28,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.registry import load_model
 from engine.text.tokenizer import load_tokenizer
 from engine.threads import BYTES_A_THREAD, default_threads
+from service.flags import ConfigError
 from tests.models.reference_attend import Sequence
 from tests.models.test_parity import LLAMA3, TOLERANCE, random_ids
 from tests.models.tiny_gguf import make_tiny_gguf

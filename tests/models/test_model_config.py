@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from engine.config import ConfigError
 from engine.model_config import DEFAULT_MODEL_PATH, FAMILIES, Llama3Scaling, ModelConfig, load_model_config
 from engine.models.registry import MODELS
+from service.flags import ConfigError
 from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_json
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

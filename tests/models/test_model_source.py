@@ -17,9 +17,10 @@ import pytest
 from deploy.commands.up import build_parser, set_local_model
 from deploy.flags import given_argv
 from engine import model_source
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.model_config import DEFAULT_MODEL_PATH
 from engine.model_source import SMOLLM2_REQUIREMENT, smollm2_file, with_local_model
+from service.flags import ConfigError
 from tests.models.hub_stand_in import TOKEN, Hub, hub_stand_in
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -27,7 +28,7 @@ REPO = Path(__file__).parents[2]
 MODEL = "acme/tiny-llama"
 SCRIPT = """
 import json, sys
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.model_source import with_local_model
 try:
     config = with_local_model(EngineConfig(**json.loads(sys.argv[1])))

@@ -13,8 +13,8 @@ from deploy.plan.layout import Layout, candidates, parse_layout
 from deploy.plan.shape import Shape
 from deploy.plan.step_time import Efficiency, Fitted, Roofline, StepLoad, load_of
 from deploy.plan.workload import FIRST_OWN, Lengths, from_lengths, from_trace
-from engine.config import ConfigError
 from engine.core.plan import Plan, PlanItem
+from service.flags import ConfigError
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1, itl_s=None, share=0.9)
 

@@ -9,7 +9,7 @@ import pytest
 from deploy.bench.stats import Record
 from deploy.plan.fit import fit, fit_handover, quiet_stretches, read_records
 from deploy.plan.step_time import StepLoad
-from engine.config import ConfigError
+from service.flags import ConfigError
 from tests.plan.planned import (
     CONTROL_S,
     LATENCY_S,

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.config import RouterConfig, RouterConfigError, check_config
+from router.config import RouterConfig, check_config
 from router.fleet.siblings import Siblings
 from router.metrics import RouterMetrics
 from router.pool.states import Check
@@ -19,6 +19,7 @@ from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.auto import PATH, AutoRoles
 from router.roles.switch import SwitchFailed, SwitchRefused
+from service.flags import ConfigError
 from tests.router.dummies import cluster
 
 CONFIG = RouterConfig(
@@ -211,5 +212,5 @@ def test_a_router_looks_at_its_workers_only_when_it_is_told_to(enabled: bool) ->
     ],
 )
 def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, Any], said: str) -> None:
-    with pytest.raises(RouterConfigError, match=said):
+    with pytest.raises(ConfigError, match=said):
         check_config(RouterConfig(**{"pd_disaggregation": True, **flags}))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.config import RouterConfig, RouterConfigError, check_config
+from router.config import RouterConfig, check_config
 from router.pool.reports import parse_bootstrap, parse_load, parse_mode
 from router.pool.states import TRANSITIONS, Check, Health, Thresholds
 from router.pool.worker import Lease, LoadReport, Role
@@ -14,6 +14,7 @@ from router.pool.workers import WorkerTable, WorkerTableError, missing_roles
 from router.requests.dispatch import backoff_s
 from router.requests.replies import no_worker_message
 from router.requests.rooms import RoomMinter
+from service.flags import ConfigError
 
 
 def table_of(count: int, *, role: Role = Role.DECODE) -> WorkerTable:
@@ -238,5 +239,5 @@ def test_backoff_starts_at_nothing_and_is_bounded() -> None:
     ],
 )
 def test_a_flag_that_cannot_be_honoured_is_named(flags: dict[str, object], named: str) -> None:
-    with pytest.raises(RouterConfigError, match=f"^{named}: "):
+    with pytest.raises(ConfigError, match=f"^{named}: "):
         check_config(RouterConfig(**flags))  # type: ignore[arg-type]

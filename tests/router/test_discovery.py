@@ -11,12 +11,13 @@ import aiohttp
 import msgspec
 import pytest
 
-from router.config import RouterConfig, RouterConfigError
+from router.config import RouterConfig
 from router.fleet.siblings import Siblings
 from router.http.control import describe
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.server import RunningRouter, start_router
+from service.flags import ConfigError
 from tests.router.dummies import DEADLINE_S, DummyWorker, until
 from tests.router.kube_server import NAMESPACE, KubeServer, kube_server, pod
 
@@ -381,7 +382,7 @@ def test_without_an_api_server_it_says_so(tmp_path: Path, monkeypatch: pytest.Mo
         async with start_router(flags()):
             raise AssertionError("it started")
 
-    with pytest.raises(RouterConfigError, match=r"^--service-discovery: no API server: .*none"):
+    with pytest.raises(ConfigError, match=r"^--service-discovery: no API server: .*none"):
         asyncio.run(run())
 
 

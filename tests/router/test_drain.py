@@ -12,7 +12,7 @@ import uvloop
 from aiohttp import web
 
 from router.client.credentials import Credentials
-from router.config import RouterConfig, RouterConfigError, check_config
+from router.config import RouterConfig, check_config
 from router.pool.health import HealthMonitor
 from router.pool.lifelines import Lifelines
 from router.pool.reports import says_draining
@@ -22,6 +22,7 @@ from router.pool.workers import WorkerTable
 from router.requests.deadline import less_time, time_given
 from router.requests.legs import LegError
 from router.requests.replies import no_worker_message
+from service.flags import ConfigError
 from service.security.keys import KeyRing
 from tests.e2e.cluster import tandem
 from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
@@ -256,5 +257,5 @@ def test_a_router_process_ends_with_status_0(tmp_path: Path, signals: list[signa
 
 
 def test_a_drain_timeout_below_0_is_refused() -> None:
-    with pytest.raises(RouterConfigError, match="--drain-timeout: must be at least 0, got -1"):
+    with pytest.raises(ConfigError, match="--drain-timeout: must be at least 0, got -1"):
         check_config(RouterConfig(drain_timeout=-1))

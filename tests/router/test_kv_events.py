@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import ConfigError
 from engine.core.cache_events import CacheEvents
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
@@ -27,6 +26,7 @@ from router.config import RouterConfig
 from router.pool.reports import EventSource, parse_event_source
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
+from service.flags import ConfigError
 from service.kv_events import (
     AllBlocksCleared,
     BadEvent,

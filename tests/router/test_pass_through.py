@@ -16,9 +16,10 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.config import RouterConfig, RouterConfigError
+from router.config import RouterConfig
 from router.pool.worker import Role
 from router.server import start_router
+from service.flags import ConfigError
 from tests.router.dummies import DummyWorker, always, cluster, events_of, hang, stream, until, workers
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -336,7 +337,7 @@ def test_a_taken_port_is_one_clear_line() -> None:
             async with start_router(RouterConfig(port=port)):
                 raise AssertionError
 
-        with pytest.raises(RouterConfigError, match=f"--port: 127.0.0.1:{port} is taken"):
+        with pytest.raises(ConfigError, match=f"--port: 127.0.0.1:{port} is taken"):
             uvloop.run(scenario())
 
 

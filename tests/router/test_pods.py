@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import RouterConfig, RouterConfigError, check_config
+from router.config import RouterConfig, check_config
 from router.pool.pod_watch import Backoff
 from router.pool.pods import MAX_PODS, Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
 from router.pool.states import Check
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.selectors import Selector
+from service.flags import ConfigError
 
 ANNOTATION = "sglang.ai/bootstrap-port"
 
@@ -217,7 +218,7 @@ def test_pauses_grow_up_to_a_bound_and_begin_anew_after_success() -> None:
     ],
 )
 def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(RouterConfigError, match="^" + message.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match="^" + message.replace("(", r"\(")):
         check_config(RouterConfig(**flags))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.security.addresses import SecurityConfigError
+from service.flags import ConfigError
 from service.security.browser import BrowserRule, is_json
 
 JSON = {"Content-Type": "application/json"}
@@ -109,7 +109,7 @@ def test_sites_that_are_allowed() -> None:
     assert status(allowed, "POST", "/workers", HERE | {"Origin": "null"}) == 200
     assert status(allowed, "POST", "/workers", HERE | {"Origin": "https://other.example"}) == 403
     assert status(rule(origins=("*",)), "POST", "/workers", HERE | {"Origin": "https://other.example"}) == 200
-    with pytest.raises(SecurityConfigError, match=r"--allowed-origins: 'ops\.example' is no origin"):
+    with pytest.raises(ConfigError, match=r"--allowed-origins: 'ops\.example' is no origin"):
         rule(origins=("ops.example",))
 
 

@@ -18,8 +18,9 @@ from engine.frontend.app import _GETS, _POSTS
 from engine.messages import Bootstrap
 from router.config import RouterConfig
 from router.http.access import need_of
+from service.flags import ConfigError
 from service.http.errors import ApiError
-from service.security.addresses import SecurityConfigError, is_loopback
+from service.security.addresses import is_loopback
 from service.security.keys import Access
 from service.security.voucher import VOUCHER_HEADER, is_vouched
 from tests.frontend.conftest import start_worker, wait_for
@@ -104,7 +105,7 @@ def test_a_decode_worker_dials_nobody_that_it_does_not_know(tmp_path: Path) -> N
         local.check([Bootstrap(host="169.254.169.254", port=80, room=1)], voucher="")
     with pytest.raises(ApiError, match="bootstrap_host"):  # others may send it requests: its own ports are not for them
         public.check([Bootstrap(host="127.0.0.1", port=5, room=1)], voucher="")
-    with pytest.raises(SecurityConfigError, match="--disaggregation-bootstrap-allowed"):
+    with pytest.raises(ConfigError, match="--disaggregation-bootstrap-allowed"):
         wrong = DisaggConfig(disaggregation_mode="decode", disaggregation_bootstrap_allowed=("1.2.3.4/99",))
         meeting_places(ServerConfig(), wrong, control_host="127.0.0.1")
 
@@ -270,7 +271,7 @@ def test_workers_off_loopback(
         check_exposure(server, disagg, control_host=control or host)
         assert not caplog.text
         return
-    with pytest.raises(SecurityConfigError, match=refused):
+    with pytest.raises(ConfigError, match=refused):
         check_exposure(server, disagg, control_host=control or host)
     loud = ServerConfig(host=host, api_key=key, allow_insecure=True)
     check_exposure(loud, disagg, control_host=control or host)
@@ -302,7 +303,7 @@ def test_prompts_are_not_told_to_strangers_by_kv_events(
         check_events_exposure(ServerConfig(), engine, disagg)
         assert not caplog.text
         return
-    with pytest.raises(SecurityConfigError, match=r"--kv-events-config .*--cluster-secret-file"):
+    with pytest.raises(ConfigError, match=r"--kv-events-config .*--cluster-secret-file"):
         check_events_exposure(ServerConfig(), engine, disagg)
     check_events_exposure(ServerConfig(allow_insecure=True), engine, disagg)
     assert "INSECURE" in caplog.text

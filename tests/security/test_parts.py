@@ -15,9 +15,10 @@ from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from router.admission.rate_limit import MAX_CLIENTS, RateLimiter, client_of, make_limiter
 from router.client.credentials import Credentials
 from router.config import RouterConfig
+from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.http.json_depth import deeper_than
-from service.security.addresses import AllowedAddresses, SecurityConfigError, is_loopback, require_secret
+from service.security.addresses import AllowedAddresses, is_loopback, require_secret
 from service.security.keys import Access, Gate, KeyRing, bearer, open_gate
 from service.security.secret import derive, read_secret_file
 from service.security.signing import PERIOD_S, Call, Signer, Verdict, Verifier
@@ -37,7 +38,7 @@ def test_loopback(host: str) -> None:
 def test_not_loopback(host: str) -> None:
     assert not is_loopback(host)
     asked: dict[str, Any] = {"flag": "--host", "what": "it", "remedy": "--key", "has_secret": False}
-    with pytest.raises(SecurityConfigError, match=r"--host .*--key.*--allow-insecure"):
+    with pytest.raises(ConfigError, match=r"--host .*--key.*--allow-insecure"):
         require_secret(host, **asked, allow_insecure=False)
     assert "INSECURE" in (require_secret(host, **asked, allow_insecure=True) or "")
     assert require_secret(host, **{**asked, "has_secret": True}, allow_insecure=False) is None
@@ -72,7 +73,7 @@ def test_addresses_that_may_be_dialled() -> None:
     local = AllowedAddresses((), loopback=True, flag="--f")
     assert local.admits("127.0.0.1", 1) and not local.admits("10.1.2.3", 1)
     for bad in ("10.0.0.0/40", "host:0", "host:70000", "host:x", "", "10.0.0.1/8"):
-        with pytest.raises(SecurityConfigError, match="--f"):
+        with pytest.raises(ConfigError, match="--f"):
             AllowedAddresses((bad,), loopback=False, flag="--f")
 
 
@@ -104,10 +105,10 @@ def test_keys_of_each_purpose_differ() -> None:
 
 def test_secret_files(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    with pytest.raises(SecurityConfigError, match="--cluster-secret-file: cannot read"):
+    with pytest.raises(ConfigError, match="--cluster-secret-file: cannot read"):
         read_secret_file(str(path))
     path.write_text("short\n")
-    with pytest.raises(SecurityConfigError, match="holds 5 bytes, at least 16"):
+    with pytest.raises(ConfigError, match="holds 5 bytes, at least 16"):
         read_secret_file(str(path))
     path.write_text("long enough to be one\n")
     assert read_secret_file(str(path)) == b"long enough to be one"
@@ -170,9 +171,9 @@ def test_wrong_key_files_and_headers(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     for content in ("", "# nothing\n", "a b\n", "tab\tbed\n"):
         file.write_text(content)
-        with pytest.raises(SecurityConfigError, match="--api-key-file"):
+        with pytest.raises(ConfigError, match="--api-key-file"):
             KeyRing(file=str(file))
-    with pytest.raises(SecurityConfigError, match="--api-key: must be printable"):
+    with pytest.raises(ConfigError, match="--api-key: must be printable"):
         KeyRing(key="")
     ring = KeyRing(key="k")
     assert ring.holder("bearer k") and ring.holder("Bearer  k ")

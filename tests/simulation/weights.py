@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from engine.config import ConfigError
+from service.flags import ConfigError
 from tests.simulation.executor import CheckedModel
 from tests.simulation.world import Process
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from service.flags import ConfigError
 from service.telemetry.context import CURRENT, RequestContext, TraceParent, parse_traceparent
 from service.telemetry.logs import JsonFormatter, about
-from service.telemetry.otlp import TraceConfigError, endpoint_of
+from service.telemetry.otlp import endpoint_of
 from service.telemetry.perfetto import clock_shift_s, lanes_of, trace_file
 from service.telemetry.records import Record, Ring, Span, TracesQuery, last_ids, query_error
 from service.telemetry.tracer import Tracer
@@ -89,7 +90,7 @@ def test_where_spans_go() -> None:
     assert endpoint_of(enable=True, endpoint="https://h/own/path", environ=where) == "https://h/own/path"
     assert endpoint_of(enable=True, endpoint=None, environ=where) == "http://t/x"
     assert endpoint_of(enable=True, endpoint=None, environ={}) == "http://localhost:4318/v1/traces"
-    with pytest.raises(TraceConfigError, match="--otlp-traces-endpoint: 'localhost:4317' is no OTLP/HTTP address"):
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint: 'localhost:4317' is no OTLP/HTTP address"):
         endpoint_of(enable=True, endpoint="localhost:4317", environ={})
 
 

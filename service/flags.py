@@ -1,0 +1,144 @@
+"""What a flag is: a field of a frozen dataclass with a help text, a unit and a range; and the one check of the ranges.
+
+Each field of a `FlagSet` is one flag. deploy/flags.py derives the command line from it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_METADATA = "flag"
+
+
+class ConfigError(ValueError):
+    """A flag or a file that cannot be honoured. The text is one line that names it and says how to mend it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """The numbers that a flag takes: within the bounds, or one of `special`, which says what each of those means."""
+
+    above: float | None = None
+    least: float | None = None
+    most: float | None = None
+    below: float | None = None
+    special: Mapping[float, str] = dataclasses.field(default_factory=dict)
+
+    def holds(self, value: float) -> bool:
+        """False for nan."""
+        return value in self.special or (
+            value == value
+            and (self.above is None or value > self.above)
+            and (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def bounds(self) -> str:
+        """Such as "above 0 and at most 1"."""
+        if self.least is not None and self.most is not None:
+            return f"{_number(self.least)} to {_number(self.most)}"
+        lower = [f"above {_number(self.above)}"] if self.above is not None else []
+        lower += [f"at least {_number(self.least)}"] if self.least is not None else []
+        upper = [f"at most {_number(self.most)}"] if self.most is not None else []
+        upper += ["finite" if self.below == math.inf else f"below {_number(self.below)}"] if self.below else []
+        return " and ".join(lower + upper)
+
+    def meanings(self) -> list[str]:
+        """Such as "0: never"."""
+        return [f"{_number(value)}: {meaning}" for value, meaning in self.special.items()]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FlagSpec:
+    """What a field says of its flag. `by_hand`: the command parses it itself (several values)."""
+
+    help: str
+    choices: tuple[str, ...] | None
+    unit: str | None
+    range: Range
+    option: str | None
+    by_hand: bool
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    unit: str | None = None,
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    special: Mapping[float, str] | None = None,
+    option: str | None = None,
+    by_hand: bool = False,
+) -> Any:
+    """A field that is a flag.
+
+    unit: "s" for seconds, in a field that ends in `_s`. above, least, most, below: the range of the number, or of each
+    number of a tuple. special: values that mean something else, in the range or not. option: the public name, if it is
+    not the field's without `_s`.
+    """
+    numbers = Range(above=above, least=least, most=most, below=below, special=special or {})
+    spec = FlagSpec(help=help, choices=choices, unit=unit, range=numbers, option=option, by_hand=by_hand)
+    return dataclasses.field(default=default, metadata={_METADATA: spec})
+
+
+class FlagSet:
+    """Base of the configs. One whose values are out of range cannot be made: ConfigError."""
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+
+
+def spec_of(field: "dataclasses.Field[Any]") -> FlagSpec:
+    spec = field.metadata[_METADATA]
+    assert isinstance(spec, FlagSpec)
+    return spec
+
+
+def option_of(field: "dataclasses.Field[Any]") -> str:
+    """The flag as it is typed: `--name-of-the-field`, without the `_s` of seconds."""
+    spec = spec_of(field)
+    if spec.option is not None:
+        return spec.option
+    name = field.name.removesuffix("_s") if spec.unit == "s" else field.name
+    return "--" + name.replace("_", "-")
+
+
+def values_by_name(config: Any) -> dict[str, Any]:
+    """The values of a config by the names of its flags, as /server_info shows them."""
+    return {
+        option_of(field).removeprefix("--").replace("-", "_"): getattr(config, field.name)
+        for field in dataclasses.fields(config)
+    }
+
+
+def _check_ranges(config: Any) -> None:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for item in value if isinstance(value, tuple) else (value,):
+            if item is not None and (wrong := _wrong(spec_of(field), item)) is not None:
+                default = "" if field.default in (None, (), "") else f"; the default is {shown(field.default)}"
+                raise ConfigError(f"{option_of(field)}: {wrong}{default}")
+
+
+def _wrong(spec: FlagSpec, value: Any) -> str | None:
+    if spec.choices is not None and value not in spec.choices:
+        return f"must be one of {', '.join(spec.choices)}, got {value!r}"
+    if isinstance(value, int | float) and not isinstance(value, bool) and not spec.range.holds(value):
+        special = "; ".join(spec.range.meanings())
+        return f"must be {spec.range.bounds()}{f' ({special})' if special else ''}, got {shown(value)}"
+    return None
+
+
+def shown(value: Any) -> str:
+    """A value as help and errors show it."""
+    return _number(value) if isinstance(value, float) else str(value)
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
