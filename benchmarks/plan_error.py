@@ -82,6 +82,21 @@ def main() -> None:
                 print(render(report) + "\n", flush=True)
                 if args.report:
                     args.report.write_text(json.dumps(report, indent=1) + "\n")
+                    args.report.with_suffix(".md").write_text(page(report))
+
+
+def page(report: dict[str, Any]) -> str:
+    """Write the text of docs/reports/plan_error.md."""
+    env = report["environment"]
+    return f"""# The planner's error
+
+`make plan-error` writes this page: the same requests on real workers and in `tandem plan`
+([planning.md](../planning.md#how-wrong-it-is)). Do not edit it by hand.
+
+{render(report)}
+
+Run at commit {env["commit"]}, {env["time"]}; {env["cpu"]}, {env["cores"]} cores.
+"""
 
 
 def render(report: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
-"""Runs the benchmarks (or takes their JSON) and writes docs/benchmarks.md from them.
+"""Runs the benchmarks (or takes their JSON) and writes docs/reports/benchmarks.md from them.
 
 usage: python -m benchmarks.report [--results DIR] [--quick] [--reuse] [--trace PATH ...]     (`make bench` runs it)
 
 Results are kept in DIR as JSON, one file a benchmark; --reuse only writes the page again from what is there. Benchmarks
-that replay traces run where --trace names some (none is shipped); else their last figures stay, from docs/reports.
+that replay traces run where --trace names some (none is shipped); else their last figures stay.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from benchmarks import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
 KEPT = ROOT / "docs" / "reports"
+PAGE = KEPT / "benchmarks.md"
 
 QUICK: dict[str, list[str]] = {
     "peers": ["--turns", "1", "--rounds", "1", "--workloads", "A"],
@@ -56,8 +56,7 @@ SECTIONS = {
         "Beside its peers",
         "The same checkpoint (Qwen3-0.6B's layers, random bf16 weights, a small vocabulary), loads and client on one server at "
         "a time, each with all cores; medians of the rounds. Ratios are Tandem's figure over the row's: more is better "
-        "for tokens/s, less for times. (Of the run of 2026-11-21: transformers serve once, right after two turns of the others; "
-        "its C, where prompts come faster than it computes them, had not ended after ten minutes.)",
+        "for tokens/s, less for times.",
         peers.render,
     ),
     "interference": (
@@ -85,8 +84,7 @@ SECTIONS = {
         "Pages that leave layer by layer",
         "A random checkpoint with layers as those of Qwen3-0.6B, but fewer and narrower, so that the transfer weighs more "
         "than it would there; one thread computes, the rest of the cores is the sender's and everybody else's. What there is "
-        "to gain is the time of the transfer. On a shared machine the best of a few is the figure to look at. The gain needs an "
-        "idle core: a run with narrower layers (hidden size 512) on a busy machine took 1,613 ms by layers and 1,435 ms whole.",
+        "to gain is the time of the transfer, and the gain needs an idle core. On a shared machine the best of a few is the figure to look at.",
         layerwise.render,
     ),
     "step_time": (
@@ -139,21 +137,19 @@ SECTIONS = {
     "router_path": (
         "Where the router's time goes",
         "The router's own code from the client's bytes to the answer's, without sockets: the three writes and reads of a "
-        "request, which every router has, come on top. At commit 7c61c6e, before the journey was the one owner of what became "
-        "of a request and replies let go of their listeners, a whole answer took 188 us and a stream 225 us on this machine "
-        "(138 and 179 us after it, side by side on a busy machine; shares of the same parts then: 26, 17, 17, 7, 2, 6, 7, 11 and 6 %).",
+        "request, which every router has, come on top.",
         router_path.render,
     ),
     "router_policies": (
         "Router policies on traces",
         "Mooncake's traces through the router's own policies and a simple model of 8 prefill workers (8,000 tokens/s, a "
-        "cache of 2 M tokens) and 8 decode workers; what the figures mean: [router.md](router.md).",
+        "cache of 2 M tokens) and 8 decode workers; what the figures mean: [router.md](../router.md#which-policy). [Plot](router_policies.png).",
         router_policies.render,
     ),
     "gpu_check": (
         "On a GPU",
         "Kernels, steps and transfers of Qwen3-8B's shape with random weights, beside what this GPU copies within its memory and "
-        "multiplies in bf16; all figures: [gpu_check.json](reports/gpu_check.json), what they mean: [gpu.md](gpu.md).",
+        "multiplies in bf16; all figures: [gpu_check.json](gpu_check.json), what they mean: [gpu.md](../gpu.md).",
         gpu_check.render,
     ),
     "scale": (
@@ -161,9 +157,8 @@ SECTIONS = {
         "The router's core at work for many workers, and the bootstrap server's registry: production code in virtual time, fed by a "
         "trace that is repeated with new prompts, at a rate that suits the workers. Every 1,000 requests one worker goes down and comes "
         "back, so pools and what is kept with them are made anew. Sockets and bodies are not in it; they cost the same whatever the number of "
-        "workers. With many workers each one's data is seldom in the processor's cache: that is what still grows. (The run of 2026-11-21 was beside "
-        "tests: a run of 3,000 requests with less beside it had most rows a third lower, and the cell of 15 us took 1.0 us alone.) Rows with a comma are to "
-        "compare with: a look at each worker for each request, as it was before, and requests with an objective "
+        "workers. With many workers each one's data is seldom in the processor's cache: that is what still grows. Rows with a comma are to "
+        "compare with: a look at each worker for each request, and requests with an objective "
         "(`--slo-ttft-ms`), of which the forecast still looks at each. [Plot](scale.png).",
         scale.render,
     ),
@@ -179,17 +174,17 @@ def run(name: str, *, results: Path, quick: bool) -> None:
 
 
 def replay(name: str, traces: list[Path]) -> None:
-    """Run one that replays traces; its figures and its plot are kept in docs."""
+    """Run one that replays traces; its figures and its plot are kept in docs/reports."""
     argv = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(KEPT / f"{name}.json")]
-    argv += ["--plot", str(PAGE.parent / f"{name}.png")]
+    argv += ["--plot", str(KEPT / f"{name}.png")]
     for trace in traces:
         argv += ["--trace", str(trace.resolve())]
     subprocess.run(argv, cwd=ROOT, check=True)
 
 
 def page(results: Path) -> str:
-    """The text of docs/benchmarks.md."""
-    parts = ["# Benchmarks", "", "Written by `make bench` (benchmarks/report.py) from one run. Do not edit by hand."]
+    """Write the text of docs/reports/benchmarks.md."""
+    parts = ["# Benchmarks", "", "`make bench` writes this page (benchmarks/report.py). Do not edit it by hand."]
     for name, (title, text, render) in SECTIONS.items():
         path = (KEPT if name in (*REPLAYS, *ELSEWHERE) else results) / f"{name}.json"
         if path.exists():

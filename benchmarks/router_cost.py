@@ -147,7 +147,7 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The section of docs/benchmarks.md."""
+    """Write the section of docs/reports/benchmarks.md."""
     lines = [
         "| load | router | requests/s | CPU us/request | CPU us/event | first byte p50 ms | p99 ms |",
         "|---|---|---:|---:|---:|---:|---:|",

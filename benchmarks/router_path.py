@@ -185,7 +185,7 @@ def _part(filename: str) -> str:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The section of docs/benchmarks.md."""
+    """Write the section of docs/reports/benchmarks.md."""
     rows = result["rows"]
     lines = [f"| | {' | '.join(rows)} |", "|---" + "|---:" * len(rows) + "|"]
     for name, title in (("least_us", "CPU us/request, the least of many windows"), ("median_us", "median")):

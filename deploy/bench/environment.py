@@ -12,13 +12,14 @@ from pathlib import Path
 
 DISTRIBUTIONS = ("tandem-serve", "torch", "nixl-cu12", "mooncake-transfer-engine-non-cuda", "aiohttp", "triton")
 COMMAND_TIMEOUT_S = 10.0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe() -> dict[str, object]:
     """A JSON-ready description of this machine, this code and this command."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(_without_folders(arg) for arg in sys.argv),
         "commit": commit(),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -32,11 +33,19 @@ def describe() -> dict[str, object]:
 
 def commit() -> str | None:
     """The commit of this source tree ("+changes" when it differs), None outside a checkout."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(ROOT)
     found = _said("git", "-C", root, "rev-parse", "--short=12", "HEAD")
     if not found:
         return None
     return found + ("+changes" if _said("git", "-C", root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _without_folders(argument: str) -> str:
+    """Shorten an absolute path: relative to this source tree, else its name alone. A report does not name a machine's folders."""
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def _said(*argv: str) -> str:

@@ -1,6 +1,6 @@
 """Memory that the system may back by huge pages. Owns how it is asked for; must not know what lies in it.
 
-One thread reads such memory about 1.7 times as fast as memory of 4 KiB pages (docs/benchmarks.md).
+One thread reads such memory about 1.7 times as fast as memory of 4 KiB pages (docs/reports/benchmarks.md).
 """
 
 import contextlib

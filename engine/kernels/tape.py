@@ -1,7 +1,7 @@
 """Calls of C kernels, recorded while they are made, and made again by one call: what CUDA graphs are to a GPU.
 
 The step of a small batch is a hundred short kernels; Python and torch between them took a fifth of its time
-(docs/benchmarks.md). A tape makes the same calls with the same arguments, so it reads and writes the same memory: what
+(docs/reports/benchmarks.md). A tape makes the same calls with the same arguments, so it reads and writes the same memory: what
 kernels give out while a tape records comes from its workspace. What torch itself computes in between is not on the tape:
 whoever records makes sure that there is nothing of the kind. Knows addresses, not what kernels do.
 """

@@ -1,7 +1,7 @@
 """The text of one sample, as its tokens come: `TokenOutput` in, `TextOutput` out. Pure.
 
 It works in the frontend's process. In one of its own each token would wake another process and cross another socket, which
-costs more than the text (docs/benchmarks.md).
+costs more than the text (docs/reports/benchmarks.md).
 """
 
 import logging

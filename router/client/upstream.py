@@ -1,7 +1,7 @@
 """The HTTP/1.1 client that legs are sent with: kept connections to workers, one request on each at a time.
 
 Owns sockets, and the parsing of answers (httptools: llhttp). Knows nothing of workers, roles or retries. A router spends
-most of its time here, and a general client costs four times as much (docs/benchmarks.md); what this one leaves out is what
+most of its time here, and a general client costs four times as much (docs/reports/benchmarks.md); what this one leaves out is what
 a router must not do: redirects, cookies, proxies, decompression, sending a request twice.
 """
 

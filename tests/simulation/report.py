@@ -1,4 +1,4 @@
-"""Figures of a soak, and the document that they go into (docs/simulation.md): its text is report.md, so that both stay true."""
+"""Figures of a soak, and the page that they go into (docs/reports/simulation.md); report.md is its text."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -68,14 +68,13 @@ def write(total: Total, path: Path) -> None:
 | longest time from the last fault to full rest (virtual) | {total.longest_rest_s:.1f} s |
 | failed | {len(total.failed)} |"""
     seen = "\n".join(f"| {what} | {count} |" for what, count in sorted(total.seen.items()))
-    planted = "\n".join(f"- {m.name} (`{m.path}`)" for m in MUTANTS)
+    planted = "\n".join(f"- {m.name}" for m in MUTANTS)
     path.write_text(
         template.replace("{{figures}}", figures)
         .replace("{{faults}}", faults)
         .replace("{{bugs}}", bugs)
         .replace("{{planted}}", planted)
         .replace("{{seen}}", seen)
-        .replace("{{num_planted}}", str(len(MUTANTS)))
     )
 
 

@@ -1,4 +1,4 @@
-"""`make death-notice`: how soon the router notices a worker that is frozen or cut off, and that it is back; docs/reliability.md.
+"""`make death-notice`: how soon the router notices a worker that is frozen or cut off, and that it is back; docs/reports/reliability.md.
 
 usage: python -m tools.faults.death_notice [--times 10] [--quiet-s 60]
 

@@ -1,4 +1,4 @@
-"""`make fault-matrix`: runs the cells that have no result yet, with a progress bar, and writes docs/reliability.md.
+"""`make fault-matrix`: runs the cells that have no result yet, with a progress bar, and writes docs/reports/reliability.md.
 
 usage: python -m tools.faults.matrix [--jobs 2] [--again] [--results DIR] [CELL...]
 

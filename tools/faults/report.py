@@ -1,4 +1,4 @@
-"""Writes docs/reliability.md from the results of the matrix and of the soak (JSON files; see `matrix.py`, `soak.py`)."""
+"""Writes docs/reports/reliability.md from the results of the matrix and of the soak (JSON files; see `matrix.py`, `soak.py`)."""
 
 import json
 import statistics
@@ -13,19 +13,17 @@ from tools.faults.run_cell import FAULT_S, LONG, NUM_REQUESTS
 from tools.faults.soak_report import render
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / ".faults"  # of a run under way
 REPORTS = ROOT / "docs" / "reports"
+PAGE = REPORTS / "reliability.md"
 MATRIX = "fault_matrix.json"
 NOTICE = "death_notice.json"
 SOAKS = {backend: f"churn_soak_{backend}.json" for backend in BACKENDS}
 
 INTRO = """# Reliability
 
-What the cluster does on its worst day, with real processes. This page is written by `make fault-matrix`, `make death-notice`
-and `make churn-soak` (`tools/faults/report.py`); do not edit it. Each
-section names the commit that it was measured at: what has changed since is not in it. The same in virtual time, with far more
-faults: `make sim`.
+`make fault-matrix`, `make death-notice` and `make churn-soak` write this page from runs with real processes. Do not edit it.
+Each section names the commit of its run. `make sim` plays far more faults in virtual time ([simulation.md](simulation.md)).
 
 ## Fault matrix
 
@@ -68,7 +66,7 @@ there; "right" is demanded wherever what the request still needs is left (`must_
 Where a connection breaks under a stream that has begun (cut of router or decode, decoding) the stream ends with an error:
 its client has part of the answer. The other half of those requests moves. A bootstrap server that stays dead is named in
 the error after `--disaggregation-bootstrap-grace` (5 s); a worker that stays silent costs its requests
-`--dead-worker-timeout-s` (30 s; docs/operations.md).
+`--dead-worker-timeout-s` (30 s; [operations.md](../operations.md#dead-workers-and-bootstrap-servers)).
 """
 
 NOTICED = """
@@ -81,10 +79,14 @@ router prefers others (`/workers` says `silent`), and from the moment the fault 
 |---|---|---|---|---|
 {rows}
 Silence is of the scheduler *process*. A worker in a long step is busy, which is no row here: a thread of its scheduler process answers
-the router's checks during the step (docs/operations.md, "Health"), and the worker stays in the choice. A frozen process is silent with
+the router's checks during the step ([operations.md](../operations.md#health)), and the worker stays in the choice. A frozen process is silent with
 all its threads. A step that never ends is ended by `--watchdog-timeout`.
 
 False alarms: {silent} in {seconds:.0f} s with {streams} streams at a time on this machine, in which {answers} answers came.
+"""
+
+NO_SOAK = """
+No run of the present processes yet: `make churn-soak` adds it.
 """
 
 
@@ -178,19 +180,10 @@ def _spread(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.2f} s; {max(seconds):.2f} s"
 
 
-def _age(report: dict[str, Any]) -> str:
-    """A report of workers that had a process which they have no more says so."""
-    if not any("detokenizer" in trend["name"] for trend in report["trends"]):
-        return ""
-    return "**Older than the tree**: the workers of this run had a detokenizer process of their own, which is gone.\n\n"
-
-
 def _soaks(reports: Path) -> str:
     found = [(backend, report) for backend, name in SOAKS.items() if (report := _read(reports / name)) is not None]
-    parts = [
-        f"\n### {backend}\n\n{_age(report)}{render(report)}\n{_where(report['about'])}\n" for backend, report in found
-    ]
-    return "\n## Soak under churn\n" + "".join(parts) if parts else ""
+    parts = [f"\n### {backend}\n\n{render(report)}\n{_where(report['about'])}\n" for backend, report in found]
+    return "\n## Soak under churn\n" + ("".join(parts) or NO_SOAK)
 
 
 def _where(about: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`make churn-soak`: requests without pause while workers are killed and added and clients leave; docs/reliability.md.
+"""`make churn-soak`: requests without pause while workers are killed and added and clients leave; docs/reports/reliability.md.
 
 usage: python -m tools.faults.soak [--minutes 10] [--requests 20000] [--backends nixl mooncake] [--seed 1]
 
@@ -29,7 +29,7 @@ from tools.faults.churn import MORTAL_ROUTER, ROLES, ROUTERS, Fleet
 from tools.faults.load import judge
 from tools.faults.memory import Watch
 from tools.faults.progress import progress
-from tools.faults.report import REPORTS, RESULTS, SOAKS, about_run, keep, write_page
+from tools.faults.report import PAGE, REPORTS, RESULTS, SOAKS, about_run, keep, write_page
 from tools.faults.soak_report import verdict
 
 AT_ONCE = 16
@@ -204,7 +204,7 @@ def _soak(backend: str, args: argparse.Namespace) -> list[str]:
             left = fleet.close()
     result["problems"] += [f"left behind: {what}" for what in left]
     keep(SOAKS[backend], {"about": about, **result}, args.reports)
-    write_page(args.reports, args.reports.parent / "reliability.md")
+    write_page(args.reports, args.reports / PAGE.name)
     return verdict(result)
 
 

@@ -1,4 +1,4 @@
-"""What a soak came to: the verdict, and its section of docs/reliability.md. Pure."""
+"""What a soak came to: the verdict, and its section of docs/reports/reliability.md. Pure."""
 
 from typing import Any
 
