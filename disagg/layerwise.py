@@ -6,7 +6,9 @@ from engine.executor.layer_marks import LayerMarks
 from transfer_backends.contract import LayerGroup, Progress
 
 MAX_GROUPS = 8  # more would hide little more of the transfer, and cost as many operations
-MIN_PIECE_BYTES = 32 << 10  # of one group in one page: engines pay by the piece (docs/reports/benchmarks.md, "KV transfer")
+MIN_PIECE_BYTES = (
+    32 << 10
+)  # of one group in one page: engines pay by the piece (docs/reports/benchmarks.md, "KV transfer")
 
 
 def groups_of(layer_ends: Sequence[int], *, asked: str) -> tuple[LayerGroup, ...]:
