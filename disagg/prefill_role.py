@@ -3,10 +3,6 @@
     add -> BOOTSTRAP --indices here--> SCHEDULED --last chunk sent--> INFLIGHT --Success--> ENDING -> gone
                \\__________ Failed, abort, timeout: answered at once ___________/              (memory back)
 
-A worker with nothing else to compute does not wait for the indices: the prompt is *early*, SCHEDULED at once, and what is
-computed waits in the sender for them. There is one at a time, so that memory which decode has no room to take is never more
-than one prompt's; and if another needs that, it is given back: BOOTSTRAP again, and only the KV is computed once more.
-
 Pages are handed over when their chunk is computed; or, *layer by layer*, when it is launched, with a gate: the manager posts
 each group of layers when the stream has written it. The metadata row is handed over at the end either way, so nothing
 can pass for complete before all of it is.
@@ -25,7 +21,7 @@ from enum import Enum
 from typing import Protocol
 
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
-from disagg.recompute import Bounds, only_kv_of, request_for, why_not
+from disagg.recompute import Bounds, request_for, why_not
 from disagg.subject import about_request
 from disagg.transfer_gauges import TransferGauges
 from engine.core.outputs import StepEffects, output_of, refusal, refused
@@ -71,10 +67,10 @@ class Directory(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """`answer`: the output to send once decode has everything, `first` what was drawn. `sent_pages`: of the request's row.
+    """`answer`: the output to send once decode has everything. `sent_pages`: of the request's row.
 
     `last_pages` went with the last chunk, at `last_sent_s`. `moves_bytes`: not a fake transfer. `asked`: by decode, no client
-    waits for an answer. `early`: decode has not told its pages yet, and they are computed all the same.
+    waits for an answer.
     """
 
     request: Request
@@ -85,11 +81,9 @@ class Entry:
     sent_pages: int = 0
     row: int | None = None
     answer: TokenOutput | None = None
-    first: ItemResult | None = None
     last_pages: int = 0
     last_sent_s: float = 0.0
     asked: bool = False
-    early: bool = False
 
     def heard(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
         """Of what there is to say about it, what somebody wants to hear."""
@@ -150,7 +144,7 @@ class PrefillRole:
         request.times.bootstraps = True
         self._entries[request.rid] = Entry(request, sender, request.bootstrap.room, moves_bytes=not fake)
         self._scheduler.prefetch(request)
-        return self._begin_early(self._entries[request.rid], now_s)
+        return []
 
     def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         entry = self._entries.get(rid)
@@ -174,11 +168,9 @@ class PrefillRole:
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
-        self._give_way(in_vain=self._scheduler.num_waiting > 0 and not self._scheduler.num_running)
         self._take_asked(now_s)
         for entry in list(self._entries.values()):
             outputs += entry.heard(self._move(entry, now_s))
-        self._give_way(in_vain=bool(self._computed) or self._scheduler.starved)
         self._hand_over_computed(now_s)
         return outputs
 
@@ -188,9 +180,6 @@ class PrefillRole:
             self._forget_when_released(entry)
         elif state is KVPoll.Failed:
             return self._fail(entry)
-        elif entry.early and state is not KVPoll.Bootstrapping:
-            self._on_indices(entry, now_s)
-            return self._move(entry, now_s)
         elif entry.stage is Stage.BOOTSTRAP and state is not KVPoll.Bootstrapping:
             return self._schedule(entry, now_s)
         elif entry.stage is Stage.INFLIGHT and state is KVPoll.Success:
@@ -239,47 +228,14 @@ class PrefillRole:
             besides = f" besides {skip} that decode has" * bool(skip)
             entry.sender.abort(f"decode gave {entry.sender.num_pages} pages, the prompt needs {need}{besides}")
             return self._fail(entry)
-        self._on_indices(entry, now_s)
-        return self._begin(entry, now_s)
-
-    def _on_indices(self, entry: Entry, now_s: float) -> None:
-        entry.early = False
         if not entry.asked:
             self._transfers.bootstrapped(now_s - entry.request.arrived_s)
-
-    def _begin(self, entry: Entry, now_s: float) -> list[TokenOutput]:
         entry.stage, entry.request.times.queued_s = Stage.SCHEDULED, now_s
         outputs = self._scheduler.add(entry.request)
         if outputs:  # the queue filled up meanwhile
             entry.sender.abort(outputs[0].finish.message if outputs[0].finish else "refused")
             entry.stage = Stage.ENDING
         return outputs
-
-    def _begin_early(self, entry: Entry, now_s: float) -> list[TokenOutput]:
-        """Only where nobody computes and nobody is before it in line: who may be told at any moment goes first."""
-        others = [one for one in self._entries.values() if one is not entry]
-        if any(one.early or one.stage is Stage.BOOTSTRAP for one in others):
-            return []
-        busy = self._scheduler.num_waiting or self._scheduler.num_running
-        if busy or self._closed_to_peers or not entry.moves_bytes or self._checksum is not None:
-            return []  # a checksum is over what decode asks for
-        entry.early = True
-        return self._begin(entry, now_s)
-
-    def _give_way(self, *, in_vain: bool) -> None:
-        """An early prompt that decode has no room for yet gives its pages and row to a pause, or to who waits in vain."""
-        if not (in_vain or self._closed_to_peers):
-            return
-        for entry in self._entries.values():
-            computed = entry.early and entry.stage is Stage.INFLIGHT and entry.request.inflight == 0
-            if computed and entry.sender.take_back():
-                assert entry.row is not None
-                self._counters["early_given_back"] += 1
-                self._metadata.free(entry.row)
-                self._scheduler.release(entry.request)
-                entry.request.times.forget_prefill()
-                entry.request = only_kv_of(entry.request)
-                entry.stage, entry.early, entry.row, entry.sent_pages = Stage.BOOTSTRAP, False, None, 0
 
     def _send_whole_pages(self, entry: Entry) -> None:
         """What is computed and will not change: every whole page, if they are many. The rest goes with the last chunk."""
@@ -316,16 +272,13 @@ class PrefillRole:
 
     def _send_last(self, entry: Entry, output: TokenOutput, first: ItemResult, now_s: float) -> None:
         assert entry.row is not None
-        if entry.answer is None:  # else it was computed before, and gave way
-            entry.answer, entry.first = output, first
-        assert entry.first is not None
-        queue_s, prefill_s = entry.request.times.since(entry.sender.offered_at_s)
+        entry.answer = output
         sent = entry.request.pages[entry.sender.skip_pages :]
         said = FirstToken(
-            ItemResult(token=None, bad=first.bad) if entry.asked else entry.first,  # decode draws the next one
-            cached_tokens=entry.answer.cached_tokens,
-            queue_s=queue_s,
-            prefill_s=prefill_s,
+            ItemResult(token=None, bad=first.bad) if entry.asked else first,  # decode draws the next one
+            cached_tokens=output.cached_tokens,
+            queue_s=entry.request.times.queue_s,
+            prefill_s=entry.request.times.prefill_s,
             kv_checksum=None if self._checksum is None else self._checksum(sent),
         )
         self._metadata.write(entry.row, room=entry.room, first=said)
@@ -344,8 +297,7 @@ class PrefillRole:
         if entry.moves_bytes:
             skip = entry.sender.skip_pages
             size_bytes = min(entry.last_pages, entry.sent_pages - skip) * self._page_bytes
-            begun_s = max(entry.last_sent_s, entry.sender.offered_at_s or 0.0)
-            self._transfers.landed(size_bytes=size_bytes, taken_s=now_s - begun_s)
+            self._transfers.landed(size_bytes=size_bytes, taken_s=now_s - entry.last_sent_s)
             self._counters["kv_transfers"] += 1
             self._counters["kv_sent_bytes"] += (entry.sent_pages - skip) * self._page_bytes
             self._counters["kv_skipped_bytes"] += skip * self._page_bytes
@@ -353,8 +305,7 @@ class PrefillRole:
         return [entry.answer]
 
     def _fail(self, entry: Entry) -> list[TokenOutput]:
-        unjoined = entry.stage is Stage.BOOTSTRAP or entry.early
-        self._counters["bootstrap_failed" if unjoined else "transfer_failed"] += 1
+        self._counters["bootstrap_failed" if entry.stage is Stage.BOOTSTRAP else "transfer_failed"] += 1
         reason = entry.sender.failure() or "the transfer failed"
         subject = about_request(entry.request, entry.room)
         log.warning("prefill %s (room %d) failed: %s", entry.request.rid, entry.room, reason, extra=subject)
@@ -394,8 +345,7 @@ class PrefillRole:
         return bool(self._entries)
 
     def queues(self) -> dict[str, int]:
-        early = Stage.BOOTSTRAP  # its pages wait, whatever has been computed
-        count = Counter(early if entry.early else entry.stage for entry in self._entries.values())
+        count = Counter(entry.stage for entry in self._entries.values())
         return {"bootstrap": count[Stage.BOOTSTRAP], "inflight": count[Stage.INFLIGHT] + count[Stage.ENDING]}
 
     def counters(self) -> dict[str, float]:

@@ -29,24 +29,6 @@ def why_not(work: Work, bounds: Bounds) -> str | None:
     return None
 
 
-def only_kv_of(request: Request) -> Request:
-    """The prompt of a request once more, without a draw: what it drew is known."""
-    return Request(
-        rid=request.rid,
-        input_ids=request.input_ids,
-        sampling=NOTHING,
-        eos_ids=frozenset(),
-        arrived_s=request.arrived_s,
-        bootstrap=request.bootstrap,
-        prefill_only=True,
-        priority=request.priority,
-        keep_kv=request.keep_kv,
-        adapter=request.adapter,
-        request_id=request.request_id,
-        times=request.times,
-    )
-
-
 def request_for(asked: Asked, now_s: float) -> Request:
     """It ends when its KV is computed; what its last step draws is not looked at."""
     return Request(

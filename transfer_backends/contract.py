@@ -245,10 +245,6 @@ class KVSender(Protocol):
     def skip_pages(self) -> int:
         """Pages at the front of the prompt that decode has already: they come before those it gave. 0 until they are known."""
 
-    @property
-    def offered_at_s(self) -> float | None:
-        """When decode told where it wants the pages (this manager's clock); None: it has not, or it is a fake sender."""
-
     def poll(self) -> KVPoll: ...
 
     def send(
@@ -262,13 +258,10 @@ class KVSender(Protocol):
     ) -> None:
         """Queue pages: `src_pages[i]` is page `start + i` of the prompt. Chunks come in order, from page 0 on, without gaps.
 
-        Those that decode has already are left out. Before decode has told where the others go they wait for that.
+        Only once decode has given its pages. Those that it has already are left out.
         `last` ends the transfer and carries metadata row `aux_idx`. A no-op once the transfer has failed.
         `gate`: the pages are not complete yet (None: they are); gates come in the order of their steps, not with `last`.
         """
-
-    def take_back(self) -> bool:
-        """As if nothing had been sent: the pages may be reused. False, and nothing changed, once decode has told where."""
 
     def abort(self, reason: str) -> None:
         """Fail it (no-op when final); decode is told at once."""

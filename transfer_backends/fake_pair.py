@@ -49,13 +49,6 @@ class FakeSender(_Fake):
         if self._state is not KVPoll.Failed:
             self._state = KVPoll.Success if last else KVPoll.Transferring
 
-    @property
-    def offered_at_s(self) -> float | None:
-        return None
-
-    def take_back(self) -> bool:
-        return False
-
     def released(self) -> bool:
         return self._state in FINAL
 

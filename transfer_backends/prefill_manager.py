@@ -191,10 +191,6 @@ class Sender:
     def skip_pages(self) -> int:
         return self._rooms.skip_pages(self._key)
 
-    @property
-    def offered_at_s(self) -> float | None:
-        return self._rooms.offered_at_s(self._key)
-
     def poll(self) -> KVPoll:
         if self._last not in FINAL:
             self._last = self._rooms.machine.state(self._key)
@@ -216,10 +212,6 @@ class Sender:
                 self._manager._driver.wake()  # before the control thread, whose news can wait: bytes first
         if at_once:
             self._manager._driver.post_small()
-
-    def take_back(self) -> bool:
-        with self._manager.core():
-            return self._rooms.take_back(self._key)
 
     def abort(self, reason: str) -> None:
         with self._manager.core():

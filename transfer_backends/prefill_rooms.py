@@ -6,8 +6,6 @@ threads, clocks or engines.
 
     sender opened --TransferInfo--> WaitingForInput --first send--> Transferring --all operations done--> Success
 
-Pages may be handed over before decode has told where they go: then they wait for the TransferInfo, and leave with it.
-
 A failed write is no failed transfer yet: while the peer lives, all of it is written once more to the same pages, after the
 fence has shown that nothing of the last try can still land (`transfer_retries`). Operations and messages carry the
 number of their try; what is told of an earlier one counts for nothing (docs/architecture.md, "Tries").
@@ -112,7 +110,7 @@ class PrefillRooms:
         self._rooms[key] = rec
         offer, tombstone = self._inbox.take(key), self._inbox.exhume(key)
         if offer is not None:
-            self._accept(rec, offer, now_s)
+            self._accept(rec, offer)
         elif tombstone is not None and tombstone.by_peer:
             self._fail(rec, tombstone.reason)
         return key
@@ -133,9 +131,6 @@ class PrefillRooms:
         offer = self._rooms[key].offer
         return 0 if offer is None else offer.skip_pages
 
-    def offered_at_s(self, key: RoomKey) -> float | None:
-        return self._rooms[key].offered_at_s
-
     def send(
         self,
         key: RoomKey,
@@ -152,7 +147,7 @@ class PrefillRooms:
         state = self.machine.state(key)
         if state is KVPoll.Failed:
             return
-        if state is KVPoll.Success or rec.all_queued:
+        if state in (KVPoll.Bootstrapping, KVPoll.Success) or rec.all_queued:
             raise IllegalTransition(f"room {key}: send in {state.name}{' after the last chunk' * rec.all_queued}")
         src = np.asarray(src_pages, dtype=np.int64)
         check_send(rec, src, args=self._args, start=start, last=last, aux_idx=aux_idx, gate=gate)
@@ -162,18 +157,10 @@ class PrefillRooms:
             rec.chunks.append(chunk)
         rec.queued_pages = start + len(src)
         rec.all_queued = last
-        if rec.offer is not None:
-            self._go_on(rec, now_s)
-
-    def take_back(self, key: RoomKey) -> bool:
-        """Whether decode has not told yet where the pages go: then what was handed over never was."""
-        waits = self.machine.state(key) is KVPoll.Bootstrapping
-        if waits:
-            self._rooms[key].take_back()
-        return waits
+        self._go_on(rec, now_s)
 
     def _go_on(self, rec: Room, now_s: float) -> None:
-        """There are pages, and decode has told where they go."""
+        """There are more pages."""
         if self.machine.state(rec.key) is KVPoll.WaitingForInput:
             self.machine.move(rec.key, KVPoll.Transferring)
             # Of what is still to be computed decode hears when it lands: its patience is for that. Of the last chunk, soon.
@@ -428,7 +415,7 @@ class PrefillRooms:
             assert tombstone is not None
             self._reject(peer, key, f"prefill: {tombstone.reason}")
         elif self.machine.state(key) is KVPoll.Bootstrapping:
-            self._accept(rec, offer, now_s)
+            self._accept(rec, offer)
         elif rec.offer is None:
             self._reject(peer, key, f"prefill: {rec.reason}")
         elif rec.offer.incarnation == peer.incarnation:
@@ -461,11 +448,9 @@ class PrefillRooms:
             raise ValueError(f"room {message.room}: aux_idx {message.aux_idx} is outside {peer.aux.num_items} rows")
         return Offer(peer.incarnation, pages, message.aux_idx, message.skip_pages)
 
-    def _accept(self, rec: Room, offer: Offer, now_s: float) -> None:
-        rec.offer, rec.offered_at_s = offer, now_s
+    def _accept(self, rec: Room, offer: Offer) -> None:
+        rec.offer = offer
         self.machine.move(rec.key, KVPoll.WaitingForInput)
-        if rec.given:
-            self._go_on(rec, now_s)
 
     def _keep_orphan(self, peer: Peer, key: RoomKey, offer: Offer, now_s: float) -> None:
         owner = self._inbox.owner(key)

@@ -36,7 +36,7 @@ class Post:
 
 @dataclass
 class Room:
-    """`queued_pages`: of the prompt, handed over by `send`, which may be before the offer (`offered_at_s`); `done_bytes`: of
+    """`queued_pages`: of the prompt, handed over by `send`; `done_bytes`: of
 
     pages, written; `num_ops`: operations that are not final.
 
@@ -50,7 +50,6 @@ class Room:
     key: RoomKey
     opened_at_s: float
     offer: Offer | None = None
-    offered_at_s: float | None = None
     chunks: deque[Chunk] = field(default_factory=deque)
     posts: deque[Post] = field(default_factory=deque)
     queued_pages: int = 0
@@ -67,17 +66,10 @@ class Room:
     retry: int = 0
     held: bool = False
 
-    def take_back(self) -> None:
-        """Nothing was handed over."""
-        self.given.clear()
-        self.clear()
-        self.queued_pages, self.all_queued = 0, False
-
     @property
     def misfit(self) -> str | None:
-        """What is wrong with the number of pages that were handed over, as far as decode has told where they go."""
-        if self.offer is None:
-            return None
+        """What is wrong with the number of pages that were handed over."""
+        assert self.offer is not None
         needed, given = self.queued_pages - self.offer.skip_pages, len(self.offer.pages)
         if needed <= given and not (self.all_queued and needed != given):
             return None

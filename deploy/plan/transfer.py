@@ -47,8 +47,6 @@ class Room:
     num_pages: int | None = None
     decode_row: int = 0
     skip_pages: int = 0  # at the front, which decode has
-    offered_at_s: float | None = None
-    early: list[Callable[[], None]] = field(default_factory=list)  # sent before prefill had learnt decode's pages
 
 
 class Network:
@@ -108,9 +106,6 @@ class Network:
     def _learn_pages(self, room: Room, num_pages: int) -> None:
         if room.prefill_state is KVPoll.Bootstrapping and room.prefill is not None:
             room.num_pages, room.prefill_state = num_pages, KVPoll.WaitingForInput
-            room.offered_at_s = self._timeline.now_s
-            for send in room.early:
-                send()
             room.prefill.wake()
 
     def _move_bytes(self, room: Room, size_bytes: int, row: int | None) -> None:
@@ -163,25 +158,11 @@ class Sender:
         gate: Gate | None = None,
     ) -> None:
         """`start` counts pages of the prompt; those that decode has cost nothing."""
-        room, end, row = self.room, start + len(src_pages), aux_idx if last else None
-        if room.prefill_state is KVPoll.Bootstrapping:
-            room.early.append(lambda: self._send(start, end, row))
-        elif room.prefill_state is not KVPoll.Failed:
-            self._send(start, end, row)
-
-    def _send(self, start: int, end: int, row: int | None) -> None:
-        skip = self.room.skip_pages
-        self.network.send(self.room, num_pages=max(end, skip) - max(start, skip), row=row)
-
-    @property
-    def offered_at_s(self) -> float | None:
-        return self.room.offered_at_s
-
-    def take_back(self) -> bool:
-        waits = self.room.prefill_state is KVPoll.Bootstrapping
-        if waits:
-            self.room.early.clear()
-        return waits
+        if self.room.prefill_state is KVPoll.Failed:
+            return
+        end, skip = start + len(src_pages), self.room.skip_pages
+        num_pages = max(end, skip) - max(start, skip)
+        self.network.send(self.room, num_pages=num_pages, row=aux_idx if last else None)
 
     def abort(self, reason: str) -> None:
         self.network.fail(self.room)

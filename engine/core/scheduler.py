@@ -314,13 +314,6 @@ class Scheduler:
         return len(self.stages.waiting)
 
     @property
-    def starved(self) -> bool:
-        """The next in line finds no memory for all that it may become."""
-        first = next(iter(self.stages.waiting.values()), None)
-        allocator = self.memory.allocator
-        return first is not None and self.memory.available < allocator.pages_for(first.num_tokens + first.draws_left)
-
-    @property
     def waiting_tokens(self) -> int:
         return sum(r.num_tokens for r in self.stages.waiting.values())
 

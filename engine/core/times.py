@@ -40,23 +40,6 @@ class Times:
         """Waiting for the first step, after the bootstrap where there is one."""
         return _span(self.queued_s if self.queued_s is not None else self.arrived_s, self.started_s)
 
-    def since(self, start_s: float | None) -> tuple[float, float]:
-        """How much of the wait for the first step and of the prefill lay after `start_s`, in seconds; None: nothing."""
-        if start_s is None:
-            return 0.0, 0.0
-        queued_s = self.queued_s if self.queued_s is not None else self.arrived_s
-        queue_s, prefill_s = (
-            _span(_later(start_s, queued_s), self.started_s),
-            _span(_later(start_s, self.started_s), self.computed_s),
-        )
-        return max(0.0, queue_s), max(0.0, prefill_s)
-
-    def forget_prefill(self) -> None:
-        """It will be queued and computed anew."""
-        self.queued_s = self.started_s = self.computed_s = None
-        self.chunks.clear()
-        self.chunk_ends_s.clear()
-
     @property
     def prefill_s(self) -> float:
         return _span(self.started_s, self.computed_s if self.computed_s is not None else self.first_token_s)
@@ -130,10 +113,6 @@ def _chunks(times: Times, computed_s: float) -> list[Stage]:
     open_ends = [computed_s] * (len(times.chunks) - len(times.chunk_ends_s))
     ends = [*times.chunk_ends_s, *open_ends]
     return [Stage("chunk", start_s, end_s, num) for (start_s, num), end_s in zip(times.chunks, ends, strict=True)]
-
-
-def _later(one_s: float, other_s: float | None) -> float | None:
-    return None if other_s is None else max(one_s, other_s)
 
 
 def _span(start_s: float | None, end_s: float | None) -> float:

@@ -80,9 +80,6 @@ COUNTERS = {
     "recompute_failed": Figure(
         "tandem_num_recompute_failed", "times that prefill was asked for it and did not deliver"
     ),
-    "early_given_back": Figure(
-        "tandem_num_early_given_back", "prompts computed before decode had room, whose memory somebody else needed"
-    ),
     "recompute_refused": Figure(
         "tandem_num_recompute_refused", "times that a decode worker asked for KV and was refused"
     ),

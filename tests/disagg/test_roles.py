@@ -23,7 +23,6 @@ LEAST |= {
     "masks": 300,
     "gated": 500,
     "skipped": 20,
-    "given_back": 3,
     "preemptions": 20,
 }
 
@@ -182,41 +181,15 @@ def test_a_corrupt_metadata_row_fails_that_request_alone() -> None:
     cluster.assert_all_back()
 
 
-def test_an_idle_prefill_worker_computes_before_decode_has_told_its_pages() -> None:
-    """One prompt: the next one, though nothing computes any more, waits for its indices."""
+def test_prefill_computes_nothing_before_decode_has_given_its_pages() -> None:
     cluster = Cluster(pages=(50, 50), page_size=4, chunk=8, depth=1)
-    for room in (1, 2):
-        cluster.prefill.submit(f"r{room}", list(range(20)), room, new=6, prefill_only=True)
-        for _ in range(10):
-            cluster.prefill.turn()
-    assert [item.rid for plan in cluster.prefill.plans for item in plan.items] == ["r1"] * 3  # 20 tokens, 8 at a time
-    assert cluster.prefill.role.queues() == {"bootstrap": 2, "inflight": 0}
-    for room in (1, 2):
-        cluster.decode.submit(f"r{room}", list(range(20)), room, new=6, prefill_only=False)
+    cluster.prefill.submit("r", list(range(20)), 1, new=6, prefill_only=True)
+    for _ in range(10):
+        cluster.prefill.turn()
+    assert cluster.prefill.plans == [] and cluster.prefill.role.queues() == {"bootstrap": 1, "inflight": 0}
+    cluster.decode.submit("r", list(range(20)), 1, new=6, prefill_only=False)
     cluster.run(random.Random(0))
-    assert cluster.decode.tokens == {rid: expected_tokens(list(range(20)), 6) for rid in ("r1", "r2")}
-    assert "early_given_back" not in cluster.prefill.role.counters()
-    cluster.assert_all_back()
-
-
-def test_an_early_prompt_gives_its_memory_to_one_whose_decode_worker_is_there() -> None:
-    """And what was drawn for it stays so, though its KV is computed again."""
-    cluster = Cluster(pages=(12, 50), page_size=4, chunk=None, depth=1)
-    prompts = {"r1": list(range(20)), "r2": [7, *range(36)]}  # 5 pages and 10, of 12
-    for room, (rid, prompt) in enumerate(prompts.items(), start=1):
-        cluster.prefill.submit(rid, prompt, room, new=6, prefill_only=True)
-        cluster.prefill.turn()
-    cluster.decode.submit("r2", prompts["r2"], 2, new=6, prefill_only=False)
-    rng = random.Random(0)
-    for _ in range(200):
-        cluster.wire.step(rng)
-        cluster.prefill.turn()
-        cluster.decode.turn()
-    assert "r2" in cluster.decode.finish and cluster.prefill.role.counters()["early_given_back"] == 1
-    cluster.decode.submit("r1", prompts["r1"], 1, new=6, prefill_only=False)
-    cluster.run(rng)
-    assert cluster.decode.tokens == {rid: expected_tokens(prompt, 6) for rid, prompt in prompts.items()}
-    assert cluster.prefill.tokens == {rid: expected_tokens(prompt, 1) for rid, prompt in prompts.items()}
+    assert cluster.decode.tokens == {"r": expected_tokens(list(range(20)), 6)}
     cluster.assert_all_back()
 
 

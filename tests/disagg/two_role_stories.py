@@ -173,7 +173,6 @@ class _Play:
             mixed=sum(len({item.extend for item in plan.items}) == 2 for plan in plans),
             skipped=self.cluster.wire.num_skipped,
             gated=self.cluster.wire.num_gated,
-            given_back=int(prefill.role.counters().get("early_given_back", 0)),
             masks=sum(len(plan.masks) for plan in plans),
             quarantined=self.quarantined,
         )

@@ -39,7 +39,6 @@ class Room:
     to_prefill: deque[Callable[[], None]] = field(default_factory=deque)
     to_decode: deque[Callable[[], None]] = field(default_factory=deque)
     writes: deque[Callable[[], None]] = field(default_factory=deque)
-    early: list[Callable[[], None]] = field(default_factory=list)  # sent before decode had told where to
     sealed: bool = False  # prefill will post nothing more
     asks: bool = False  # decode's message is the request
     buried: str | None = None  # decode gave up before prefill opened it
@@ -171,10 +170,7 @@ class Sender:
         if self._side.state in FINAL:
             return
         room, side = self._room, self._side
-        if side.state is KVPoll.Bootstrapping:
-            sent = functools.partial(self.send, list(src_pages), start=start, last=last, aux_idx=aux_idx, gate=gate)
-            room.early.append(sent)
-            return
+        assert side.state is not KVPoll.Bootstrapping, "decode has not said where the pages go"
         src = src_pages[max(0, room.skip_pages - start) :]
         first = max(0, start - room.skip_pages)
         dst = room.dst[first : first + len(src)]
@@ -188,16 +184,6 @@ class Sender:
             assert aux_idx is not None and gate is None
             room.writes.append(lambda: self._wire.copy_row(aux_idx, room.dst_row))
             room.writes.append(self._landed)
-
-    @property
-    def offered_at_s(self) -> float | None:
-        return 0.0 if self._room.dst else None
-
-    def take_back(self) -> bool:
-        waits = self._side.state is KVPoll.Bootstrapping
-        if waits:
-            self._room.early.clear()
-        return waits
 
     def _landed(self) -> None:
         if self._side.state in FINAL:
@@ -272,8 +258,6 @@ class Receiver:
                 room.to_decode.append(lambda: _settle(room))
             else:
                 _advance(room.prefill, KVPoll.WaitingForInput)
-                for send in room.early:
-                    send()
 
         room.to_prefill.append(arrive)
 

@@ -73,7 +73,7 @@ def test_a_measured_hand_over_is_planned_with(tmp_path: Path, capsys: pytest.Cap
     command = ["plan", *MODEL, *LOAD, "--gpu-memory-gb", "8", "--layouts", "1P1D", "--rates", "2"]
     fit = ["--fit", str(single), str(other), "--fit-pair"]
     assert main([*command, *fit, str(both)]) == 0
-    assert "; hand-over 5.2 ms and 245.2 us a token" in capsys.readouterr().out
+    assert "; hand-over 8.2 ms and 245.2 us a token" in capsys.readouterr().out
     assert main([*command, *fit, str(single)]) == 1
     assert "it has no second target (--compare)" in capsys.readouterr().err
 

@@ -165,7 +165,7 @@ MUTANTS = (
     Mutant(
         "ignore page indices that come before the request",
         "transfer_backends/prefill_rooms.py",
-        "        if offer is not None:\n            self._accept(rec, offer, now_s)\n        elif",
+        "        if offer is not None:\n            self._accept(rec, offer)\n        elif",
         "        if",
     ),
     Mutant(
