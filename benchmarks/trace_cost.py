@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from engine.core.times import Times, stages
-from engine.frontend.tracing import Traces
+from engine.frontend.client.tracing import Traces
 from engine.messages import Bootstrap, FinishReason, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
 from router.pool.worker import Role

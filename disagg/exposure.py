@@ -5,7 +5,7 @@ import logging
 from disagg.config import DisaggConfig
 from disagg.secret import read_secret
 from engine.config import EngineConfig, ServerConfig
-from engine.frontend.meeting import MeetingPlaces
+from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
 from engine.kv_events_config import FLAG, parse_kv_events_config
 from service.flags import ConfigError
 from service.security.addresses import AllowedAddresses, is_loopback, require_secret
@@ -77,7 +77,7 @@ def _told_of_engine(disagg: DisaggConfig) -> str | None:
     )
 
 
-def meeting_places(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> MeetingPlaces:
+def make_allowlist(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> BootstrapAllowlist:
     """Which bootstrap servers a request may name. Raises `ConfigError`.
 
     This machine's own are fine only while nobody else can send us requests: else a client could point us at a service that
@@ -85,11 +85,11 @@ def meeting_places(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
     """
     secret = read_secret(disagg)
     if disagg.disaggregation_mode != "decode":
-        return MeetingPlaces()
+        return BootstrapAllowlist()
     named = disagg.disaggregation_bootstrap_server
     allowed = AllowedAddresses(
         (*disagg.disaggregation_bootstrap_allowed, *([] if named is None else [named])),
         loopback=is_loopback(server.host) and is_loopback(control_host),
         flag="--disaggregation-bootstrap-allowed",
     )
-    return MeetingPlaces(allowed, secret=secret)
+    return BootstrapAllowlist(allowed, secret=secret)

@@ -19,9 +19,9 @@ from disagg.config import DisaggConfig, role_name
 from disagg.secret import read_secret
 from disagg.spec import SchedulerSpec
 from engine.config import EngineConfig
-from engine.frontend.ipc import IpcPaths
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.registry import make_compiler
+from engine.ipc import IpcPaths
 from engine.kv_events_config import parse_kv_events_config
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.heartbeat import Heartbeat

@@ -1,10 +1,10 @@
 """One worker: this process serves HTTP, the scheduler's runs beside it. Ends when told, or when that one does.
 
-    life as prefill --POST /switch_role--> life as decode --...--> ended (signal, or a child died)
+    session as prefill --POST /switch_role--> session as decode --...--> ended (signal, or a child died)
          ^                                      |
          +-------- it could not start ----------+
 
-Owns the worker's lives and what outlasts them: signals, keys and the HTTP port. A life is disagg/life.py's.
+Owns the worker's lives and what outlasts them: signals, keys and the HTTP port. A session is disagg/role_session.py's.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from typing import Any
 import uvloop
 
 from disagg.config import DisaggConfig, role_name
-from disagg.life import Life, LifePlan, begun, check_next_life, next_life, plan_life
+from disagg.role_session import RoleSession, SessionPlan, check_next_session, next_session, plan_session, started
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.listening import Listener, open_listener
+from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
-from engine.frontend.succession import Handover, RoleSwitch
 from engine.model_source import with_local_model
 from engine.random_seed import with_random_seed
 from engine.threads import with_threads
@@ -46,11 +46,11 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
     if server.default_deadline is not None and not server.default_deadline > 0:
         raise ConfigError(f"--default-deadline: must be greater than 0, got {server.default_deadline:g}")
     seeded = with_random_seed(engine)
-    plan = plan_life(engine=with_threads(with_local_model(seeded)), server=server, disagg=disagg)
+    plan = plan_session(engine=with_threads(with_local_model(seeded)), server=server, disagg=disagg)
     gate = open_worker_gate(server)
     if seeded is not engine:
         log.info("--random-seed %d: drawn at start; give it to get the same samples again", seeded.random_seed)
-    signal.signal(signal.SIGTERM, _leave)  # until the loop catches signals: what is begun is undone in order
+    signal.signal(signal.SIGTERM, _leave)  # until the loop catches signals: what is started is undone in order
     signal.signal(signal.SIGINT, _leave)
     try:
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
@@ -70,7 +70,7 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-async def _live(plan: LifePlan, gate: Gate, listener: Listener) -> int:
+async def _live(plan: SessionPlan, gate: Gate, listener: Listener) -> int:
     worker = _Worker(gate, listener, StopSignals())
     with worker.signals.caught(on_hangup=lambda: gate.reload(time.monotonic())):
         return await worker.live(plan)
@@ -78,9 +78,9 @@ async def _live(plan: LifePlan, gate: Gate, listener: Listener) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """How a life ended. `to`: what the next one is to be. `error`: it was not asked to end; `told`: the operator knows why."""
+    """How a session ended. `to`: what the next one is to be. `error`: it was not asked to end; `told`: the operator knows why."""
 
-    to: Handover | None = None
+    to: RoleSwitchState | None = None
     error: Exception | None = None
     told: bool = False
     was_ready: bool = False
@@ -94,15 +94,15 @@ class _Worker:
     listener: Listener
     signals: StopSignals
 
-    async def live(self, plan: LifePlan) -> int:
-        """One life after another; the exit status. Raises what a first life raises that cannot begin."""
-        back: LifePlan | None = None  # the life before, should this one not start
+    async def live(self, plan: SessionPlan) -> int:
+        """One session after another; the exit status. Raises what a first session raises that cannot begin."""
+        back: SessionPlan | None = None  # the session before, should this one not start
         last: Mapping[str, Any] | None = None
         while True:
             end = await self._one_life(plan, last)
             if end.to is not None:
                 last = _switch(plan, end.to.role)
-                plan, back = next_life(plan, end.to), next_life(plan, replace(end.to, role=plan.role))
+                plan, back = next_session(plan, end.to), next_session(plan, replace(end.to, role=plan.role))
                 log.info("switching from %s to %s", last["from"], last["to"])
             elif end.error is not None and back is not None and not (end.was_ready or self.signals.asked.is_set()):
                 log.error("it cannot be a %s worker (%s); it goes back to %s", plan.role, end.error, back.role)
@@ -112,30 +112,30 @@ class _Worker:
                 return _status(end)
             set_up_logging(level=plan.server.log_level, format=plan.server.log_format, process=plan.role)
 
-    async def _one_life(self, plan: LifePlan, last: Mapping[str, Any] | None) -> _End:
+    async def _one_life(self, plan: SessionPlan, last: Mapping[str, Any] | None) -> _End:
         if self.signals.asked.is_set():
             return _End()
-        life: Life | None = None
+        session: RoleSession | None = None
         try:
-            with begun(plan) as life:
-                return _End(to=await self._serve(life, last))
+            with started(plan) as session:
+                return _End(to=await self._serve(session, last))
         except (WorkerDied, ConfigError) as error:
-            if life is None:
+            if session is None:
                 return _End(error=error)
-            return _End(error=error, told=life.children.told(), was_ready=life.was_ready)
+            return _End(error=error, told=session.children.told(), was_ready=session.was_ready)
 
-    async def _serve(self, life: Life, last: Mapping[str, Any] | None) -> Handover | None:
-        plan = life.plan
+    async def _serve(self, session: RoleSession, last: Mapping[str, Any] | None) -> RoleSwitchState | None:
+        plan = session.plan
 
         def on_ready(address: FrontendAddress) -> None:
-            life.was_ready = True
+            session.was_ready = True
             _say_ready(address, plan)
 
         can_switch = plan.role != "null"
         return await run_frontend(
             server=plan.server,
             engine=plan.engine,
-            ipc=life.ipc,
+            ipc=session.ipc,
             signals=self.signals,
             gate=self.gate,
             listener=self.listener,
@@ -143,16 +143,16 @@ class _Worker:
             extra_info=asdict(plan.disagg),
             default_bootstrap_port=plan.disagg.disaggregation_bootstrap_port,
             on_ready=on_ready,
-            children_alive=life.children.dead,
-            meeting=plan.meeting,
+            children_alive=session.children.dead,
+            bootstrap_allowlist=plan.bootstrap_allowlist,
             drain_s=plan.server.drain_timeout,
-            switch=RoleSwitch(check=lambda to: check_next_life(plan, to), last=last) if can_switch else None,
-            end_engine=life.children.end,
+            switch=RoleSwitch(check=lambda to: check_next_session(plan, to), last=last) if can_switch else None,
+            end_engine=session.children.end,
         )
 
 
 def _status(end: _End) -> int:
-    """Exit status of a worker whose last life ended so. Raises what is wrong with its flags or files."""
+    """Exit status of a worker whose last session ended so. Raises what is wrong with its flags or files."""
     if end.error is None:
         return 0
     if not isinstance(end.error, WorkerDied):
@@ -162,12 +162,12 @@ def _status(end: _End) -> int:
     return 1
 
 
-def _switch(plan: LifePlan, role: str) -> dict[str, Any]:
+def _switch(plan: SessionPlan, role: str) -> dict[str, Any]:
     """For /server_info."""
     return {"from": plan.role, "to": role, "error": None}
 
 
-def _say_ready(address: FrontendAddress, plan: LifePlan) -> None:
+def _say_ready(address: FrontendAddress, plan: SessionPlan) -> None:
     log.info("serving at %s (%s)", address.url, plan.role)
     ready_file = plan.server.ready_file
     if ready_file is None:

@@ -140,5 +140,5 @@ class Child:
 
 
 def own_prefix() -> str:
-    """How the directories begin that a worker makes for its sockets; its process id follows (engine/frontend/ipc.py)."""
+    """How the directories begin that a worker makes for its sockets; its process id follows (engine/ipc.py)."""
     return str(Path(tempfile.gettempdir()) / "tandem-ipc-")

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from deploy.plan.placed import Placed
 from deploy.plan.timeline import Timeline
-from engine.frontend.load import v1_loads_entry
+from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.messages import StateReply
 from router.pool.reports import parse_load
 from router.pool.states import Check

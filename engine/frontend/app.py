@@ -9,17 +9,11 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from engine.frontend import (
-    adapters,
-    admin_api,
-    control_api,
-    embeddings_api,
-    native_api,
-    openai_api,
-    role_switch,
-    traces_api,
-)
 from engine.frontend.access import OPEN_PATHS, need_of
+from engine.frontend.apis.admin import admin, traces
+from engine.frontend.apis.control import adapters, engine, role_switch
+from engine.frontend.apis.native import generate
+from engine.frontend.apis.openai import embeddings, openai
 from engine.frontend.openapi import make_document, serve_document
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import ApiError
@@ -45,7 +39,7 @@ def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
             web.get("/openapi.json", document),
             *(web.get(path, handler) for path, handler in _GETS.items()),
             *(web.post(path, bounded(handler)) for path, handler in _POSTS.items()),
-            web.put("/generate", bounded(native_api.generate)),
+            web.put("/generate", bounded(generate.generate)),
         ]
     )
     guard = make_guard(routes, gate=services.gate, need_of=lambda method, path: need_of(path), browser=services.browser)
@@ -67,41 +61,41 @@ def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
 
 
 _GETS: dict[str, Handler] = {
-    "/health": admin_api.health,
-    "/liveness": admin_api.liveness,
-    "/health_generate": admin_api.health_generate,
-    "/v1/models": openai_api.list_models,
-    "/v1/models/{model}": openai_api.get_model,
-    "/model_info": admin_api.model_info,
-    "/get_model_info": admin_api.model_info,
-    "/server_info": admin_api.server_info,
-    "/get_server_info": admin_api.server_info,
-    "/get_load": admin_api.old_load,
-    "/v1/loads": admin_api.loads,
-    "/metrics": admin_api.metrics,
-    "/flush_cache": admin_api.flush_cache,
-    "/check": admin_api.check,
+    "/health": admin.health,
+    "/liveness": admin.liveness,
+    "/health_generate": admin.health_generate,
+    "/v1/models": openai.list_models,
+    "/v1/models/{model}": openai.get_model,
+    "/model_info": admin.model_info,
+    "/get_model_info": admin.model_info,
+    "/server_info": admin.server_info,
+    "/get_server_info": admin.server_info,
+    "/get_load": admin.old_load,
+    "/v1/loads": admin.loads,
+    "/metrics": admin.metrics,
+    "/flush_cache": admin.flush_cache,
+    "/check": admin.check,
 }
 _POSTS: dict[str, Handler] = {
-    "/v1/completions": openai_api.completions,
-    "/v1/chat/completions": openai_api.chat_completions,
-    "/generate": native_api.generate,
-    "/v1/embeddings": embeddings_api.embeddings,
-    "/flush_cache": admin_api.flush_cache,
-    "/abort_request": admin_api.abort_request,
-    "/traces": traces_api.traces,
-    "/pause_generation": control_api.pause_generation,
-    "/continue_generation": control_api.continue_generation,
-    "/update_weights_from_disk": control_api.update_weights_from_disk,
+    "/v1/completions": openai.completions,
+    "/v1/chat/completions": openai.chat_completions,
+    "/generate": generate.generate,
+    "/v1/embeddings": embeddings.embeddings,
+    "/flush_cache": admin.flush_cache,
+    "/abort_request": admin.abort_request,
+    "/traces": traces.traces,
+    "/pause_generation": engine.pause_generation,
+    "/continue_generation": engine.continue_generation,
+    "/update_weights_from_disk": engine.update_weights_from_disk,
     "/load_lora_adapter": adapters.load_lora_adapter,
     "/unload_lora_adapter": adapters.unload_lora_adapter,
-    "/start_profile": control_api.start_profile,
-    "/stop_profile": control_api.stop_profile,
+    "/start_profile": engine.start_profile,
+    "/stop_profile": engine.stop_profile,
     "/switch_role": role_switch.switch_role,
-    "/tokenize": admin_api.tokenize,
-    "/v1/tokenize": admin_api.tokenize,
-    "/detokenize": admin_api.detokenize,
-    "/v1/detokenize": admin_api.detokenize,
+    "/tokenize": admin.tokenize,
+    "/v1/tokenize": admin.tokenize,
+    "/detokenize": admin.detokenize,
+    "/v1/detokenize": admin.detokenize,
 }
 
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from engine.frontend.client import EngineClient
+from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import draining
 from engine.messages import StateReply
 from service.http.errors import ApiError

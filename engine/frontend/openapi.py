@@ -12,13 +12,13 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.access import need_of
-from engine.frontend.adapters import LoadBody, UnloadBody
-from engine.frontend.admin_api import AbortBody, DetokenizeBody, TokenizeBody
-from engine.frontend.control_api import PauseBody, StartProfileBody, UpdateWeightsBody
-from engine.frontend.embeddings_api import EmbeddingBody
-from engine.frontend.native_api import GenerateBody
-from engine.frontend.openai_bodies import ChatBody, CompletionBody
-from engine.frontend.role_switch import SwitchBody
+from engine.frontend.apis.admin.admin import AbortBody, DetokenizeBody, TokenizeBody
+from engine.frontend.apis.control.adapters import LoadBody, UnloadBody
+from engine.frontend.apis.control.engine import PauseBody, StartProfileBody, UpdateWeightsBody
+from engine.frontend.apis.control.role_switch import SwitchBody
+from engine.frontend.apis.native.generate import GenerateBody
+from engine.frontend.apis.openai.bodies import ChatBody, CompletionBody
+from engine.frontend.apis.openai.embeddings import EmbeddingBody
 from service.security.keys import Access
 from service.telemetry.records import TracesQuery
 

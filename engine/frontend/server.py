@@ -16,16 +16,16 @@ from typing import Any
 
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.app import make_handle
-from engine.frontend.client import EngineClient
+from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
+from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.tracing import Traces
 from engine.frontend.draining import drain
 from engine.frontend.errors import draining
-from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.frontend.listening import Listener
-from engine.frontend.meeting import MeetingPlaces
-from engine.frontend.metrics import Metrics
+from engine.frontend.metrics.worker import Metrics
+from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import ANY_MODEL, Services
-from engine.frontend.succession import Handover, RoleSwitch
-from engine.frontend.tracing import Traces
+from engine.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.lora.names import lora_enabled, named_paths
 from engine.messages import GetStep, Shutdown, ToFrontend, ToScheduler
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
@@ -85,10 +85,10 @@ async def run_frontend(
     extras: Sequence[Extra] = (),
     drain_s: float = 30.0,
     health_timeout_s: float = HEALTH_TIMEOUT_S,
-    meeting: MeetingPlaces | None = None,
+    bootstrap_allowlist: BootstrapAllowlist | None = None,
     switch: RoleSwitch | None = None,
     end_engine: Callable[[], None] = lambda: None,
-) -> Handover | None:
+) -> RoleSwitchState | None:
     """Serve until SIGTERM (drain), SIGINT or a second signal (end at once), which come by `signals`: None. Or until
     `switch` is asked for: after a drain, what the next life is to be; then call it again with the same `listener`.
 
@@ -96,7 +96,7 @@ async def run_frontend(
     on_listening: HTTP answers now (health: 503). on_ready: the scheduler said `SchedulerReady`.
     children_alive: None, or what died; then everything live fails with 503 and WorkerDied is raised.
     extras: entered before HTTP listens and left after it has closed (the prefill worker's bootstrap server).
-    extra_info: shown flat by /server_info; no secrets. meeting: bootstrap servers that requests may name (default: none is
+    extra_info: shown flat by /server_info; no secrets. bootstrap_allowlist: bootstrap servers that requests may name (default: none is
     ever dialled by this worker). drain_s: how long running requests may go on after SIGTERM. switch: None: the role is for good.
     Raises ConfigError for a checkpoint that cannot be used, WorkerDied.
     """
@@ -113,7 +113,7 @@ async def run_frontend(
             default_bootstrap_port=default_bootstrap_port,
             health_timeout_s=health_timeout_s,
             gate=gate,
-            meeting=meeting,
+            bootstrap_allowlist=bootstrap_allowlist,
             switch=switch,
         )
         pull.attach(loop, services.client.on_message)
@@ -134,11 +134,11 @@ async def run_frontend(
                 )
                 if (reason := children_alive()) is not None:
                     raise WorkerDied(reason)
-                if asked.next_life() is None:
+                if asked.next_session() is None:
                     return None
                 services.client.end(draining("the server is changing its role"))
                 await asyncio.to_thread(end_engine)
-                return asked.next_life()
+                return asked.next_session()
             finally:
                 services.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
                 services.tracer.close()
@@ -170,7 +170,7 @@ def make_services(
     default_bootstrap_port: int,
     health_timeout_s: float,
     gate: Gate | None = None,
-    meeting: MeetingPlaces | None = None,
+    bootstrap_allowlist: BootstrapAllowlist | None = None,
     switch: RoleSwitch | None = None,
 ) -> Services:
     """Load tokenizer, template and limits of the checkpoint. Raises ConfigError."""
@@ -227,7 +227,7 @@ def make_services(
             allowed_hosts=server.allowed_hosts,
             allowed_origins=server.allowed_origins,
         ),
-        meeting=meeting or MeetingPlaces(),
+        bootstrap_allowlist=bootstrap_allowlist or BootstrapAllowlist(),
         dead=dead,
         health_timeout_s=health_timeout_s,
         started_unix_s=int(time.time()),
@@ -310,7 +310,7 @@ class _Asked:
     def is_over(self) -> bool:
         return self.signals.asked.is_set() or (self.switch is not None and self.switch.to is not None)
 
-    def next_life(self) -> Handover | None:
+    def next_session(self) -> RoleSwitchState | None:
         return None if self.switch is None or self.signals.asked.is_set() else self.switch.to
 
     def switch_timeout_s(self, default_s: float) -> float | None:

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.client import EngineClient
-from engine.frontend.deadline import request_timeout_s
-from engine.frontend.meeting import MeetingPlaces
-from engine.frontend.metrics import Metrics
-from engine.frontend.succession import RoleSwitch
+from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
+from engine.frontend.client.deadline import request_timeout_s
+from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.metrics.worker import Metrics
+from engine.frontend.role_switch import RoleSwitch
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ class Services:
     model_info: Mapping[str, Any]
     gate: Gate
     browser: BrowserRule
-    meeting: MeetingPlaces
+    bootstrap_allowlist: BootstrapAllowlist
     dead: Callable[[], str | None]
     health_timeout_s: float
     started_unix_s: int

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import zmq
 
-from engine.frontend.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
+from engine.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.loop.turn_clock import TurnClock
 from engine.messages import GetStep, StepReply
 

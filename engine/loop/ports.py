@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import zmq
 
-from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
+from engine.ipc import IpcPaths, PullSocket, PushSocket
 from engine.messages import ToFrontend, ToScheduler
 
 EVENTFD_ONE = 1

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from deploy.launcher.ports import free_ports
-from engine.frontend.ipc import IpcPaths
+from engine.ipc import IpcPaths
 
 LAUNCH = Path(__file__).with_name("launch_scripted.py")
 Start = Callable[..., "Launch"]

@@ -18,7 +18,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from engine.frontend.ipc import IpcPaths
+from engine.ipc import IpcPaths
 from engine.text.tokenizer import Tokenizer
 from tests.frontend.stand_in import StandIn
 

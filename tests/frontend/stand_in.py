@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
+from engine.ipc import IpcPaths, PullSocket, PushSocket
 from engine.messages import (
     AbortRequest,
     Drain,

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.frontend.answers import absorb
-from engine.frontend.fields import build_bootstraps, check_prompt_ids, fit_to_context, prompts_of
-from engine.frontend.native_api import GenerateBody
-from engine.frontend.openai_bodies import ChatBody, CompletionBody
-from engine.frontend.usage import Usage
+from engine.frontend.apis.native.generate import GenerateBody
+from engine.frontend.apis.openai.bodies import ChatBody, CompletionBody
+from engine.frontend.apis.openai.usage import Usage
+from engine.frontend.apis.shared.fields import build_bootstraps, check_prompt_ids, fit_to_context, prompts_of
+from engine.frontend.client.answers import absorb
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput

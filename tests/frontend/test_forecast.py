@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.frontend.forecast import HALF_LIFE_S, MIN_STARTED, PrefillForecast
+from engine.frontend.client.forecast import HALF_LIFE_S, MIN_STARTED, PrefillForecast
 
 
 def measured(rate: float) -> PrefillForecast:

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import zmq
 
-from engine.frontend import ipc
-from engine.frontend.ipc import IPC_PREFIX, IpcPaths, PeerStalled, PullSocket, PushSocket
+from engine import ipc
+from engine.ipc import IPC_PREFIX, IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.messages import AbortRequest, FlushCache, GetState, ToScheduler
 
 

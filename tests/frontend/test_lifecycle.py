@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from engine.frontend.client import EngineClient
+from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.forecast import MIN_STARTED
 from engine.frontend.errors import draining
-from engine.frontend.forecast import MIN_STARTED
-from engine.frontend.ipc import IpcPaths
-from engine.frontend.metrics import Metrics
+from engine.frontend.metrics.worker import Metrics
+from engine.ipc import IpcPaths
 from engine.messages import StepInfo, StepReply
 from engine.text.sample import SampleText
 from service.http.errors import ApiError

@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 
-from engine.frontend.constraints import Constraint
-from engine.frontend.openai_api import chat_constraint
-from engine.frontend.openai_bodies import ChatBody, ChatMessage, template_messages
-from engine.frontend.tools import ChosenFunction, Tool, ToolChoice, ToolFunction, forced_calls, template_tools
+from engine.frontend.apis.openai.bodies import ChatBody, ChatMessage, template_messages
+from engine.frontend.apis.openai.openai import chat_constraint
+from engine.frontend.apis.openai.tools import (
+    ChosenFunction,
+    Tool,
+    ToolChoice,
+    ToolFunction,
+    forced_calls,
+    template_tools,
+)
+from engine.frontend.apis.shared.constraints import Constraint
 from engine.messages import GenerateRequest
 from engine.text.tool_calls import LLAMA3, QWEN25
 from tests.frontend.conftest import Worker, start_worker

@@ -9,11 +9,11 @@ from typing import Any
 import uvloop
 
 from engine.config import EngineConfig, ServerConfig
-from engine.frontend.ipc import IpcPaths
+from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
 from engine.frontend.listening import Listener, open_listener
-from engine.frontend.meeting import MeetingPlaces
+from engine.frontend.role_switch import RoleSwitch
 from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
-from engine.frontend.succession import RoleSwitch
+from engine.ipc import IpcPaths
 from service.flags import ConfigError
 from service.process.stop_signals import StopSignals
 from service.security.addresses import AllowedAddresses
@@ -40,7 +40,7 @@ def main(args: dict[str, Any]) -> int:
                 ipc=IpcPaths(args["ipc_dir"]),
                 mode=args["mode"],
                 extra_info={"version": "test"},
-                meeting=meeting(args.get("allowed")),
+                bootstrap_allowlist=allowlist(args.get("allowed")),
                 on_listening=listening,
                 on_ready=lambda address: (folder / "ready").touch(),
                 children_alive=lambda: "the scheduler process died" if (folder / "dead").exists() else None,
@@ -60,11 +60,11 @@ def main(args: dict[str, Any]) -> int:
     return 0
 
 
-def meeting(allowed: list[str] | None) -> MeetingPlaces | None:
+def allowlist(allowed: list[str] | None) -> BootstrapAllowlist | None:
     """`allowed`: bootstrap servers that requests may name; None: this worker dials none."""
     if allowed is None:
         return None
-    return MeetingPlaces(AllowedAddresses(allowed, loopback=False, flag="--disaggregation-bootstrap-allowed"))
+    return BootstrapAllowlist(AllowedAddresses(allowed, loopback=False, flag="--disaggregation-bootstrap-allowed"))
 
 
 if __name__ == "__main__":

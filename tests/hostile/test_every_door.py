@@ -21,7 +21,7 @@ import psutil
 import pytest
 import zmq
 
-from engine.frontend.ipc import IpcPaths, PullSocket
+from engine.ipc import IpcPaths, PullSocket
 from engine.messages import Shutdown, ToScheduler
 from tests.e2e import hostile
 from tests.e2e.client import assert_all_back, generate_all

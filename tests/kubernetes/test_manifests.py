@@ -15,7 +15,7 @@ from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.access import need_of as worker_need_of
 from engine.frontend.app import _GETS
-from engine.frontend.metric_names import QUEUES
+from engine.frontend.metrics.names import QUEUES
 from router.config import RouterConfig, check_config
 from router.http.access import need_of as router_need_of
 from router.http.control import Control

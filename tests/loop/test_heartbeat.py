@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.core.plan import Plan, PlanItem
-from engine.frontend.ipc import IpcPaths, PullSocket, PushSocket
+from engine.ipc import IpcPaths, PullSocket, PushSocket
 from engine.loop.heartbeat import Heartbeat
 from engine.loop.turn_clock import Doing, TurnClock
 from engine.messages import GenerateRequest, GetStep, StepInfo, StepReply, ToFrontend

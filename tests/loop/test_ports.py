@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from engine.frontend.ipc import IpcPaths
+from engine.ipc import IpcPaths
 from engine.loop.ports import ZmqPorts
 
 

@@ -11,7 +11,7 @@ from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
 from deploy import cli
 from disagg.config import DisaggConfig
-from disagg.exposure import check_events_exposure, check_exposure, meeting_places
+from disagg.exposure import check_events_exposure, check_exposure, make_allowlist
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.access import ADMIN_PATHS
 from engine.frontend.app import _GETS, _POSTS
@@ -97,8 +97,8 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
 
 def test_a_decode_worker_dials_nobody_that_it_does_not_know(tmp_path: Path) -> None:
     disagg = DisaggConfig(disaggregation_mode="decode", disaggregation_bootstrap_allowed=("10.7.0.0/16",))
-    local = meeting_places(ServerConfig(), disagg, control_host="127.0.0.1")
-    public = meeting_places(ServerConfig(host="10.0.0.1"), disagg, control_host="127.0.0.1")
+    local = make_allowlist(ServerConfig(), disagg, control_host="127.0.0.1")
+    public = make_allowlist(ServerConfig(host="10.0.0.1"), disagg, control_host="127.0.0.1")
     local.check([Bootstrap(host="127.0.0.1", port=5, room=1)], voucher="")
     local.check([Bootstrap(host="10.7.1.1", port=5, room=1)], voucher="")
     with pytest.raises(ApiError, match="bootstrap_host"):
@@ -107,7 +107,7 @@ def test_a_decode_worker_dials_nobody_that_it_does_not_know(tmp_path: Path) -> N
         public.check([Bootstrap(host="127.0.0.1", port=5, room=1)], voucher="")
     with pytest.raises(ConfigError, match="--disaggregation-bootstrap-allowed"):
         wrong = DisaggConfig(disaggregation_mode="decode", disaggregation_bootstrap_allowed=("1.2.3.4/99",))
-        meeting_places(ServerConfig(), wrong, control_host="127.0.0.1")
+        make_allowlist(ServerConfig(), wrong, control_host="127.0.0.1")
 
 
 # ---- the router

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.frontend.meeting import MeetingPlaces
+from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from router.admission.rate_limit import MAX_CLIENTS, RateLimiter, client_of, make_limiter
 from router.client.credentials import Credentials
@@ -77,14 +77,14 @@ def test_addresses_that_may_be_dialled() -> None:
             AllowedAddresses((bad,), loopback=False, flag="--f")
 
 
-def test_meeting_places() -> None:
+def test_bootstrap_allowlist() -> None:
     """Known, vouched for, or refused; a voucher is good for its address and rooms alone."""
     named = [Bootstrap(host="10.0.0.7", port=8998, room=room) for room in (5, 6)]
-    places = MeetingPlaces(AllowedAddresses((), loopback=False, flag="--f"), secret=SECRET)
+    places = BootstrapAllowlist(AllowedAddresses((), loopback=False, flag="--f"), secret=SECRET)
     good = vouch(SECRET, host="10.0.0.7", port=8998, rooms=[5, 6])
     places.check(named, voucher=good)
     places.check([Bootstrap(host=FAKE_BOOTSTRAP_HOST, port=1, room=1), None], voucher="")
-    MeetingPlaces().check(named, voucher="")  # a worker that dials none asks nothing
+    BootstrapAllowlist().check(named, voucher="")  # a worker that dials none asks nothing
     for voucher, bootstraps in (
         ("", named),
         (good, named[:1]),

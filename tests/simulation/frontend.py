@@ -1,7 +1,7 @@
 """The HTTP side of a simulated worker: bodies in, the production `EngineClient` under virtual time, answers out.
 
 Stands in for the aiohttp handlers and the tokenizer; tokens have no text. What decides is production code: who is taken, refused,
-early rejected or handed back (engine/frontend/client.py, forecast.py, deadline.py), and when it has drained (draining.py).
+early rejected or handed back (engine/frontend/client/engine_client.py, forecast.py, deadline.py), and when it has drained (draining.py).
 """
 
 import asyncio
@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.client import EngineClient, Generation
-from engine.frontend.deadline import request_timeout_s
-from engine.frontend.embeddings_api import NOTHING_NEW, _vector
-from engine.frontend.load import v1_loads_entry
+from engine.frontend.apis.admin.load import v1_loads_entry
+from engine.frontend.apis.openai.embeddings import NOTHING_NEW, _vector
+from engine.frontend.client.deadline import request_timeout_s
+from engine.frontend.client.engine_client import EngineClient, Generation
 from engine.messages import Bootstrap, GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
@@ -126,7 +126,7 @@ class Frontend:
     # ---- what is asked
 
     async def _health(self, request: Request, reply: Reply) -> None:
-        """As engine/frontend/admin_api.py."""
+        """As engine/frontend/apis/admin/admin.py."""
         if self.client.is_draining:
             reply.whole(503, msgspec.json.encode({"status": DRAINING}), retry_after="1")
             return
@@ -154,7 +154,7 @@ class Frontend:
         reply.whole(200, msgspec.json.encode({"samples": samples}))
 
     async def _embeddings(self, request: Request, reply: Reply) -> None:
-        """As engine/frontend/embeddings_api.py."""
+        """As engine/frontend/apis/openai/embeddings.py."""
         body = decode_body(request.body, EmbeddingBody)
         requests = [
             GenerateRequest(
@@ -242,7 +242,7 @@ async def _answered(
 
 
 async def _stream(generation: Generation, reply: Reply) -> None:
-    """As engine/frontend/stream.py: what fails before the first output has a status."""
+    """As engine/frontend/apis/shared/stream.py: what fails before the first output has a status."""
     news = await generation.next()
     reply.head(200, "text/event-stream")
     try:

@@ -218,7 +218,7 @@ MUTANTS = (
     ),
     Mutant(
         "take a request that comes too late for its deadline",
-        "engine/frontend/client.py",
+        "engine/frontend/client/engine_client.py",
         "if wait_s is not None and wait_s > timeout_s:",
         "if wait_s is not None and wait_s > 1e9 * timeout_s:",
     ),

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.metrics import cache_hit_rate, used_tokens
+from engine.frontend.metrics.worker import cache_hit_rate, used_tokens
 from engine.messages import StateReply, StepReply
 
 PD_QUEUES = {

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one worker, under the names that users of SGLang and vLLM know (engine/frontend/metric_names.py).
+"""Prometheus metrics of one worker, under the names that users of SGLang and vLLM know (engine/frontend/metrics/names.py).
 
 Owns what is counted where a client sees it (latencies, tokens, requests). Load and transfer figures are the
 scheduler's: they come in as a `StateReply` when somebody scrapes. What has two names is counted once.
@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from engine.frontend.metric_aliases import StageAliases, renamed
-from engine.frontend.metric_names import (
+from engine.frontend.metrics.aliases import StageAliases, renamed
+from engine.frontend.metrics.names import (
     COUNTERS,
     QUEUES,
     VLLM_COUNTERS,

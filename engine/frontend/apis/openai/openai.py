@@ -6,10 +6,21 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.adapters import adapter_cards, choose_model
-from engine.frontend.client import Generation
-from engine.frontend.constraints import Constraint, format_constraint, only_one, plain_constraint
-from engine.frontend.fields import (
+from engine.frontend.apis.openai.bodies import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    OpenAIFields,
+    check_chat,
+    check_completion,
+    template_messages,
+)
+from engine.frontend.apis.openai.tool_view import ToolChatView
+from engine.frontend.apis.openai.tools import forced, forced_calls, strict_calls, template_tools, usable
+from engine.frontend.apis.openai.usage import Usage
+from engine.frontend.apis.openai.view import ChatView, CompletionView
+from engine.frontend.apis.shared.constraints import Constraint, format_constraint, only_one, plain_constraint
+from engine.frontend.apis.shared.fields import (
     build_bootstraps,
     build_sampling,
     check_num_samples,
@@ -19,21 +30,10 @@ from engine.frontend.fields import (
     fit_to_context,
     prompts_of,
 )
-from engine.frontend.openai_bodies import (
-    DEFAULT_COMPLETION_TOKENS,
-    ChatBody,
-    CompletionBody,
-    OpenAIFields,
-    check_chat,
-    check_completion,
-    template_messages,
-)
-from engine.frontend.openai_view import ChatView, CompletionView
+from engine.frontend.apis.shared.models import adapter_cards, choose_model
+from engine.frontend.apis.shared.stream import answer
+from engine.frontend.client.engine_client import Generation
 from engine.frontend.services import SERVICES, Services
-from engine.frontend.stream import answer
-from engine.frontend.tool_view import ToolChatView
-from engine.frontend.tools import forced, forced_calls, strict_calls, template_tools, usable
-from engine.frontend.usage import Usage
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import TemplateRefused
@@ -60,7 +60,7 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
     id = body.rid or s.mint_id("cmpl-")
     cut = body.max_tokens is None
     requests = _requests(s, body, id=id, prompts=ids, params=params, logprobs=logprobs, field="prompt", cut=cut)
-    s.meeting.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
+    s.bootstrap_allowlist.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
     generation = _start(s, requests, id=id, constraint=constraint, lora=model.lora, timeout_s=s.timeout_of(request))
     echoes = [_echo(s, p) if body.echo else "" for p in prompts for _ in range(params.n)]
     view = CompletionView(
@@ -95,7 +95,7 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
     logprobs = LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None
     id = body.rid or s.mint_id("chatcmpl-")
     requests = _requests(s, body, id=id, prompts=[ids], params=params, logprobs=logprobs, field="messages", cut=False)
-    s.meeting.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
+    s.bootstrap_allowlist.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
     generation = _start(s, requests, id=id, constraint=constraint, lora=model.lora, timeout_s=s.timeout_of(request))
     view = _chat_view(
         s,

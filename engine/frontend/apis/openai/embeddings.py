@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.adapters import choose_model
-from engine.frontend.fields import check_num_samples, check_prompt_ids, prompts_of
+from engine.frontend.apis.shared.fields import check_num_samples, check_prompt_ids, prompts_of
+from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams

@@ -16,11 +16,11 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from engine.frontend.answers import absorb, without_tokens
-from engine.frontend.deadline import too_late
+from engine.frontend.client.answers import absorb, without_tokens
+from engine.frontend.client.deadline import too_late
+from engine.frontend.client.forecast import PrefillForecast
+from engine.frontend.client.tracing import NO_TRACES, SampleTrace, Traces
 from engine.frontend.errors import from_finish, not_ready, refused
-from engine.frontend.forecast import PrefillForecast
-from engine.frontend.tracing import NO_TRACES, SampleTrace, Traces
 from engine.messages import (
     AbortRequest,
     ContinueGeneration,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from engine.frontend.openai_view import ChatView, delta_of
+from engine.frontend.apis.openai.view import ChatView, delta_of
 from engine.text.sample import TextOutput
 from engine.text.tool_calls import Arguments, CallBegins, Part, Text, ToolCalls
 

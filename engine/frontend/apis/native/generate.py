@@ -10,11 +10,9 @@ from typing import Any, cast
 import msgspec
 from aiohttp import web
 
-from engine.frontend.adapters import check_lora_path
-from engine.frontend.answers import absorb
-from engine.frontend.chosen import asked_token_ids, hidden_state_lists
-from engine.frontend.constraints import plain_constraint
-from engine.frontend.fields import (
+from engine.frontend.apis.native.token_ids import asked_token_ids, hidden_state_lists
+from engine.frontend.apis.shared.constraints import plain_constraint
+from engine.frontend.apis.shared.fields import (
     Host,
     Port,
     Room,
@@ -28,9 +26,11 @@ from engine.frontend.fields import (
     fit_to_context,
     refuse,
 )
-from engine.frontend.openai_view import finite
+from engine.frontend.apis.shared.models import check_lora_path
+from engine.frontend.apis.shared.stream import answer
+from engine.frontend.apis.shared.view import finite
+from engine.frontend.client.answers import absorb
 from engine.frontend.services import SERVICES, Services
-from engine.frontend.stream import answer
 from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
@@ -101,7 +101,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
         for p, ids, given in zip(params, prompts, explicit, strict=True)
     ]
     requests, groups = _requests(s, body, prompts=prompts, params=fitted, n=n)
-    s.meeting.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
+    s.bootstrap_allowlist.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
     generation = s.client.generate(requests, groups=groups, timeout_s=timeout_s)
     view = NativeView(
         names=generation.names,

@@ -8,7 +8,7 @@ from service.security.addresses import AllowedAddresses
 from service.security.voucher import is_vouched
 
 
-class MeetingPlaces:
+class BootstrapAllowlist:
     """Known addresses, and those that a router with the cluster's secret vouches for. `allowed` None: never dialled here."""
 
     def __init__(self, allowed: AllowedAddresses | None = None, *, secret: bytes | None = None) -> None:

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from engine.frontend.openai_bodies import OpenAIFields
-from engine.frontend.usage import Usage
+from engine.frontend.apis.openai.bodies import OpenAIFields
+from engine.frontend.apis.openai.usage import Usage
+from engine.frontend.apis.shared.view import finite
 from engine.messages import TokenLogprob
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import Tokenizer
-
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI's own stand-in
 
 
 class OpenAIView:
@@ -159,10 +158,6 @@ class _Columns:
         self.columns["top_logprobs"].append(None if lp.logprob is None else {**top, text: finite(lp.logprob)})
         self.columns["text_offset"].append(self.offset)
         self.offset += len(text)
-
-
-def finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LOWEST_LOGPROB)
 
 
 def _first_text(texts: tuple[str, list[str]], prompt: str) -> tuple[str, list[str]]:

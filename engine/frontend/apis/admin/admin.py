@@ -8,9 +8,8 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.access import require
+from engine.frontend.apis.admin.load import get_load, load_summary, step_summary, v1_loads_entry
 from engine.frontend.errors import not_ready
-from engine.frontend.load import get_load, load_summary, step_summary, v1_loads_entry
-from engine.frontend.role_switch import said_of_switches, switching_to
 from engine.frontend.services import SERVICES, Services
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply, StepReply
 from engine.sampling_params import SamplingParams
@@ -51,7 +50,7 @@ async def health(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     if s.client.is_draining:
         said = {"status": DRAINING, "num_live_reqs": s.client.num_live, "incarnation": s.incarnation}
-        to = switching_to(s)
+        to = None if s.switch is None else s.switch.to_role
         answer = json_response(said if to is None else {**said, "switching_to": to}, status=503)
         answer.headers["Retry-After"] = "1"
         return answer
@@ -124,7 +123,7 @@ async def server_info(request: web.BaseRequest) -> web.Response:
         {
             **info,
             "disaggregation_mode": s.mode,
-            **said_of_switches(s),
+            **({} if s.switch is None else {"switching_to": s.switch.to_role, "last_switch": s.switch.last}),
             "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
             **load,
             "internal_states": [load] if load else [],

@@ -3,22 +3,15 @@
 Owns when headers are sent. What the body and the chunks look like is the `View`'s.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
-from engine.frontend.client import Generation
+from engine.frontend.apis.shared.view import View
+from engine.frontend.client.engine_client import Generation
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError
 from service.http.stream import DONE, SSE_HEADERS, event, json_response, open_stream
-
-
-class View(Protocol):
-    """How one API shows the samples of a request. Chunks come in order; `last` follows the last one."""
-
-    def body(self, answers: list[TextOutput]) -> Any: ...
-    def chunks(self, index: int, output: TextOutput) -> list[Any]: ...
-    def last(self) -> list[Any]: ...
 
 
 async def answer(request: web.BaseRequest, generation: Generation, *, view: View, stream: bool) -> web.StreamResponse:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.constraints import Constraint
+from engine.frontend.apis.shared.constraints import Constraint
 from engine.sampling_params import GrammarSpec
 from engine.text.tool_calls import CallFormat
 from service.http.errors import bad_field

@@ -6,43 +6,43 @@ from pathlib import Path
 import pytest
 
 from disagg.config import DisaggConfig
-from disagg.life import LifePlan, next_life, plan_life
+from disagg.role_session import SessionPlan, next_session, plan_session
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.draining import Patience
-from engine.frontend.succession import Handover
+from engine.frontend.role_switch import RoleSwitchState
 from engine.model_config import DEFAULT_MODEL_PATH
 from service.flags import ConfigError
 
 
-def plan(*, engine: EngineConfig | None = None, server: ServerConfig | None = None) -> LifePlan:
-    return plan_life(
+def plan(*, engine: EngineConfig | None = None, server: ServerConfig | None = None) -> SessionPlan:
+    return plan_session(
         engine=engine or EngineConfig(model_path=DEFAULT_MODEL_PATH),
         server=server or ServerConfig(),
         disagg=DisaggConfig(disaggregation_mode="prefill", disaggregation_bootstrap_port=7),
     )
 
 
-UNCHANGED = Handover(
+UNCHANGED = RoleSwitchState(
     role="decode", model_path=DEFAULT_MODEL_PATH, served_name="recall", weight_version="default", adapters={}
 )
 
 
 def test_flags_stay_and_the_role_changes() -> None:
     before = plan()
-    after = next_life(before, UNCHANGED)
+    after = next_session(before, UNCHANGED)
     assert after.role == "decode" and not after.has_bootstrap_server and before.has_bootstrap_server
     assert replace(after.disagg, disaggregation_mode="prefill") == before.disagg
     assert replace(after.engine, served_model_name=None) == before.engine
-    assert next_life(after, replace(UNCHANGED, role="prefill")).has_bootstrap_server
+    assert next_session(after, replace(UNCHANGED, role="prefill")).has_bootstrap_server
 
 
 def test_weights_and_adapters_that_came_while_it_ran_go_with_it(tmp_path: Path) -> None:
     """Loaded: two. Unloaded: the one that a flag named."""
     engine = EngineConfig(model_path=DEFAULT_MODEL_PATH, lora_paths=(f"gone={tmp_path}",))
     to = replace(UNCHANGED, weight_version="7", adapters={"a": str(tmp_path), "b": str(tmp_path)})
-    after = next_life(plan(engine=engine), to).engine
+    after = next_session(plan(engine=engine), to).engine
     assert (after.weight_version, after.lora_paths) == ("7", (f"a={tmp_path}", f"b={tmp_path}"))
-    assert next_life(plan(engine=engine), UNCHANGED).engine.enable_lora, "adapters may still be loaded"
+    assert next_session(plan(engine=engine), UNCHANGED).engine.enable_lora, "adapters may still be loaded"
 
 
 @pytest.mark.parametrize(
@@ -53,24 +53,24 @@ def test_adapters_that_cannot_be_loaded_again_are_told_before_anything_is_draine
     adapters: dict[str, str], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        next_life(plan(), replace(UNCHANGED, adapters=adapters))
+        next_session(plan(), replace(UNCHANGED, adapters=adapters))
 
 
 def test_new_weights_without_a_tokenizer_or_without_a_model_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
-        next_life(plan(), replace(UNCHANGED, model_path=str(tmp_path)))
+        next_session(plan(), replace(UNCHANGED, model_path=str(tmp_path)))
     (tmp_path / "config.json").write_bytes((Path(DEFAULT_MODEL_PATH) / "config.json").read_bytes())
     with pytest.raises(ConfigError, match="tokenizer"):
-        next_life(plan(), replace(UNCHANGED, model_path=str(tmp_path)))
+        next_session(plan(), replace(UNCHANGED, model_path=str(tmp_path)))
 
 
 def test_rules_of_the_new_role_hold() -> None:
     """A bootstrap server that strangers could reach needs a secret; a decode worker has none of its own."""
     disagg = DisaggConfig(disaggregation_mode="decode", disaggregation_control_host="127.0.0.1")
     server = ServerConfig(host="10.0.0.1", api_key="k")
-    decode = plan_life(engine=EngineConfig(model_path=DEFAULT_MODEL_PATH), server=server, disagg=disagg)
+    decode = plan_session(engine=EngineConfig(model_path=DEFAULT_MODEL_PATH), server=server, disagg=disagg)
     with pytest.raises(ConfigError, match="--cluster-secret-file"):
-        next_life(decode, replace(UNCHANGED, role="prefill"))
+        next_session(decode, replace(UNCHANGED, role="prefill"))
 
 
 def test_a_drain_for_a_switch_has_its_own_time_until_the_worker_is_to_end() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from engine.frontend.constraints import Constraint, GrammarFields
+from engine.frontend.apis.shared.constraints import Constraint, GrammarFields
 from engine.frontend.errors import from_invalid_param
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params

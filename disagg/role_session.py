@@ -1,6 +1,6 @@
-"""One life of a worker in one role: what it needs is checked, its processes are started, and end with it.
+"""One session of a worker in one role: what it needs is checked, its processes are started, and end with it.
 
-A worker that changes its role (`POST /switch_role`) ends one life and begins the next, in the same process and at the same
+A worker that changes its role (`POST /switch_role`) ends one session and begins the next, in the same process and at the same
 HTTP port; nothing else outlives the role. Must not know when lives end, or how many there are (disagg/worker.py).
 """
 
@@ -18,13 +18,13 @@ from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
 from disagg.children import Children
 from disagg.config import DisaggConfig
-from disagg.exposure import check_events_exposure, check_exposure, meeting_places
+from disagg.exposure import check_events_exposure, check_exposure, make_allowlist
 from disagg.secret import read_secret
 from disagg.spec import SchedulerSpec
 from engine.config import EngineConfig, ServerConfig
-from engine.frontend.ipc import IpcPaths
-from engine.frontend.meeting import MeetingPlaces
-from engine.frontend.succession import Handover
+from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
+from engine.frontend.role_switch import RoleSwitchState
+from engine.ipc import IpcPaths
 from engine.lora.names import named_paths
 from engine.model_config import load_model_config
 from engine.text.tokenizer import load_tokenizer
@@ -35,14 +35,14 @@ PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LifePlan:
-    """Flags of one life, found good. `control_host`: the address that peers reach this worker at."""
+class SessionPlan:
+    """Flags of one session, found good. `control_host`: the address that peers reach this worker at."""
 
     engine: EngineConfig
     server: ServerConfig
     disagg: DisaggConfig
     control_host: str
-    meeting: MeetingPlaces
+    bootstrap_allowlist: BootstrapAllowlist
 
     @property
     def role(self) -> str:
@@ -54,7 +54,7 @@ class LifePlan:
         return self.role == "prefill" and self.disagg.disaggregation_bootstrap_server is None
 
 
-def plan_life(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> LifePlan:
+def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> SessionPlan:
     """Wrong files, flags and rules are told before anything is started. Raises ConfigError.
 
     `engine.model_path` names the checkpoint.
@@ -63,12 +63,14 @@ def plan_life(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfi
     control_host = _control_host(server, disagg)
     check_exposure(server, disagg, control_host=control_host)
     check_events_exposure(server, engine, disagg)
-    meeting = meeting_places(server, disagg, control_host=control_host)
-    return LifePlan(engine=engine, server=server, disagg=disagg, control_host=control_host, meeting=meeting)
+    bootstrap_allowlist = make_allowlist(server, disagg, control_host=control_host)
+    return SessionPlan(
+        engine=engine, server=server, disagg=disagg, control_host=control_host, bootstrap_allowlist=bootstrap_allowlist
+    )
 
 
-def next_life(plan: LifePlan, to: Handover) -> LifePlan:
-    """The life after `plan`, with the weights and adapters that were loaded meanwhile. Raises as `plan_life` does."""
+def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
+    """The session after `plan`, with the weights and adapters that were loaded meanwhile. Raises as `plan_session` does."""
     if to.model_path != plan.engine.model_path:
         load_tokenizer(to.model_path)  # new weights came without being asked for one
     engine = replace(
@@ -81,10 +83,10 @@ def next_life(plan: LifePlan, to: Handover) -> LifePlan:
     )
     _check_adapters(engine, to)
     disagg = replace(plan.disagg, disaggregation_mode=to.role)
-    return plan_life(engine=engine, server=plan.server, disagg=disagg)
+    return plan_session(engine=engine, server=plan.server, disagg=disagg)
 
 
-def _check_adapters(engine: EngineConfig, to: Handover) -> None:
+def _check_adapters(engine: EngineConfig, to: RoleSwitchState) -> None:
     """Raises ConfigError for one that was loaded at run time and could not be loaded by a flag."""
     if named_paths(engine) != to.adapters:
         raise ConfigError("an adapter's name has a '=' in it, so it cannot be loaded again; unload it")
@@ -95,50 +97,50 @@ def _check_adapters(engine: EngineConfig, to: Handover) -> None:
             )
 
 
-def check_next_life(plan: LifePlan, to: Handover) -> None:
-    """As `next_life`, and the port of its bootstrap server must be free now."""
-    following = next_life(plan, to)
+def check_next_session(plan: SessionPlan, to: RoleSwitchState) -> None:
+    """As `next_session`, and the port of its bootstrap server must be free now."""
+    following = next_session(plan, to)
     if following.has_bootstrap_server and not plan.has_bootstrap_server:
         _check_free(following.server.host, following.disagg.disaggregation_bootstrap_port)
 
 
 @dataclass(kw_only=True)
-class Life:
-    """Use `begun`."""
+class RoleSession:
+    """Use `started`."""
 
-    plan: LifePlan
+    plan: SessionPlan
     ipc: IpcPaths
     children: Children = field(default_factory=Children)
     was_ready: bool = False  # it served
 
 
 @contextmanager
-def begun(plan: LifePlan) -> Iterator[Life]:
-    """A life whose processes run; none is left at the end of the block. Raises ConfigError."""
+def started(plan: SessionPlan) -> Iterator[RoleSession]:
+    """A session whose processes run; none is left at the end of the block. Raises ConfigError."""
     bootstrap = _embedded_bootstrap_server(plan)
-    life = Life(plan=plan, ipc=IpcPaths.create())
+    session = RoleSession(plan=plan, ipc=IpcPaths.create())
     try:
         if bootstrap is not None:
             _listen(bootstrap, plan.disagg)
             disagg = replace(plan.disagg, disaggregation_bootstrap_port=bootstrap.port)
-            life.plan = replace(plan, disagg=disagg)
-        _start(life)
-        yield life
+            session.plan = replace(plan, disagg=disagg)
+        _start(session)
+        yield session
     finally:
-        life.children.end()
-        life.ipc.remove()
+        session.children.end()
+        session.ipc.remove()
         if bootstrap is not None:
             bootstrap.close()
 
 
-def _start(life: Life) -> None:
-    plan = life.plan
+def _start(session: RoleSession) -> None:
+    plan = session.plan
     engine, server, disagg = plan.engine, plan.server, plan.disagg
     own = f"{plan.control_host}:{disagg.disaggregation_bootstrap_port}"
     spec = SchedulerSpec(
         engine=engine,
         disagg=disagg,
-        ipc_dir=life.ipc.dir,
+        ipc_dir=session.ipc.dir,
         control_host=plan.control_host,
         bootstrap=disagg.disaggregation_bootstrap_server or own,
         log_level=server.log_level,
@@ -147,7 +149,7 @@ def _start(life: Life) -> None:
     )
     threads = engine.num_threads
     assert threads is not None, "prepared (disagg/worker.py)"
-    life.children.start("scheduler", "disagg.scheduler_process", ["--spec-json", _json(spec)], num_threads=threads)
+    session.children.start("scheduler", "disagg.scheduler_process", ["--spec-json", _json(spec)], num_threads=threads)
 
 
 def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:
@@ -159,7 +161,7 @@ def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:
     return host
 
 
-def _embedded_bootstrap_server(plan: LifePlan) -> BootstrapServer | None:
+def _embedded_bootstrap_server(plan: SessionPlan) -> BootstrapServer | None:
     if not plan.has_bootstrap_server:
         return None
     config = BootstrapConfig(

@@ -1,0 +1,1 @@
+"""Health, information, load, metrics, traces, cache, aborts, tokenization."""

@@ -1,0 +1,1 @@
+"""Control of a running worker: pause, weights, profiles, adapters, its role."""

@@ -1,0 +1,75 @@
+"""POST /switch_role: a prefill worker becomes a decode worker, or the other way round.
+
+What cannot be is refused here, before anything is drained.
+"""
+
+import math
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.errors import not_ready
+from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
+from engine.frontend.services import SERVICES, Services
+from service.flags import ConfigError
+from service.http.errors import ApiError, bad_field, decode_body
+from service.http.stream import json_response
+
+ROLES = ("prefill", "decode")
+UNIFIED = (
+    "this worker does both itself; only one that was started with --disaggregation-mode prefill or decode can change"
+)
+
+
+class SwitchBody(msgspec.Struct, kw_only=True):
+    """`timeout`: seconds that running requests may go on; default: --drain-timeout."""
+
+    role: str
+    timeout: float | None = None
+
+
+async def switch_role(request: web.BaseRequest) -> web.Response:
+    """202 once the worker drains; it is done when /server_info tells the new role. 200: it has that role already."""
+    s = request[SERVICES]
+    body = decode_body(await request.read(), SwitchBody)
+    if body.role not in ROLES:
+        raise bad_field("role", f"must be prefill or decode, got {body.role!r}")
+    if body.timeout is not None and not (body.timeout >= 0 and math.isfinite(body.timeout)):
+        raise bad_field("timeout", f"must be a number of seconds, at least 0, got {body.timeout}")
+    switch = _open_switch(s)
+    if body.role == s.mode:
+        return json_response({"role": s.mode, "message": f"this is a {s.mode} worker"})
+    to = _state_for(s, body.role)
+    try:
+        switch.check(to)
+    except ConfigError as e:
+        raise bad_field("role", f"this worker cannot be a {body.role} worker: {e}") from None
+    switch.request(to, body.timeout)
+    message = f"it drains, then starts again as a {body.role} worker; /server_info says when"
+    said = {"role": s.mode, "switching_to": body.role, "incarnation": s.incarnation, "message": message}
+    return json_response(said, status=202)
+
+
+def _open_switch(s: Services) -> RoleSwitch:
+    """Raises ApiError where no switch can begin now."""
+    if s.switch is None:
+        raise bad_field("role", UNIFIED)
+    starts_anew = s.switch.last is not None and not s.client.ready.is_set()
+    if s.switch.to is not None or starts_anew:
+        role = s.switch.to_role or s.mode
+        raise ApiError(409, f"a switch to {role} is under way", code="switching", retry_after_s=1)
+    if s.client.closed is not None:
+        raise s.client.closed
+    if not s.client.ready.is_set():
+        raise not_ready("the model is still loading")
+    return s.switch
+
+
+def _state_for(s: Services, role: str) -> RoleSwitchState:
+    return RoleSwitchState(
+        role=role,
+        model_path=str(s.client.updated.get("model_path", s.model_path)),
+        served_name=s.served_name,
+        weight_version=s.weight_version,
+        adapters=dict(s.client.adapters),
+    )

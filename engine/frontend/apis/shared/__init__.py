@@ -1,0 +1,1 @@
+"""What several APIs share: fields of bodies, constraints, models, streams."""

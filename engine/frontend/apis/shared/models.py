@@ -1,0 +1,56 @@
+"""Which model a request names: the served one, or a LoRA adapter of it.
+
+`model: "BASE:ADAPTER"` is SGLang's. The scheduler has the last word on which adapters there are; this is its last report.
+"""
+
+from typing import Any, NamedTuple
+
+from engine.frontend.services import ANY_MODEL, Services
+from service.http.errors import ApiError, bad_field
+
+OFF = "this server was started without --enable-lora"
+
+
+class Chosen(NamedTuple):
+    """`shown`: the name in answers; `lora`: the adapter's ("": the model alone)."""
+
+    shown: str
+    lora: str
+
+
+def choose_model(s: Services, model: str | None, lora_path: str | None) -> Chosen:
+    """What `model` and `lora_path` of a body name together. Raises ApiError: 404 for a model that is not served here."""
+    named = _adapter_in(s, model)
+    if named and lora_path and named != lora_path:
+        raise bad_field("lora_path", f"is {lora_path!r}, and model names the adapter {named!r}; leave one out")
+    lora = named or check_lora_path(s, lora_path)
+    return Chosen(lora or s.served_name, lora)
+
+
+def check_lora_path(s: Services, lora_path: str | None) -> str:
+    """Name of the adapter, "" for none. Raises ApiError(400)."""
+    if lora_path and not s.lora:
+        raise bad_field("lora_path", OFF, code="unsupported_parameter")
+    return lora_path or ""
+
+
+def _adapter_in(s: Services, model: str | None) -> str:
+    """The adapter that `model` names; "" for the model alone. Raises ApiError(404)."""
+    own = (*ANY_MODEL, s.served_name, s.model_path)
+    if model is None or model in own:
+        return ""
+    for name in (model, *(model[len(base) + 1 :] for base in own if base and model.startswith(f"{base}:"))):
+        if name in s.client.adapters:
+            return name
+    more = f", with the adapters {', '.join(s.client.adapters)}" if s.client.adapters else ""
+    raise ApiError(
+        404,
+        f"the model {model!r} does not exist; this server has {s.served_name!r}{more}",
+        field="model",
+        code="model_not_found",
+    )
+
+
+def adapter_cards(s: Services, base: dict[str, Any]) -> list[dict[str, Any]]:
+    """What /v1/models says of each adapter; `base` is the card of the model."""
+    return [{**base, "id": name, "root": path, "parent": base["id"]} for name, path in s.client.adapters.items()]
