@@ -75,8 +75,8 @@ class Engine:
         self.parts.disk.turn()
         plan = self.parts.scheduler.schedule(time.monotonic())
         if plan is not None:
-            launch = self.parts.executor.launch(plan)
-            self.parts.scheduler.collect(plan, self.parts.executor.collect(launch))
+            launch = self.parts.device.executor.launch(plan)
+            self.parts.scheduler.collect(plan, self.parts.device.executor.collect(launch))
         return plan is not None
 
     def _settle(self) -> None:
@@ -94,7 +94,7 @@ class Engine:
 
     def close(self) -> None:
         self.parts.disk.close()
-        self.parts.executor.close()
+        self.parts.device.executor.close()
 
 
 def measure(model_path: str, *, prefix: int, repeats: int) -> list[dict[str, Any]]:

@@ -105,19 +105,19 @@ def measure(model: str, *, device: str, batches: Sequence[int], steps: int) -> l
         parts = build_engine(config, load_model_config(model), tail_texts=lambda ids, skip: (), progress=False)
         try:
             timed = TimedRunner(parts.pool.device)
-            parts.executor.watch(timed.around)
+            parts.device.executor.watch(timed.around)
             for batch in batches:
                 timed.steps.clear()
                 _decode(parts, depth=depth, batch=batch, steps=steps)
                 rows.append({"stream": stream, "depth": depth, "batch": batch, **gaps(timed, steps)})
         finally:
-            parts.executor.close()
+            parts.device.executor.close()
     return rows
 
 
 def _decode(parts: EngineParts, *, depth: int, batch: int, steps: int) -> None:
     pipeline = Pipeline(
-        scheduler=parts.scheduler, executor=parts.executor, depth=depth, on_step=lambda effects: effects.outputs
+        scheduler=parts.scheduler, executor=parts.device.executor, depth=depth, on_step=lambda effects: effects.outputs
     )
     for number in range(batch):
         prompt = [FIRST_TOKEN + (7 * number + 3 * i) % 128 for i in range(PROMPT_LEN)]

@@ -40,10 +40,10 @@ def _prefill(
     groups = _layer_groups(spec, parts)
     kv_args = replace(_kv_args(spec, parts, metadata), groups=groups)
     config = _transfer_config(spec)
-    manager = PrefillManager(kv_args, engine, config, layers=StepClock(parts.layers) if groups else None)
+    manager = PrefillManager(kv_args, engine, config, layers=StepClock(parts.device.layers) if groups else None)
     manager.set_wakeup(wakeup)
     if groups:
-        parts.layers.watch([group.end_layer for group in groups], manager.wake_sender)
+        parts.device.layers.watch([group.end_layer for group in groups], manager.wake_sender)
     manager.start()
     assert spec.bootstrap is not None, "the worker names a bootstrap server"
     registrar = registrar_of(manager, kv_args, server=spec.bootstrap, secret=config.secret)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -39,6 +40,9 @@ from service.flags import ConfigError
 from service.process.collector import spare_what_lives
 from service.telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError
+
+if TYPE_CHECKING:
+    from engine.build import EngineUse
 
 log = logging.getLogger(__name__)
 
@@ -72,21 +76,17 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         spec.engine,
         model,
         tail_texts=partial(tail_texts, tokenizer),
-        progress=spec.progress,
-        host_backup=_resumes_by(spec.disagg, "host"),
-        resume_elsewhere=_resumes_by(spec.disagg, "prefill"),
-        reserve_floor=spec.disagg.num_reserved_decode_tokens,
-        host_tier=spec.disagg.disaggregation_mode != "decode",
-        decodes=spec.disagg.disaggregation_mode != "prefill",
-        wakeup=ports.call_attention,
         num_token_ids=tokenizer.num_ids,
+        use=_engine_use(spec.disagg),
+        wakeup=ports.call_attention,
+        progress=spec.progress,
     )
     if spec.engine.enable_hierarchical_cache and spec.disagg.disaggregation_mode == "decode":
         log.info(
             "--enable-hierarchical-cache has no effect in the decode role: peers write its pages outside stream order"
         )
     adapters = AdapterControl(
-        store=parts.adapters,
+        store=parts.device.adapters,
         max_loaded=parts.config.max_loaded_loras,
         forget_prefixes_of=parts.scheduler.memory.cache.forget,
         reply=ports.to_frontend,
@@ -99,11 +99,11 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     grammars = make_grammar_queue(spec.engine, model, tokenizer, wakeup=ports.call_attention)
     loop = EngineLoop(
         scheduler=parts.scheduler,
-        executor=parts.executor,
+        executor=parts.device.executor,
         role=role,
         ports=ports,
         weights=parts.weights,
-        profiler=Profiler(parts.executor, name=role_name(spec.disagg)),
+        profiler=Profiler(parts.device.executor, name=role_name(spec.disagg)),
         turns=turns,
         settings=LoopSettings(
             depth=parts.depth,
@@ -153,7 +153,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         if publisher is not None:
             publisher.close()
         role.close()
-        parts.executor.close()
+        parts.device.executor.close()
         ports.close()
 
 
@@ -183,9 +183,16 @@ def make_grammar_queue(
     )
 
 
-def _resumes_by(disagg: DisaggConfig, way: str) -> bool:
-    """The flag is decode's: the other roles compute again what they retract."""
-    return disagg.disaggregation_mode == "decode" and disagg.disaggregation_decode_retraction_backup == way
+def _engine_use(disagg: DisaggConfig) -> "EngineUse":
+    from engine.build import EngineUse
+
+    decode = disagg.disaggregation_mode == "decode"
+    return EngineUse(
+        decodes=disagg.disaggregation_mode != "prefill",
+        peers_write_pages=decode,
+        retracted_kv=disagg.disaggregation_decode_retraction_backup if decode else "recompute",
+        reserve_floor=disagg.num_reserved_decode_tokens,
+    )
 
 
 def _end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:

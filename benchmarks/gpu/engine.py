@@ -43,7 +43,7 @@ class RandomCheckpoint:
         pass
 
 
-def random_model(_path: str, config: ModelConfig, *, dtype: str, device: str, **_: object) -> CausalLM:
+def random_model(_model_path: str, config: ModelConfig, *, dtype: str, device: str, **_: object) -> CausalLM:
     with torch.inference_mode():
         return DenseDecoder(config, RandomCheckpoint(dtype=dtype, device=device))  # type: ignore[arg-type]
 
@@ -82,7 +82,7 @@ class Run:
         self.parts = parts
         self.tokens: dict[str, list[int]] = {}
         self._pipeline = Pipeline(
-            scheduler=parts.scheduler, executor=parts.executor, depth=depth, on_step=self._on_step
+            scheduler=parts.scheduler, executor=parts.device.executor, depth=depth, on_step=self._on_step
         )
 
     def add(self, rid: str, *, prompt: list[int], new_tokens: int) -> None:

@@ -70,5 +70,5 @@ def _tokens(target: Target, path: str, prompts: list[list[int]], **flags: Any) -
     for i, prompt in enumerate(prompts):
         run.add(str(i), prompt=prompt, new_tokens=target.pick(NEW_TOKENS, 4))
     run.drain()
-    parts.executor.close()
+    parts.device.executor.close()
     return run.tokens

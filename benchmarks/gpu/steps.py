@@ -33,7 +33,7 @@ def decode(target: Target) -> dict[str, Any]:
             if graphs and not target.small:
                 row["kernels"] = _kernels(parts, batch=batch, context=context)
             found["rows"].append(row)
-        parts.executor.close()
+        parts.device.executor.close()
         del parts
         _give_back(target)
     return found
@@ -56,7 +56,7 @@ def prefill(target: Target) -> dict[str, Any]:
     found["of_bf16"] = target.share(found["tflop_s"], "bf16_tflop_s")
     if not target.small:
         found["kernels"] = _profiled(parts, steps.prefill, count=1)
-    parts.executor.close()
+    parts.device.executor.close()
     return found
 
 
@@ -71,13 +71,13 @@ def gap(target: Target) -> dict[str, Any]:
     flags = {"max_running_requests": max(batches), "max_total_tokens": max(batches) * (prompt_len + 2 * num_steps + 32)}
     parts = make_engine(target, shape, context=1024, **flags)
     timed = TimedRunner(parts.pool.device)
-    parts.executor.watch(timed.around)
+    parts.device.executor.watch(timed.around)
     rows = [
         _gap_row(parts, timed, batch=batch, depth=depth, prompt_len=prompt_len, num_steps=num_steps)
         for batch in batches
         for depth in (1, 2)
     ]
-    parts.executor.close()
+    parts.device.executor.close()
     return {"rows": rows}
 
 
@@ -104,9 +104,9 @@ def _step_ms(target: Target, parts: EngineParts, *, batch: int, context: int) ->
     for _ in range(target.pick(3, 1)):
         target.sync()
         begin = perf_counter()
-        launches = [parts.executor.launch(steps.decode()) for _ in range(many)]
+        launches = [parts.device.executor.launch(steps.decode()) for _ in range(many)]
         for launch in launches:
-            parts.executor.collect(launch)
+            parts.device.executor.collect(launch)
         times.append(1000 * (perf_counter() - begin) / many)
     steps.close()
     return min(times)
@@ -143,7 +143,7 @@ def _profiled(parts: EngineParts, plan: Any, *, count: int) -> list[dict[str, An
 
 
 def _collect(parts: EngineParts, plan: Any) -> None:
-    parts.executor.collect(parts.executor.launch(plan))
+    parts.device.executor.collect(parts.device.executor.launch(plan))
 
 
 def _give_back(target: Target) -> None:

@@ -39,7 +39,7 @@ class EngineInProcess:
         )
         self.pipeline = Pipeline(
             scheduler=self.parts.scheduler,
-            executor=self.parts.executor,
+            executor=self.parts.device.executor,
             depth=depth or self.parts.depth,
             on_step=self._on_step,
         )
@@ -98,4 +98,4 @@ class EngineInProcess:
 
     def close(self) -> None:
         self.parts.disk.close()
-        self.parts.executor.close()
+        self.parts.device.executor.close()

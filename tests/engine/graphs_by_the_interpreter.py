@@ -53,7 +53,7 @@ def check(folder: str, other: str) -> None:
     engine = EngineInProcess(
         folder, depth=2, stream="threaded", attention_backend="triton", capture=EagerCapture, **flags
     )
-    graphs, pool = engine.parts.graphs, engine.parts.pool
+    graphs, pool = engine.parts.device.graphs, engine.parts.pool
     assert graphs is not None and graphs.sizes == [1, 2, 4], graphs
     pool.k(0)[PAD_PAGE] = 7.0
     found, logprobs = run(engine)

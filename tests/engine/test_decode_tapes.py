@@ -78,7 +78,7 @@ def test_tokens_and_logprobs_are_the_same_to_the_bit(
 ) -> None:
     expected, expected_of_other = (run(start(path, disable_cuda_graph=True)) for path in models)
     engine = start(models[0], stream=stream)
-    tapes = engine.parts.tapes
+    tapes = engine.parts.device.tapes
     assert (tapes is not None) == bool(KERNELS)
     for again in (1, 2):
         assert run(engine) == expected
@@ -89,7 +89,7 @@ def test_tokens_and_logprobs_are_the_same_to_the_bit(
 
 
 def test_the_flag_turns_them_off(models: tuple[str, str], start: Callable[..., EngineInProcess]) -> None:
-    assert start(models[0], disable_cuda_graph=True).parts.tapes is None
+    assert start(models[0], disable_cuda_graph=True).parts.device.tapes is None
 
 
 class TwoProducts:

@@ -15,7 +15,7 @@ PROMPT = list(range(16, 80))
 @pytest.mark.parametrize("stream", ["inline", "threaded"])
 def test_a_mark_is_set_when_its_layers_are_written(stream: str) -> None:
     engine = EngineInProcess(DEFAULT_MODEL_PATH, stream=stream)
-    pool, marks = engine.parts.pool, engine.parts.layers
+    pool, marks = engine.parts.pool, engine.parts.device.layers
     layers, seen = range(pool.num_layers), list[tuple[int, list[bool]]]()
 
     def look() -> None:
@@ -38,7 +38,7 @@ def test_nobody_watches_nothing_is_marked() -> None:
     try:
         engine.add("r", PROMPT, max_new_tokens=2)
         engine.run()
-        assert engine.parts.layers.reached() == (-1, 0) and not engine.parts.layers.ahead
+        assert engine.parts.device.layers.reached() == (-1, 0) and not engine.parts.device.layers.ahead
     finally:
         engine.close()
 

@@ -102,10 +102,10 @@ def test_every_answer_is_in_its_grammar(reference: EngineInProcess, tokenizer: T
 def test_a_forward_is_launched_while_the_token_before_it_is_not_drawn(checkpoint: str, compiler: Compiler) -> None:
     """The stream is held at the first step: the second one's forward is on it all the same, and its draw is not."""
     engine = EngineInProcess(checkpoint, stream="threaded")
-    runner = engine.parts.executor._runner
+    runner = engine.parts.device.executor._runner
     order: list[str] = []
     gate = threading.Event()
-    launch_forward, draw = engine.parts.executor.launch_forward, runner.draw
+    launch_forward, draw = engine.parts.device.executor.launch_forward, runner.draw
 
     def launch_and_open(plan: Plan) -> Launch:
         launch = launch_forward(plan)
@@ -118,7 +118,7 @@ def test_a_forward_is_launched_while_the_token_before_it_is_not_drawn(checkpoint
         order.append(f"draw {plan.seq}")
         return draw(plan, forward)
 
-    engine.parts.executor.launch_forward, runner.draw = launch_and_open, held_draw  # type: ignore[method-assign]
+    engine.parts.device.executor.launch_forward, runner.draw = launch_and_open, held_draw  # type: ignore[method-assign]
     try:
         grammar = compiler.compile(SPECS["regex"]).start()
         engine.add("r", [20, 21], grammar=grammar, max_new_tokens=2, temperature=1.0, seed=1)

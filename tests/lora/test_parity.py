@@ -52,7 +52,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def start(models: dict[str, dict[str, str]], **flags: object) -> EngineInProcess:
     engine = EngineInProcess(models["merged"][""], enable_lora=True, **flags)
-    store = engine.parts.adapters
+    store = engine.parts.device.adapters
     assert store is not None
     for name, path in models["adapters"].items():
         store.install(NUMBERS[name], store.read(path))
@@ -148,7 +148,7 @@ def test_an_adapter_leaves_in_stream_order_and_new_weights_keep_the_others(
 ) -> None:
     """Steps in flight when an adapter is installed, removed, or the model replaced compute with what they were planned for."""
     engine = start(models, stream="threaded", stream_delay_ms=3.0)
-    store, prompt = engine.parts.adapters, prompt_of(30, 1)
+    store, prompt = engine.parts.device.adapters, prompt_of(30, 1)
     assert store is not None
     wanted = {}
     for name in ("all", "rslora"):

@@ -1,0 +1,202 @@
+"""What an engine has on its device: model, KV pool, and the executor that runs steps over them. Flags are resolved."""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from engine.attention.base import AttentionBackend, CapturableBackend
+from engine.attention.cpu_backend import CpuBackend
+from engine.attention.registry import make_attention_backend
+from engine.config import EngineConfig
+from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from engine.executor.decode_tapes import DecodeTapes, make_decode_tapes
+from engine.executor.executor import Executor
+from engine.executor.future_map import FutureMap
+from engine.executor.graph_sizes import graph_sizes
+from engine.executor.layer_marks import LayerMarks
+from engine.executor.model_runner import ModelRunner
+from engine.executor.sampler import Sampler
+from engine.executor.stream import Stream, make_stream
+from engine.kernels.linear import linear_kernel
+from engine.kv.cache_spec import CacheSpec
+from engine.kv.host_pool import HostPool
+from engine.kv.kv_pool import KVPool
+from engine.kv.page_backup import PageBackup
+from engine.kv.page_table import PageTable
+from engine.lora.bank import AdapterBank
+from engine.lora.store import AdapterStore
+from engine.model_config import ModelConfig
+from engine.models.causal_lm import CausalLM
+from engine.models.checkpoint import DTYPES
+from engine.resolve import num_pages
+from service.flags import ConfigError
+
+log = logging.getLogger(__name__)
+
+MakeCapture = Callable[[], Capture]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`layers`: how far the steps have got. `adapters`: None without --enable-lora.
+
+    `graphs`, `tapes`: recorded decode steps, on a GPU and on a CPU.
+    """
+
+    executor: Executor
+    runner: ModelRunner
+    layers: LayerMarks
+    adapters: AdapterStore | None
+    graphs: DecodeGraphs | None
+    tapes: DecodeTapes | None
+
+
+def build_device(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: CausalLM,
+    pool: KVPool,
+    *,
+    host_pool: HostPool | None,
+    capture: MakeCapture | None,
+    tapes: bool,
+    progress: bool,
+) -> Device:
+    """Put `model` and `pool` under an executor and record its decode graphs.
+
+    `host_pool`: memory of the host tier. `capture`: records decode graphs; None: there are none.
+    `tapes`: whether decode steps of C kernels are recorded. Raises ConfigError.
+    """
+    device = pool.device
+    backend = make_attention_backend(config.attention_backend, pool, num_heads=model_config.num_heads)
+    num_slots = config.max_running_requests
+    page_table = PageTable(
+        num_slots=num_slots, max_pages=_max_pages(config, pool), page_size=config.page_size, device=device
+    )
+    future_map = FutureMap(num_slots=num_slots, device=device)
+    layers = LayerMarks(device)
+    bank = AdapterBank() if config.enable_lora else None
+    graphs = _decode_graphs(config, capture, backend, page_table, future_map, progress=progress)
+    decode_tapes = make_decode_tapes() if tapes and _can_tape(config, backend) else None
+    runner = ModelRunner(
+        model=model,
+        backend=backend,
+        page_table=page_table,
+        future_map=future_map,
+        sampler=Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device),
+        device=device,
+        graphs=graphs,
+        tapes=decode_tapes,
+        backup=PageBackup(pool),
+        host_pool=host_pool,
+        adapters=bank,
+        layers=layers,
+    )
+    executor = Executor(runner=runner, stream=_stream(config, device))
+    _record(executor, runner)
+    adapters = None if bank is None else _adapter_store(config, model, bank, executor)
+    return Device(executor, runner, layers, adapters, graphs, decode_tapes)
+
+
+def allocate_pool(config: EngineConfig, specs: Sequence[CacheSpec]) -> KVPool:
+    """Allocate the KV cache that --max-total-tokens or --mem-fraction-static asks for. Raises ConfigError."""
+    device = torch.device(config.device)
+    page_bytes = KVPool.page_bytes_of(specs, config.page_size)
+    pages = num_pages(config, page_bytes=page_bytes, free_bytes=_free_bytes(device))
+    try:
+        pool = KVPool(specs, num_pages=pages, page_size=config.page_size, device=device)
+    except (MemoryError, OSError, torch.OutOfMemoryError, ValueError) as error:
+        size = pages * page_bytes / 2**30
+        raise ConfigError(
+            f"--max-total-tokens: no memory for a KV cache of {size:.1f} GiB ({error}); lower it"
+        ) from error
+    if config.prefault_kv and device.type == "cpu":
+        pool.buffer.zero_()
+    return pool
+
+
+def default_capture(config: EngineConfig) -> MakeCapture | None:
+    """CUDA graphs on cuda unless --disable-cuda-graph is given; nothing elsewhere."""
+    device = torch.device(config.device)
+    return partial(CudaCapture, device) if device.type == "cuda" and not config.disable_cuda_graph else None
+
+
+def _decode_graphs(
+    config: EngineConfig,
+    capture: MakeCapture | None,
+    backend: AttentionBackend,
+    page_table: PageTable,
+    future_map: FutureMap,
+    *,
+    progress: bool,
+) -> DecodeGraphs | None:
+    if capture is None:
+        return None
+    if not isinstance(backend, CapturableBackend):
+        log.warning("no decode graphs: the attention backend asks the host for lengths; triton does not")
+        return None
+    sizes = graph_sizes(
+        asked=config.cuda_graph_bs, max_bs=config.cuda_graph_max_bs, max_running=config.max_running_requests
+    )
+    return DecodeGraphs(
+        sizes=sizes,
+        capture=capture,
+        backend=backend,
+        page_table=page_table,
+        future_map=future_map,
+        device=torch.device(config.device),
+        progress=progress,
+    )
+
+
+def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
+    """Whether C kernels do all of a decode step. --disable-cuda-graph turns tapes off, too."""
+    kernels = isinstance(backend, CpuBackend) and backend.has_kernel and linear_kernel() is not None
+    return kernels and config.dtype == "bfloat16" and not config.disable_cuda_graph
+
+
+def _record(executor: Executor, runner: ModelRunner) -> None:
+    try:
+        executor.call(runner.record)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--mem-fraction-static: no memory is left for the decode graphs ({error}); lower it or --cuda-graph-max-bs, "
+            "or give --disable-cuda-graph"
+        ) from error
+
+
+def _stream(config: EngineConfig, device: torch.device) -> Stream:
+    assert config.num_threads is not None, "resolved"
+    return make_stream(
+        config.stream,
+        device=device,
+        num_threads=config.num_threads,
+        max_delay_s=config.stream_delay_ms / 1000,
+        seed=config.random_seed or 0,
+    )
+
+
+def _adapter_store(config: EngineConfig, model: CausalLM, bank: AdapterBank, executor: Executor) -> AdapterStore:
+    return AdapterStore(
+        bank=bank,
+        sites=[site.shape for site in model.linear_sites()],
+        dtype=DTYPES[config.dtype],
+        device=torch.device(config.device),
+        max_rank=config.max_lora_rank,
+        in_order=executor.call,
+    )
+
+
+def _max_pages(config: EngineConfig, pool: KVPool) -> int:
+    assert config.context_length is not None, "resolved"
+    return min(pool.num_pages, -(-(config.context_length + 1) // config.page_size))
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
