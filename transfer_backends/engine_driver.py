@@ -1,6 +1,4 @@
-"""Drives an engine on the prefill side: takes work from the core, polls operations to their end. One thread at a time:
-
-the sender thread, or whoever hands over something small and finds it idle.
+"""The sender thread: drives an engine on the prefill side, takes work from the core, polls operations to their end.
 
 Never gives up an operation that is pending: only DONE or FAILED ends it, however long that takes. Knows no messages.
 """
@@ -16,7 +14,7 @@ from typing import Any
 from transfer_backends.contract import Engine, LayerClock, OpState
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.prefill_peers import Command, ConnectPeer, FencePeer
-from transfer_backends.prefill_rooms import SMALL_BYTES, PrefillRooms
+from transfer_backends.prefill_rooms import PrefillRooms
 from transfer_backends.prefill_sending import Post
 
 FIRST_NAP_S = 0.0001
@@ -56,7 +54,6 @@ class EngineDriver:
         self._running: list[Running] = []
         self._dropping: list[str] = []
         self._event = threading.Event()
-        self._turn = threading.Lock()  # who holds it drives the engine; nobody waits for it but the sender thread
         self._stop = False
         self._naps = 0
         self._thread = threading.Thread(target=self._run, name="prefill-sender", daemon=True)
@@ -81,15 +78,11 @@ class EngineDriver:
             self._event.clear()
             try:
                 moved = self.step()
-            except Exception:
-                self._survive()
+            except Exception:  # a bug of ours must not end the transfers of all other rooms
+                self.num_errors += 1
+                log.exception("sender thread: an error was survived")
                 moved = False
             self._rest(moved)
-
-    def _survive(self) -> None:
-        """Our bug: the other rooms go on."""
-        self.num_errors += 1
-        log.exception("sender thread: an error was survived")
 
     def _rest(self, moved: bool) -> None:
         if moved:
@@ -111,50 +104,19 @@ class EngineDriver:
 
     def step(self) -> bool:
         """One turn of the sender thread; True when something moved."""
-        with self._turn:
-            with self._core() as now_s:
-                self._look_at_layers(now_s)
-                self._nudge(now_s)
-                commands = list(self._rooms.effects.commands)
-                self._rooms.effects.commands.clear()
-                posts = self._rooms.next_posts(now_s)
-            for command in commands:
-                self._execute(command)
-            self._post(posts)
-            moved = self._poll()
-            self._drop_quiet()
-            return moved or bool(posts or commands)
-
-    def post_small(self) -> None:
-        """What waits to be posted, if it is small: by the thread that calls, now. The rest is the sender thread's.
-
-        To wake that thread, and to hand it the interpreter, takes longer than a short prompt's pages take to write.
-        """
-        left = True
-        if self._turn.acquire(blocking=False):
-            try:
-                left = self._post_small()
-            except Exception:
-                self._survive()
-            finally:
-                self._turn.release()
-        if left:
-            self.wake()
-
-    def _post_small(self) -> bool:
-        """Whether something is left to do."""
         with self._core() as now_s:
-            self._look_at_layers(now_s)
-            connected = not self._rooms.effects.commands  # to connect may take long
-            posts = self._rooms.next_posts(now_s, max_bytes=SMALL_BYTES) if connected else []
+            if self._layers is not None:
+                self._rooms.on_progress(self._layers.progress(), now_s)
+            self._nudge(now_s)
+            commands = list(self._rooms.effects.commands)
+            self._rooms.effects.commands.clear()
+            posts = self._rooms.next_posts(now_s)
+        for command in commands:
+            self._execute(command)
         self._post(posts)
-        if posts:
-            self._poll()
-        return bool(self._running) or self._rooms.wants_driver
-
-    def _look_at_layers(self, now_s: float) -> None:
-        if self._layers is not None:
-            self._rooms.on_progress(self._layers.progress(), now_s)
+        moved = self._poll()
+        self._drop_quiet()
+        return moved or bool(posts or commands)
 
     def _nudge(self, now_s: float) -> None:
         """The peers whose writes had not ended by the last polls, where they end only as those peers poll, too."""

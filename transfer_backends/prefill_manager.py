@@ -1,6 +1,6 @@
 """Prefill's manager: runs `PrefillRooms` under a control thread (sockets) and a sender thread (engine).
 
-The role calls `sender(...)` from the scheduler's loop; nothing it does there blocks for longer than `SMALL_BYTES` take to copy.
+The role calls `sender(...)` from the scheduler's loop; nothing it does there blocks.
 """
 
 import time
@@ -45,7 +45,6 @@ class PrefillManager(Shell):
         self._listen = outside.listen(config.control_host, config.control_port, secret=config.secret)
         super().__init__(name="prefill", port=self._listen, machine=self._rooms.machine, config=config, clock=clock)
         self._driver = EngineDriver(engine=engine, rooms=self._rooms, core=self.core, layers=layers)
-        self._copies = kv_args.kv.device is None  # to post is mostly to copy; for a GPU it is calls that may wait
         self._recheck = 0
 
     def start(self) -> None:
@@ -207,11 +206,7 @@ class Sender:
     ) -> None:
         with self._manager.core() as now_s:
             self._rooms.send(self._key, src_pages, start=start, last=last, aux_idx=aux_idx, now_s=now_s, gate=gate)
-            at_once = last and self._manager._copies  # somebody waits for the last
-            if not at_once:
-                self._manager._driver.wake()  # before the control thread, whose news can wait: bytes first
-        if at_once:
-            self._manager._driver.post_small()
+            self._manager._driver.wake()  # before the control thread, whose news can wait: bytes first
 
     def abort(self, reason: str) -> None:
         with self._manager.core():

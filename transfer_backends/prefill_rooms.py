@@ -14,7 +14,6 @@ Rules of an abort (facts/transfer.md section 5): fail first, so that nothing new
 `Drained` when the last operation is final, and after a failed one only when the fence has held.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,9 +61,9 @@ from transfer_backends.wire import (
 )
 
 PROGRESS_EVERY_S = 0.25  # each such word wakes both sides' threads beside a step that computes
-# Posted in one go, and by the scheduler's thread itself (engine_driver.py): a millisecond's copying at most. To ask the core once
-# more, or to wake another thread, may cost half of that.
-SMALL_BYTES = 4 << 20
+TOGETHER_BYTES = (
+    4 << 20
+)  # posted in one go: a millisecond's copying, and to ask the core once more may cost half of that
 SCAN_S_A_ROOM = 50e-6  # deadlines of many rooms are looked at less often, so that ticks stay cheap
 
 
@@ -209,20 +208,19 @@ class PrefillRooms:
     def wants_driver(self) -> bool:
         return bool(self.effects.commands or self._ready)
 
-    def next_posts(self, now_s: float, *, max_bytes: float = math.inf) -> list[Post]:
+    def next_posts(self, now_s: float) -> list[Post]:
         """What to post in one go: one operation, and what follows it while all of it is small. So the metadata row leaves
 
         with the last pages of a short prompt, and both have ended when the core next hears of them.
-        `max_bytes`: a larger one stays where it is.
         """
         posts: list[Post] = []
         size_bytes = 0
-        while size_bytes < SMALL_BYTES and (post := self.next_post(now_s, max_bytes=max_bytes)) is not None:
+        while size_bytes < TOGETHER_BYTES and (post := self.next_post(now_s)) is not None:
             posts.append(post)
             size_bytes += post.pieces.size_bytes
         return posts
 
-    def next_post(self, now_s: float, *, max_bytes: float = math.inf) -> Post | None:
+    def next_post(self, now_s: float) -> Post | None:
         """Something to post now, rooms in turn, within the window; counts as posted."""
         self.window_full = False
         for _ in range(len(self._ready)):
@@ -235,7 +233,7 @@ class PrefillRooms:
             if peer is None or peer.phase is not Phase.LIVE or peer.settle_at_s is not None:
                 self._ready.append(key)
                 continue
-            if post.pieces.size_bytes > max_bytes or not self._fits(post):
+            if not self._fits(post):
                 self._ready.appendleft(key)
                 self.window_full = True
                 return None
