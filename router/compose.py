@@ -37,7 +37,7 @@ from router.pool.breaker import BreakerSettings
 from router.pool.discovery import Discovery, open_discovery
 from router.pool.health import HealthMonitor
 from router.pool.lifelines import Lifelines
-from router.pool.load_view import ALONE, LoadView
+from router.pool.peer_load import PeerLoad
 from router.pool.states import Thresholds
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
@@ -100,9 +100,7 @@ class Serving:
 def build_base(config: RouterConfig, place: Place | None, stack: AsyncExitStack) -> Base:
     """Raises `ConfigError`, `ConfigError`."""
     secret, gate = check_exposure(config)
-    view: LoadView = ALONE
-    if place is not None:
-        view = SharedLoad(place.load_file, row=place.row, num_rows=place.num_rows)
+    peers = None if place is None else SharedLoad(place.load_file, row=place.row, num_rows=place.num_rows)
     exporter = open_exporter(enable=config.enable_trace, endpoint=config.otlp_traces_endpoint, process="router")
     tracer = Tracer(ring_size=config.trace_ring, exporter=exporter)
     stack.callback(tracer.close)
@@ -111,7 +109,7 @@ def build_base(config: RouterConfig, place: Place | None, stack: AsyncExitStack)
     chooser = make_chooser(config, draw=secrets.randbelow)
     feed = KVEventFeed(chooser, secret=secret, enabled=not config.disable_kv_events)
     stack.push_async_callback(feed.close)
-    table, admission, entropy = _table(config, view), Admission(config, view=view, chooser=chooser), Entropy()
+    table, admission, entropy = _table(config, peers), Admission(config, peers=peers, chooser=chooser), Entropy()
 
     def on_gone(worker: Worker) -> None:
         feed.on_gone(worker)
@@ -293,7 +291,7 @@ def _browser_rule(config: RouterConfig, gate: Gate) -> BrowserRule:
     )
 
 
-def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
+def _table(config: RouterConfig, peers: PeerLoad | None) -> WorkerTable:
     thresholds = Thresholds(failure=config.health_failure_threshold, success=config.health_success_threshold)
     breaker = BreakerSettings(
         failure=config.cb_failure_threshold,
@@ -302,7 +300,7 @@ def _table(config: RouterConfig, view: LoadView) -> WorkerTable:
         window_s=config.cb_window_duration_secs,
         enabled=not config.disable_circuit_breaker,
     )
-    table = WorkerTable(thresholds, view, breaker=breaker)
+    table = WorkerTable(thresholds, peers, breaker=breaker)
     now_s = time.monotonic()
     try:
         for url, port in config.prefill:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.admission.fit import Fit
+from router.admission.fit import LineFit
 from router.admission.forecast import Forecast
 from router.admission.line import Line
 from router.pool.breaker import State
@@ -201,7 +201,7 @@ class _AdmissionCollector(Collector):
             yield _of_workers(self._table, f"worker_forecast_{name}", text, value)
 
 
-def _known(fit: Fit, what: str) -> float | None:
+def _known(fit: LineFit, what: str) -> float | None:
     return getattr(fit, what) if fit.is_known else None
 
 

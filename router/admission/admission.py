@@ -13,7 +13,7 @@ from router.body import BadBody, ParsedBody, named_priority
 from router.choice.chooser import Chooser
 from router.choice.policies import Ask
 from router.config import RouterConfig
-from router.pool.load_view import ALONE, LoadView
+from router.pool.peer_load import PeerLoad
 from router.pool.worker import Worker
 from service.http.errors import error_response
 from service.http.guard import CALLER
@@ -25,7 +25,7 @@ MAX_PRIORITY = 1 << 31
 class Admission:
     """`forecast` learns from those that are served."""
 
-    def __init__(self, config: RouterConfig, *, chooser: Chooser, view: LoadView = ALONE) -> None:
+    def __init__(self, config: RouterConfig, *, chooser: Chooser, peers: PeerLoad | None = None) -> None:
         self.forecast = Forecast()
         self._chooser = chooser
         self._by_client = config.max_concurrent_requests_per_client > 0 or config.queue_size > 0
@@ -35,7 +35,7 @@ class Admission:
             queue=config.queue_size,
             queue_timeout_s=config.queue_timeout_secs,
         )
-        self.door = Door(limits, view)
+        self.door = Door(limits, peers)
         self._slo = Slo(config.slo_ttft_ms / 1000 or math.inf, config.slo_itl_ms / 1000 or math.inf)
 
     def refuse_early(self, request: web.BaseRequest) -> None:

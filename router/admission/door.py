@@ -5,7 +5,7 @@ import asyncio
 from aiohttp import web
 
 from router.admission.line import Limits, Line, Stand, Ticket
-from router.pool.load_view import ALONE, LoadView
+from router.pool.peer_load import PeerLoad
 from service.http.errors import error_response
 
 TICK_S = 0.05  # how soon room that another process made is seen
@@ -21,8 +21,8 @@ class Refused(Exception):
 
 
 class Door:
-    def __init__(self, limits: Limits, view: LoadView = ALONE) -> None:
-        self.line = Line(limits, view)
+    def __init__(self, limits: Limits, peers: PeerLoad | None = None) -> None:
+        self.line = Line(limits, peers)
         self._bells: dict[int, asyncio.Future[None]] = {}  # of those that wait
         self._ticker: asyncio.TimerHandle | None = None
 

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from router.pool.load_view import ALONE, LoadView
+from router.pool.peer_load import PeerLoad
 
 
 class Stand(StrEnum):
@@ -47,9 +47,9 @@ class Ticket:
 class Line:
     """All tickets of one process that are not over. Each call returns the tickets it changed, but for the one it is told of."""
 
-    def __init__(self, limits: Limits, view: LoadView = ALONE) -> None:
+    def __init__(self, limits: Limits, peers: PeerLoad | None = None) -> None:
         self.limits = limits
-        self._view = view
+        self._peers = peers
         self._waiting: list[Ticket] = []
         self._running = 0
         self._of_client: Counter[str] = Counter()  # that run
@@ -62,7 +62,7 @@ class Line:
     @property
     def num_everywhere(self) -> int:
         """Those that run in all processes of this router."""
-        return self._running + self._view.others_live()
+        return self._running + (0 if self._peers is None else self._peers.others_live())
 
     @property
     def num_waiting(self) -> int:
@@ -76,7 +76,10 @@ class Line:
     def client_full(self, client: str) -> bool:
         """No more of this client's may run."""
         limit = self.limits.per_client
-        return limit > 0 and self._of_client[client] + self._view.others_of_client(client) >= limit
+        if not limit:
+            return False
+        others = 0 if self._peers is None else self._peers.others_of_client(client)
+        return self._of_client[client] + others >= limit
 
     def arrive(self, client: str, *, priority: int, now_s: float) -> tuple[Ticket, list[Ticket]]:
         """(its ticket, others that had to make room)."""
@@ -145,6 +148,7 @@ class Line:
         self._of_client[client] += step
         if not self._of_client[client]:
             del self._of_client[client]
-        self._view.publish_live(self._running)
-        if self.limits.per_client:
-            self._view.add_client(client, step)
+        if self._peers is not None:
+            self._peers.publish_live(self._running)
+            if self.limits.per_client:
+                self._peers.add_client(client, step)

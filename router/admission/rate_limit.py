@@ -32,10 +32,6 @@ class RateLimiter:
             self._buckets.popitem(last=False)
         return missing / self.per_s
 
-    @property
-    def num_clients(self) -> int:
-        return len(self._buckets)
-
 
 def make_limiter(per_s: float, burst: int) -> RateLimiter | None:
     """None: no limit. `burst` 0: what two seconds allow."""

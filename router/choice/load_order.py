@@ -69,7 +69,7 @@ class LoadOrder(_Follower):
         else:
             for worker in news:
                 self._place(worker)
-        if self._log.has_siblings:
+        if self._log.has_peers:
             self._sweep()
 
     def _sweep(self) -> None:

@@ -64,8 +64,8 @@ def show_worker(worker: Worker, *, switching_to: str | None = None) -> dict[str,
         "switching_to": switching_to,
         "health": "silent" if worker.silent else worker.health.value,
         "error": "" if worker.last_error is None else worker.last_error[:MAX_FAILURE_CHARS],
-        "inflight_requests": worker.inflight_requests + worker.view.others_requests(worker.slot),
-        "inflight_tokens": worker.inflight_tokens + worker.view.others_tokens(worker.slot),
+        "inflight_requests": worker.requests_everywhere,
+        "inflight_tokens": worker.tokens_everywhere,
         "report": worker.report,
     }
 

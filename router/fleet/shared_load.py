@@ -1,20 +1,17 @@
-"""What the processes of one router have in flight, whose circuits they hold open, and what they have learnt of workers.
+"""What the processes of one router have in flight, and which circuits they hold open, in memory that they share.
 
-In memory that they share: each process writes its own row and reads the others'; a number is one aligned word, so no lock is needed for them. Workers
-are found by a hash of their URL, in whatever order each process learnt of them; only taking a place is done under a lock.
-Pure but for the mapped file: no sockets, no clocks.
+Each process writes its own row and reads the others'. A number is one aligned word, so reading and writing need no lock.
+A worker's slot is found by a hash of its URL, whatever the order in which processes learn of workers; only taking a slot
+needs a lock. Pure but for the mapped file: no sockets, no clocks.
 """
 
 import fcntl
 import mmap
 import os
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-
-from router.pool.load_view import NUM_LEARNT
 
 NUM_SLOTS = 8192  # places for workers; at most MAX_WORKERS are in one table
 _WORD = 8
@@ -26,10 +23,8 @@ _PER_SLOT = (
 _DEPTH, _WIDTH = 3, 4096
 _HEADER = 2  # of one row: live requests, how often a circuit has opened or closed
 _CLIENTS = _HEADER + _PER_SLOT * NUM_SLOTS
-_LEARNT = _CLIENTS + _DEPTH * _WIDTH
-_ROW_WORDS = _LEARNT + NUM_LEARNT * NUM_SLOTS  # the header, the slots, the clients, then what was learnt (floats)
+_ROW_WORDS = _CLIENTS + _DEPTH * _WIDTH
 _LIVE, _TURNS = range(_HEADER)
-_NOTHING = (0.0,) * NUM_LEARNT
 REREAD_S = 1.0  # after which the others' circuits are read again though nobody has said that one changed
 _USED, _TOKENS, _REQUESTS, _OPEN = range(_PER_SLOT)
 
@@ -45,18 +40,12 @@ class SharedLoad:
             os.ftruncate(self._file, size)
         self._map = mmap.mmap(self._file, size)
         self._words = memoryview(self._map).cast("q")
-        self._floats = memoryview(self._map).cast("d")
         self._begin = NUM_SLOTS + row * _ROW_WORDS
         self._others = tuple(NUM_SLOTS + other * _ROW_WORDS for other in range(num_rows) if other != row)
         self._open: dict[int, int] = {}  # slots that others leave out -> until when, ms
         self._turns: list[int] = []  # of the others, when these were read
         self._reread_s = 0.0
         self._words[self._begin : self._begin + _ROW_WORDS] = memoryview(bytes(_WORD * _ROW_WORDS)).cast("q")
-
-    @property
-    def has_siblings(self) -> bool:
-        """Whether there are other processes at all."""
-        return bool(self._others)
 
     def take(self, url: str) -> int:
         """The place of the worker at `url`, the same in every process. `RuntimeError` when no place is left."""
@@ -72,7 +61,6 @@ class SharedLoad:
         self._words[self._at(self._begin, slot, _USED)] = 0
         self.publish(slot, tokens=0, requests=0)
         self.publish_open(slot, 0.0)
-        self.publish_learnt(slot, _NOTHING)
 
     def publish(self, slot: int, *, tokens: int, requests: int) -> None:
         """What this process has in flight there."""
@@ -114,17 +102,6 @@ class SharedLoad:
                 if until_ms:
                     self._open[slot] = max(until_ms, self._open.get(slot, 0))
 
-    def publish_learnt(self, slot: int, numbers: Sequence[float]) -> None:
-        """What this process has learnt of the worker, `NUM_LEARNT` numbers. A reader may see some of them a moment before the others."""
-        at = self._begin + _LEARNT + NUM_LEARNT * slot
-        self._floats[at : at + NUM_LEARNT] = array("d", numbers)
-
-    def others_learnt(self, slot: int) -> list[Sequence[float]]:
-        """What each other process that has learnt anything of the worker has: its first number is not 0."""
-        at, floats = _LEARNT + NUM_LEARNT * slot, self._floats
-        begins = [begin + at for begin in self._others]
-        return [floats[begin : begin + NUM_LEARNT].tolist() for begin in begins if floats[begin]]
-
     def others_live(self) -> int:
         """How many requests the other processes serve."""
         return sum([self._words[begin + _LIVE] for begin in self._others])
@@ -141,7 +118,6 @@ class SharedLoad:
 
     def close(self) -> None:
         self._words.release()
-        self._floats.release()
         self._map.close()
         os.close(self._file)
 

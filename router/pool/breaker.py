@@ -63,7 +63,6 @@ class Circuit:
 
     settings: BreakerSettings = field(default_factory=BreakerSettings)
     state: State = State.CLOSED
-    num_opened: int = 0
     on_open: Callable[[float], None] = lambda until_s: None  # told until when it is open; 0.0: no longer
     _since_s: float = -math.inf  # when it came into this state
     _faults_s: list[float] = field(default_factory=list)  # in a row, not older than the window
@@ -101,7 +100,6 @@ class Circuit:
             return
         self.state, self._since_s, self._num_begun = target, now_s, 0
         self._faults_s.clear()
-        self.num_opened += target is State.OPEN
         self.on_open(now_s + self.settings.timeout_s if target is State.OPEN else 0.0)
 
     def reset(self) -> None:

@@ -18,12 +18,12 @@ MAX_NARROWED = 4  # narrower pools kept with each: a circuit that is tried opens
 
 
 class LoadLog:
-    """Ids of workers whose load or report has changed, in order. `has_siblings`: other processes change loads untold."""
+    """Ids of workers whose load or report has changed, in order. `has_peers`: other processes change loads untold."""
 
-    __slots__ = ("_dropped", "_ids", "has_siblings")
+    __slots__ = ("_dropped", "_ids", "has_peers")
 
-    def __init__(self, *, has_siblings: bool = False) -> None:
-        self.has_siblings = has_siblings
+    def __init__(self, *, has_peers: bool = False) -> None:
+        self.has_peers = has_peers
         self._ids: list[int] = []
         self._dropped = 0
 

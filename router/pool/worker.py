@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from router.pool.breaker import Circuit
-from router.pool.load_view import ALONE, LoadView
+from router.pool.peer_load import PeerLoad
 from router.pool.states import Check, Health
 
 # Through which a request goes, in this order; "retracted" lost its memory and waits for more.
@@ -71,8 +71,8 @@ class Worker:
     assigned_total: int = 0
     report: LoadReport | None = None
     foreign_tokens: int = 0
-    view: LoadView = ALONE  # what this router's other processes have in flight, at `slot`
-    slot: int = 0
+    peers: PeerLoad | None = None  # the router's other processes; None: there are none
+    slot: int = 0  # its place there
     leaving: bool = False  # it gets nothing new, whatever its health
     last_resort: bool = False  # it does, while nobody else of its role is up
     silent: bool = False  # it is asked and says nothing: it gets requests where all others are silent too
@@ -93,12 +93,23 @@ class Worker:
 
     def takes(self, now_s: float) -> bool:
         """Whether no circuit keeps requests from it: not its own, and none of this router's other processes."""
-        return self.circuit.takes(now_s) and self.slot not in self.view.others_open(now_s)
+        return self.circuit.takes(now_s) and (self.peers is None or self.slot not in self.peers.others_open(now_s))
 
     @property
     def load_tokens(self) -> int:
         """Tokens this router has in flight there, plus those the worker reports that came from elsewhere."""
-        return self.inflight_tokens + self.view.others_tokens(self.slot) + self.foreign_tokens
+        tokens = self.inflight_tokens + self.foreign_tokens
+        return tokens if self.peers is None else tokens + self.peers.others_tokens(self.slot)
+
+    @property
+    def requests_everywhere(self) -> int:
+        """Requests this router has there, over all its processes."""
+        return self.inflight_requests + (0 if self.peers is None else self.peers.others_requests(self.slot))
+
+    @property
+    def tokens_everywhere(self) -> int:
+        """Tokens this router has there, over all its processes."""
+        return self.inflight_tokens + (0 if self.peers is None else self.peers.others_tokens(self.slot))
 
     @property
     def capacity_tokens(self) -> int:

@@ -10,8 +10,8 @@ from functools import lru_cache
 from urllib.parse import urlsplit
 
 from router.pool.breaker import BreakerSettings, Circuit, State
-from router.pool.load_view import ALONE, LoadView
 from router.pool.models import Catalogue, serves
+from router.pool.peer_load import PeerLoad
 from router.pool.pools import LoadLog, Pool
 from router.pool.states import TRANSITIONS, Check, Health, Thresholds
 from router.pool.worker import Lease, LoadReport, Role, Worker
@@ -37,13 +37,13 @@ class WorkerTable:
     """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
-    view: LoadView = ALONE
+    peers: PeerLoad | None = None
     on_gone: Callable[[Worker], None] = lambda worker: None
     on_change: Callable[[], None] = lambda: None
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
     _workers: list[Worker] = field(default_factory=list)
     _by_name: dict[str, Worker] = field(default_factory=dict)  # of `same_url`
-    _by_slot: dict[int, Worker] = field(default_factory=dict)  # places in the view; alone, all have the same
+    _by_slot: dict[int, Worker] = field(default_factory=dict)  # slots of `peers`; without, all workers have the same
     _leases: dict[int, Lease] = field(default_factory=dict)
     _next_id: int = 0
     _log: LoadLog = field(default_factory=LoadLog)
@@ -52,7 +52,7 @@ class WorkerTable:
     _unsettled: dict[int, Worker] = field(default_factory=dict)  # whose circuits are not closed
 
     def __post_init__(self) -> None:
-        self._log.has_siblings = self.view.has_siblings
+        self._log.has_peers = self.peers is not None
 
     def add(
         self,
@@ -77,8 +77,8 @@ class WorkerTable:
             bootstrap_host=urlsplit(url).hostname or "",
             bootstrap_port=bootstrap_port,
             changed_s=now_s,
-            view=self.view,
-            slot=self.view.take(url),
+            peers=self.peers,
+            slot=0 if self.peers is None else self.peers.take(url),
             good_s=now_s,
             discovered=discovered,
             circuit=Circuit(self.breaker),
@@ -96,7 +96,8 @@ class WorkerTable:
         self.on_change()
 
     def _on_circuit(self, worker: Worker, until_s: float) -> None:
-        worker.view.publish_open(worker.slot, until_s)
+        if worker.peers is not None:
+            worker.peers.publish_open(worker.slot, until_s)
         if worker.circuit.state is State.CLOSED:
             self._unsettled.pop(worker.worker_id, None)
         elif self._by_name.get(same_url(worker.url)) is worker:
@@ -109,8 +110,9 @@ class WorkerTable:
         del self._by_name[same_url(url)]
         self._by_slot.pop(worker.slot, None)
         self._unsettled.pop(worker.worker_id, None)
-        worker.view.give_back(worker.slot)
-        worker.view, worker.slot = ALONE, 0
+        if worker.peers is not None:
+            worker.peers.give_back(worker.slot)
+        worker.peers, worker.slot = None, 0
         self._on_change()
         self.on_gone(worker)
         return worker
@@ -153,10 +155,12 @@ class WorkerTable:
     def ready(self, role: Role, model: str, *, now_s: float) -> Pool:
         """Those of `pool` that no circuit keeps requests from. That narrows the choice, it never empties it."""
         pool = self.pool(role, model)
-        if not self._unsettled and not self.view.has_siblings:
+        if not self._unsettled and self.peers is None:
             return pool
         faulty = {w.worker_id for w in list(self._unsettled.values()) if not w.circuit.takes(now_s)}
-        faulty.update(self._by_slot[slot].worker_id for slot in self.view.others_open(now_s) if slot in self._by_slot)
+        if self.peers is not None:
+            others = self.peers.others_open(now_s)
+            faulty.update(self._by_slot[slot].worker_id for slot in others if slot in self._by_slot)
         return (pool.without(frozenset(faulty)) or pool) if faulty else pool
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
@@ -233,7 +237,7 @@ class WorkerTable:
         before = (worker.foreign_tokens, worker.capacity_tokens)
         worker.report = report
         reported = 0 if report is None else _reported_tokens(worker.role, report)
-        worker.foreign_tokens = max(0, reported - worker.inflight_tokens - worker.view.others_tokens(worker.slot))
+        worker.foreign_tokens = max(0, reported - worker.tokens_everywhere)
         if before != (worker.foreign_tokens, worker.capacity_tokens):
             self._log.note(worker.worker_id)
 
@@ -274,7 +278,8 @@ class WorkerTable:
 
     def _on_load(self, worker: Worker) -> None:
         self._log.note(worker.worker_id)
-        worker.view.publish(worker.slot, tokens=worker.inflight_tokens, requests=worker.inflight_requests)
+        if worker.peers is not None:
+            worker.peers.publish(worker.slot, tokens=worker.inflight_tokens, requests=worker.inflight_requests)
 
     @property
     def num_leases(self) -> int:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from router.admission.admission import PRIORITY_HEADER, Admission
 from router.admission.door import Refused
-from router.admission.forecast import ITL_HEADER, TTFT_HEADER, Pace, requests_at
+from router.admission.forecast import ITL_HEADER, TTFT_HEADER, Pace
 from router.body import Api, BadBody, ParsedBody, parse_body
 from router.choice.chooser import Chooser
 from router.client.credentials import Credentials
@@ -300,7 +300,7 @@ class Dispatcher:
         headers["Cache-Control"] = "no-cache"
         race.watch_prefill(self._note)
         exchange.live.cut = leg.close
-        pace, requests, clock = Pace(), requests_at(leg.worker), self._parts.clock
+        pace, requests, clock = Pace(), leg.worker.requests_everywhere, self._parts.clock
 
         def on_first(chunk: bytes) -> None:
             now_s = clock()
@@ -329,7 +329,7 @@ class Dispatcher:
             return await self._end_handed_back(exchange, out, race)
         if race.refused is not None:
             return await self._end_broken(exchange, out, race.refused, race)
-        requests_mean = (requests + requests_at(leg.worker)) / 2
+        requests_mean = (requests + leg.worker.requests_everywhere) / 2
         self._parts.admission.forecast.on_pace(attempt.answer_trip, pace, requests=requests_mean, now_s=clock())
         await out.write_eof()
         return out

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.admission.fit import MIN_POINTS, Fit
+from router.admission.fit import MIN_POINTS, LineFit
 from router.admission.forecast import STALE_S, Forecast, Pace, Slo, TooLate
 from router.admission.line import Limits, Line, Stand
 from router.fleet.shared_load import SharedLoad
@@ -98,7 +98,7 @@ def test_limits_count_over_all_processes(tmp_path: Path) -> None:
 
 
 def test_the_fit_finds_a_line_and_follows_when_it_moves() -> None:
-    fit, draw = Fit(), random.Random(1)
+    fit, draw = LineFit(), random.Random(1)
     for _ in range(200):
         x = draw.uniform(0, 5000)
         fit.add(x, 0.02 + 3e-4 * x + draw.gauss(0, 0.005))
@@ -110,31 +110,16 @@ def test_the_fit_finds_a_line_and_follows_when_it_moves() -> None:
 
 
 def test_the_fit_says_nothing_early_and_nothing_absurd() -> None:
-    fit = Fit()
+    fit = LineFit()
     for i in range(MIN_POINTS - 1):
         fit.add(i, 1.0)
     assert fit.at(3) is None
     fit.add(100, 0.5)  # falls: no slope then
     assert fit.slope == 0.0 and fit.at(1e9) == pytest.approx(fit.intercept)
-    same = Fit()
+    same = LineFit()
     for _ in range(50):
         same.add(7, 2.0)
     assert same.at(7000) == pytest.approx(2.0), "without spread there is no slope"
-
-
-def test_fits_of_two_processes_are_as_good_as_one_of_all_points() -> None:
-    halves, whole = [Fit(), Fit()], Fit()
-    for i in range(2 * MIN_POINTS - 2):
-        x, y = 100.0 * i, 0.5 + 0.002 * i
-        halves[i % 2].add(x, y)
-        whole.add(x, y)
-    half = Fit.of(halves[0].state)
-    assert half == halves[0] and half.at(0.0) is None, "too few"
-    joined = half.joined(halves[1])
-    assert joined.num_points == whole.num_points
-    assert (joined.intercept, joined.slope) == pytest.approx((0.5, 2e-5))
-    assert (whole.intercept, whole.slope) == pytest.approx((0.5, 2e-5))
-    assert half.joined(Fit()) == half == Fit().joined(half)
 
 
 def pool(count: int, role: Role) -> tuple[WorkerTable, list[Worker]]:
@@ -201,38 +186,14 @@ def test_one_request_tries_a_worker_of_which_nothing_was_heard_for_long() -> Non
         forecast.in_time([slow], now_s=later_s + 1, **ask)
 
 
-def test_processes_foretell_from_what_all_of_them_saw_and_forget_what_is_gone(tmp_path: Path) -> None:
-    rows = [SharedLoad(tmp_path / "load", row=row, num_rows=2) for row in range(2)]
-    tables = [WorkerTable(view=row) for row in rows]
-    workers = [table.add("http://p:1", role=Role.PREFILL) for table in tables]
-    first, second = forecasts = [Forecast(), Forecast()]
-    for i in range(MIN_POINTS):
-        forecast, worker = forecasts[i % 2], workers[i % 2]
-        forecast.begun(forecast.depart(worker, 100 * i, now_s=0.0), now_s=law(100 * i))
-        forecast.on_pace(forecast.depart(worker, 0, now_s=0.0), paced(0.05), requests=1 + i, now_s=9.0)
-    for forecast, worker in zip(forecasts, workers, strict=True):
-        assert forecast.ttft_s(worker, 1000) == pytest.approx(law(1000))
-        assert forecast.itl_s(worker) == pytest.approx(0.05)
-    with pytest.raises(TooLate):
-        second.in_time([workers[1]], Slo(ttft_s=law(10)), tokens={0: 1000}, now_s=10.0)
-    # One request to learn by, of whichever process it is.
-    late = {"slo": Slo(ttft_s=law(10)), "tokens": {0: 1000}, "now_s": 10.0 + STALE_S}
-    assert first.in_time([workers[0]], **late) == [workers[0]]
-    with pytest.raises(TooLate):
-        second.in_time([workers[1]], **late)
-    # A life that is over teaches nothing, not the other processes either.
-    trip = first.depart(workers[0], 5, now_s=0.0)
-    first.forget(workers[0])
-    first.begun(trip, now_s=70.0)
-    assert rows[1].others_learnt(workers[1].slot) == [] and second.ttft_s(workers[1], 1000) is None
-
-
-def paced(gap_s: float) -> Pace:
-    """Of a stream with an event every `gap_s`."""
-    pace = Pace()
-    for i in range(10):
-        pace.on_chunk(b"data: x\n\n", 1.0 + i * gap_s)
-    return pace
+def test_requests_of_a_former_incarnation_teach_nothing() -> None:
+    _, [worker] = pool(1, Role.PREFILL)
+    forecast = Forecast()
+    trips = [forecast.depart(worker, 5, now_s=0.0) for _ in range(MIN_POINTS)]
+    forecast.forget(worker)
+    for trip in trips:
+        forecast.begun(trip, now_s=70.0)
+    assert forecast.ttft_s(worker, 1000) is None
 
 
 def test_time_between_tokens_is_foretold_by_the_requests_at_the_worker() -> None:

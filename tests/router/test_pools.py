@@ -32,7 +32,7 @@ class Story:
         self.rng = rng
         self.now_s = 0.0
         breaker = BreakerSettings(failure=1, success=2, timeout_s=5.0)
-        self.table = WorkerTable(breaker=breaker) if view is None else WorkerTable(view=view, breaker=breaker)
+        self.table = WorkerTable(breaker=breaker) if view is None else WorkerTable(peers=view, breaker=breaker)
         self.leases: list[Lease] = []
         for _ in range(workers):
             self.add()
@@ -273,7 +273,7 @@ def test_an_order_that_nobody_read_for_long_is_right_again() -> None:
 
 
 def siblings(tmp_path: Path, count: int) -> list[WorkerTable]:
-    tables = [WorkerTable(view=SharedLoad(tmp_path / "load", row=row, num_rows=2)) for row in range(2)]
+    tables = [WorkerTable(peers=SharedLoad(tmp_path / "load", row=row, num_rows=2)) for row in range(2)]
     for table in tables:
         for i in range(count):
             table.on_check(table.add(f"http://d{i}:1", role=Role.DECODE), Check.OK, now_s=0.0)

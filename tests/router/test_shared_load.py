@@ -11,7 +11,6 @@ import router.fleet.shared_load
 from router.fleet.shared_load import SharedLoad
 from router.fleet.siblings import merge_expositions
 from router.pool.breaker import BreakerSettings, Event, State
-from router.pool.load_view import NUM_LEARNT
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 
@@ -33,21 +32,9 @@ def test_each_sees_what_the_others_have_in_flight(tmp_path: Path) -> None:
     assert [r.others_live() for r in (first, second, third)] == [0, 7, 7]
 
 
-def test_what_one_has_learnt_of_a_worker_the_others_can_read_until_it_leaves(tmp_path: Path) -> None:
-    first, second, third = rows(tmp_path, 3)
-    slot, other = first.take("http://a:1"), first.take("http://b:1")
-    numbers = [1.0 + i / 8 for i in range(NUM_LEARNT)]
-    first.publish_learnt(slot, numbers)
-    third.publish_learnt(slot, numbers[::-1])
-    assert second.others_learnt(slot) == [numbers, numbers[::-1]] and first.others_learnt(slot) == [numbers[::-1]]
-    assert second.others_learnt(other) == [] and second.others_of_client("c") == 0
-    first.give_back(slot)
-    assert second.others_learnt(slot) == [numbers[::-1]]
-
-
 def test_a_circuit_that_one_process_opens_keeps_the_others_away_until_its_time_is_over(tmp_path: Path) -> None:
     breaker = BreakerSettings(failure=1, timeout_s=60.0)
-    tables = [WorkerTable(view=view, breaker=breaker) for view in rows(tmp_path, 2)]
+    tables = [WorkerTable(peers=view, breaker=breaker) for view in rows(tmp_path, 2)]
     (finder, other) = (table.add("http://a:1", role=Role.DECODE) for table in tables)
     bystander = tables[1].add("http://b:1", role=Role.DECODE)
     finder.circuit.tell(Event.FAULT, 100.0)
