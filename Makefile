@@ -79,11 +79,11 @@ fresh-check:
 
 # A failure prints the line that replays it, and leaves no report.
 soak-core: $(STAMP)
-	$(BIN)/python -m tests.core.proof.soak --steps $(or $(STEPS),1000000) $(if $(SEED),--seed $(SEED)) \
+	$(BIN)/python -m tools.soak_core --steps $(or $(STEPS),1000000) $(if $(SEED),--seed $(SEED)) \
 		$(if $(SEED),,--report docs/reports/soak_core.json)
 
 mutants: $(STAMP)
-	$(BIN)/python -m tests.core.proof.mutants --report docs/reports/mutants.json
+	$(BIN)/python -m tools.mutants core --report docs/reports/mutants.json
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)
@@ -112,7 +112,7 @@ sim-soak: $(STAMP)
 	$(SIM) --soak $(MINUTES) --report docs/reports/simulation.md
 
 sim-mutants: $(STAMP)
-	$(SIM) --mutants
+	$(BIN)/python -m tools.mutants cluster
 
 # Schemathesis lives apart: its pytest plugin and its versions are no affair of ours.
 FUZZ_VENV := .venv-fuzz

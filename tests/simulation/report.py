@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.simulation import scenario
-from tests.simulation.mutants import MUTANTS
 from tests.simulation.run import Outcome
+from tools.mutants.cluster import CLUSTER
 
 
 @dataclass
@@ -68,7 +68,7 @@ def write(total: Total, path: Path) -> None:
 | longest time from the last fault to full rest (virtual) | {total.longest_rest_s:.1f} s |
 | failed | {len(total.failed)} |"""
     seen = "\n".join(f"| {what} | {count} |" for what, count in sorted(total.seen.items()))
-    planted = "\n".join(f"- {m.name}" for m in MUTANTS)
+    planted = "\n".join(f"- {bug.name}: {bug.what}" for bug in CLUSTER.values())
     path.write_text(
         template.replace("{{figures}}", figures)
         .replace("{{faults}}", faults)

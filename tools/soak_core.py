@@ -57,7 +57,7 @@ def _drive(number: int, drawn: SearchStrategy[T], tell: Callable[[T], Counter[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.core.proof.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.soak_core", description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=None, help="of the first round; fresh without it")
     parser.add_argument("--no-shrink", action="store_true")

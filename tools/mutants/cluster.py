@@ -1,0 +1,365 @@
+"""Bugs that the simulated cluster must find within its fixed seeds: in transfers, roles, servers and the router."""
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from bootstrap_server.client import Registrar
+from disagg.decode_role import DecodeRole, Stage
+from disagg.metadata import verify
+from disagg.prefill_role import PrefillRole
+from engine.core.memory import Memory
+from engine.core.page_allocator import PageAllocator
+from engine.core.scheduler import Scheduler
+from engine.core.stages import Stages
+from engine.frontend import draining
+from engine.frontend.client import EngineClient
+from engine.frontend.errors import from_finish
+from engine.loop.control import Control
+from engine.loop.deadlines import Deadlines
+from router.pool.workers import WorkerTable
+from router.requests.attempt import Attempt
+from router.requests.contest import Contest
+from router.requests.dispatch import Dispatcher
+from router.requests.draining import LiveRequest, LiveRequests
+from router.requests.rooms import RoomMinter
+from tools.mutants.core import CORE
+from tools.mutants.planting import Bugs
+from transfer_backends.decode_rooms import DecodeRooms
+from transfer_backends.decode_sessions import SessionTable
+from transfer_backends.kvpoll import FINAL, KVPoll
+from transfer_backends.prefill_peers import PeerTable, Phase
+from transfer_backends.prefill_rooms import PrefillRooms
+from transfer_backends.prefill_sending import Room, num_open, plan_posts
+
+CLUSTER = Bugs()
+
+
+# ---- when pages are safe again
+
+
+@CLUSTER.bug("skip the quarantine", DecodeRooms.drained, "Decode reuses pages that prefill may still write.")
+def _(original, rooms, key):
+    return rooms.machine.state(key) in FINAL
+
+
+CLUSTER.skip(
+    "drop the abort acknowledgement",
+    PrefillRooms._tell_drained,
+    "Prefill never says that the writes of an aborted room have ended.",
+)
+
+
+@CLUSTER.bug(
+    "acknowledge an abort while writes are in flight",
+    PrefillRooms._on_abort,
+    "Prefill answers an abort before its writes have ended.",
+)
+def _(original, rooms, peer, message, now_s):
+    original(rooms, peer, message, now_s)
+    room = rooms._rooms.get((message.room, message.attempt))
+    if room is not None and room.undrained:
+        room.undrained = False
+        rooms._say_drained(peer, room.key, room.retry)
+
+
+@CLUSTER.bug(
+    "acknowledge after a failed write without a fence",
+    Room.quiet,
+    "A failed write counts as ended although its bytes may still land.",
+)
+def _(original, room):
+    return room.num_ops == 0
+
+
+@CLUSTER.bug(
+    "give source pages back while they are read",
+    PrefillRooms.released,
+    "Prefill reuses pages that a write still reads.",
+)
+def _(original, rooms, key):
+    return rooms.machine.state(key) in FINAL
+
+
+@CLUSTER.bug(
+    "take a lost connection for the end of all writes",
+    DecodeRooms._lose,
+    "A connection that is lost ends the exposure of all its rooms.",
+)
+def _(original, rooms, session, why, now_s):
+    for room in rooms._rooms_of(session):
+        rooms._expose(room, False)
+    original(rooms, session, why, now_s)
+
+
+@CLUSTER.bug(
+    "do not wait for a dead writer's last bytes",
+    SessionTable.on_proof,
+    "Pages are free at the proof of death, before the writer's last bytes have landed.",
+)
+def _(original, sessions, incarnation, proof, now_s):
+    settle_s, sessions._settle_s = sessions._settle_s, 0.0
+    original(sessions, incarnation, proof, now_s)
+    sessions._settle_s = settle_s
+
+
+@CLUSTER.bug(
+    "accept a registration for an earlier life",
+    PeerTable.register,
+    "Prefill accepts a registration that was meant for the process before it.",
+)
+def _(original, peers, link, message, now_s):
+    return original(peers, link, msgspec.structs.replace(message, dst=""), now_s)
+
+
+@CLUSTER.bug("never fence", PeerTable.on_op_final, "No fence follows a failed write.")
+def _(original, peers, peer, *, ok):
+    peer.num_ops -= 1
+    if not ok and peer.phase is Phase.LIVE:
+        peer.phase = Phase.FENCING
+
+
+# ---- what is written, and when
+
+
+@CLUSTER.bug(
+    "say Success before the last write is done",
+    PrefillRooms._on_written,
+    "A room succeeds while one of its writes is in flight.",
+)
+def _(original, rooms, room, post, now_s):
+    num_ops, room.num_ops = room.num_ops, 0
+    original(rooms, room, post, now_s)
+    room.num_ops = num_ops
+
+
+@CLUSTER.bug("let a layer leave before it is written", num_open, "A group of layers is posted one layer too early.")
+def _(original, chunk, progress, args):
+    return original(chunk, progress._replace(layers=progress.layers + 1), args)
+
+
+@CLUSTER.bug(
+    "begin a second try behind the layers that left in the first",
+    Room.clear,
+    "A second try leaves out the layers that the first one posted.",
+)
+def _(original, room):
+    left = room.left_groups
+    original(room)
+    room.left_groups = left
+
+
+@CLUSTER.bug("send what decode has cached, too", plan_posts, "Pages that decode did not ask for shift all the others.")
+def _(original, chunk, room, *args, **kwargs):
+    cached = chunk.src[: max(0, room.offer.skip_pages - chunk.start)]
+    return original(replace(chunk, src=np.concatenate([cached, chunk.src])), room, *args, **kwargs)
+
+
+@CLUSTER.bug(
+    "count the writes of an older try",
+    PrefillRooms._on_written,
+    "A completion of an earlier try counts for the one that runs.",
+)
+def _(original, rooms, room, post, now_s):
+    original(rooms, room, replace(post, retry=max(post.retry, room.retry)), now_s)
+
+
+# ---- what the two sides tell one another
+
+CLUSTER.skip(
+    "ignore page indices that come before the request",
+    PrefillRooms._accept,
+    "Page indices that overtake the request are lost.",
+    called_by=PrefillRooms.open,
+)
+CLUSTER.skip(
+    "look a room up once and never again",
+    DecodeRooms._seek,
+    "A failed look-up is not repeated.",
+    called_by=DecodeRooms._check_deadline,
+)
+CLUSTER.skip(
+    "do not tell decode that a transfer has failed",
+    PrefillRooms._tell,
+    "Decode learns of a failed transfer by its own timeout alone.",
+    called_by=PrefillRooms._fail,
+)
+CLUSTER.skip(
+    "do not tell prefill of an abort",
+    DecodeRooms._say_abort,
+    "Prefill goes on with a room that decode has given up.",
+    called_by=DecodeRooms._tell_abort,
+)
+CLUSTER.skip(
+    "end without leaving the bootstrap server",
+    Registrar._request,
+    "A worker that ends stays registered.",
+    called_by=Registrar.close,
+)
+
+# ---- the roles
+
+
+@CLUSTER.bug(
+    "start to decode while the transfer runs",
+    DecodeRole.poll,
+    "Decode starts when the first status arrives, before all of the KV has landed.",
+)
+def _(original, role, now_s):
+    outputs = original(role, now_s)
+    for entry in list(role._entries.values()):
+        if entry.stage is Stage.TRANSFER and entry.receiver.poll() is KVPoll.Transferring:
+            outputs += role._start(entry, now_s)
+    return outputs
+
+
+@CLUSTER.bug(
+    "forget a metadata row",
+    PrefillRole._forget_when_released,
+    "The metadata rows of some rooms are not freed.",
+)
+def _(original, role, entry):
+    if entry.sender.released() and entry.room % 4 == 0:
+        entry.row = None
+    original(role, entry)
+
+
+@CLUSTER.bug(
+    "hand pages over before they are computed",
+    PrefillRole._send_whole_pages,
+    "Pages of a step that is in flight are sent.",
+)
+def _(original, role, entry):
+    request, computed = entry.request, entry.request.computed_len
+    request.computed_len = max(computed, min(request.launched_len, len(request.input_ids) - 1))
+    original(role, entry)
+    request.computed_len = computed
+
+
+CLUSTER.skip("do not verify the checksum", verify, "Decode computes with a damaged page.", called_by=DecodeRole._start)
+
+# ---- the core
+
+
+@CLUSTER.bug(
+    "release pages twice",
+    PageAllocator.free,
+    "A request that ends gives its pages back twice.",
+    called_by=Memory.give_back,
+)
+def _(original, allocator, pages):
+    original(allocator, pages)
+    original(allocator, pages)
+
+
+@CLUSTER.bug(
+    "give memory back while a step is in flight",
+    Stages.take_settled,
+    "Ended requests give their memory back although a launched step still writes it.",
+)
+def _(original, stages):
+    settled, stages.draining = stages.draining, []
+    for request in settled:
+        request.inflight = 0
+    return settled
+
+
+CLUSTER["share a page that is not whole"] = CORE["a page is shared before its last token is computed"]
+
+CLUSTER.skip(
+    "find prefixes of the weights before",
+    Scheduler.forget_prefixes,
+    "An update of the weights leaves the radix tree as it is.",
+    called_by=Control._take,
+)
+
+
+@CLUSTER.bug(
+    "take other weights while KV is in use",
+    Scheduler.holds_no_kv,
+    "An update of the weights does not wait for running requests.",
+    called_by=Control._finish_update,
+)
+def _(original, scheduler):
+    return True
+
+
+@CLUSTER.bug("let a request outlive its deadline", Deadlines.due, "No deadline is ever due.")
+def _(original, deadlines, now_s):
+    return iter(())
+
+
+# ---- the worker's server
+
+CLUSTER.skip(
+    "take requests while draining",
+    EngineClient.close,
+    "A draining worker takes new requests.",
+    called_by=draining.drain,
+)
+CLUSTER.skip(
+    "do not hand back what has not ended when a worker ends",
+    EngineClient.fail_all,
+    "A worker ends without an answer to what still runs.",
+    called_by=draining._hand_back,
+)
+CLUSTER.skip(
+    "take a request that comes too late for its deadline",
+    EngineClient._check_timeout,
+    "A request whose deadline cannot be met is queued all the same.",
+)
+
+
+@CLUSTER.bug(
+    "refuse for load without a word when to come again", from_finish, "A 503 for load carries no Retry-After header."
+)
+def _(original, finish):
+    error = original(finish)
+    assert error.retry_after_s is None or finish.status == 503
+    error.retry_after_s = None
+    return error
+
+
+# ---- the router
+
+
+@CLUSTER.bug("reuse a room", RoomMinter._mint_one, "Two live requests share a room.")
+def _(original, minter):
+    room = 0
+    while room == 0:
+        room = minter._draw(2)
+    minter._live.add(room)
+    return room
+
+
+CLUSTER.skip(
+    "keep the lease of an ended leg",
+    WorkerTable.release,
+    "The load of an ended request stays charged to its worker.",
+    called_by=Attempt.end,
+)
+CLUSTER.skip(
+    "do not hand back what has not ended when the router ends",
+    LiveRequest.hand_back,
+    "A router ends without an answer to what still runs.",
+    called_by=LiveRequests.drain,
+)
+
+
+@CLUSTER.bug(
+    "give a retry the whole deadline again", Dispatcher._call_again, "A retry starts with the timeout of the first try."
+)
+def _(original, dispatcher, exchange):
+    return exchange.call.later(0.0)
+
+
+@CLUSTER.bug(
+    "let the loser of a hedge run on",
+    Attempt.end,
+    "The attempt that loses a hedge is not ended.",
+    called_by=Contest.end,
+)
+def _(original, attempt, why=None):
+    if why is None:
+        original(attempt, why)

@@ -1,0 +1,353 @@
+"""Bugs in the core and the roles, which the stories of tests/core/proof must find."""
+
+from typing import Any
+
+import msgspec
+
+from disagg.decode_role import DecodeRole
+from disagg.prefill_role import PrefillRole
+from engine.core import finish, hidden
+from engine.core.backups import Backups
+from engine.core.departures import Departures
+from engine.core.memory import Memory, match_limit
+from engine.core.page_allocator import PageAllocator
+from engine.core.plan import PageLoad
+from engine.core.planning import Planner
+from engine.core.preemption import Preemption
+from engine.core.prefill_adder import PrefillAdder
+from engine.core.radix_cache import RadixCache
+from engine.core.request import Request
+from engine.core.request_table import RequestTable
+from engine.core.results import Results
+from engine.core.scheduler import Scheduler
+from engine.core.stages import Stages
+from tools.mutants.planting import Bugs
+
+CORE = Bugs()
+
+
+class Agreeing:
+    """A sender that says "released", or a receiver that says "drained", whatever the one behind it says."""
+
+    def __init__(self, behind: Any) -> None:
+        self._behind = behind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._behind, name)
+
+    def released(self) -> bool:
+        return True
+
+    def drained(self) -> bool:
+        return True
+
+
+# ---- steps in flight
+
+
+@CORE.bug(
+    "memory goes back while a step may write it",
+    Stages.take_settled,
+    "Ended requests give their memory back although a launched step still writes it.",
+)
+def _(original, stages):
+    settled, stages.draining = stages.draining, []
+    return settled
+
+
+@CORE.bug("the wasted step's token is told", Results.collect, "An ended request gets the token of one more step.")
+def _(original, results, plan, result):
+    ended = [
+        (request, item, item_result)
+        for item, item_result in zip(plan.items, result.items, strict=True)
+        if (request := results._stages.live[item.rid]).finish is not None and not request.prefill_only
+    ]
+    effects = original(results, plan, result)
+    for request, item, item_result in ended:
+        results._apply(request, item, item_result, effects)
+    return effects
+
+
+@CORE.bug("a draw in flight is not counted", Request.draws_left, "A request launches a step beyond its last token.")
+def _(original, request):
+    return request.max_new_tokens - len(request.output_ids)
+
+
+@CORE.bug("a mask is made one token too early", Planner._awaits_token, "A mask does not wait for the token before it.")
+def _(original, planner, item):
+    return original(planner, item) and planner._stages.live[item.rid].pending > 2
+
+
+# ---- the radix tree
+
+CORE.skip(
+    "an evicted leaf's parent is never evicted",
+    RadixCache._note_leaf,
+    "The parent that becomes a leaf is not entered into the eviction heap.",
+    called_by=RadixCache._remove,
+)
+CORE.skip(
+    "the prefix is not locked while others may evict",
+    RadixCache.lock,
+    "Admission takes pages while the prefix that it matched is unlocked.",
+    called_by=Memory.admit,
+)
+
+
+@CORE.bug("a split node forgets its lock", RadixCache._split, "The upper half of a locked node can be evicted.")
+def _(original, cache, node, num_pages):
+    upper = original(cache, node, num_pages)
+    upper.locks = 0
+    return upper
+
+
+@CORE.bug(
+    "a match looks at the first page of an edge alone",
+    RadixCache._shared_pages,
+    "The pages behind the first one of an edge match unseen.",
+)
+def _(original, cache, key, tokens, at):
+    return len(tokens[at : at + len(key)]) // cache._page_size
+
+
+@CORE.bug("all of the prompt may come from the cache", match_limit, "No token is left to compute.")
+def _(original, request):
+    return min(request.num_tokens, original(request) + 1)
+
+
+# ---- memory
+
+
+@CORE.bug("a duplicate page is forgotten", Memory.share, "A page that the cache had already belongs to no request.")
+def _(original, memory, request):
+    before = list(request.dup_pages)
+    original(memory, request)
+    request.dup_pages = before
+
+
+@CORE.bug(
+    "a page is shared before its last token is computed",
+    Memory.share,
+    "A page that is computed in part can be found.",
+)
+def _(original, memory, request):
+    computed = request.computed_len
+    request.computed_len = memory.allocator.pages_for(computed) * memory.allocator.page_size
+    original(memory, request)
+    request.computed_len = computed
+
+
+@CORE.bug("an evicted page is free twice", PageAllocator.evict, "Two requests receive the same page.")
+def _(original, allocator, pages):
+    original(allocator, pages)
+    allocator._give_back(pages[:1])
+
+
+@CORE.bug("quarantined pages are free at once", PageAllocator.quarantine, "Pages that a peer may write are reused.")
+def _(original, allocator, pages):
+    allocator.free(pages)
+
+
+@CORE.bug(
+    "the largest request is counted with a page too many",
+    Memory.growth_pages,
+    "The room in a request's last page does not count.",
+)
+def _(original, memory, request, num_tokens):
+    return memory.allocator.pages_for(num_tokens)
+
+
+@CORE.bug(
+    "a shared page counts as freed although another request reads it",
+    Memory.pages_left,
+    "A preemption counts on pages that it does not free.",
+)
+def _(original, memory, request, *, without):
+    left = original(memory, request, without=without)
+    return left + sum(len(r.pages) - len(r.own_pages()) for r in without)
+
+
+CORE.skip(
+    "other weights find old prefixes",
+    Memory.forget_prefixes,
+    "An update of the weights leaves the radix tree as it is.",
+    called_by=Scheduler.forget_prefixes,
+)
+
+# ---- what a step takes
+
+
+@CORE.bug("the chunk is cut inside a page", PrefillAdder._whole_pages, "A chunk ends in the middle of a page.")
+def _(original, adder, tokens):
+    return tokens - 1 if adder._limits.page_size > 1 else tokens
+
+
+@CORE.bug("a step takes one prompt too many", PrefillAdder.exhausted, "The limit of prompts a step is off by one.")
+def _(original, adder):
+    adder.num_requests -= 1
+    exhausted = original(adder)
+    adder.num_requests += 1
+    return exhausted
+
+
+@CORE.bug(
+    "one more gets a row than there are",
+    RequestTable.num_free,
+    "The planner counts a row that the table does not have.",
+    called_by=Planner._with_rows,
+)
+def _(original, table):
+    return original(table) + 1
+
+
+# ---- retraction
+
+
+@CORE.bug(
+    "the batch stays full when memory comes back",
+    Departures._give_back,
+    "Waiting requests are not judged again after another one has ended.",
+)
+def _(original, departures, request):
+    full = departures._stages.batch_is_full
+    original(departures, request)
+    departures._stages.batch_is_full = full
+
+
+@CORE.bug("a retracted request forgets a token", Departures._requeue, "It resumes without the last token it sampled.")
+def _(original, departures, request, *, elsewhere):
+    original(departures, request, elsewhere=elsewhere)
+    del request.output_ids[-1:]
+
+
+@CORE.bug(
+    "prompt logprobs are told twice after a retraction",
+    Departures._requeue,
+    "Logprobs of the part that is computed again are kept.",
+)
+def _(original, departures, request, *, elsewhere):
+    kept = list(request.input_logprobs)
+    original(departures, request, elsewhere=elsewhere)
+    request.input_logprobs = kept
+
+
+@CORE.bug(
+    "a preempted request's row is not closed",
+    RequestTable.close,
+    "Only a request that has ended closes its row.",
+    called_by=Departures._give_back,
+)
+def _(original, table, request):
+    if request.finish is not None:
+        original(table, request)
+
+
+@CORE.bug(
+    "a hidden state is told twice after a retraction",
+    hidden.note_launch,
+    "Hidden states of positions that are computed again are sent again.",
+)
+def _(original, request, start, end):
+    launched, request.hidden_launched = request.hidden_launched, 0
+    first = original(request, start, end)
+    request.hidden_launched = max(launched, request.hidden_launched)
+    return first
+
+
+@CORE.bug("a copy comes back one page short", Backups.restore, "The last page of a copy is not loaded.")
+def _(original, backups, request):
+    original(backups, request)
+    load = backups._loads[-1]
+    backups._loads[-1] = PageLoad(load.key, load.start, load.pages[:-1])
+
+
+@CORE.bug(
+    "pages leave before their copy is made", Backups.begin, "A copy to the host does not count as a step in flight."
+)
+def _(original, backups, request):
+    begun = original(backups, request)
+    request.inflight -= begun
+    return begun
+
+
+@CORE.bug(
+    "a preemption does not ask whether it frees enough",
+    Preemption._suffice,
+    "The first victim is retracted even if the request still does not fit.",
+)
+def _(original, preemption, request, victims, reserve, *, row):
+    return bool(victims) or original(preemption, request, victims, reserve, row=row)
+
+
+@CORE.bug(
+    "decode preempts for a request and gives the memory to none",
+    Scheduler.reserve,
+    "The pages that a preemption frees are not reserved.",
+)
+def _(original, scheduler, request, *, may_preempt=False):
+    if original(scheduler, request):
+        return True
+    if may_preempt:
+        scheduler._preempt_for(request)
+    return False
+
+
+# ---- the end of a request
+
+
+@CORE.bug(
+    "the length is checked behind the stop token",
+    finish.check_finish,
+    "A stop token at the last position ends the request as a stop.",
+)
+def _(original, request, **kwargs):
+    reason = original(request, **kwargs)
+    if reason is not None and reason.kind == "length":
+        return finish._stop_token(request) or reason
+    return reason
+
+
+@CORE.bug(
+    "a stop counts before the least length", finish._stop_token, "A stop token ends a request before min_new_tokens."
+)
+def _(original, request):
+    sampling = request.sampling
+    request.sampling = msgspec.structs.replace(sampling, min_new_tokens=0)
+    reason = original(request)
+    request.sampling = sampling
+    return reason
+
+
+# ---- the roles
+
+
+@CORE.bug(
+    "prefill frees what a peer still reads",
+    PrefillRole._forget_when_released,
+    "Pages are free although a write still reads them.",
+)
+def _(original, role, entry):
+    entry.sender = Agreeing(entry.sender)
+    original(role, entry)
+    entry.sender = entry.sender._behind
+
+
+@CORE.bug(
+    "decode reuses what a peer may still write",
+    DecodeRole._end,
+    "Pages of an aborted request skip the quarantine.",
+)
+def _(original, role, entry, reason):
+    entry.receiver = Agreeing(entry.receiver)
+    return original(role, entry, reason)
+
+
+@CORE.bug(
+    "the last chunk goes without the pages before it",
+    PrefillRole._send_whole_pages,
+    "A page between two chunks is not sent.",
+)
+def _(original, role, entry):
+    before = entry.sent_pages
+    original(role, entry)
+    entry.sent_pages += entry.sent_pages > before
