@@ -14,7 +14,7 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.scheduler import Scheduler
 from engine.core.stages import Stages
 from engine.frontend import draining
-from engine.frontend.client import EngineClient
+from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import from_finish
 from engine.loop.control import Control
 from engine.loop.deadlines import Deadlines
