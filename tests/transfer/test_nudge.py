@@ -53,6 +53,7 @@ def test_over_tcp_nixl_s_writes_wait_for_decode_and_decode_is_told() -> None:
         until(lambda: decode.poll(1) is KVPoll.WaitingForInput)
         pages = list(range(NUM_PAGES))
         decode.provide(1, pages, 0)
+        until(lambda: prefill.poll(1) is KVPoll.WaitingForInput)
         prefill.send(1, pages, 0, True, 0)
         until(lambda: decode.poll(1) is KVPoll.Success)
         assert decode.pages(pages) == prefill.pages(pages)
