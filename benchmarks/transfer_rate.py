@@ -28,12 +28,12 @@ import numpy as np
 from deploy.bench import environment
 from deploy.bench.report import table
 from transfer_backends.contract import Engine, KVArgs, OpState, Pieces, Region, Route, TransferConfig
-from transfer_backends.decode_manager import DecodeManager
-from transfer_backends.engine_driver import FIRST_NAP_S, LONG_NAP_S
+from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.merge import batches, plan_pieces
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.driver import FIRST_NAP_S, LONG_NAP_S
+from transfer_backends.prefill.manager import PrefillManager
 
 ROOT = Path(__file__).resolve().parents[1]
 AUX_BYTES = 4096

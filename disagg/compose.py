@@ -16,9 +16,9 @@ from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.kv.page_checksum import PageChecksum
 from engine.loop.role import Role, UnifiedRole
 from transfer_backends.contract import KVArgs, LayerGroup, Region, TransferConfig
-from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import EngineOptions, make_engine
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 
 # Of a prompt's KV that leave while its next chunk computes: fewer disturb that more than they hide.
 LEAST_BYTES = 4 << 20

@@ -8,7 +8,7 @@ from bootstrap_server.client import BootstrapError, Registrar, look_up
 from bootstrap_server.protocol import Registration
 from disagg.outages import Outages
 from transfer_backends.contract import KVArgs, LookupFailed, Route
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import PROTOCOL_VERSION
 
 

@@ -25,7 +25,7 @@ from engine.grammar.registry import make_compiler
 from engine.ipc import IpcPaths
 from engine.kv_events_config import parse_kv_events_config
 from engine.loop.adapter_control import AdapterControl
-from engine.loop.heartbeat import Heartbeat
+from engine.loop.heartbeat import HeartbeatResponder
 from engine.loop.kv_events import EventPump, ZmqPublisher
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.ports import ZmqPorts
@@ -52,7 +52,7 @@ TOLD = 3
 def run(spec: SchedulerSpec) -> None:
     """Load, say `SchedulerReady`, serve until told to end. Raises ConfigError and BackendUnavailable."""
     turns = TurnClock(limit_s=spec.engine.watchdog_timeout, now_s=time.monotonic())
-    heartbeat = Heartbeat(IpcPaths(spec.ipc_dir), turns)
+    heartbeat = HeartbeatResponder(IpcPaths(spec.ipc_dir), turns)
     heartbeat.start()
     try:
         _run(spec, turns)

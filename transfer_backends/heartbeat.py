@@ -5,7 +5,7 @@ the peer's answers unread) costs one miss at most and never declares a living pe
 """
 
 
-class Pulse:
+class Heartbeat:
     def __init__(self, *, interval_s: float, max_failures: int, now_s: float) -> None:
         self._interval_s = interval_s
         self._max_failures = max_failures

@@ -20,10 +20,10 @@ import torch
 from benchmarks.gpu.target import QWEN3_8B, Target
 from benchmarks.transfer_rate import AUX_BYTES, receive, say, until
 from transfer_backends.contract import KVArgs, Region, Route, TransferConfig
-from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.kvpoll import KVPoll
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE_SIZE = 16

@@ -19,7 +19,7 @@ from engine.messages import GetStep, StepReply
 log = logging.getLogger(__name__)
 
 
-class Heartbeat:
+class HeartbeatResponder:
     """Answers each `GetStep`, until the turn clock says that the loop has ended."""
 
     def __init__(self, ipc: IpcPaths, turns: TurnClock, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from engine.core.plan import Plan, PlanItem
 from engine.ipc import IpcPaths, PullSocket, PushSocket
-from engine.loop.heartbeat import Heartbeat
+from engine.loop.heartbeat import HeartbeatResponder
 from engine.loop.turn_clock import Doing, TurnClock
 from engine.messages import GenerateRequest, GetStep, StepInfo, StepReply, ToFrontend
 from engine.sampling_params import SamplingParams
@@ -73,7 +73,7 @@ def test_the_heartbeat_answers_by_itself_until_the_loop_has_ended(tmp_path: Path
     ipc = IpcPaths(str(tmp_path))
     pull: PullSocket[Any] = PullSocket(ipc.to_frontend, ToFrontend)
     ask, turns = PushSocket(ipc.to_heartbeat), TurnClock(limit_s=0.0)
-    heartbeat = Heartbeat(ipc, turns, clock=lambda: 7.0)
+    heartbeat = HeartbeatResponder(ipc, turns, clock=lambda: 7.0)
     heartbeat.start()
     try:
         turns.loaded()

@@ -21,7 +21,7 @@ from transfer_backends.contract import Region, TransferConfig
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.kvpoll import FINAL, KVPoll
 from transfer_backends.liveness import ProcessMark, host_id
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import (
     Message,
     Refused,

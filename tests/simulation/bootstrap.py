@@ -15,7 +15,7 @@ from bootstrap_server.registry import Registry
 from service.http.errors import ApiError, error_body
 from tests.simulation.world import Process, Violation
 from transfer_backends.contract import KVArgs, LookupFailed, Route
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import PROTOCOL_VERSION
 
 Find = Callable[[str], "SimBootstrap | None"]

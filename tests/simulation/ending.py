@@ -13,7 +13,7 @@ from engine.messages import Shutdown
 from tests.simulation.router import Router
 from tests.simulation.worker import Worker
 from tests.simulation.world import Process, Violation
-from transfer_backends.prefill_manager import CLOSE_S, PrefillManager
+from transfer_backends.prefill.manager import CLOSE_S, PrefillManager
 
 STEP_S = 0.01
 SLACK_S = 2.0  # turns of loops, of registrars, delays

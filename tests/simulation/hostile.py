@@ -19,7 +19,7 @@ from tests.simulation.transfer_engine import AUX_BASE, KV_BASE
 from tests.simulation.worker import Worker
 from tests.simulation.world import Process
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import (
     PROTOCOL_VERSION,
     Abort,

@@ -15,9 +15,9 @@ from tests.simulation.network import RESET_S
 from tests.simulation.options import Options
 from tests.simulation.worker import CONTROL_TURN_S, Worker
 from tests.simulation.world import Violation, World
-from transfer_backends.decode_sessions import Phase
+from transfer_backends.decode.sessions import Phase
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 
 LOOP_S = 0.05  # a loop's longest rest while it waits for somebody outside
 SPIKE = 10.0  # network.py: a delay is so many times as long now and then

@@ -1,7 +1,7 @@
 """What a worker must look like at rest: nothing open, all memory back, the dead forgotten, right KV in the cache."""
 
 from tests.simulation.worker import Worker
-from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.decode.manager import DecodeManager
 
 
 def leftovers(worker: Worker) -> list[str]:

@@ -16,7 +16,7 @@ from router.pool.workers import WorkerTable
 from service.security.keys import open_gate
 from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route
-from transfer_backends.decode_rooms import DecodeRooms
+from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.wire import Registered

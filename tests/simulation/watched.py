@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transfer_backends.contract import KVReceiver
-from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.decode.manager import DecodeManager
 
 
 class WatchedReceivers:

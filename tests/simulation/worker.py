@@ -39,10 +39,10 @@ from tests.simulation.watched import WatchedReceivers
 from tests.simulation.weights import SimWeights
 from tests.simulation.world import Process, Violation
 from transfer_backends.contract import Caps, Route
-from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.environment import Environment
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.outside import Outside
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 
 EOS = 7
 SECRET = b"a secret of the simulated cluster"
@@ -91,7 +91,7 @@ class Worker:
     def _lag_s(self) -> float:
         return self.draw.uniform(0.00002, self.around.options.clock_s)
 
-    def _outside(self) -> Outside:
+    def _environment(self) -> Environment:
         around, process = self.around, self.process
         host = ONE_HOST if around.options.same_host else process.node
 
@@ -101,7 +101,7 @@ class Worker:
                 around.network, process, self._wake_control, address=f"{process.node}:{number}", secret=secret
             )
 
-        return Outside(
+        return Environment(
             incarnation=lambda: process.name,
             mark=lambda: ProcessMark(host, process.life, 1),
             listen=listen,
@@ -140,7 +140,7 @@ class Worker:
             engine,
             self.around.config,
             self.process.clock,
-            outside=self._outside(),
+            environment=self._environment(),
             layers=self.executor if self.executor.layers > 1 else None,
         )
         self.executor.wake = manager.wake_sender
@@ -156,7 +156,7 @@ class Worker:
             lookup=lambda bootstrap, room: self._look_up(bootstrap, room, None),
             lookup_any=self._look_up,
             clock=self.process.clock,
-            outside=self._outside(),
+            environment=self._environment(),
         )
         self._set_up(manager)
         return manager

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig, Work
-from transfer_backends.decode_rooms import DecodeRooms
-from transfer_backends.decode_sessions import Connect, Disconnect, LookUp
+from transfer_backends.decode.rooms import DecodeRooms
+from transfer_backends.decode.sessions import Connect, Disconnect, LookUp
 from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError, RoomKey
 from transfer_backends.liveness import Liveness, ProcessMark
-from transfer_backends.prefill_peers import ConnectPeer, DropPeer, FencePeer
-from transfer_backends.prefill_rooms import PrefillRooms
-from transfer_backends.prefill_sending import Post
+from transfer_backends.prefill.peers import ConnectPeer, DropPeer, FencePeer
+from transfer_backends.prefill.room import Post
+from transfer_backends.prefill.rooms import PrefillRooms
 from transfer_backends.wire import decode as decode_frame
 from transfer_backends.wire import encode
 

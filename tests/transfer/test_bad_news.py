@@ -12,10 +12,10 @@ import pytest
 from tests.transfer.pool import Pool
 from tests.transfer.rig import ChildWorker, until
 from transfer_backends.contract import Route, TransferConfig
-from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 
 HOUR = 3600.0
 NO_CLOCK: dict[str, Any] = {

@@ -5,11 +5,11 @@ import pytest
 
 from tests.transfer.sim import ARGS, CAPS
 from transfer_backends.contract import Asked, Route, TransferConfig, Work
-from transfer_backends.decode_rooms import DecodeRooms
+from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import UNMARKED
-from transfer_backends.prefill_inbox import MAX_REASON_CHARS, Inbox, Offer
-from transfer_backends.prefill_peers import PeerTable
+from transfer_backends.prefill.inbox import MAX_REASON_CHARS, Inbox, Offer
+from transfer_backends.prefill.peers import PeerTable
 from transfer_backends.wire import Refused, Register, WireRegion, layout_of
 
 
@@ -33,7 +33,7 @@ def test_one_prefill_worker_more_than_fit_is_refused_and_those_that_are_known_go
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_latest_bootstrap_servers_are_remembered(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    monkeypatch.setattr("transfer_backends.decode_rooms.MAX_SERVERS", 3)
+    monkeypatch.setattr("transfer_backends.decode.rooms.MAX_SERVERS", 3)
     rooms = core()
     for room in range(1, 9):
         rooms.open(room, 0, f"server-{room}:1", 0.0)
@@ -50,7 +50,7 @@ def offer(num_pages: int = 1) -> Offer:
 
 
 def test_offers_and_their_page_ids_are_bounded_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer_backends.prefill_inbox.MAX_PAGES", 10)
+    monkeypatch.setattr("transfer_backends.prefill.inbox.MAX_PAGES", 10)
     inbox = Inbox(TransferConfig(max_orphans=3, bootstrap_timeout_s=5.0))
     assert inbox.keep((1, 0), offer(8), 0.0) and not inbox.keep((2, 0), offer(3), 0.0)
     assert (
@@ -76,7 +76,7 @@ def test_ended_rooms_and_their_reasons_are_bounded_and_expire() -> None:
 
 
 def test_what_decode_asks_is_bounded_in_tokens_and_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer_backends.prefill_inbox.MAX_TOKENS", 5)
+    monkeypatch.setattr("transfer_backends.prefill.inbox.MAX_TOKENS", 5)
     inbox = Inbox(TransferConfig())
     asked = [Asked(room, 1, Work(tokens=[7, 7, 7])) for room in (1, 2, 3)]
     assert inbox.ask(asked[0], offer(), 0.0) and not inbox.ask(asked[1], offer(), 0.0)

@@ -26,10 +26,10 @@ from transfer_backends.contract import (
     Route,
     TransferConfig,
 )
-from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import EngineOptions, make_engine
 from transfer_backends.kvpoll import KVPoll
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 
 NUM_PAGES, PAGE_BYTES = 1024, 32768
 CONFIG = {"heartbeat_interval_s": 0.2, "heartbeat_max_failures": 3, "handshake_timeout_s": 5.0}

@@ -17,12 +17,12 @@ from service.security.curve import guard_connector
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from transfer_backends.contract import Asked, LookupFailed, Route, TransferConfig, Work
-from transfer_backends.decode_manager import DecodeManager
-from transfer_backends.engine_driver import IDLE_S
+from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
 from transfer_backends.liveness import Liveness, liveness, own_mark
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.driver import IDLE_S
+from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.shell import TICK_S
 from transfer_backends.wire import (
     PROTOCOL_VERSION,

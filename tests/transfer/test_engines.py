@@ -42,7 +42,7 @@ def test_process_ends_with_its_own_status_and_no_noise(backend: str) -> None:
 
 def test_importing_the_managers_loads_no_torch_and_no_engine() -> None:
     code = (
-        "import sys, transfer_backends.prefill_manager, transfer_backends.decode_manager, "
+        "import sys, transfer_backends.prefill.manager, transfer_backends.decode.manager, "
         "transfer_backends.engines.registry; "
         "print([m for m in ('torch', 'nixl_cu12', 'mooncake') if m in sys.modules])"
     )

@@ -9,8 +9,8 @@ from tests.transfer.sim import ARGS, CONFIG
 from tests.transfer.test_tries import KEY, PAGES, Prefill
 from transfer_backends.contract import NOTHING_YET, Gate, LayerGroup, Progress
 from transfer_backends.kvpoll import KVPoll
-from transfer_backends.prefill_peers import FencePeer
-from transfer_backends.prefill_sending import Chunk, Post, num_groups, num_open
+from transfer_backends.prefill.peers import FencePeer
+from transfer_backends.prefill.room import Chunk, Post, num_groups, num_open
 
 LAYERS = replace(ARGS, groups=(LayerGroup(2, 256), LayerGroup(3, 512), LayerGroup(7, 1024)))
 STEP = 5

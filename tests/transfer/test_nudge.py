@@ -3,12 +3,12 @@
 from tests.transfer.rig import ChildWorker, until
 from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route
-from transfer_backends.decode_rooms import DecodeRooms
-from transfer_backends.decode_sessions import EAGER_S
+from transfer_backends.decode.rooms import DecodeRooms
+from transfer_backends.decode.sessions import EAGER_S
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.prefill_peers import NUDGE_EVERY_S
-from transfer_backends.prefill_rooms import PrefillRooms
+from transfer_backends.prefill.peers import NUDGE_EVERY_S
+from transfer_backends.prefill.rooms import PrefillRooms
 from transfer_backends.wire import Nudge, Register, Registered, WireRegion, layout_of
 
 MARK = ProcessMark("host", 1, 1)

@@ -10,10 +10,10 @@ import pytest
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from transfer_backends.contract import OpState, Pieces, Route, TransferConfig
-from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine, FakeOp
 from transfer_backends.kvpoll import KVPoll
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 
 SRC, DST = [9, 4, 17, 30], [5, 6, 20, 3]
 NUM_POSTS = len(SRC) + 1  # of one piece each, and the metadata row

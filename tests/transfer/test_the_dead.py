@@ -10,14 +10,14 @@ from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route, TransferConfig
-from transfer_backends.decode_manager import DecodeManager
-from transfer_backends.decode_rooms import MAX_FAREWELLS, DecodeRooms
-from transfer_backends.decode_sessions import DEAD_S, MAX_DEAD, Connect, Prove
+from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER, LookUpLine
+from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.decode.rooms import MAX_FAREWELLS, DecodeRooms
+from transfer_backends.decode.sessions import DEAD_S, MAX_DEAD, Connect, Prove
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import UNMARKED, Liveness
-from transfer_backends.lookup_line import MAX_LOOKUPS_A_SERVER, LookUpLine
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import Abort, Registered, TransferInfo
 
 PATIENT = TransferConfig(handshake_timeout_s=60.0, heartbeat_interval_s=0.1)  # whoever waits for it fails the test

@@ -6,12 +6,12 @@ import pytest
 
 from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import KVArgs, Route
-from transfer_backends.decode_rooms import DecodeRooms
+from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.kvpoll import KVPoll, PeerProtocolError
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.prefill_peers import ConnectPeer, FencePeer
-from transfer_backends.prefill_rooms import PrefillRooms
-from transfer_backends.prefill_sending import Post
+from transfer_backends.prefill.peers import ConnectPeer, FencePeer
+from transfer_backends.prefill.room import Post
+from transfer_backends.prefill.rooms import PrefillRooms
 from transfer_backends.wire import Abort, Drained, Registered, Status
 
 KEY = (7, 0)

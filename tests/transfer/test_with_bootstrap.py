@@ -12,10 +12,10 @@ from bootstrap_server.protocol import Registration
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from transfer_backends.contract import Asked, LookupFailed, Route, TransferConfig, Work
-from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import PROTOCOL_VERSION
 
 SECRET = b"shared by all"

@@ -12,9 +12,9 @@ from typing import Any
 
 from tests.transfer.pool import Pool
 from transfer_backends.contract import KVReceiver, KVSender, Route, TransferConfig
-from transfer_backends.decode_manager import DecodeManager
+from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import EngineOptions, make_engine
-from transfer_backends.prefill_manager import PrefillManager
+from transfer_backends.prefill.manager import PrefillManager
 
 
 class Child:

@@ -13,12 +13,12 @@ from typing import Any
 from tools.fuzz.frames import Ends, offer, register, to_decode, to_prefill
 from tools.fuzz.source import Source
 from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig
-from transfer_backends.decode_rooms import DecodeRooms
-from transfer_backends.decode_sessions import Connect
+from transfer_backends.decode.rooms import DecodeRooms
+from transfer_backends.decode.sessions import Connect
 from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, PeerProtocolError, RoomInUse, RoomKey
 from transfer_backends.liveness import Liveness, ProcessMark
-from transfer_backends.prefill_peers import ConnectPeer, FencePeer
-from transfer_backends.prefill_rooms import PrefillRooms
+from transfer_backends.prefill.peers import ConnectPeer, FencePeer
+from transfer_backends.prefill.rooms import PrefillRooms
 from transfer_backends.wire import PROTOCOL_VERSION, Layout, MalformedFrame, Register, WireRegion, decode, encode
 
 NUM_PAGES, NUM_ROWS, PAGE_BYTES, ROW_BYTES = 32, 8, 1024, 64

@@ -18,12 +18,12 @@ from transfer_backends.contract import (
     Work,
 )
 from transfer_backends.control_port import Event, Frame, LinkClosed
-from transfer_backends.decode_rooms import DecodeRooms
-from transfer_backends.decode_sessions import Command, Connect, Disconnect, LookUp, Prove
+from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER
+from transfer_backends.decode.rooms import DecodeRooms
+from transfer_backends.decode.sessions import Command, Connect, Disconnect, LookUp, Prove
+from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_pair import FakeReceiver
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
-from transfer_backends.lookup_line import MAX_LOOKUPS_A_SERVER
-from transfer_backends.outside import THIS_MACHINE, Outside
 from transfer_backends.shell import TICK_S, Shell
 from transfer_backends.wire import Bye, Message, encode
 
@@ -50,9 +50,9 @@ class DecodeManager(Shell):
         lookup: Lookup,
         lookup_any: LookupAny | None = None,
         clock: Clock = time.monotonic,
-        outside: Outside = THIS_MACHINE,
+        environment: Environment = THIS_MACHINE,
     ) -> None:
-        self.incarnation = outside.incarnation()
+        self.incarnation = environment.incarnation()
         self._engine = engine
         self._lookup = lookup
         self._lookup_any = lookup_any or (lambda bootstrap, room, _: lookup(bootstrap, room))
@@ -64,11 +64,11 @@ class DecodeManager(Shell):
             descriptor=engine.descriptor(),
             config=config,
         )
-        self._links = outside.connect(secret=config.secret)
+        self._links = environment.connect(secret=config.secret)
         super().__init__(name="decode", port=self._links, machine=self._rooms.machine, config=config, clock=clock)
-        self._lookups = outside.pool(NUM_LOOKUP_THREADS, "decode-lookup")
-        self._proofs = outside.pool(2, "decode-proof")
-        self._liveness = outside.liveness
+        self._lookups = environment.pool(NUM_LOOKUP_THREADS, "decode-lookup")
+        self._proofs = environment.pool(2, "decode-proof")
+        self._liveness = environment.liveness
 
     def start(self) -> None:
         self._thread.start()

@@ -40,9 +40,9 @@ from transfer_backends.kvpoll import (
     TransferMachine,
 )
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.prefill_inbox import Inbox, Offer
-from transfer_backends.prefill_peers import Effects, Link, Peer, PeerTable, Phase
-from transfer_backends.prefill_sending import Chunk, Post, Room, check_send, num_groups, num_open, plan_posts
+from transfer_backends.prefill.inbox import Inbox, Offer
+from transfer_backends.prefill.peers import Effects, Link, Peer, PeerTable, Phase
+from transfer_backends.prefill.room import Chunk, Post, Room, check_send, num_groups, num_open, plan_posts
 from transfer_backends.wire import (
     Abort,
     Bye,

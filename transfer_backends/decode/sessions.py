@@ -1,7 +1,7 @@
 """The prefill workers that a decode worker talks to: sessions, registration, heartbeats, proof of death. Pure.
 
 A session belongs to one life of a prefill process (its incarnation); its link is the connection of now. Rooms are not
-known here: `decode_rooms` reacts to what the methods return.
+known here: `decode/rooms` reacts to what the methods return.
 
     CONNECTING --Registered--> LIVE --link closed--> LOST --proof of death, settled--> DEAD (dropped)
         |                                              +--alive--> CONNECTING (the same life answers again)
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from transfer_backends.contract import Route, TransferConfig
-from transfer_backends.heartbeat import Pulse
+from transfer_backends.heartbeat import Heartbeat
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.liveness import UNMARKED, Liveness, ProcessMark
 from transfer_backends.running_time import RunningTime
@@ -44,7 +44,7 @@ class Session:
     """`link`: the connection's number, None while there is none. `aborts`: rooms to abort once it is LIVE."""
 
     route: Route
-    pulse: Pulse
+    pulse: Heartbeat
     link: LinkId | None = None
     phase: Phase = Phase.CONNECTING
     mark: ProcessMark | None = None
@@ -164,7 +164,7 @@ class SessionTable:
     def obtain(self, route: Route, now_s: float) -> Session:
         session = self._sessions.get(route.incarnation)
         if session is None:
-            pulse = Pulse(
+            pulse = Heartbeat(
                 interval_s=self._config.heartbeat_interval_s,
                 max_failures=self._config.heartbeat_max_failures,
                 now_s=now_s,

@@ -9,8 +9,8 @@ import numpy as np
 from transfer_backends.contract import Caps, Gate, KVArgs, Pieces, Progress
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.merge import I64, batches, plan_pieces, plan_strips
-from transfer_backends.prefill_inbox import Offer
-from transfer_backends.prefill_peers import Peer
+from transfer_backends.prefill.inbox import Offer
+from transfer_backends.prefill.peers import Peer
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 from transfer_backends.contract import Engine, LayerClock, OpState
 from transfer_backends.kvpoll import RoomKey
-from transfer_backends.prefill_peers import Command, ConnectPeer, FencePeer
-from transfer_backends.prefill_rooms import PrefillRooms
-from transfer_backends.prefill_sending import Post
+from transfer_backends.prefill.peers import Command, ConnectPeer, FencePeer
+from transfer_backends.prefill.room import Post
+from transfer_backends.prefill.rooms import PrefillRooms
 
 FIRST_NAP_S = 0.0001
 LONG_NAP_S = 0.002  # while operations are pending and something moves

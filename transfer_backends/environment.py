@@ -48,7 +48,7 @@ def _new_incarnation() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outside:
+class Environment:
     """`pool(num_threads, name)`; `listen(host, port, secret=)`, port 0: a free one; `connect(secret=)`."""
 
     incarnation: Callable[[], str] = _new_incarnation
@@ -59,4 +59,4 @@ class Outside:
     liveness: Callable[[ProcessMark, str], Liveness] = liveness
 
 
-THIS_MACHINE = Outside()
+THIS_MACHINE = Environment()

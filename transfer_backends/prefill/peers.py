@@ -1,7 +1,7 @@
 """The decode workers that a prefill worker knows: registration, links, heartbeats, fencing and reconnection. Pure.
 
 A peer is one life of a decode process (its incarnation); its link is the connection its messages come by now. Rooms are
-not known here: `prefill_rooms` is told by return values which peers were lost.
+not known here: `prefill/rooms` is told by return values which peers were lost.
 
     CONNECTING --connected--> LIVE --op failed--> FENCING --fenced--> LIVE
                                                      +--fence failed--> CONNECTING (after a back-off)
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from transfer_backends.contract import Region, TransferConfig
-from transfer_backends.heartbeat import Pulse
+from transfer_backends.heartbeat import Heartbeat
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.running_time import RunningTime
 from transfer_backends.wire import (
@@ -54,7 +54,7 @@ class Peer:
     kv: Region
     aux: Region
     descriptor: bytes
-    pulse: Pulse
+    pulse: Heartbeat
     deadline_s: float
     phase: Phase = Phase.CONNECTING
     registered: bool = False
@@ -172,7 +172,7 @@ class PeerTable:
         return None
 
     def _admit(self, link: Link, message: Register, now_s: float) -> None:
-        pulse = Pulse(
+        pulse = Heartbeat(
             interval_s=self._config.heartbeat_interval_s,
             max_failures=self._config.heartbeat_max_failures,
             now_s=now_s,

@@ -8,7 +8,7 @@ Told of local calls, look-up results, messages, lost links and time; answers by 
 Prefill may write a room's pages more than once (`retry`: the try that counts, the latest that it told of). What it says of
 an earlier one is late: counted and dropped, so it can neither complete the transfer nor end the exposure of its pages.
 
-Pages given by `provide` are exposed until prefill says Success or Drained, or is proven dead (`decode_sessions`). No timer
+Pages given by `provide` are exposed until prefill says Success or Drained, or is proven dead (`decode/sessions`). No timer
 ends that: past `drain_timeout_s` the room counts as stuck, and its pages stay quarantined.
 """
 
@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig, Work
-from transfer_backends.decode_sessions import Effects, LinkId, LookUp, Phase, Session, SessionTable
+from transfer_backends.decode.lookup_line import LookUpLine
+from transfer_backends.decode.sessions import Effects, LinkId, LookUp, Phase, Session, SessionTable
 from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, PeerProtocolError, RoomKey, TransferMachine
 from transfer_backends.liveness import Liveness
-from transfer_backends.lookup_line import LookUpLine
 from transfer_backends.wire import (
     Abort,
     Bye,

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from transfer_backends.contract import Asked, Clock, Engine, Gate, KVArgs, KVSender, LayerClock, TransferConfig
 from transfer_backends.control_port import Event, Frame, LinkClosed, PeersRefused
-from transfer_backends.engine_driver import EngineDriver
+from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_pair import FakeSender
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
-from transfer_backends.outside import THIS_MACHINE, Outside
-from transfer_backends.prefill_rooms import PrefillRooms
+from transfer_backends.prefill.driver import EngineDriver
+from transfer_backends.prefill.rooms import PrefillRooms
 from transfer_backends.shell import TICK_S, Shell
 from transfer_backends.wire import Bye, Message, Ping, encode
 
@@ -32,17 +32,17 @@ class PrefillManager(Shell):
         config: TransferConfig,
         clock: Clock = time.monotonic,
         *,
-        outside: Outside = THIS_MACHINE,
+        environment: Environment = THIS_MACHINE,
         layers: LayerClock | None = None,
     ) -> None:
         """`layers`: what opens gates; its ticks call `wake_sender`."""
-        self.incarnation = outside.incarnation()
+        self.incarnation = environment.incarnation()
         self._engine = engine
         engine.register([kv_args.kv, kv_args.aux])
         self._rooms = PrefillRooms(
-            incarnation=self.incarnation, mark=outside.mark(), kv_args=kv_args, caps=engine.caps, config=config
+            incarnation=self.incarnation, mark=environment.mark(), kv_args=kv_args, caps=engine.caps, config=config
         )
-        self._listen = outside.listen(config.control_host, config.control_port, secret=config.secret)
+        self._listen = environment.listen(config.control_host, config.control_port, secret=config.secret)
         super().__init__(name="prefill", port=self._listen, machine=self._rooms.machine, config=config, clock=clock)
         self._driver = EngineDriver(engine=engine, rooms=self._rooms, core=self.core, layers=layers)
         self._recheck = 0

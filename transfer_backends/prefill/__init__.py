@@ -1,0 +1,1 @@
+"""Prefill's side of the transfers: states of rooms, what is posted next, and the threads that run them."""
