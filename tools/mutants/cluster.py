@@ -26,12 +26,12 @@ from router.requests.draining import LiveRequest, LiveRequests
 from router.requests.rooms import RoomMinter
 from tools.mutants.core import CORE
 from tools.mutants.planting import Bugs
-from transfer_backends.decode_rooms import DecodeRooms
-from transfer_backends.decode_sessions import SessionTable
+from transfer_backends.decode.rooms import DecodeRooms
+from transfer_backends.decode.sessions import SessionTable
 from transfer_backends.kvpoll import FINAL, KVPoll
-from transfer_backends.prefill_peers import PeerTable, Phase
-from transfer_backends.prefill_rooms import PrefillRooms
-from transfer_backends.prefill_sending import Room, num_open, plan_posts
+from transfer_backends.prefill.peers import PeerTable, Phase
+from transfer_backends.prefill.room import Room, num_open, plan_posts
+from transfer_backends.prefill.rooms import PrefillRooms
 
 CLUSTER = Bugs()
 
