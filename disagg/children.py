@@ -24,7 +24,7 @@ class Children:
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, name: str, module: str, args: Sequence[str], *, num_threads: int) -> None:
-        """`python -m module args`. OpenMP must know its threads before torch is imported (docs/architecture.md)."""
+        """`python -m module args`. OpenMP must know its threads before torch is imported (docs/tuning.md, "CPU workers")."""
         threads = str(num_threads)
         env = {"GOMP_SPINCOUNT": SPINS, **os.environ}
         env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}

@@ -8,7 +8,7 @@ threads, clocks or engines.
 
 A failed write is no failed transfer yet: while the peer lives, all of it is written once more to the same pages, after the
 fence has shown that nothing of the last try can still land (`transfer_retries`). Operations and messages carry the
-number of their try; what is told of an earlier one counts for nothing (docs/architecture.md, "Tries").
+number of their try; what is told of an earlier one counts for nothing (docs/design/handover.md, "Write tries").
 
 Rules of an abort (facts/transfer.md section 5): fail first, so that nothing new is posted; tell decode at once; say
 `Drained` when the last operation is final, and after a failed one only when the fence has held.
