@@ -17,7 +17,8 @@ from engine.core.request import Request
 
 WINDOW = 1000  # answers remembered
 FEWEST = 32  # before so many have ended nothing is known
-SHARE = 0.35  # many are there at once, so their sum is near its mean: less than half is enough (docs/design/scheduling.md)
+# Many are there at once, so their sum is near its mean: less than half is enough (docs/design/scheduling.md).
+SHARE = 0.35
 
 
 class MeasuredGrowth:
