@@ -27,7 +27,7 @@ from deploy.bench.environment import describe
 from router.client.upstream import HttpUpstream, _Connection
 from router.compose import build_base, build_guard, build_routes, build_serving
 from router.config import RouterConfig
-from router.http.listening import limits_of
+from router.http.limits import limits_of
 from router.pool.states import Check
 from service.http.server import make_runner
 

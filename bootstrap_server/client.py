@@ -19,8 +19,8 @@ import msgspec
 from bootstrap_server.protocol import (
     MAX_ROOMS_A_BATCH,
     ErrorReply,
-    Lease,
     Registration,
+    RegistrationReply,
     RoomBatch,
     RouteReply,
 )
@@ -145,9 +145,9 @@ class Registrar:
         self._retry_s = FIRST_RETRY_S
         return max(self._renew_at_s - self._clock(), 0.0)
 
-    def _register(self) -> Lease:
+    def _register(self) -> RegistrationReply:
         body = self._request("PUT", "/route", self._worker)
-        lease: Lease = _read(self._server, body, Lease)
+        lease: RegistrationReply = _read(self._server, body, RegistrationReply)
         self._shared = lease.shared
         if lease.server != self._server_life:
             self._server_life = lease.server

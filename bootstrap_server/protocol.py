@@ -1,6 +1,6 @@
 """What the bootstrap server and its clients say to each other: JSON bodies, decoded strictly.
 
-    PUT    /route           Registration -> Lease         a prefill worker registers, and renews, and replaces itself
+    PUT    /route           Registration -> RegistrationReply         a prefill worker registers, and renews, and replaces itself
     GET    /route?room=N    -> RouteReply                 a decode worker looks up who serves room N
            &any=1&but=I,J   -> RouteReply                 ... or, if that one is not here, any other but I and J
     DELETE /route?incarnation=I                           a prefill worker leaves
@@ -49,7 +49,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return f"{host}:{self.control_port}"
 
 
-class Lease(msgspec.Struct, frozen=True):
+class RegistrationReply(msgspec.Struct, frozen=True):
     """Renew well before `lease_s` seconds. `shared`: register rooms, too. `server`: which life of the server says so: another
 
     one knows no rooms of before.

@@ -5,7 +5,6 @@ HTTP port; nothing else outlives the role. Must not know when lives end, or how 
 """
 
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.server import BootstrapServer
 from disagg.children import Children
 from disagg.config import DisaggConfig
 from disagg.exposure import check_events_exposure, check_exposure, make_allowlist
@@ -29,7 +28,9 @@ from engine.lora.names import named_paths
 from engine.model_config import load_model_config
 from engine.text.tokenizer import load_tokenizer
 from service.flags import ConfigError
+from service.http.listening import require_free
 
+BOOTSTRAP_PORT_FLAG = "--disaggregation-bootstrap-port"
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (`tandem up`)
 
@@ -101,7 +102,7 @@ def check_next_session(plan: SessionPlan, to: RoleSwitchState) -> None:
     """As `next_session`, and the port of its bootstrap server must be free now."""
     following = next_session(plan, to)
     if following.has_bootstrap_server and not plan.has_bootstrap_server:
-        _check_free(following.server.host, following.disagg.disaggregation_bootstrap_port)
+        require_free(following.server.host, following.disagg.disaggregation_bootstrap_port, flag=BOOTSTRAP_PORT_FLAG)
 
 
 @dataclass(kw_only=True)
@@ -121,7 +122,7 @@ def started(plan: SessionPlan) -> Iterator[RoleSession]:
     session = RoleSession(plan=plan, ipc=IpcPaths.create())
     try:
         if bootstrap is not None:
-            _listen(bootstrap, plan.disagg)
+            bootstrap.start()
             disagg = replace(plan.disagg, disaggregation_bootstrap_port=bootstrap.port)
             session.plan = replace(plan, disagg=disagg)
         _start(session)
@@ -169,31 +170,7 @@ def _embedded_bootstrap_server(plan: SessionPlan) -> BootstrapServer | None:
         port=plan.disagg.disaggregation_bootstrap_port,
         allowed_hosts=plan.server.allowed_hosts,
     )
-    return BootstrapServer(config, shared=False, secret=read_secret(plan.disagg))
-
-
-def _listen(bootstrap: BootstrapServer, disagg: DisaggConfig) -> None:
-    try:
-        bootstrap.start()
-    except OSError as error:
-        raise _no_bootstrap_port(disagg.disaggregation_bootstrap_port, error) from error
-
-
-def _check_free(host: str, port: int) -> None:
-    """Raises ConfigError where nobody could listen at `port` now."""
-    family, kind, _, _, address = socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise _no_bootstrap_port(port, error) from None
-
-
-def _no_bootstrap_port(port: int, error: OSError) -> ConfigError:
-    return ConfigError(f"--disaggregation-bootstrap-port {port}: {error.strerror or error}")
+    return BootstrapServer(config, shared=False, secret=read_secret(plan.disagg), port_flag=BOOTSTRAP_PORT_FLAG)
 
 
 def _json(value: object) -> str:

@@ -24,13 +24,13 @@ import uvloop
 from disagg.config import DisaggConfig, role_name
 from disagg.role_session import RoleSession, SessionPlan, check_next_session, next_session, plan_session, started
 from engine.config import EngineConfig, ServerConfig
-from engine.frontend.listening import Listener, open_listener
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
-from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
+from engine.frontend.server import WorkerDied, open_worker_gate, run_frontend
 from engine.model_source import with_local_model
 from engine.random_seed import with_random_seed
 from engine.threads import with_threads
 from service.flags import ConfigError
+from service.http.listening import ListeningPort, open_port
 from service.process.stop_signals import StopSignals
 from service.security.keys import Gate
 from service.telemetry.logs import set_up_logging
@@ -54,8 +54,8 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
     signal.signal(signal.SIGINT, _leave)
     try:
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        with open_listener(server.host, server.port) as listener, runner:
-            return runner.run(_live(plan, gate, listener))
+        with open_port(server.host, server.port) as port, runner:
+            return runner.run(_live(plan, gate, port))
     finally:
         _ignore_signals()
 
@@ -70,8 +70,8 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-async def _live(plan: SessionPlan, gate: Gate, listener: Listener) -> int:
-    worker = _Worker(gate, listener, StopSignals())
+async def _live(plan: SessionPlan, gate: Gate, port: ListeningPort) -> int:
+    worker = _Worker(gate, port, StopSignals())
     with worker.signals.caught(on_hangup=lambda: gate.reload(time.monotonic())):
         return await worker.live(plan)
 
@@ -91,7 +91,7 @@ class _Worker:
     """What its lives have in common."""
 
     gate: Gate
-    listener: Listener
+    port: ListeningPort
     signals: StopSignals
 
     async def live(self, plan: SessionPlan) -> int:
@@ -127,9 +127,9 @@ class _Worker:
     async def _serve(self, session: RoleSession, last: Mapping[str, Any] | None) -> RoleSwitchState | None:
         plan = session.plan
 
-        def on_ready(address: FrontendAddress) -> None:
+        def on_ready() -> None:
             session.was_ready = True
-            _say_ready(address, plan)
+            _report_ready(self.port.url, plan)
 
         can_switch = plan.role != "null"
         return await run_frontend(
@@ -138,7 +138,7 @@ class _Worker:
             ipc=session.ipc,
             signals=self.signals,
             gate=self.gate,
-            listener=self.listener,
+            port=self.port,
             mode=plan.role,
             extra_info=asdict(plan.disagg),
             default_bootstrap_port=plan.disagg.disaggregation_bootstrap_port,
@@ -167,12 +167,12 @@ def _switch(plan: SessionPlan, role: str) -> dict[str, Any]:
     return {"from": plan.role, "to": role, "error": None}
 
 
-def _say_ready(address: FrontendAddress, plan: SessionPlan) -> None:
-    log.info("serving at %s (%s)", address.url, plan.role)
+def _report_ready(url: str, plan: SessionPlan) -> None:
+    log.info("serving at %s (%s)", url, plan.role)
     ready_file = plan.server.ready_file
     if ready_file is None:
         return
-    text = json.dumps({"url": address.url, "role": plan.role, "pid": os.getpid()})
+    text = json.dumps({"url": url, "role": plan.role, "pid": os.getpid()})
     partial = Path(f"{ready_file}.{os.getpid()}.partial")
     partial.write_text(text)
     partial.replace(ready_file)  # readers see all of it or nothing

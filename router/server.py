@@ -15,7 +15,8 @@ from aiohttp import web
 from router.compose import Base, Serving, build_base, build_guard, build_routes, build_serving, check_exposure
 from router.config import RouterConfig, check_config
 from router.fleet.processes import Place, obey_parent, run_fleet
-from router.http.listening import limits_of, listen, url_host
+from router.http.limits import limits_of
+from service.http.listening import open_port
 from service.http.server import make_runner
 from service.process.collector import spare_what_lives
 from service.process.open_files import allow_many_files
@@ -67,10 +68,10 @@ def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None
     check_config(config)
     check_exposure(config)
 
-    def on_port(port: int) -> None:
-        _tell_ready(config, _url(config, port), on_ready)
+    def on_listening(url: str) -> None:
+        _tell_ready(config, url, on_ready)
 
-    return run_fleet(config, serve_in_place, on_ready=on_port)
+    return run_fleet(config, serve_in_place, on_ready=on_listening)
 
 
 def serve_in_place(place: Place, config: RouterConfig) -> None:
@@ -93,10 +94,11 @@ async def start_router(config: RouterConfig, *, place: Place | None = None) -> A
         if place is not None:  # before it asks who the workers are: no change of the pool is missed
             await web.UnixSite(runner, str(place.socket(place.row))).start()
             await base.siblings.catch_up(base.table, now_s=time.monotonic())
-        port = await listen(runner, config, shared=place is not None)
+        port = stack.enter_context(open_port(config.host, config.port, shared=place is not None))
+        await port.serve(runner)
         await _meet_workers(base, serving)
         spare_what_lives()
-        yield RunningRouter(_url(config, port), base, serving)
+        yield RunningRouter(port.url, base, serving)
 
 
 async def _meet_workers(base: Base, serving: Serving) -> None:
@@ -107,10 +109,6 @@ async def _meet_workers(base: Base, serving: Serving) -> None:
     if serving.discovery is not None:
         serving.discovery.start()
     serving.auto_roles.start()
-
-
-def _url(config: RouterConfig, port: int) -> str:
-    return f"http://{url_host(config.host)}:{port}"
 
 
 def _tell_ready(config: RouterConfig, url: str, on_ready: Callable[[str], None] | None) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from bootstrap_server.config import BootstrapConfig
 from deploy.flags import Parser, add_flags, config_from
-from deploy.launcher.ports import require_free
 from service.telemetry.logs import FORMATS, set_up_logging
 
 
@@ -14,7 +13,7 @@ def run(argv: Sequence[str]) -> int:
     args = build_parser().parse_strict(argv)
     config = config_from(args, BootstrapConfig)
     set_up_logging(level=args.log_level, format=args.log_format, process="bootstrap")
-    from bootstrap_server.app import run_bootstrap_server
+    from bootstrap_server.server import run_bootstrap_server
     from disagg.config import DisaggConfig
     from disagg.secret import read_secret
     from service.security.addresses import require_secret
@@ -30,8 +29,6 @@ def run(argv: Sequence[str]) -> int:
     )
     if warning is not None:
         logging.getLogger(__name__).warning(warning)
-    if config.port:
-        require_free(config.host, config.port, flag="--port")
     run_bootstrap_server(config, secret=secret)
     return 0
 

@@ -11,7 +11,7 @@ from deploy.launcher import summary
 from deploy.launcher.config import ClusterConfig, check_cluster
 from deploy.launcher.display import make_display
 from deploy.launcher.plan import ProcessSpec, assign_ports, front_url, num_ports, plan_cluster
-from deploy.launcher.ports import free_ports, require_free
+from deploy.launcher.ports import free_ports
 from deploy.launcher.probe import get_json
 from deploy.launcher.process import Child
 from deploy.launcher.supervisor import Supervisor
@@ -20,6 +20,7 @@ from engine.config import EngineConfig, ServerConfig
 from engine.threads import usable_cores
 from router.config import RouterConfig
 from service.flags import ConfigError
+from service.http.listening import require_free
 from service.security.keys import KeyRing
 
 INFO_TIMEOUT_S = 5.0

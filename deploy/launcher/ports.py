@@ -1,24 +1,13 @@
-"""Free TCP ports, and a clear word about a taken one."""
+"""Free TCP ports."""
 
-import errno
 import random
-import socket
 from pathlib import Path
 
 from service.flags import ConfigError
+from service.http.listening import require_free
 
 LOWEST_PORT = 20000
 ATTEMPTS = 10_000
-
-
-def require_free(host: str, port: int, *, flag: str) -> None:
-    """Raise `ConfigError` naming `flag` unless a server could listen on host:port now."""
-    try:
-        _bind(host, port).close()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{flag}: port {port} on {host} is taken by another process; choose another") from None
-        raise ConfigError(f"{flag}: cannot listen on {host}:{port}: {error.strerror or error}") from None
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
@@ -40,25 +29,10 @@ def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
 
 def _is_free(host: str, port: int) -> bool:
     try:
-        _bind(host, port).close()
-    except OSError:
+        require_free(host, port, flag="--port")
+    except ConfigError:
         return False
     return True
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-        0
-    ]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(1)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def _ephemeral_low() -> int:

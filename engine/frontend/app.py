@@ -46,7 +46,7 @@ def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         start_s, status = time.monotonic(), CLIENT_GONE
-        endpoint = routes.find(request.method, request.path).path or "other"
+        endpoint = routes.of(request).path or "other"
         request[SERVICES] = services
         services.metrics.on_http(endpoint, request.method)
         try:

@@ -7,8 +7,8 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.tracing import Traces
 from engine.frontend.draining import drain
 from engine.frontend.errors import draining
-from engine.frontend.listening import Listener
 from engine.frontend.metrics.worker import Metrics
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import ANY_MODEL, Services
@@ -35,6 +34,7 @@ from engine.text.sample import SampleText
 from engine.text.tokenizer import load_tokenizer, read_json
 from service.flags import ConfigError
 from service.http.errors import ApiError
+from service.http.listening import ListeningPort
 from service.http.server import Limits, make_runner
 from service.process.collector import spare_what_lives
 from service.process.stop_signals import StopSignals
@@ -50,22 +50,9 @@ SPARE_REQUESTS = 1024  # HTTP requests in progress beyond the samples that may b
 HEALTH_TIMEOUT_S = 20.0
 DEFAULT_BOOTSTRAP_PORT = 8998
 
-Extra = Callable[[], AbstractAsyncContextManager[Any]]
-
 
 class WorkerDied(RuntimeError):
     """A process of the worker ended by itself; the text says which."""
-
-
-@dataclass(frozen=True)
-class FrontendAddress:
-    host: str
-    port: int
-
-    @property
-    def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
 
 
 async def run_frontend(
@@ -78,11 +65,9 @@ async def run_frontend(
     default_bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT,
     signals: StopSignals,
     gate: Gate,
-    listener: Listener,
-    on_listening: Callable[[FrontendAddress], None] = lambda address: None,
-    on_ready: Callable[[FrontendAddress], None] = lambda address: None,
+    port: ListeningPort,
+    on_ready: Callable[[], None] = lambda: None,
     children_alive: Callable[[], str | None] = lambda: None,
-    extras: Sequence[Extra] = (),
     drain_s: float = 30.0,
     health_timeout_s: float = HEALTH_TIMEOUT_S,
     bootstrap_allowlist: BootstrapAllowlist | None = None,
@@ -90,12 +75,11 @@ async def run_frontend(
     end_engine: Callable[[], None] = lambda: None,
 ) -> RoleSwitchState | None:
     """Serve until SIGTERM (drain), SIGINT or a second signal (end at once), which come by `signals`: None. Or until
-    `switch` is asked for: after a drain, what the next life is to be; then call it again with the same `listener`.
+    `switch` is asked for: after a drain, what the next life is to be; then call it again with the same `port`.
 
     end_engine: called (in a thread) before HTTP closes for a switch, so that probes are answered until the next life can.
-    on_listening: HTTP answers now (health: 503). on_ready: the scheduler said `SchedulerReady`.
+    on_ready: the scheduler said `SchedulerReady`.
     children_alive: None, or what died; then everything live fails with 503 and WorkerDied is raised.
-    extras: entered before HTTP listens and left after it has closed (the prefill worker's bootstrap server).
     extra_info: shown flat by /server_info; no secrets. bootstrap_allowlist: bootstrap servers that requests may name (default: none is
     ever dialled by this worker). drain_s: how long running requests may go on after SIGTERM. switch: None: the role is for good.
     Raises ConfigError for a checkpoint that cannot be used, WorkerDied.
@@ -117,14 +101,10 @@ async def run_frontend(
             switch=switch,
         )
         pull.attach(loop, services.client.on_message)
-        async with AsyncExitStack() as stack:
-            for extra in extras:
-                await stack.enter_async_context(extra())
-            address = await stack.enter_async_context(_serving(services, server, listener))
-            on_listening(address)
+        async with _serving(services, server, port):
             try:
                 asked = _Asked(signals, switch)
-                await _until_over(services.client, asked, children_alive, on_ready=lambda: on_ready(address))
+                await _until_over(services.client, asked, children_alive, on_ready=on_ready)
                 await drain(
                     services.client,
                     signals=signals,
@@ -287,14 +267,14 @@ def _sender(push: PushSocket, heartbeat: PushSocket) -> Callable[[ToScheduler | 
 
 
 @asynccontextmanager
-async def _serving(services: Services, server: ServerConfig, listener: Listener) -> AsyncIterator[FrontendAddress]:
+async def _serving(services: Services, server: ServerConfig, port: ListeningPort) -> AsyncIterator[None]:
     handle = make_handle(services, max_open=services.client.max_live + SPARE_REQUESTS)
     limits = Limits(max_body_bytes=server.max_body_bytes, size_flag="--max-body-bytes")
     runner = make_runner(handle, limits, shutdown_timeout_s=HTTP_CLOSE_S)
     await runner.setup()
     try:
-        await listener.serve(runner)
-        yield FrontendAddress(server.host, listener.port)
+        await port.serve(runner)
+        yield
     finally:
         await runner.cleanup()
 

@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from router.config import RouterConfig
 from service.flags import ConfigError
+from service.http.listening import ListeningPort, open_port
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +63,16 @@ class Place:
         return tuple(self.socket(row) for row in range(self.num_rows) if row != self.row)
 
 
-def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[int], None]) -> None:
-    """Run `config.workers` processes of `serve` until SIGTERM or SIGINT has ended all. `on_ready(port)`: all listen."""
+def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[str], None]) -> None:
+    """Run `config.workers` processes of `serve` until SIGTERM or SIGINT has ended all. `on_ready(url)`: all listen."""
     with _held_port(config) as port, _shared_folder() as folder:
         key = secrets.token_hex(16)
-        config = replace(config, port=port, ready_file=None)
+        config = replace(config, port=port.port, ready_file=None)
         places = [Place(row=i, num_rows=config.workers, folder=folder, key=key) for i in range(config.workers)]
         fleet = _Fleet([_Member(place, config, serve) for place in places])
         with fleet.signals():
             fleet.start()
-            on_ready(port)
+            on_ready(port.url)
             fleet.watch()
 
 
@@ -185,21 +185,12 @@ class _Fleet:
 
 
 @contextmanager
-def _held_port(config: RouterConfig) -> Iterator[int]:
+def _held_port(config: RouterConfig) -> Iterator[ListeningPort]:
     """The port, ours until the block ends, though nobody listens at this socket. `ConfigError` if it is taken."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        with socket.socket(family) as probe:  # without SO_REUSEPORT: another router of ours must not share it unasked
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((config.host, config.port))
-            port = probe.getsockname()[1]
-        held = socket.socket(family)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind((config.host, port))
-    except OSError as err:
-        raise ConfigError(f"--port: cannot listen on {config.host}:{config.port}: {err.strerror or err}") from None
-    with held:
-        yield port
+    with open_port(config.host, config.port) as free:  # not shared: another router of ours must not share it unasked
+        number = free.port
+    with open_port(config.host, number, shared=True) as held:
+        yield held
 
 
 @contextmanager

@@ -7,23 +7,16 @@ is alive they are objects. Bootstrap fields are left out: the router overwrites 
 from typing import Any
 
 from router.body import BOOTSTRAP_FIELDS, Api
+from service.http.openapi import ERROR, FAILURES, TEXT, answer, document, failures_of, operation
 
-_TEXT = {"type": "string"}
-_URL = {"url": _TEXT}
-_WORKER = {**_URL, "role": _TEXT, "bootstrap_port": {"type": ["integer", "null"], "minimum": 1, "maximum": 65535}}
+_URL = {"url": TEXT}
+_WORKER = {**_URL, "role": TEXT, "bootstrap_port": {"type": ["integer", "null"], "minimum": 1, "maximum": 65535}}
 _STREAMING = (Api.CHAT, Api.COMPLETIONS, Api.GENERATE)
-_STATUSES = {
-    "400": "the body is wrong; `param` names the field",
-    "401": "the API key is missing or wrong",
-    "403": "this needs the admin key; or a web page of another site asks",
-    "404": "there is no such path or model",
+_FAILURES = {
+    **FAILURES,
     "408": "the body did not come in time",
-    "409": "a worker refused the request for now, or may not change its role",
-    "413": "the body is too long",
-    "415": "the body is not declared as JSON",
     "429": "too many requests; Retry-After says when to come again",
     "502": "a worker could not be reached or broke off",
-    "503": "no worker can serve this now",
     "504": "a worker did not answer in time",
 }
 # path -> method -> schema of the body (None: no body)
@@ -62,7 +55,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "/traces": {
         "post": {
             "type": "object",
-            "properties": {"ids": {"type": ["array", "null"], "items": _TEXT}, "last": {"type": ["integer", "null"]}},
+            "properties": {"ids": {"type": ["array", "null"], "items": TEXT}, "last": {"type": ["integer", "null"]}},
         }
     },
 }
@@ -77,13 +70,6 @@ _PASSED = (
     "/start_profile",
     "/stop_profile",
 )
-# Of a stream the schema describes each event, as tools read OpenAPI before 3.2.
-_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
-}
 
 
 def make_document(worker: Any) -> dict[str, Any]:
@@ -93,31 +79,16 @@ def make_document(worker: Any) -> dict[str, Any]:
     for path in (*(str(api) for api in Api), *_PASSED):
         paths[path] = {"post": _operation(path, _worker_body(worker, path))}
     paths[Api.GENERATE]["put"] = paths[Api.GENERATE]["post"]  # SGLang takes both
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Tandem router", "version": "1"},
-        "paths": paths,
-        "components": {
-            "schemas": _without_meeting_place(_inside(worker, "components", "schemas") or {}),
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-    }
+    schemas = _without_meeting_place(_inside(worker, "components", "schemas") or {})
+    return document("Tandem router", paths=paths, schemas=schemas)
 
 
 def _operation(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    kinds = {
-        "application/json": {"schema": {}},
-        **({"text/event-stream": {"schema": _EVENT}} if path in _STREAMING else {}),
-    }
-    if path == "/metrics":
-        kinds = {"text/plain": {"schema": _TEXT}}
-    failures = {s: {"description": t, "content": {"application/json": {"schema": {}}}} for s, t in _STATUSES.items()}
-    failures["400"]["content"] = {"application/json": {"schema": {} if path in _PASSED else _ERROR}}
-    content = {"required": True, "content": {"application/json": {"schema": body}}}
-    return {
-        "responses": {"200": {"description": "done", "content": kinds}, "201": {"description": "added"}, **failures},
-        **({} if body is None else {"requestBody": content}),
-    }
+    good = answer("done", plain_text=path == "/metrics", streams=path in _STREAMING)
+    failures = failures_of(_FAILURES, {})  # a worker's, as they come
+    if path not in _PASSED:
+        failures |= failures_of({"400": _FAILURES["400"]}, ERROR)
+    return operation(path, answers={"200": good, "201": {"description": "added"}}, failures=failures, body=body)
 
 
 def _worker_body(worker: dict[str, Any], path: str) -> dict[str, Any] | None:

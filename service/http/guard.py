@@ -60,7 +60,7 @@ def make_guard(
     """
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        route = routes.find(request.method, request.path)
+        route = routes.of(request)
         request_id = request_id_of(request.headers.get(REQUEST_ID_HEADER, "")) or new_id()
         request[REQUEST_ID] = request_id
         operation = OPERATIONS.get(request.path, "")

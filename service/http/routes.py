@@ -16,6 +16,9 @@ class Route:
     handler: Handler
 
 
+ROUTE: web.RequestKey[Route] = web.RequestKey("route", Route)
+
+
 class Routes:
     """Routes by path and method. A path that ends in "/{name}" takes anything there, but nothing less."""
 
@@ -37,6 +40,13 @@ class Routes:
             return _NOT_FOUND
         route = methods.get(method)
         return route if route is not None else _not_allowed(method, methods)
+
+    def of(self, request: web.BaseRequest) -> Route:
+        """The route of a request, looked up once."""
+        route = request.get(ROUTE)
+        if route is None:
+            route = request[ROUTE] = self.find(request.method, request.path)
+        return route
 
     def _methods_below(self, path: str) -> dict[str, Route] | None:
         for head, methods in self._below.items():

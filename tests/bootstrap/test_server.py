@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from bootstrap_server.app import BootstrapServer
 from bootstrap_server.client import MAX_WAITING_ROOMS, REMEMBER_S, BootstrapError, Registrar, look_up
 from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.server import BootstrapServer
+from service.flags import ConfigError
 from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 from tests.bootstrap.test_registry import worker
 
@@ -277,7 +278,7 @@ def test_a_body_that_cannot_be_unpacked_is_a_400(serve: Any) -> None:
 
 def test_taken_port_is_named(serve: Any) -> None:
     server = serve()
-    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{server.port}"):
+    with pytest.raises(ConfigError, match=f"--port: 127.0.0.1:{server.port} is taken"):
         serve(port=server.port)
 
 

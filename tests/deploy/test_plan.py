@@ -11,8 +11,9 @@ from deploy.launcher.config import ClusterConfig, check_cluster
 from deploy.launcher.display import PlainDisplay, Progress, render
 from deploy.launcher.guard import watch
 from deploy.launcher.plan import Ports, ProcessSpec, assign_ports, num_ports, plan_cluster
-from deploy.launcher.ports import free_ports, require_free
+from deploy.launcher.ports import free_ports
 from service.flags import ConfigError
+from service.http.listening import require_free
 
 PORTS = Ports(front=8000, prefill=((1, 11), (2, 12)), decode=((3, 13),))
 

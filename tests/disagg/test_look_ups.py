@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.server import BootstrapServer
 from disagg.outages import GAP_S, MAX_SERVERS, Outages
 from disagg.registration import LookUps
 from tests.disagg.two_roles import Cluster

@@ -12,8 +12,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.server import BootstrapServer
 from tests.e2e.client import assert_all_back, session
 from tests.e2e.cluster import Cluster, cluster, tandem, wait_until
 from tests.e2e.conftest import SHIPPED

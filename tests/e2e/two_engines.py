@@ -10,8 +10,8 @@ from time import monotonic, sleep
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.server import BootstrapServer
 from disagg.compose import make_role
 from disagg.config import DisaggConfig
 from disagg.spec import SchedulerSpec

@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from engine.ipc import IpcPaths
 from engine.text.tokenizer import Tokenizer
 from tests.frontend.stand_in import StandIn
+from tests.frontend.worker_main import WorkerThread
 
 CONTEXT = 512
 ROOT = Path(__file__).parents[2]
@@ -78,9 +79,8 @@ class Worker:
     url: str
     http: httpx.Client
     scheduler: StandIn
-    process: subprocess.Popen[bytes]
-    folder: Path
-    stderr: Path
+    process: WorkerThread | subprocess.Popen[bytes]
+    log: Path
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.http.post(path, json=body, **kwargs)
@@ -99,8 +99,12 @@ def start_worker(
     server: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
     allowed: list[str] | None = None,
+    process: bool = False,
 ) -> Iterator[Worker]:
-    checkpoint = write_checkpoint(folder / "tiny")
+    """`process`: a process of its own, else a thread. Raises what a thread's start raises."""
+    checkpoint = folder / "tiny"
+    if not checkpoint.exists():
+        write_checkpoint(checkpoint)
     ipc = IpcPaths.create()
     args = {
         "folder": str(folder),
@@ -111,33 +115,44 @@ def start_worker(
         "server": {"port": 0, **(server or {})},
         "engine": {"model_path": str(checkpoint), **(engine or {})},
     }
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    stderr = folder / "stderr"
     with ExitStack() as stack:
         stack.callback(ipc.remove)
-        log = stack.enter_context(stderr.open("wb"))
-        command = [sys.executable, "-m", "tests.frontend.worker_main", json.dumps(args)]
-        process = subprocess.Popen(command, env=env, stderr=log, stdout=log, cwd=ROOT)
-        stack.callback(_end, process)
+        running = _start_process(args, stack) if process else WorkerThread(args)
+        stack.callback(_end, running)
         scheduler = stack.enter_context(StandIn(ipc, byte_tokenizer()))
-        wait_for(lambda: (folder / "listening").exists() or process.poll() is not None)
-        assert process.poll() is None, stderr.read_text()
-        url = (folder / "listening").read_text()
+        url = wait_for(lambda: _url_of(folder) or running.poll() is not None)
         http = stack.enter_context(httpx.Client(base_url=url, timeout=30))
+        wait_for(lambda: running.poll() is not None or _listens(http))
+        if isinstance(running, WorkerThread) and running.error is not None:
+            raise running.error
         if ready:
             scheduler.say_ready()
             wait_for(lambda: (folder / "ready").exists())
-        yield Worker(url, http, scheduler, process, folder, stderr)
+        yield Worker(url, http, scheduler, running, folder / "log")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
+def _url_of(folder: Path) -> str:
+    return (folder / "url").read_text() if (folder / "url").exists() else ""
+
+
+def _listens(http: httpx.Client) -> bool:
     try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        return http.get("/liveness").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+def _start_process(args: dict[str, Any], stack: ExitStack) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    log = stack.enter_context((Path(args["folder"]) / "log").open("wb"))
+    command = [sys.executable, "-m", "tests.frontend.worker_main", json.dumps(args)]
+    return subprocess.Popen(command, env=env, stderr=log, stdout=log, cwd=ROOT)
+
+
+def _end(running: WorkerThread | subprocess.Popen[bytes]) -> None:
+    if running.poll() is None:
+        running.send_signal(signal.SIGTERM)
+    assert running.wait(60) is not None
 
 
 @pytest.fixture(scope="session")

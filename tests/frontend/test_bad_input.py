@@ -244,5 +244,5 @@ def test_a_body_that_never_comes_and_a_client_that_leaves_do_no_harm(worker: Wor
 
 def test_no_internal_error_was_logged(worker: Worker) -> None:
     wait_for(lambda: worker.scheduler.num_running == 0)
-    log = worker.stderr.read_text()
+    log = worker.log.read_text()
     assert "Traceback" not in log and "internal error" not in log, log[-3000:]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -19,11 +18,13 @@ from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.forecast import MIN_STARTED
 from engine.frontend.errors import draining
 from engine.frontend.metrics.worker import Metrics
-from engine.ipc import IpcPaths
 from engine.messages import StepInfo, StepReply
 from engine.text.sample import SampleText
+from service.flags import ConfigError
 from service.http.errors import ApiError
+from service.http.listening import open_port
 from tests.frontend.conftest import ROOT, Worker, byte_tokenizer, start_worker, wait_for, write_checkpoint
+from tests.frontend.worker_main import WorkerThread
 
 
 def test_health_is_503_until_ready_and_when_the_scheduler_is_silent(tmp_path: Path) -> None:
@@ -82,11 +83,11 @@ def test_a_dead_scheduler_fails_what_runs_and_ends_the_worker(tmp_path: Path) ->
             last = [line for line in lines if line.startswith("data: ")][-1]
         assert json.loads(last[6:])["error"]["message"] == "the scheduler process died"
         assert w.process.wait(60) == 1
-        assert "error: the scheduler process died" in w.stderr.read_text()
+        assert isinstance(w.process, WorkerThread) and str(w.process.error) == "the scheduler process died"
 
 
 def test_sigterm_lets_running_requests_finish_then_fails_the_rest(tmp_path: Path) -> None:
-    with start_worker(tmp_path, drain_s=0.5) as w:
+    with start_worker(tmp_path, drain_s=0.5, process=True) as w:
         statuses: list[int] = []
         thread = threading.Thread(target=lambda: statuses.append(w.post("/generate", {"text": "SLOW"}).status_code))
         thread.start()
@@ -96,7 +97,7 @@ def test_sigterm_lets_running_requests_finish_then_fails_the_rest(tmp_path: Path
         thread.join()
         assert statuses == [503]
         wait_for(lambda: w.scheduler.num_running == 0)  # it was aborted
-        assert "Traceback" not in w.stderr.read_text()
+        assert "Traceback" not in w.log.read_text()
 
 
 def test_a_draining_worker_says_so_takes_nothing_new_and_goes_on_with_what_runs(tmp_path: Path) -> None:
@@ -152,7 +153,6 @@ def test_a_switch_lets_running_requests_finish_and_sigterm_in_the_middle_ends_th
         w.scheduler.prealloc = 0
         assert w.process.wait(60) == 0
         assert (tmp_path / "next").exists() is not sigterm
-    assert "Traceback" not in w.stderr.read_text()
 
 
 def test_nobody_waits_for_an_engine_that_is_being_ended() -> None:
@@ -200,7 +200,6 @@ def test_ctrl_c_or_a_second_signal_ends_a_worker_at_once(tmp_path: Path, signals
         assert json.loads(last[6:])["error"]["code"] == "draining"
         assert w.process.wait(60) == 0
         wait_for(lambda: w.scheduler.num_running == 0)
-        assert "Traceback" not in w.stderr.read_text()
 
 
 def test_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
@@ -265,46 +264,26 @@ def test_api_key(tmp_path: Path) -> None:
         assert w.http.get("/health").status_code == 200 and w.http.get("/metrics").status_code == 200
 
 
-def run_main(tmp_path: Path, **changes: object) -> subprocess.CompletedProcess[str]:
-    ipc = IpcPaths.create()
-    server, engine = {"port": 0}, {"model_path": str(tmp_path / "tiny")}
-    args = {
-        "folder": str(tmp_path),
-        "ipc_dir": ipc.dir,
-        "mode": "null",
-        "drain_s": 0,
-        "server": server,
-        "engine": engine,
-        **changes,
-    }
-    command = [sys.executable, "-m", "tests.frontend.worker_main", json.dumps(args)]
-    try:
-        return subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True, timeout=30
-        )
-    finally:
-        ipc.remove()
-
-
 def test_a_taken_port_and_broken_files_are_one_line(tmp_path: Path) -> None:
+    def error() -> str:
+        with pytest.raises(ConfigError) as caught, start_worker(tmp_path):
+            pass
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
     checkpoint = write_checkpoint(tmp_path / "tiny")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = run_main(tmp_path, server={"port": port})
-        assert (
-            done.returncode == 1 and done.stderr.startswith(f"error: --port {port}: ") and done.stderr.count("\n") == 1
-        )
+        with pytest.raises(ConfigError, match=f"--port: 127.0.0.1:{port} is taken"), open_port("127.0.0.1", port):
+            pass
     (checkpoint / "chat_template.jinja").write_text("{% if %}")
-    done = run_main(tmp_path)
-    assert done.returncode == 1 and "syntax error" in done.stderr and done.stderr.count("\n") == 1
+    assert "syntax error" in error()
     (checkpoint / "tokenizer.json").write_text("{")
-    done = run_main(tmp_path)
-    assert done.returncode == 1 and "tokenizer.json" in done.stderr and done.stderr.count("\n") == 1
+    assert "tokenizer.json" in error()
     (checkpoint / "tokenizer.json").unlink()
-    done = run_main(tmp_path)
-    assert done.returncode == 1 and "no tokenizer.json" in done.stderr and done.stderr.count("\n") == 1
+    assert "no tokenizer.json" in error()
 
 
 def test_no_torch_in_the_frontend() -> None:

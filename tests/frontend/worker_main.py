@@ -1,7 +1,12 @@
-"""Process entry of the frontend's tests: run_frontend with the arguments given as JSON; writes its address to a file."""
+"""`run_frontend` for tests: in a thread of the test's process, or as a process of its own where a test sends signals."""
 
+import asyncio
+import gc
 import json
+import logging
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,52 +15,93 @@ import uvloop
 
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
-from engine.frontend.listening import Listener, open_listener
 from engine.frontend.role_switch import RoleSwitch
-from engine.frontend.server import FrontendAddress, WorkerDied, open_worker_gate, run_frontend
+from engine.frontend.server import WorkerDied, open_worker_gate, run_frontend
 from engine.ipc import IpcPaths
 from service.flags import ConfigError
+from service.http.listening import ListeningPort, open_port
 from service.process.stop_signals import StopSignals
 from service.security.addresses import AllowedAddresses
 
 
+async def serve(args: dict[str, Any], port: ListeningPort, signals: StopSignals) -> None:
+    """Writes to `folder`: `url` when it has the port, `ready`, and `next` with the role of a switch; ends when `dead` appears."""
+    folder, server = Path(args["folder"]), ServerConfig(**args["server"])
+    (folder / "url.tmp").write_text(port.url)
+    (folder / "url.tmp").rename(folder / "url")
+    gate = open_worker_gate(server)
+    with signals.caught(on_hangup=lambda: gate.reload(time.monotonic())):
+        to = await run_frontend(
+            server=server,
+            signals=signals,
+            gate=gate,
+            port=port,
+            engine=EngineConfig(**args["engine"]),
+            ipc=IpcPaths(args["ipc_dir"]),
+            mode=args["mode"],
+            extra_info={"version": "test"},
+            bootstrap_allowlist=allowlist(args.get("allowed")),
+            on_ready=lambda: (folder / "ready").touch(),
+            children_alive=lambda: "the scheduler process died" if (folder / "dead").exists() else None,
+            drain_s=args["drain_s"],
+            health_timeout_s=0.5,
+            switch=None if args["mode"] == "null" else RoleSwitch(check=lambda to: None),
+        )
+    if to is not None:
+        (folder / "next").write_text(to.role)
+
+
+class WorkerThread:
+    """A worker in a thread, with the methods of a `Popen` that tests use. `error`: what it raised."""
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        self.error: Exception | None = None
+        self._args = args
+        self._signals = StopSignals()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="worker")
+        self._thread.start()
+
+    def send_signal(self, number: int) -> None:
+        """As if the process got it."""
+        assert self._loop is not None
+        handler = {signal.SIGTERM: self._signals.on_sigterm, signal.SIGINT: self._signals.on_sigint}[
+            signal.Signals(number)
+        ]
+        self._loop.call_soon_threadsafe(handler)
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 0 if self.error is None else 1
+
+    def wait(self, timeout_s: float) -> int | None:
+        self._thread.join(timeout_s)
+        return self.poll()
+
+    def _run(self) -> None:
+        log = logging.FileHandler(Path(self._args["folder"]) / "log")
+        logging.getLogger().addHandler(log)
+        try:
+            server = self._args["server"]
+            with open_port(server.get("host", "127.0.0.1"), server["port"]) as port:
+                uvloop.run(self._serve(port))
+        except (ConfigError, WorkerDied) as error:
+            self.error = error
+        finally:
+            gc.unfreeze()  # what the worker froze is the whole test process
+            logging.getLogger().removeHandler(log)
+            log.close()
+
+    async def _serve(self, port: ListeningPort) -> None:
+        self._loop = asyncio.get_running_loop()
+        await serve(self._args, port, self._signals)
+
+
 def main(args: dict[str, Any]) -> int:
-    folder = Path(args["folder"])
-
-    def listening(address: FrontendAddress) -> None:
-        (folder / "listening.tmp").write_text(address.url)
-        (folder / "listening.tmp").rename(folder / "listening")
-
-    server = ServerConfig(**args["server"])
-
-    async def serve(listener: Listener) -> None:
-        signals, gate = StopSignals(), open_worker_gate(server)
-        with signals.caught(on_hangup=lambda: gate.reload(time.monotonic())):
-            to = await run_frontend(
-                server=server,
-                signals=signals,
-                gate=gate,
-                listener=listener,
-                engine=EngineConfig(**args["engine"]),
-                ipc=IpcPaths(args["ipc_dir"]),
-                mode=args["mode"],
-                extra_info={"version": "test"},
-                bootstrap_allowlist=allowlist(args.get("allowed")),
-                on_listening=listening,
-                on_ready=lambda address: (folder / "ready").touch(),
-                children_alive=lambda: "the scheduler process died" if (folder / "dead").exists() else None,
-                drain_s=args["drain_s"],
-                health_timeout_s=0.5,
-                switch=None if args["mode"] == "null" else RoleSwitch(check=lambda to: None),
-            )
-        if to is not None:
-            (folder / "next").write_text(to.role)
-
     try:
-        with open_listener(server.host, server.port) as listener:
-            uvloop.run(serve(listener))
-    except (ConfigError, WorkerDied) as e:
-        print(f"error: {e}", file=sys.stderr)
+        with open_port("127.0.0.1", 0) as port:
+            uvloop.run(serve(args, port, StopSignals()))
+    except (ConfigError, WorkerDied) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -100,7 +100,7 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
         pd = ("--pd-disaggregation", "--prefill", urls["prefill"], "--decode", urls["decode"])
         policies = ("--prefill-policy", "cache_aware", "--decode-policy", "consistent_hashing")
         router = stack.enter_context(tandem(folder / "router", "router", "--port", "0", *pd, *policies))
-        unified = stack.enter_context(start_worker(folder))
+        unified = stack.enter_context(start_worker(folder, process=True))
         urls |= {"router": router.url, "fleet": c.router, "unified": unified.url, "bootstrap": hostile.bootstrap_url(c)}
         family = psutil.Process(c.launcher.pid).children(recursive=True)
         http = stack.enter_context(httpx.Client(timeout=ANSWER_S))
@@ -109,7 +109,7 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
         asyncio.run(assert_all_back(c))
         assert all(process.poll() is None for process in (router.process, unified.process))
         assert all(process.is_running() for process in family)
-        for log in (*(folder / "logs").iterdir(), router.log, unified.stderr):
+        for log in (*(folder / "logs").iterdir(), router.log, unified.log):
             assert (found := hostile.our_traceback(log)) is None, found
 
 

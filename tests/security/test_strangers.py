@@ -15,8 +15,8 @@ import pytest
 import uvloop
 import zmq
 
-from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.server import BootstrapServer
 from engine.frontend.access import ADMIN_PATHS
 from engine.text.chat_template import ChatTemplate, TemplateRefused
 from service.security import keys, signing, voucher

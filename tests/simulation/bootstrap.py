@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from bootstrap_server.client import BootstrapError, Registrar, _read, _refusal
-from bootstrap_server.protocol import Lease, Registration, RoomBatch, RouteReply
+from bootstrap_server.protocol import Registration, RegistrationReply, RoomBatch, RouteReply
 from bootstrap_server.registry import Registry
 from service.http.errors import ApiError, error_body
 from tests.simulation.world import Process, Violation
@@ -47,7 +47,7 @@ class SimBootstrap:
         match method, path:
             case "PUT", "/route":
                 self.registry.register(msgspec.json.decode(body, type=Registration), self.process.clock())
-                return Lease(self.registry._config.lease, self.registry.shared)
+                return RegistrationReply(self.registry._config.lease, self.registry.shared)
             case "GET", "/route":
                 if "any" in asked:
                     return self.registry.look_up_any(int(asked["room"]), but=asked.get("but", "").split(","))

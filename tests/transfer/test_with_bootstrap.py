@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from bootstrap_server.app import BootstrapServer
 from bootstrap_server.client import BootstrapError, Registrar, look_up
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
+from bootstrap_server.server import BootstrapServer
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from transfer_backends.contract import Asked, LookupFailed, Route, TransferConfig, Work

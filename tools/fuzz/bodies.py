@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from bootstrap_server.app import BootstrapServer
 from bootstrap_server.config import BootstrapConfig
+from bootstrap_server.server import BootstrapServer
 from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 from tools.fuzz.source import Source, mangled
 

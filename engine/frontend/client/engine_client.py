@@ -49,6 +49,7 @@ from engine.messages import (
 from engine.text.sample import TextOutput
 from service.http.errors import DRAINING, ApiError, bad_field
 from service.telemetry.context import CURRENT
+from service.waiter import Waiter
 
 R = TypeVar("R", StateReply, StepReply, FlushReply, ControlReply)
 Reply = StateReply | StepReply | FlushReply | ControlReply
@@ -102,7 +103,7 @@ class Generation:
         self._unfinished = set(range(len(wire_rids)))
         self._pending: dict[int, TextOutput] = {}
         self._error: ApiError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._changed = Waiter()
         self._start_s = client.now_s()
         self._last_token_s: list[float | None] = [None] * len(wire_rids)
 
@@ -117,7 +118,7 @@ class Generation:
         Raises ApiError when a sample failed or the engine is gone.
         """
         while not self._pending and self._error is None:
-            await self._changed()
+            await self._changed.wait()
         if self._error is not None:
             raise self._error
         pending, self._pending = self._pending, {}
@@ -160,23 +161,11 @@ class Generation:
             absorb(self._pending[index], output)
         else:
             self._pending[index] = output
-        self._wake()
+        self._changed.wake()
 
     def fail(self, error: ApiError) -> None:
         self._error = self._error or error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def _changed(self) -> None:
-        assert self._waiter is None, "two tasks read one generation"
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        self._changed.wake()
 
     def _observe(self, index: int, output: TextOutput, now_s: float) -> None:
         num_tokens = len(output.tokens.new_ids)

@@ -1,0 +1,92 @@
+"""The TCP port of a server. Owns the sockets; which server answers there may change."""
+
+import errno
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from aiohttp import web
+
+from service.flags import ConfigError
+
+BACKLOG = 1024
+
+
+class ListeningPort:
+    """Use `open_port`. `port`: the number that was taken (the flag may be 0)."""
+
+    def __init__(self, host: str, port: int, sockets: list[socket.socket]) -> None:
+        self.host, self.port = host, port
+        self._sockets = sockets
+
+    @property
+    def url(self) -> str:
+        """How a client on this machine reaches the port."""
+        if self.host in ("", "0.0.0.0", "::"):
+            return f"http://127.0.0.1:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    async def serve(self, runner: web.BaseRunner) -> None:
+        """`runner` answers here until its cleanup, which closes copies of the sockets.
+
+        Until the next runner serves, connections wait in the kernel's queue.
+        """
+        for sock in self._sockets:
+            await web.SockSite(runner, sock.dup(), backlog=BACKLOG).start()
+
+
+@contextmanager
+def open_port(host: str, port: int, *, flag: str = "--port", shared: bool = False) -> Iterator[ListeningPort]:
+    """Hold the port until the block ends. `shared`: other processes may bind it, too (SO_REUSEPORT).
+
+    Raises ConfigError, which names `flag`, where it cannot be bound.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        try:
+            for address in _addresses(host, port):
+                bound_port = sockets[0].getsockname()[1] if sockets else port
+                sockets.append(_bound(*address, port=bound_port, shared=shared))
+        except OSError as error:
+            raise ConfigError(_message(host, port, flag, error)) from None
+        yield ListeningPort(host, sockets[0].getsockname()[1], sockets)
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def require_free(host: str, port: int, *, flag: str) -> None:
+    """Raises ConfigError, which names `flag`, where the port cannot be bound now."""
+    with open_port(host, port, flag=flag):
+        pass
+
+
+def _message(host: str, port: int, flag: str, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"{flag}: {host}:{port} is taken; choose another {flag}"
+    return f"{flag}: cannot listen on {host}:{port}: {error.strerror or error}"
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """(family, address) of each address that the name has, as asyncio's servers take them; "": all of this machine."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((int(family), address) for family, _, _, _, address in found))
+
+
+def _bound(family: int, address: tuple[Any, ...], *, port: int, shared: bool) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            with suppress(OSError):  # as asyncio does: IPv4 has a socket of its own
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind((address[0], port, *address[2:]))
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock

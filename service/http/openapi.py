@@ -1,0 +1,82 @@
+"""What our OpenAPI 3.1 documents have in common: operations, answers, errors. Pure."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+TEXT = {"type": "string"}
+# Of a stream the schema describes each event, as tools read OpenAPI before 3.2.
+EVENT = {"type": "object", "properties": {"data": TEXT}, "required": ["data"]}
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": TEXT,
+                "type": TEXT,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}
+FAILURES = {
+    "400": "the body is wrong; `param` names the field",
+    "401": "the API key is missing or wrong",
+    "403": "this needs the admin key; or a web page of another site asks",
+    "404": "there is no such model or path",
+    "409": "not in this state: a room is in use, or a worker changes its role",
+    "413": "the body is too long",
+    "415": "the body is not declared as JSON",
+    "503": "no server can take this now; try again later",
+}
+
+_PATTERN = re.compile(r"{(\w+)}")
+
+
+def document(title: str, *, paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole document. `schemas`: components, by name."""
+    components = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    info = {"title": title, "version": "1"}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
+
+
+def operation(
+    path: str,
+    *,
+    answers: Mapping[str, Any],
+    failures: Mapping[str, Any],
+    body: Mapping[str, Any] | None = None,
+    body_required: bool = True,
+    needs_key: bool = False,
+) -> dict[str, Any]:
+    """One method of a path. `answers`, `failures`: by status. `body`: its schema; None: there is no body."""
+    names = _PATTERN.findall(path)
+    parameters = [{"name": n, "in": "path", "required": True, "schema": TEXT} for n in names]
+    request = {"required": body_required, "content": json_content(body)}
+    return {
+        "responses": {**answers, **failures},
+        **({} if body is None else {"requestBody": request}),
+        **({"parameters": parameters} if parameters else {}),
+        **({"security": [{"key": []}, {}]} if needs_key else {}),
+    }
+
+
+def answer(description: str, *, plain_text: bool = False, streams: bool = False) -> dict[str, Any]:
+    """An answer with any JSON, or text; `streams`: or events."""
+    if plain_text:
+        return {"description": description, "content": {"text/plain": {"schema": TEXT}}}
+    events = {"text/event-stream": {"schema": EVENT}} if streams else {}
+    return {"description": description, "content": {**json_content({}), **events}}
+
+
+def failures_of(texts: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers with `schema`, by status."""
+    return {status: {"description": text, "content": json_content(schema)} for status, text in texts.items()}
+
+
+def json_content(schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

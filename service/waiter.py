@@ -1,0 +1,31 @@
+"""A wait of one task that a callback ends."""
+
+import asyncio
+
+
+class Waiter:
+    """Lets one task wait for `wake`. A call while no task waits has no effect: check the condition before `wait`."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[None] | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """A task waits and has not been woken yet."""
+        return self._future is not None and not self._future.done()
+
+    def wake(self) -> None:
+        """End the wait, if there is one."""
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    async def wait(self) -> None:
+        """Return once `wake` is called."""
+        assert self._future is None, "two tasks wait here"
+        self._future = asyncio.get_running_loop().create_future()
+        try:
+            await self._future
+        finally:
+            self._future = None
