@@ -14,9 +14,9 @@ from deploy.bench.environment import describe
 DONE, FAILED, CUT = "done", "FAILED", "cut off"
 HEAD = """# Fuzzing
 
-Written by `make fuzz`; do not edit it. What an input is, and what must hold in it and after it: `tools/fuzz/story.py` (frames at
+`make fuzz` writes this page. Do not edit it. What an input is, and what must hold: `tools/fuzz/story.py` (frames at
 both pure cores), `sockets.py` (frames at both managers over TCP), `bodies.py` (calls at the bootstrap server), `openapi.py`
-(router and workers of a real cluster). What was found: [security](../security.md#fuzzing).
+(router and workers of a real cluster). The parts: [security.md](../security.md#fuzzing).
 """
 
 

@@ -1,0 +1,98 @@
+"""What the pages name exists: links and their anchors, paths, flags, `make` targets. They are short, and name no machine's folder."""
+
+import contextlib
+import io
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import COMMANDS, main
+from tests.docs.pages import PAGES, REPORTS, anchors, without_blocks
+from tests.packages import ROOT
+
+MOST_WORDS = 25_000
+ARCHITECTURE_LINES = 150
+# Flags of other programs, of benchmarks and of tools.
+FOREIGN = frozenset(
+    [
+        "--build-arg",
+        "--delete-emptydir-data",
+        "--force",
+        "--format",
+        "--grace-period",
+        "--ignore-daemonsets",
+        "--list",
+        "--merge",
+        "--no-deps",
+        "--parts",
+        "--replicas",
+        "--resume",
+        "--scenario",
+        "--small",
+        "--wait",
+    ]
+)
+TOP = ("engine", "disagg", "router", "bootstrap_server", "transfer_backends", "service", "deploy", "planner", "tests")
+PATH = re.compile(rf"`((?:{'|'.join((*TOP, 'tools', 'benchmarks', 'docs'))})/[\w./*-]*)`")
+MADE_BY_RUNS = ("docs/reports/gpu_check.json",)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *REPORTS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\"\s]+)", without_blocks(page.read_text())):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page if not name else (page.parent / name).resolve()
+        assert file.exists() or str(file.relative_to(ROOT)) in MADE_BY_RUNS, target
+        assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_paths_exist(page: Path) -> None:
+    for path in PATH.findall(page.read_text()):
+        assert any(ROOT.glob(path.rstrip("/"))) or path in MADE_BY_RUNS, path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_flags_exist(page: Path) -> None:
+    flags = _flags()
+    for flag, more in re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]*)(\*|\[[a-z-]+\])?", page.read_text()):
+        if more == "*":
+            assert any(name.startswith(flag) for name in flags), flag
+        elif more:
+            assert {flag, flag + more.strip("[]")} <= flags, flag
+        else:
+            assert flag in flags | FOREIGN, flag
+
+
+def test_named_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        for target in re.findall(r"(?:`|^ {4})make ([a-z][a-z0-9-]+)", page.read_text(), re.MULTILINE):
+            assert target in targets, f"{page.name}: make {target}"
+
+
+def test_pages_are_short() -> None:
+    assert sum(len(page.read_text().split()) for page in PAGES) <= MOST_WORDS
+    assert len((ROOT / "docs/architecture.md").read_text().splitlines()) <= ARCHITECTURE_LINES
+
+
+def test_reports_name_no_folder_of_a_machine() -> None:
+    for report in (ROOT / "docs" / "reports").glob("*.*"):
+        if report.suffix in (".md", ".json"):
+            assert not re.findall(r"[\s\"'`=:](?:/work|/home|/root|/Users)/\S*", report.read_text()), report.name
+
+
+@cache
+def _flags() -> frozenset[str]:
+    """Every flag that a `tandem` command has."""
+    found: set[str] = set()
+    for command in COMMANDS:
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            main([command, "--help"])
+        found |= set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", re.sub(r"-\n\s+", "-", text.getvalue())))
+    return frozenset(found)

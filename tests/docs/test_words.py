@@ -1,0 +1,51 @@
+"""The glossary holds: one class a name, and no class name or page uses a word of its last section."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, prose
+from tests.packages import PACKAGES, ROOT
+from tools.house import Source, read_source
+
+GLOSSARY = ROOT / "docs" / "glossary.md"
+# Names that are still to be changed. The list only shrinks.
+PENDING = frozenset(
+    ["Limits", "Match", "Listener", "Request", "Profiler", "Ticket", "Weights", "Usage", "Text", "ErrorDetail", "AdapterStore", "Control", "Ports", "Launcher", "Role", "Run", "Stage", "Receivers", "Entry", "Senders", "Refused", "Slo", "Choice", "Ring", "Place", "Attempt", "Record", "Event", "ApiError", "Pool", "Lease", "Call", "Progress", "Asked", "Gate", "Route", "Receiver", "Room", "Phase", "Effects", "Sender", "Layout", "Doorkeeper", "DrawParams", "Journey", "Leg", "LegError", "Legs", "Lifelines", "Nudge", "Siblings", "Contest", "Door", "Exchange", "Life", "Line", "Question", "Race", "Shell", "Stand"]
+)
+EVERYWHERE, CLASSES = "In pages and class names:", "As class names:"
+
+
+def test_a_public_class_name_belongs_to_one_class() -> None:
+    twice = {name for name, homes in _product().homes.items() if len(set(homes)) > 1}
+    assert not twice - PENDING
+
+
+def test_no_class_name_uses_a_banned_word() -> None:
+    names = {where.partition(":")[2].lstrip("_") for _, _, where in _product().classes}
+    banned = {word.lower() for word in _words(EVERYWHERE)}
+    found = {name for name in names if banned & {part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}}
+    found |= names & set(_words(CLASSES))
+    assert not found - PENDING
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p != GLOSSARY], ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_uses_a_banned_word(page: Path) -> None:
+    used = set(_words(EVERYWHERE)) & set(re.findall(r"[a-z]+", prose(page.read_text()).lower()))
+    assert not used
+
+
+@cache
+def _product() -> Source:
+    return read_source(PACKAGES)
+
+
+def _words(heading: str) -> list[str]:
+    """The words in the first column of the glossary's table under `heading`."""
+    table = GLOSSARY.read_text().partition(heading)[2].strip().split("\n\n")[0]
+    rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    words = [word for row in rows for word in row.split(", ")]
+    assert words and all(re.fullmatch(r"\w+", word) for word in words)
+    return words
