@@ -12,15 +12,19 @@ from tools.house import Source, read_source
 
 GLOSSARY = ROOT / "docs" / "glossary.md"
 # Names that are still to be changed. The list only shrinks.
-PENDING = frozenset(
-    ["Limits", "Match", "Listener", "Request", "Profiler", "Ticket", "Weights", "Usage", "Text", "ErrorDetail", "AdapterStore", "Control", "Ports", "Launcher", "Role", "Run", "Stage", "Receivers", "Entry", "Senders", "Refused", "Slo", "Choice", "Ring", "Place", "Attempt", "Record", "Event", "ApiError", "Pool", "Lease", "Call", "Progress", "Asked", "Gate", "Route", "Receiver", "Room", "Phase", "Effects", "Sender", "Layout", "Doorkeeper", "DrawParams", "Journey", "Leg", "LegError", "Legs", "Lifelines", "Nudge", "Siblings", "Contest", "Door", "Exchange", "Life", "Line", "Question", "Race", "Shell", "Stand"]
-)
+PENDING = """
+    Limits Match Listener Request Profiler Ticket Weights Usage Text ErrorDetail AdapterStore Control Ports
+    Launcher Role Run Stage Receivers Entry Senders Refused Slo Choice Ring Place Attempt Record Event
+    ApiError Pool Lease Call Progress Asked Gate Route Receiver Room Phase Effects Sender Layout Doorkeeper
+    DrawParams Journey Leg LegError Legs Lifelines Nudge Siblings Contest Door Exchange Life Line Question
+    Race Shell Stand
+"""
 EVERYWHERE, CLASSES = "In pages and class names:", "As class names:"
 
 
 def test_a_public_class_name_belongs_to_one_class() -> None:
     twice = {name for name, homes in _product().homes.items() if len(set(homes)) > 1}
-    assert not twice - PENDING
+    assert not twice - set(PENDING.split())
 
 
 def test_no_class_name_uses_a_banned_word() -> None:
@@ -28,7 +32,7 @@ def test_no_class_name_uses_a_banned_word() -> None:
     banned = {word.lower() for word in _words(EVERYWHERE)}
     found = {name for name in names if banned & {part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}}
     found |= names & set(_words(CLASSES))
-    assert not found - PENDING
+    assert not found - set(PENDING.split())
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p != GLOSSARY], ids=lambda page: str(page.relative_to(ROOT)))
