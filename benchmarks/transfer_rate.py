@@ -27,11 +27,12 @@ import numpy as np
 
 from deploy.bench import environment
 from deploy.bench.report import table
-from transfer_backends.contract import Engine, KVArgs, OpState, Pieces, Region, Route, TransferConfig
+from transfer_backends.contract import KVArgs, OpState, Pieces, Region, Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.merge import batches, plan_pieces
+from transfer_backends.ports import Engine
 from transfer_backends.prefill.driver import FIRST_NAP_S, LONG_NAP_S
 from transfer_backends.prefill.manager import PrefillManager
 
@@ -240,7 +241,7 @@ def time_managers(pair: Pair, src: Sequence[int], dst: Sequence[int]) -> float:
     until(lambda: sender.poll() in (KVPoll.WaitingForInput, KVPoll.Failed), pair.changed, what="indices")
     assert sender.poll() is KVPoll.WaitingForInput, sender.failure()
     begin = time.monotonic()
-    sender.send(src, start=0, last=True, aux_idx=0)
+    sender.send(src, start=0, last=True, metadata_row=0)
     success_at = float(pair.answer()["success_at"])
     until(lambda: sender.poll() is KVPoll.Success and sender.released(), pair.changed, what="release")
     pair.answer()

@@ -26,8 +26,8 @@ from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput
-from transfer_backends.contract import KVReceiver
 from transfer_backends.kvpoll import KVPoll, RoomInUse
+from transfer_backends.ports import KVReceiver
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Receivers(Protocol):
     @property
     def counters(self) -> dict[str, int]: ...
 
-    def receiver(self, room: int, *, bootstrap: str, attempt: int = 0, fake: bool = False) -> KVReceiver: ...
+    def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> KVReceiver: ...
 
     def check(self) -> list[str]: ...
 

@@ -7,7 +7,7 @@ Pages are handed over when their chunk is computed; or, *layer by layer*, when i
 each group of layers when the stream has written it. The metadata row is handed over at the end either way, so nothing
 can pass for complete before all of it is.
 
-Decode may also ask for the KV of a request that it retracted (`Asked`, disagg/recompute.py): the same way, with no request of
+Decode may also ask for the KV of a request that it retracted (`RecomputeRequest`, disagg/recompute.py): the same way, with no request of
 a client behind it, so nothing is answered here; its pages are known from the start.
 
 An entry stays until its sender says that nobody reads its pages any more. It is told poll states and the time; sockets
@@ -29,8 +29,9 @@ from engine.core.plan import ItemResult, Plan, PlanItem
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
-from transfer_backends.contract import ABORTED_BY_DECODE, Asked, Gate, KVSender
+from transfer_backends.contract import ABORTED_BY_DECODE, Gate, RecomputeRequest
 from transfer_backends.kvpoll import KVPoll, RoomInUse
+from transfer_backends.ports import KVSender
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,9 @@ class Senders(Protocol):
     @property
     def counters(self) -> dict[str, int]: ...
 
-    def sender(self, room: int, *, attempt: int = 0, fake: bool = False) -> KVSender: ...
+    def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> KVSender: ...
 
-    def take_asked(self) -> list[Asked]: ...
+    def take_recompute_requests(self) -> list[RecomputeRequest]: ...
 
     def check(self) -> list[str]: ...
 
@@ -168,7 +169,7 @@ class PrefillRole:
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
-        self._take_asked(now_s)
+        self._take_recompute_requests(now_s)
         for entry in list(self._entries.values()):
             outputs += entry.heard(self._move(entry, now_s))
         self._hand_over_computed(now_s)
@@ -206,9 +207,12 @@ class PrefillRole:
 
     # ---- moves
 
-    def _take_asked(self, now_s: float) -> None:
-        for asked in self._manager.take_asked():
-            request, sender = request_for(asked, now_s), self._manager.sender(asked.room, attempt=asked.attempt)
+    def _take_recompute_requests(self, now_s: float) -> None:
+        for asked in self._manager.take_recompute_requests():
+            request, sender = (
+                request_for(asked, now_s),
+                self._manager.sender(asked.room, room_attempt=asked.room_attempt),
+            )
             while request.rid in self._entries:  # a client may have chosen the same
                 request.rid += "+"
             entry = Entry(request, sender, asked.room, moves_bytes=True, asked=True)
@@ -283,7 +287,7 @@ class PrefillRole:
         )
         self._metadata.write(entry.row, room=entry.room, first=said)
         rest = entry.request.pages[entry.sent_pages :]
-        entry.sender.send(rest, start=entry.sent_pages, last=True, aux_idx=entry.row)
+        entry.sender.send(rest, start=entry.sent_pages, last=True, metadata_row=entry.row)
         entry.sent_pages += len(rest)
         entry.stage = Stage.INFLIGHT
         entry.last_pages, entry.last_sent_s = len(rest) or entry.last_pages, now_s

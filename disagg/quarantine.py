@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from disagg.metadata import MetadataBuffers
 from engine.core.scheduler import Scheduler
-from transfer_backends.contract import KVReceiver
+from transfer_backends.ports import KVReceiver
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.core.request import Request
 from engine.sampling_params import SamplingParams
-from transfer_backends.contract import Asked, Work
+from transfer_backends.contract import RecomputeRequest, Work
 
 NOTHING = SamplingParams(temperature=0.0, max_new_tokens=0)
 
@@ -29,10 +29,10 @@ def why_not(work: Work, bounds: Bounds) -> str | None:
     return None
 
 
-def request_for(asked: Asked, now_s: float) -> Request:
+def request_for(asked: RecomputeRequest, now_s: float) -> Request:
     """It ends when its KV is computed; what its last step draws is not looked at."""
     return Request(
-        rid=f"recompute-{asked.room}-{asked.attempt}",
+        rid=f"recompute-{asked.room}-{asked.room_attempt}",
         input_ids=list(asked.work.tokens),
         sampling=NOTHING,
         eos_ids=frozenset(),

@@ -25,8 +25,9 @@ from disagg.subject import about_request
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
-from transfer_backends.contract import KVReceiver, Work
+from transfer_backends.contract import Work
 from transfer_backends.kvpoll import KVPoll, RoomInUse
+from transfer_backends.ports import KVReceiver
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Stage(Enum):
 
 
 class Receivers(Protocol):
-    def receiver(self, room: int, *, bootstrap: str, attempt: int = 0, fake: bool = False) -> KVReceiver: ...
+    def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> KVReceiver: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +89,7 @@ class Resumption:
         if at is None or at.host == FAKE_BOOTSTRAP_HOST:
             return None
         try:
-            return self._manager.receiver(at.room, bootstrap=f"{at.host}:{at.port}", attempt=request.retractions)
+            return self._manager.receiver(at.room, bootstrap=f"{at.host}:{at.port}", room_attempt=request.retractions)
         except RoomInUse:  # a client that chose its rooms itself used this one twice
             self.counters["recompute_failed"] += 1
             return None
@@ -131,7 +132,7 @@ class Resumption:
         known = request.tokens(0, request.num_tokens - 1)
         given = self._asked_pages(request)
         work = Work(tokens=known, skip_pages=request.shared_pages, priority=request.priority, share=request.keep_kv)
-        entry.receiver.ask(given, row, work)
+        entry.receiver.recompute(given, row, work)
         return True
 
     def _asked_pages(self, request: Request) -> list[int]:

@@ -41,7 +41,7 @@ class FakeSender(_Fake):
         *,
         start: int,
         last: bool,
-        aux_idx: int | None = None,
+        metadata_row: int | None = None,
         gate: Gate | None = None,
     ) -> None:
         if self._state is KVPoll.Success:
@@ -54,13 +54,13 @@ class FakeSender(_Fake):
 
 
 class FakeReceiver(_Fake):
-    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
+    def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
         if self._state is KVPoll.Success:
             raise IllegalTransition("fake room: provided twice")
         if self._state is not KVPoll.Failed:
             self._state = KVPoll.Success
 
-    def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
+    def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
         raise IllegalTransition("fake room: nobody is there to compute")
 
     def retries(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from deploy.plan.host import Host
 from deploy.plan.timeline import Timeline
 from disagg.metadata import MetadataBuffers
-from transfer_backends.contract import Asked, Gate, Work
+from transfer_backends.contract import Gate, RecomputeRequest, Work
 from transfer_backends.kvpoll import KVPoll
 
 
@@ -154,7 +154,7 @@ class Sender:
         *,
         start: int,
         last: bool,
-        aux_idx: int | None = None,
+        metadata_row: int | None = None,
         gate: Gate | None = None,
     ) -> None:
         """`start` counts pages of the prompt; those that decode has cost nothing."""
@@ -162,7 +162,7 @@ class Sender:
             return
         end, skip = start + len(src_pages), self.room.skip_pages
         num_pages = max(end, skip) - max(start, skip)
-        self.network.send(self.room, num_pages=num_pages, row=aux_idx if last else None)
+        self.network.send(self.room, num_pages=num_pages, row=metadata_row if last else None)
 
     def abort(self, reason: str) -> None:
         self.network.fail(self.room)
@@ -188,11 +188,11 @@ class Receiver:
     def poll(self) -> KVPoll:
         return self.room.decode_state
 
-    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
+    def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
         self.room.skip_pages = skip_pages
-        self.network.provide(self.room, num_pages=len(dst_pages), row=aux_idx)
+        self.network.provide(self.room, num_pages=len(dst_pages), row=metadata_row)
 
-    def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
+    def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
         raise AssertionError("a plan's decode workers resume by themselves")
 
     def abort(self, reason: str) -> None:
@@ -219,13 +219,13 @@ class Senders:
     end: End
     counters: dict[str, int] = field(default_factory=Counter)
 
-    def sender(self, room: int, *, attempt: int = 0, fake: bool = False) -> Sender:
+    def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> Sender:
         found = self.network.room(room)
         found.prefill = self.end
         self.network.shake_hands(found)
         return Sender(self.network, found, room)
 
-    def take_asked(self) -> list[Asked]:
+    def take_recompute_requests(self) -> list[RecomputeRequest]:
         return []
 
     def add_room(self, room: int) -> None:
@@ -246,7 +246,7 @@ class Receivers:
     end: End
     counters: dict[str, int] = field(default_factory=Counter)
 
-    def receiver(self, room: int, *, bootstrap: str, attempt: int = 0, fake: bool = False) -> Receiver:
+    def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> Receiver:
         found = self.network.room(room)
         found.decode = self.end
         self.network.shake_hands(found)

@@ -11,7 +11,7 @@ from disagg.recompute import Bounds, request_for, why_not
 from engine.messages import FinishReason
 from tests.core.hash_model import VOCAB, expected_tokens
 from tests.disagg.two_roles import Cluster, assert_no_output_twice
-from transfer_backends.contract import Asked, Work
+from transfer_backends.contract import RecomputeRequest, Work
 
 
 def crowded(
@@ -95,14 +95,14 @@ def retracted_after(new: int, *, evict: int) -> tuple[Cluster, list[Work]]:
     works = list[Work]()
     retract(cluster)
     cluster.decode.scheduler.memory.cache.evict(evict)
-    take = cluster.wire.take_asked
+    take = cluster.wire.take_recompute_requests
 
-    def take_asked() -> list[Asked]:
+    def take_recompute_requests() -> list[RecomputeRequest]:
         taken = take()
         works.extend(asked.work for asked in taken)
         return taken
 
-    cluster.wire.take_asked = take_asked  # type: ignore[method-assign]
+    cluster.wire.take_recompute_requests = take_recompute_requests  # type: ignore[method-assign]
     cluster.run(rng)
     assert cluster.decode.tokens["long"] == expected_tokens(list(range(10)), 40)
     cluster.assert_all_back()
@@ -223,7 +223,7 @@ def test_what_is_asked_is_checked() -> None:
 
 
 def test_the_request_of_an_asked_work_draws_nothing() -> None:
-    request = request_for(Asked(7, 2, Work(tokens=[1, 2], priority=3, share=False)), 5.0)
+    request = request_for(RecomputeRequest(7, 2, Work(tokens=[1, 2], priority=3, share=False)), 5.0)
     assert (request.rid, request.input_ids, request.max_new_tokens) == ("recompute-7-2", [1, 2], 0)
     assert (request.priority, request.keep_kv, request.prefill_only, request.arrived_s) == (3, False, True, 5.0)
 

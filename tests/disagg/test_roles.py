@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from tests.core.hash_model import Slot, expected_tokens
 from tests.disagg.two_role_stories import TwoRoleStory, play, two_role_stories
 from tests.disagg.two_roles import Cluster
-from transfer_backends.contract import Gate, KVSender
+from transfer_backends.contract import Gate
+from transfer_backends.ports import KVSender
 
 STEPS = 10_000
 LEAST = {"stories": 100, "retractions": 5, "restored_tokens": 20, "chunks": 500, "overlapped": 1000}

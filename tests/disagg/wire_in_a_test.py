@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from disagg.metadata import MetadataBuffers
 from tests.core.hash_model import HashModel
-from transfer_backends.contract import Asked, Gate, Work
+from transfer_backends.contract import Gate, RecomputeRequest, Work
 from transfer_backends.kvpoll import KVPoll, RoomKey
 
 FINAL = (KVPoll.Failed, KVPoll.Success)
@@ -63,7 +63,7 @@ class Wire:
         self.rows = rows
         self.rooms: dict[RoomKey, Room] = {}
         self.counters: dict[str, int] = {}
-        self.asked: list[Asked] = []
+        self.asked: list[RecomputeRequest] = []
         self.num_gated = 0
         self.num_skipped = 0
         self.copied: list[int] = []  # decode's pages, in order
@@ -72,28 +72,28 @@ class Wire:
     def room(self, number: int, attempt: int = 0) -> Room:
         return self.rooms.setdefault((number, attempt), Room())
 
-    def sender(self, room: int, *, attempt: int = 0, fake: bool = False) -> "Sender":
-        entry = self.room(room, attempt)
+    def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> "Sender":
+        entry = self.room(room, room_attempt)
         assert entry.prefill is None, "a room is opened twice"
         entry.prefill = Side()
         if entry.buried is not None:
             _fail(entry.prefill, entry.buried)
-        elif attempt:
+        elif room_attempt:
             _advance(entry.prefill, KVPoll.WaitingForInput)
         return Sender(self, entry)
 
-    def take_asked(self) -> list[Asked]:
+    def take_recompute_requests(self) -> list[RecomputeRequest]:
         taken, self.asked = self.asked, []
         return taken
 
-    def receiver(self, room: int, *, bootstrap: str, attempt: int = 0, fake: bool = False) -> "Receiver":
-        entry = self.room(room, attempt)
+    def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> "Receiver":
+        entry = self.room(room, room_attempt)
         assert entry.decode is None, "a room is opened twice"
         side = entry.decode = Side()
-        gone = attempt > 0 and self.unreachable
+        gone = room_attempt > 0 and self.unreachable
         handshake = (lambda: _fail(side, "nobody is there")) if gone else lambda: _advance(side, KVPoll.WaitingForInput)
         entry.to_decode.append(handshake)
-        return Receiver(self, entry, (room, attempt))
+        return Receiver(self, entry, (room, room_attempt))
 
     def check(self) -> list[str]:
         return []
@@ -164,7 +164,7 @@ class Sender:
         *,
         start: int,
         last: bool,
-        aux_idx: int | None = None,
+        metadata_row: int | None = None,
         gate: Gate | None = None,
     ) -> None:
         if self._side.state in FINAL:
@@ -181,8 +181,8 @@ class Sender:
             room.writes.append(write if gate is None else Gated(gate.step, write))
             self._wire.num_gated += gate is not None
         if last:
-            assert aux_idx is not None and gate is None
-            room.writes.append(lambda: self._wire.copy_row(aux_idx, room.dst_row))
+            assert metadata_row is not None and gate is None
+            room.writes.append(lambda: self._wire.copy_row(metadata_row, room.dst_row))
             room.writes.append(self._landed)
 
     def _landed(self) -> None:
@@ -242,7 +242,7 @@ class Receiver:
     def poll(self) -> KVPoll:
         return self._side.state
 
-    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
+    def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
         if self._side.state in FINAL:
             return
         room, pages, side = self._room, list(dst_pages), self._side
@@ -250,7 +250,7 @@ class Receiver:
         _advance(side, KVPoll.Transferring)
 
         def arrive() -> None:
-            room.dst, room.dst_row, room.skip_pages = pages, aux_idx, skip_pages
+            room.dst, room.dst_row, room.skip_pages = pages, metadata_row, skip_pages
             self._wire.num_skipped += skip_pages
             assert room.prefill is not None
             if room.prefill.state in FINAL:  # prefill gave up before: it never wrote
@@ -261,7 +261,7 @@ class Receiver:
 
         room.to_prefill.append(arrive)
 
-    def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
+    def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
         if self._side.state in FINAL:
             return
         room, pages = self._room, list(dst_pages)
@@ -269,8 +269,8 @@ class Receiver:
         _advance(self._side, KVPoll.Transferring)
 
         def arrive() -> None:
-            room.dst, room.dst_row = pages, aux_idx
-            self._wire.asked.append(Asked(*self._key, work))
+            room.dst, room.dst_row = pages, metadata_row
+            self._wire.asked.append(RecomputeRequest(*self._key, work))
 
         room.to_prefill.append(arrive)
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from transfer_backends.contract import KVReceiver
 from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.ports import KVReceiver
 
 
 class WatchedReceivers:
@@ -52,14 +52,14 @@ class WatchedReceiver:
         """The rest as it is."""
         return getattr(self._receiver, name)
 
-    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
+    def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
         self._seen["pages not sent"] += skip_pages
-        self._give(dst_pages, aux_idx)
-        self._receiver.provide(dst_pages, aux_idx, skip_pages=skip_pages)
+        self._give(dst_pages, metadata_row)
+        self._receiver.provide(dst_pages, metadata_row, skip_pages=skip_pages)
 
-    def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Any) -> None:
-        self._give(dst_pages, aux_idx)
-        self._receiver.ask(dst_pages, aux_idx, work)
+    def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Any) -> None:
+        self._give(dst_pages, metadata_row)
+        self._receiver.recompute(dst_pages, metadata_row, work)
 
     def close(self) -> None:
         self._receiver.close()

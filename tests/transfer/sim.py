@@ -260,8 +260,8 @@ class World:
         if self.faults and self.draw.random() < 0.5:
             self.begin()
         for prefill in self.prefills:
-            for asked in prefill.rooms.take_asked():
-                key = prefill.rooms.open(asked.room, asked.attempt, self.now_s)
+            for asked in prefill.rooms.take_recompute_requests():
+                key = prefill.rooms.open(asked.room, asked.room_attempt, self.now_s)
                 prefill.senders[key] = 0
                 self.asked += 1
             for key in list(prefill.senders):
@@ -307,8 +307,8 @@ class World:
         src = self.draw.sample(range(NUM_PAGES), n)
         prefill.senders[key] += n
         last = sent + n == total
-        aux_idx = 1 if last else None
-        prefill.rooms.send(key, src, start=sent, last=last, aux_idx=aux_idx, now_s=self.now_s)
+        metadata_row = 1 if last else None
+        prefill.rooms.send(key, src, start=sent, last=last, metadata_row=metadata_row, now_s=self.now_s)
 
     def decode_role(self, decode: Decode, key: RoomKey) -> None:
         core = decode.rooms

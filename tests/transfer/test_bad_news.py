@@ -49,7 +49,7 @@ class Pair:
     def send(self, *, last: bool) -> None:
         self.give_pages()
         until(lambda: self.sender.poll() is KVPoll.WaitingForInput)
-        self.sender.send(PAGES, start=0, last=last, aux_idx=0 if last else None)
+        self.sender.send(PAGES, start=0, last=last, metadata_row=0 if last else None)
 
     def close(self) -> None:
         self.decode.close()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.transfer.sim import ARGS, CAPS
-from transfer_backends.contract import Asked, Route, TransferConfig, Work
+from transfer_backends.contract import RecomputeRequest, Route, TransferConfig, Work
 from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import UNMARKED
@@ -78,9 +78,13 @@ def test_ended_rooms_and_their_reasons_are_bounded_and_expire() -> None:
 def test_what_decode_asks_is_bounded_in_tokens_and_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer_backends.prefill.inbox.MAX_TOKENS", 5)
     inbox = Inbox(TransferConfig())
-    asked = [Asked(room, 1, Work(tokens=[7, 7, 7])) for room in (1, 2, 3)]
+    asked = [RecomputeRequest(room, 1, Work(tokens=[7, 7, 7])) for room in (1, 2, 3)]
     assert inbox.ask(asked[0], offer(), 0.0) and not inbox.ask(asked[1], offer(), 0.0)
-    assert inbox.take_asked() == asked[:1] and inbox.ask(asked[2], offer(), 0.0) and inbox.num_asked == 1
+    assert (
+        inbox.take_recompute_requests() == asked[:1]
+        and inbox.ask(asked[2], offer(), 0.0)
+        and inbox.num_recompute_requests == 1
+    )
 
 
 def peers(**config: float) -> PeerTable:

@@ -17,18 +17,11 @@ import pytest
 
 from tests.transfer.pool import Pool
 from tests.transfer.rig import ChildWorker, until
-from transfer_backends.contract import (
-    NOTHING_YET,
-    Gate,
-    KVSender,
-    LayerGroup,
-    Progress,
-    Route,
-    TransferConfig,
-)
+from transfer_backends.contract import NOTHING_YET, Gate, LayerGroup, Progress, Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import EngineOptions, make_engine
 from transfer_backends.kvpoll import KVPoll
+from transfer_backends.ports import KVSender
 from transfer_backends.prefill.manager import PrefillManager
 
 NUM_PAGES, PAGE_BYTES = 1024, 32768
@@ -89,13 +82,13 @@ def decode(prefill: Prefill) -> Iterator[ChildWorker]:
         assert child.counters()["rooms"] == child.counters()["exposed_rooms"] == 0
 
 
-def meet(prefill: Prefill, decode: ChildWorker, pages: list[int], aux_idx: int = 0) -> tuple[int, KVSender]:
+def meet(prefill: Prefill, decode: ChildWorker, pages: list[int], metadata_row: int = 0) -> tuple[int, KVSender]:
     """A room whose prefill side has decode's indices."""
     room = next(prefill.rooms)
     sender = prefill.manager.sender(room)
     decode.receiver(room, "b")
     until(lambda: decode.poll(room) is KVPoll.WaitingForInput, what="handshake")
-    decode.provide(room, pages, aux_idx)
+    decode.provide(room, pages, metadata_row)
     until(lambda: sender.poll() is KVPoll.WaitingForInput, what="indices")
     assert sender.num_pages == len(pages)
     return room, sender
@@ -115,10 +108,10 @@ def test_bytes_are_exact(prefill: Prefill, decode: ChildWorker) -> None:
         src, dst = draw.sample(range(NUM_PAGES), size), draw.sample(range(NUM_PAGES), size)
         if size == 200:  # runs that merge
             src, dst = list(range(100, 300)), [*range(500, 600), *range(300, 400)]
-        room, sender = meet(prefill, decode, dst, aux_idx=5)
+        room, sender = meet(prefill, decode, dst, metadata_row=5)
         cuts = [0, *sorted(draw.sample(range(size), min(3, size - 1))), size]
         for start, end in itertools.pairwise(cuts):
-            sender.send(src[start:end], start=start, last=end == size, aux_idx=7 if end == size else None)
+            sender.send(src[start:end], start=start, last=end == size, metadata_row=7 if end == size else None)
         until(lambda s=sender: s.poll() is KVPoll.Success)
         until(lambda r=room: decode.poll(r) is KVPoll.Success)
         if prefill.backend != "fake":
@@ -134,7 +127,7 @@ def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorke
     draw, clock = random.Random(5), prefill.clock
     decode.wipe()
     src, dst = draw.sample(range(NUM_PAGES), 40), draw.sample(range(NUM_PAGES), 40)
-    room, sender = meet(prefill, decode, dst, aux_idx=5)
+    room, sender = meet(prefill, decode, dst, metadata_row=5)
     right, posts = prefill.pool.pages(src), prefill.manager.counters.get("posts", 0)
     for step, first, end in ((3, 0, 20), (4, 20, 40)):
         written = prefill.pool.kv[src[first + 3 : end]].copy()
@@ -149,7 +142,7 @@ def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorke
             prefill.manager.wake_sender()
             until(lambda: prefill.manager.counters.get("posts", 0) == posts, what=f"step {step}, {layers} layers")  # noqa: B023
     assert sender.poll() is KVPoll.Transferring and decode.poll(room) is not KVPoll.Success
-    sender.send([], start=40, last=True, aux_idx=7)
+    sender.send([], start=40, last=True, metadata_row=7)
     until(lambda: sender.poll() is decode.poll(room) is KVPoll.Success)
     if prefill.backend != "fake":
         assert decode.pages(dst) == right == prefill.pool.pages(src)
@@ -171,8 +164,8 @@ def test_an_abort_while_layers_are_awaited_drains_at_once(prefill: Prefill, deco
 
 def test_no_pages_but_metadata(prefill: Prefill, decode: ChildWorker) -> None:
     decode.wipe()
-    room, sender = meet(prefill, decode, [], aux_idx=2)
-    sender.send([], start=0, last=True, aux_idx=3)
+    room, sender = meet(prefill, decode, [], metadata_row=2)
+    sender.send([], start=0, last=True, metadata_row=3)
     until(lambda: decode.poll(room) is KVPoll.Success)
     assert decode.pages([]) == EMPTY
     if prefill.backend != "fake":
@@ -186,11 +179,11 @@ def test_concurrent_rooms(prefill: Prefill, decode: ChildWorker) -> None:
     all_dst = draw.sample(range(NUM_PAGES), 16 * 60)
     dst = [all_dst[60 * i : 60 * (i + 1)] for i in range(16)]
     src = [draw.sample(range(NUM_PAGES), 60) for _ in range(16)]
-    rooms = [meet(prefill, decode, pages, aux_idx=i) for i, pages in enumerate(dst)]
+    rooms = [meet(prefill, decode, pages, metadata_row=i) for i, pages in enumerate(dst)]
     for start in (0, 20, 40):
         for i, (_, sender) in enumerate(rooms):
             last = start == 40
-            sender.send(src[i][start : start + 20], start=start, last=last, aux_idx=i if last else None)
+            sender.send(src[i][start : start + 20], start=start, last=last, metadata_row=i if last else None)
     for i, (room, sender) in enumerate(rooms):
         until(lambda r=room: decode.poll(r) is KVPoll.Success)
         if prefill.backend != "fake":
@@ -219,7 +212,7 @@ def test_abort(prefill: Prefill, decode: ChildWorker, side: str, stage: str) -> 
         sender.send(src[:10], start=0, last=False)
         until(lambda: prefill.manager.counters.get("posts", 0) and prefill.manager._rooms.num_inflight == 0)
     elif stage == "last queued":
-        sender.send(src, start=0, last=True, aux_idx=1)
+        sender.send(src, start=0, last=True, metadata_row=1)
     if side == "prefill":
         sender.abort("no more")
         if stage == "bootstrapping":  # it learns when it gives its pages
@@ -243,7 +236,7 @@ def test_abort(prefill: Prefill, decode: ChildWorker, side: str, stage: str) -> 
 def test_different_lengths_are_refused(prefill: Prefill, decode: ChildWorker) -> None:
     for extra in (-1, 1):
         room, sender = meet(prefill, decode, list(range(10)))
-        sender.send(list(range(10 + extra)), start=0, last=True, aux_idx=0)
+        sender.send(list(range(10 + extra)), start=0, last=True, metadata_row=0)
         assert sender.poll() is KVPoll.Failed
         until(lambda r=room: decode.poll(r) is KVPoll.Failed)
         assert "decode gave 10 pages" in decode.state(room)[1]
@@ -277,7 +270,7 @@ def test_decode_killed(prefill: Prefill, decode: ChildWorker) -> None:
     with prefill.decode() as successor:
         for child in (decode, successor):
             room, sender = meet(prefill, child, [3, 1, 2])
-            sender.send([7, 8, 9], start=0, last=True, aux_idx=0)
+            sender.send([7, 8, 9], start=0, last=True, metadata_row=0)
             until(lambda c=child, r=room: c.poll(r) is KVPoll.Success)
             finish(child, room, sender)
     assert prefill.manager.check() == []

@@ -16,7 +16,7 @@ import zmq
 from service.security.curve import guard_connector
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
-from transfer_backends.contract import Asked, LookupFailed, Route, TransferConfig, Work
+from transfer_backends.contract import LookupFailed, RecomputeRequest, Route, TransferConfig, Work
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
@@ -69,7 +69,7 @@ class Pair:
     def works(self, room: int) -> None:
         """A good request is served."""
         sender, receiver = self.meet(room)
-        sender.send([4, 5, 6], start=0, last=True, aux_idx=0)
+        sender.send([4, 5, 6], start=0, last=True, metadata_row=0)
         until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
         sender.close()
         receiver.close()
@@ -110,7 +110,7 @@ def test_rooms(pairs: Any) -> None:
     until(lambda: receiver.poll() is KVPoll.WaitingForInput)
     with pytest.raises(ValueError, match="outside the pool of 64"):
         receiver.provide([64], 0)
-    with pytest.raises(ValueError, match="aux_idx 64"):
+    with pytest.raises(ValueError, match="metadata_row 64"):
         receiver.provide([1], 64)
     receiver.provide([1, 2], 0)
     with pytest.raises(IllegalTransition):
@@ -120,9 +120,9 @@ def test_rooms(pairs: Any) -> None:
         sender.send([1], start=1, last=False)
     with pytest.raises(ValueError, match="outside the pool"):
         sender.send([-1], start=0, last=False)
-    with pytest.raises(ValueError, match="aux_idx None"):
+    with pytest.raises(ValueError, match="metadata_row None"):
         sender.send([1, 2], start=0, last=True)
-    sender.send([1, 2], start=0, last=True, aux_idx=1)
+    sender.send([1, 2], start=0, last=True, metadata_row=1)
     until(lambda: receiver.poll() is KVPoll.Success)
     sender.close()
     receiver.close()
@@ -136,7 +136,7 @@ def test_fake_pair_needs_no_peer(pairs: Any) -> None:
     receiver.provide([1], 0)
     sender.send([1], start=0, last=False)
     assert sender.poll() is KVPoll.Transferring and not sender.released()
-    sender.send([2], start=1, last=True, aux_idx=0)
+    sender.send([2], start=1, last=True, metadata_row=0)
     assert sender.poll() is receiver.poll() is KVPoll.Success
     assert sender.released() and receiver.drained()
 
@@ -159,7 +159,7 @@ def test_wakeup_on_every_change(pairs: Any) -> None:
     until(lambda: sender.poll() is KVPoll.WaitingForInput)
     sender.send([], start=0, last=False)
     sleep_until(KVPoll.Transferring)
-    sender.send([1], start=0, last=True, aux_idx=0)
+    sender.send([1], start=0, last=True, metadata_row=0)
     sleep_until(KVPoll.Success)
     sender.close()
     receiver.close()
@@ -188,7 +188,7 @@ def test_indices_before_the_request_and_orphans(pairs: Any) -> None:
     until(lambda: len(pair.prefill._rooms._inbox) == 2)
     sender = pair.prefill.sender(1)
     assert sender.poll() is KVPoll.WaitingForInput and sender.num_pages == 1
-    sender.send([1], start=0, last=True, aux_idx=0)
+    sender.send([1], start=0, last=True, metadata_row=0)
     until(lambda: early.poll() is KVPoll.Success)
     until(lambda: orphan.poll() is KVPoll.Failed)
     assert "no request for it came to prefill" in orphan.failure()
@@ -235,7 +235,7 @@ def test_slow_engine_times_out_but_holds_its_pages(pairs: Any) -> None:
     """Failed is told at once; Drained and released only when the operation has ended."""
     pair = pairs(engine=FakeEngine(delay_s=0.8), transfer_timeout_s=0.2)
     sender, receiver = pair.meet(1)
-    sender.send([1, 2, 3], start=0, last=True, aux_idx=0)
+    sender.send([1, 2, 3], start=0, last=True, metadata_row=0)
     until(lambda: sender.poll() is KVPoll.Failed)
     until(lambda: receiver.poll() is KVPoll.Failed)
     assert not sender.released() and not receiver.drained()
@@ -249,7 +249,7 @@ def test_failed_operation_does_not_blacklist(pairs: Any) -> None:
     ended = {KVPoll.Success: 0, KVPoll.Failed: 0}
     for room in range(1, 31):
         sender, receiver = pair.meet(room)
-        sender.send([1, 2, 3], start=0, last=True, aux_idx=0)
+        sender.send([1, 2, 3], start=0, last=True, metadata_row=0)
         until(lambda s=sender, r=receiver: s.released() and r.drained() and s.poll() is r.poll())
         ended[sender.poll()] += 1
         sender.close()
@@ -432,7 +432,7 @@ def test_what_was_recorded_cannot_be_said_again(pairs: Any) -> None:
                 pass
     until(lambda: pair.prefill.counters["refused_connections"] >= 2)
     assert pair.prefill.counters["peers"] == 1 and pair.prefill.counters.get("refused", 0) == 0
-    sender.send([4, 5, 6], start=0, last=True, aux_idx=0)  # and who was copied is not disturbed
+    sender.send([4, 5, 6], start=0, last=True, metadata_row=0)  # and who was copied is not disturbed
     until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
     sender.close()
     receiver.close()
@@ -447,35 +447,38 @@ def test_decode_asks_prefill_to_compute(pairs: Any) -> None:
     work = Work(tokens=[5, 6, 7], skip_pages=2, priority=-3, share=False)
     receiver = ask(pair, 9, [1, 2], work)
     assert woken.wait(5.0)
-    assert pair.prefill.take_asked() == [Asked(9, 1, work)] and pair.prefill.take_asked() == []
-    sender = pair.prefill.sender(9, attempt=1)
+    assert (
+        pair.prefill.take_recompute_requests() == [RecomputeRequest(9, 1, work)]
+        and pair.prefill.take_recompute_requests() == []
+    )
+    sender = pair.prefill.sender(9, room_attempt=1)
     assert sender.poll() is KVPoll.WaitingForInput and sender.num_pages == 2
-    sender.send([2, 3, 4, 5], start=0, last=True, aux_idx=0)  # the first two are left out
+    sender.send([2, 3, 4, 5], start=0, last=True, metadata_row=0)  # the first two are left out
     until(lambda: receiver.poll() is KVPoll.Success)
     sender.close()
     receiver.close()
     again = ask(pair, 9, [3], work)  # decode forgot the room, prefill has not
     until(lambda: again.poll() is KVPoll.Failed and again.drained())
-    assert "attempt 1 was there already" in again.failure() and pair.prefill.take_asked() == []
+    assert "attempt 1 was there already" in again.failure() and pair.prefill.take_recompute_requests() == []
     again.close()
 
 
 def ask(pair: Pair, room: int, pages: list[int], work: Work) -> Any:
-    receiver = pair.decode.receiver(room, bootstrap="b", attempt=1)
+    receiver = pair.decode.receiver(room, bootstrap="b", room_attempt=1)
     until(lambda: receiver.poll() is KVPoll.WaitingForInput)
-    receiver.ask(pages, 0, work)
+    receiver.recompute(pages, 0, work)
     return receiver
 
 
 def test_what_decode_aborts_before_prefill_takes_it_fails_when_it_does(pairs: Any) -> None:
     pair = pairs()
     receiver = ask(pair, 9, [1, 2], Work(tokens=[5]))
-    until(lambda: pair.prefill._rooms.num_asked)
+    until(lambda: pair.prefill._rooms.num_recompute_requests)
     receiver.abort("the client left")
     until(receiver.drained)
     receiver.close()
-    (asked,) = pair.prefill.take_asked()
-    sender = pair.prefill.sender(asked.room, attempt=asked.attempt)
+    (asked,) = pair.prefill.take_recompute_requests()
+    sender = pair.prefill.sender(asked.room, room_attempt=asked.room_attempt)
     assert sender.poll() is KVPoll.Failed and sender.released() and "the client left" in sender.failure()
     sender.close()
 
@@ -484,7 +487,7 @@ def test_who_asks_and_finds_nobody_is_told_at_once(pairs: Any) -> None:
     """Others look up again until their handshake times out (here: never in this test)."""
     pair = pairs(handshake_timeout_s=60.0)
     pair.route = None
-    receiver = pair.decode.receiver(9, bootstrap="b", attempt=1)
+    receiver = pair.decode.receiver(9, bootstrap="b", room_attempt=1)
     until(lambda: receiver.poll() is KVPoll.Failed)
     assert "nobody is registered" in receiver.failure() and receiver.drained()
     receiver.close()
@@ -495,7 +498,7 @@ def test_more_than_prefill_keeps_is_refused(pairs: Any) -> None:
     first, second = (ask(pair, room, [room], Work(tokens=[5])) for room in (1, 2))
     until(lambda: second.poll() is KVPoll.Failed and second.drained())
     assert "too much at once" in second.failure() and first.poll() is KVPoll.WaitingForInput
-    assert [asked.room for asked in pair.prefill.take_asked()] == [1]
+    assert [asked.room for asked in pair.prefill.take_recompute_requests()] == [1]
     second.close()
     first.abort("over")
     until(first.drained)
@@ -567,12 +570,12 @@ def test_hostile_frames(pairs: Any) -> None:
             assert events.poll(10_000)
             evil.disable_monitor()
     assert sender.poll() is KVPoll.WaitingForInput
-    sender.send([4, 5, 6], start=0, last=True, aux_idx=0)
+    sender.send([4, 5, 6], start=0, last=True, metadata_row=0)
     until(lambda: receiver.poll() is KVPoll.Success)
     sender.close()
     receiver.close()
     pair.works(2)
-    assert pair.prefill.take_asked() == []
+    assert pair.prefill.take_recompute_requests() == []
     assert "control_errors" not in pair.prefill.counters
 
 

@@ -40,7 +40,7 @@ def test_what_a_gate_lets_through(progress: Progress, begun: int, layers: int) -
 def gated() -> Prefill:
     """All four pages are being written by step 5."""
     pair = Prefill(LAYERS, sends=False)
-    pair.core.send(KEY, SRC, start=0, last=False, aux_idx=None, now_s=0.0, gate=Gate(STEP, by_layer=True))
+    pair.core.send(KEY, SRC, start=0, last=False, metadata_row=None, now_s=0.0, gate=Gate(STEP, by_layer=True))
     return pair
 
 
@@ -68,7 +68,7 @@ def test_each_group_of_layers_leaves_once_and_the_row_last() -> None:
         for post in posts:
             pair.final(post, ok=True)
     assert pair.states == (KVPoll.Transferring, KVPoll.Transferring)
-    pair.core.send(KEY, [], start=4, last=True, aux_idx=1, now_s=2.0)
+    pair.core.send(KEY, [], start=4, last=True, metadata_row=1, now_s=2.0)
     (row,) = pair.posts()
     assert row.kv_bytes == 0
     pair.final(row, ok=True)
@@ -111,6 +111,6 @@ def test_a_long_step_is_no_stalled_transfer() -> None:
 def test_gates_that_could_never_open_are_refused() -> None:
     pair, gate = Prefill(LAYERS, sends=False), Gate(STEP, by_layer=True)
     with pytest.raises(ValueError, match="the last chunk has a gate"):
-        pair.core.send(KEY, SRC, start=0, last=True, aux_idx=1, now_s=0.0, gate=gate)
+        pair.core.send(KEY, SRC, start=0, last=True, metadata_row=1, now_s=0.0, gate=gate)
     with pytest.raises(ValueError, match="nothing says where layers end"):
-        Prefill(sends=False).core.send(KEY, SRC, start=0, last=False, aux_idx=None, now_s=0.0, gate=gate)
+        Prefill(sends=False).core.send(KEY, SRC, start=0, last=False, metadata_row=None, now_s=0.0, gate=gate)

@@ -62,7 +62,7 @@ class Rig:
         receiver.provide(DST, 7)
         until(lambda: sender.poll() is KVPoll.WaitingForInput)
         sender.send(SRC[:2], start=0, last=False)
-        sender.send(SRC[2:], start=2, last=True, aux_idx=2)
+        sender.send(SRC[2:], start=2, last=True, metadata_row=2)
         return sender, receiver
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ def engine_of(pair: Pair) -> Posting:
 def test_the_row_leaves_with_the_last_pages_and_decode_hears_of_both_at_once() -> None:
     """At time 5: nothing was told before, and that alone is no reason to tell of progress."""
     pair = Prefill(sends=False)
-    pair.core.send(KEY, [1, 8, 2, 9], start=0, last=True, aux_idx=1, now_s=5.0)
+    pair.core.send(KEY, [1, 8, 2, 9], start=0, last=True, metadata_row=1, now_s=5.0)
     posts = pair.core.next_posts(5.0)
     assert len(posts) == 3 and [post.kv_bytes == 0 for post in posts] == [False, False, True]
     for post in posts:
@@ -57,7 +57,7 @@ def test_the_row_leaves_with_the_last_pages_and_decode_hears_of_both_at_once() -
 @pytest.mark.parametrize("pair", [1], indirect=True)
 def test_after_a_refusal_nothing_more_of_its_try_is_posted(pair: Pair) -> None:
     sender, receiver = pair.meet(7)
-    sender.send([4, 5, 6], start=0, last=True, aux_idx=0)
+    sender.send([4, 5, 6], start=0, last=True, metadata_row=0)
     until(lambda: sender.poll() is KVPoll.Success and receiver.poll() is KVPoll.Success)
     assert engine_of(pair).num_calls == 1 + 2 and receiver.retries() == 1
     sender.close()

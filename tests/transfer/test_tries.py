@@ -89,7 +89,7 @@ class Prefill:
         self.decode.provide(KEY, PAGES, 1, 0.0)
         self.exchange()
         if sends:
-            self.core.send(KEY, [1, 8, 2, 9], start=0, last=True, aux_idx=1, now_s=0.0)
+            self.core.send(KEY, [1, 8, 2, 9], start=0, last=True, metadata_row=1, now_s=0.0)
 
     def exchange(self) -> None:
         for item in list(self.decode.effects.queue):

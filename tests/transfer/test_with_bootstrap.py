@@ -11,7 +11,7 @@ from bootstrap_server.protocol import Registration
 from bootstrap_server.server import BootstrapServer
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
-from transfer_backends.contract import Asked, LookupFailed, Route, TransferConfig, Work
+from transfer_backends.contract import LookupFailed, RecomputeRequest, Route, TransferConfig, Work
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
@@ -73,19 +73,21 @@ def test_any_prefill_serves_any_decode(shared: bool, num_prefills: int) -> None:
             until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
             receiver.provide([room], 0)
             until(lambda s=sender: s.poll() is KVPoll.WaitingForInput)
-            sender.send([1], start=0, last=True, aux_idx=0)
+            sender.send([1], start=0, last=True, metadata_row=0)
             until(lambda r=receiver: r.poll() is KVPoll.Success)
             receiver.close()
             until(sender.released)
             sender.close()
-        asking = decode.receiver(6, bootstrap=address, attempt=1)  # nobody told the server; prefill had it as attempt 0
+        asking = decode.receiver(
+            6, bootstrap=address, room_attempt=1
+        )  # nobody told the server; prefill had it as attempt 0
         until(lambda: asking.poll() is KVPoll.WaitingForInput)
-        asking.ask([3], 0, Work(tokens=[7, 8]))
+        asking.recompute([3], 0, Work(tokens=[7, 8]))
         owner = prefills[0][0]
-        (asked,) = until(owner.take_asked)
-        assert asked == Asked(6, 1, Work(tokens=[7, 8]))
-        sender = owner.sender(6, attempt=1)
-        sender.send([1], start=0, last=True, aux_idx=0)
+        (asked,) = until(owner.take_recompute_requests)
+        assert asked == RecomputeRequest(6, 1, Work(tokens=[7, 8]))
+        sender = owner.sender(6, room_attempt=1)
+        sender.send([1], start=0, last=True, metadata_row=0)
         until(lambda: asking.poll() is KVPoll.Success)
         asking.close()
         until(sender.released)

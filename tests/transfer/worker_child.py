@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.transfer.pool import Pool
-from transfer_backends.contract import KVReceiver, KVSender, Route, TransferConfig
+from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import EngineOptions, make_engine
+from transfer_backends.ports import KVReceiver, KVSender
 from transfer_backends.prefill.manager import PrefillManager
 
 
@@ -45,11 +46,11 @@ class Child:
         sender: KVSender = self.manager.sender(room)
         self.rooms[room] = sender
 
-    def provide(self, room: int, pages: list[int], aux_idx: int) -> None:
-        self.rooms[room].provide(pages, aux_idx)
+    def provide(self, room: int, pages: list[int], metadata_row: int) -> None:
+        self.rooms[room].provide(pages, metadata_row)
 
-    def send(self, room: int, pages: list[int], start: int, last: bool, aux_idx: int | None) -> None:
-        self.rooms[room].send(pages, start=start, last=last, aux_idx=aux_idx)
+    def send(self, room: int, pages: list[int], start: int, last: bool, metadata_row: int | None) -> None:
+        self.rooms[room].send(pages, start=start, last=last, metadata_row=metadata_row)
 
     def state(self, room: int) -> list[Any]:
         """[poll, failure, drained or released]"""

@@ -109,8 +109,8 @@ class Target:
 
     def _forget_asked(self) -> None:
         """The role would compute it; its answer would be worth nothing to anybody."""
-        for asked in self.prefill.take_asked():
-            sender = self.prefill.sender(asked.room, attempt=asked.attempt)
+        for asked in self.prefill.take_recompute_requests():
+            sender = self.prefill.sender(asked.room, room_attempt=asked.room_attempt)
             sender.abort("fuzz")
             until(sender.released)
             sender.close()
@@ -162,7 +162,7 @@ class Target:
         until(lambda: receiver.poll() is KVPoll.WaitingForInput)
         receiver.provide([1, 2, 3], 0)
         until(lambda: sender.poll() is KVPoll.WaitingForInput)
-        sender.send([4, 5, 6], start=0, last=True, aux_idx=0)
+        sender.send([4, 5, 6], start=0, last=True, metadata_row=0)
         until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
         sender.close()
         receiver.close()

@@ -172,7 +172,7 @@ class Story:
     def send(self, room: int) -> None:
         given = self.prefill.num_pages((room, 0))
         if given is not None and given <= NUM_PAGES:
-            self.prefill.send((room, 0), range(given), start=0, last=True, aux_idx=0, now_s=self.now_s)
+            self.prefill.send((room, 0), range(given), start=0, last=True, metadata_row=0, now_s=self.now_s)
 
     def abort(self, room: int) -> None:
         self.prefill.abort((room, 0), "fuzz")
@@ -191,12 +191,12 @@ class Story:
 
     def take(self, room: int) -> None:
         """The role takes what decode wants computed, opens its rooms and computes."""
-        for asked in self.prefill.take_asked():
+        for asked in self.prefill.take_recompute_requests():
             with contextlib.suppress(RoomInUse, IllegalTransition):
-                key = self.prefill.open(asked.room, asked.attempt, self.now_s)
+                key = self.prefill.open(asked.room, asked.room_attempt, self.now_s)
                 given = self.prefill.num_pages(key) or 0
                 if given <= NUM_PAGES:
-                    self.prefill.send(key, range(given), start=0, last=True, aux_idx=0, now_s=self.now_s)
+                    self.prefill.send(key, range(given), start=0, last=True, metadata_row=0, now_s=self.now_s)
 
     def route(self, room: int) -> None:
         self.decode.on_route(BOOTSTRAP, room, Route("127.0.0.1:1", PREFILL, shared=room == 6), self.now_s)
@@ -259,16 +259,16 @@ class Story:
             self.wind_down()
         assert not list(self.prefill.machine) and not list(self.decode.machine), "rooms are left"
         assert len(self.prefill.peers) == 0 and len(self.decode.sessions) == 0, "peers are left"
-        assert len(self.prefill._inbox) == 0 and self.prefill.num_asked == 0, "offers are left"
+        assert len(self.prefill._inbox) == 0 and self.prefill.num_recompute_requests == 0, "offers are left"
         assert self.decode.num_exposed == 0 and self.prefill.num_inflight == 0
 
     def wind_down(self) -> None:
         self.tick(3.0)
         self.decode.on_proof(PREFILL, Liveness.DEAD, self.now_s)
         self.settle()
-        for asked in self.prefill.take_asked():
+        for asked in self.prefill.take_recompute_requests():
             with contextlib.suppress(RoomInUse):
-                self.prefill.open(asked.room, asked.attempt, self.now_s)
+                self.prefill.open(asked.room, asked.room_attempt, self.now_s)
         for link in sorted(self.links):
             self.decode.on_link_closed(link, self.now_s)
         for key in list(self.prefill.machine):

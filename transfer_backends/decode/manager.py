@@ -6,17 +6,7 @@ The role calls `receiver(...)` from the scheduler's loop; nothing it does there 
 import time
 from collections.abc import Sequence
 
-from transfer_backends.contract import (
-    Clock,
-    Engine,
-    KVArgs,
-    KVReceiver,
-    Lookup,
-    LookupAny,
-    LookupFailed,
-    TransferConfig,
-    Work,
-)
+from transfer_backends.contract import Clock, KVArgs, LookupFailed, TransferConfig, Work
 from transfer_backends.control_port import Event, Frame, LinkClosed
 from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER
 from transfer_backends.decode.rooms import DecodeRooms
@@ -24,6 +14,7 @@ from transfer_backends.decode.sessions import Command, Connect, Disconnect, Look
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_pair import FakeReceiver
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
+from transfer_backends.ports import Engine, KVReceiver, Lookup, LookupAny
 from transfer_backends.shell import TICK_S, Shell
 from transfer_backends.wire import Bye, Message, encode
 
@@ -73,12 +64,12 @@ class DecodeManager(Shell):
     def start(self) -> None:
         self._thread.start()
 
-    def receiver(self, room: int, *, bootstrap: str, attempt: int = 0, fake: bool = False) -> KVReceiver:
+    def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> KVReceiver:
         """`bootstrap`: "host:port" of the bootstrap server. Raises `RoomInUse`, or ValueError for a bad room."""
         if fake:
             return FakeReceiver()
         with self.core() as now_s:
-            key = self._rooms.open(room, attempt, bootstrap, now_s)
+            key = self._rooms.open(room, room_attempt, bootstrap, now_s)
         return Receiver(self, key)
 
     def check(self) -> list[str]:
@@ -226,13 +217,13 @@ class Receiver:
             self._last = self._rooms.machine.state(self._key)
         return self._last
 
-    def provide(self, dst_pages: Sequence[int], aux_idx: int, *, skip_pages: int = 0) -> None:
+    def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
         with self._manager.core() as now_s:
-            self._rooms.provide(self._key, dst_pages, aux_idx, now_s, skip_pages=skip_pages)
+            self._rooms.provide(self._key, dst_pages, metadata_row, now_s, skip_pages=skip_pages)
 
-    def ask(self, dst_pages: Sequence[int], aux_idx: int, work: Work) -> None:
+    def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
         with self._manager.core() as now_s:
-            self._rooms.provide(self._key, dst_pages, aux_idx, now_s, work)
+            self._rooms.provide(self._key, dst_pages, metadata_row, now_s, work)
 
     def abort(self, reason: str) -> None:
         with self._manager.core() as now_s:

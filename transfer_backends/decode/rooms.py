@@ -127,10 +127,10 @@ class DecodeRooms:
 
     # ---- the role's calls
 
-    def open(self, room: int, attempt: int, bootstrap: str, now_s: float) -> RoomKey:
-        key = (room, attempt)
+    def open(self, room: int, room_attempt: int, bootstrap: str, now_s: float) -> RoomKey:
+        key = (room, room_attempt)
         self.machine.open(key)
-        rec = Room(key, bootstrap, deadline_s=now_s + self._config.handshake_timeout_s, asks=attempt > 0)
+        rec = Room(key, bootstrap, deadline_s=now_s + self._config.handshake_timeout_s, asks=room_attempt > 0)
         self._rooms[key] = rec
         self._seek(rec, now_s)
         return key
@@ -139,7 +139,7 @@ class DecodeRooms:
         self,
         key: RoomKey,
         dst_pages: Sequence[int],
-        aux_idx: int,
+        metadata_row: int,
         now_s: float,
         work: Work | None = None,
         *,
@@ -157,13 +157,13 @@ class DecodeRooms:
         pages = np.asarray(dst_pages, dtype=np.int64)
         if len(pages) and not (pages.min() >= 0 and pages.max() < self._args.kv.num_items):
             raise ValueError(f"room {key}: a page is outside the pool of {self._args.kv.num_items}")
-        if not 0 <= aux_idx < self._args.aux.num_items:
-            raise ValueError(f"room {key}: aux_idx {aux_idx} is outside 0..{self._args.aux.num_items - 1}")
+        if not 0 <= metadata_row < self._args.aux.num_items:
+            raise ValueError(f"room {key}: metadata_row {metadata_row} is outside 0..{self._args.aux.num_items - 1}")
         assert rec.session is not None
         rec.num_pages = len(pages)
         rec.progress_at_s = now_s
         self._expose(rec, True)
-        where = (*self._to(rec.session), *key, pack_ids(pages), aux_idx)
+        where = (*self._to(rec.session), *key, pack_ids(pages), metadata_row)
         info = TransferInfo(*where, skip_pages) if work is None else Recompute(*where, *_wire_work(work))
         self.sessions.say(rec.session, info)
 

@@ -4,8 +4,9 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transfer_backends.contract import BackendUnavailable, Engine
+from transfer_backends.contract import BackendUnavailable
 from transfer_backends.engines.fake import FakeEngine
+from transfer_backends.ports import Engine
 
 
 @dataclass(frozen=True, kw_only=True)

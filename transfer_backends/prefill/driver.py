@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transfer_backends.contract import Engine, LayerClock, OpState
+from transfer_backends.contract import OpState
 from transfer_backends.kvpoll import RoomKey
+from transfer_backends.ports import Engine, LayerClock
 from transfer_backends.prefill.peers import Command, ConnectPeer, FencePeer
 from transfer_backends.prefill.room import Post
 from transfer_backends.prefill.rooms import PrefillRooms

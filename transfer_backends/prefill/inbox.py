@@ -7,7 +7,7 @@ of offers and reasons expire, too.
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from transfer_backends.contract import Asked, TransferConfig
+from transfer_backends.contract import RecomputeRequest, TransferConfig
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.merge import I64
 
@@ -22,7 +22,7 @@ class Offer:
 
     incarnation: str
     pages: I64
-    aux_idx: int
+    metadata_row: int
     skip_pages: int = 0
 
 
@@ -41,7 +41,7 @@ class Inbox:
         self._offers: OrderedDict[RoomKey, tuple[Offer, float]] = OrderedDict()
         self._num_pages = 0
         self._tombstones: OrderedDict[RoomKey, Tombstone] = OrderedDict()
-        self._asked: list[Asked] = []
+        self._asked: list[RecomputeRequest] = []
         self._num_tokens = 0
 
     def __len__(self) -> int:
@@ -60,21 +60,21 @@ class Inbox:
             self._num_pages += len(offer.pages)
         return not full
 
-    def ask(self, asked: Asked, offer: Offer, now_s: float) -> bool:
-        """Keep what decode wants computed, with its offer, until `take_asked`. False when there is no room for it."""
+    def ask(self, asked: RecomputeRequest, offer: Offer, now_s: float) -> bool:
+        """Keep what decode wants computed, with its offer, until `take_recompute_requests`. False when there is no room for it."""
         if self._num_tokens + len(asked.work.tokens) > MAX_TOKENS:
             return False
-        if not self.keep((asked.room, asked.attempt), offer, now_s):
+        if not self.keep((asked.room, asked.room_attempt), offer, now_s):
             return False
         self._asked.append(asked)
         self._num_tokens += len(asked.work.tokens)
         return True
 
     @property
-    def num_asked(self) -> int:
+    def num_recompute_requests(self) -> int:
         return len(self._asked)
 
-    def take_asked(self) -> list[Asked]:
+    def take_recompute_requests(self) -> list[RecomputeRequest]:
         """In order of arrival. One that was aborted meanwhile is among them: its room fails as soon as it is opened."""
         taken, self._asked, self._num_tokens = self._asked, [], 0
         return taken

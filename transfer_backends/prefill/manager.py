@@ -6,11 +6,12 @@ The role calls `sender(...)` from the scheduler's loop; nothing it does there bl
 import time
 from collections.abc import Sequence
 
-from transfer_backends.contract import Asked, Clock, Engine, Gate, KVArgs, KVSender, LayerClock, TransferConfig
+from transfer_backends.contract import Clock, Gate, KVArgs, RecomputeRequest, TransferConfig
 from transfer_backends.control_port import Event, Frame, LinkClosed, PeersRefused
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_pair import FakeSender
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
+from transfer_backends.ports import Engine, KVSender, LayerClock
 from transfer_backends.prefill.driver import EngineDriver
 from transfer_backends.prefill.rooms import PrefillRooms
 from transfer_backends.shell import TICK_S, Shell
@@ -56,24 +57,24 @@ class PrefillManager(Shell):
         """ "host:port" for decode workers."""
         return self._listen.address
 
-    def sender(self, room: int, *, attempt: int = 0, fake: bool = False) -> KVSender:
+    def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> KVSender:
         """Raises `RoomInUse` for a live room and ValueError for one that is not between 1 and 2**63-1."""
         if fake:
             return FakeSender()
         with self.core() as now_s:
-            key = self._rooms.open(room, attempt, now_s)
+            key = self._rooms.open(room, room_attempt, now_s)
         return Sender(self, key)
 
     def wake_sender(self) -> None:
         """There may be something to post. From any thread; costs nothing to speak of."""
         self._driver.wake()
 
-    def take_asked(self) -> list[Asked]:
+    def take_recompute_requests(self) -> list[RecomputeRequest]:
         """What decode workers want computed, in order; each needs a `sender` of its room and attempt."""
-        if not self._rooms.num_asked:  # the usual case needs no lock
+        if not self._rooms.num_recompute_requests:  # the usual case needs no lock
             return []
         with self._lock:
-            return self._rooms.take_asked()
+            return self._rooms.take_recompute_requests()
 
     def check(self) -> list[str]:
         with self._lock:
@@ -201,11 +202,13 @@ class Sender:
         *,
         start: int,
         last: bool,
-        aux_idx: int | None = None,
+        metadata_row: int | None = None,
         gate: Gate | None = None,
     ) -> None:
         with self._manager.core() as now_s:
-            self._rooms.send(self._key, src_pages, start=start, last=last, aux_idx=aux_idx, now_s=now_s, gate=gate)
+            self._rooms.send(
+                self._key, src_pages, start=start, last=last, metadata_row=metadata_row, now_s=now_s, gate=gate
+            )
             self._manager._driver.wake()  # before the control thread, whose news can wait: bytes first
 
     def abort(self, reason: str) -> None:

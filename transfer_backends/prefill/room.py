@@ -19,7 +19,7 @@ class Chunk:
 
     src: I64
     start: int
-    aux_idx: int | None
+    metadata_row: int | None
     gate: Gate | None = None
 
 
@@ -106,7 +106,7 @@ def check_send(
     args: KVArgs,
     start: int,
     last: bool,
-    aux_idx: int | None,
+    metadata_row: int | None,
     gate: Gate | None = None,
 ) -> None:
     """Raises ValueError for a chunk that our own role got wrong."""
@@ -118,8 +118,8 @@ def check_send(
         raise ValueError(f"room {rec.key}: start {start} leaves a gap (next is {rec.queued_pages})")
     if len(src) and not (src.min() >= 0 and src.max() < args.kv.num_items):
         raise ValueError(f"room {rec.key}: a source page is outside the pool of {args.kv.num_items}")
-    if last and (aux_idx is None or not 0 <= aux_idx < args.aux.num_items):
-        raise ValueError(f"room {rec.key}: aux_idx {aux_idx} is outside 0..{args.aux.num_items - 1}")
+    if last and (metadata_row is None or not 0 <= metadata_row < args.aux.num_items):
+        raise ValueError(f"room {rec.key}: metadata_row {metadata_row} is outside 0..{args.aux.num_items - 1}")
 
 
 def num_open(chunk: Chunk, progress: Progress, args: KVArgs) -> int:
@@ -156,8 +156,8 @@ def plan_posts(chunk: Chunk, rec: Room, peer: Peer, *, until: int, args: KVArgs,
         Post(rec.key, peer.incarnation, part, part.size_bytes, rec.retry)
         for part in batches(kv, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)
     ]
-    if chunk.aux_idx is not None:
-        rows = np.array([chunk.aux_idx], np.int64), np.array([rec.offer.aux_idx], np.int64)
+    if chunk.metadata_row is not None:
+        rows = np.array([chunk.metadata_row], np.int64), np.array([rec.offer.metadata_row], np.int64)
         aux = plan_pieces(*rows, src=args.aux, dst=peer.aux, max_piece_bytes=args.aux.item_bytes)
         posts.append(Post(rec.key, peer.incarnation, aux, 0, rec.retry))
     return posts

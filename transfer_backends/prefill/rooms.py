@@ -23,11 +23,11 @@ import numpy as np
 from transfer_backends.contract import (
     ABORTED_BY_DECODE,
     NOTHING_YET,
-    Asked,
     Caps,
     Gate,
     KVArgs,
     Progress,
+    RecomputeRequest,
     TransferConfig,
     Work,
 )
@@ -102,8 +102,8 @@ class PrefillRooms:
 
     # ---- the role's calls
 
-    def open(self, room: int, attempt: int, now_s: float) -> RoomKey:
-        key = (room, attempt)
+    def open(self, room: int, room_attempt: int, now_s: float) -> RoomKey:
+        key = (room, room_attempt)
         self.machine.open(key)
         rec = Room(key, opened_at_s=now_s)
         self._rooms[key] = rec
@@ -115,12 +115,12 @@ class PrefillRooms:
         return key
 
     @property
-    def num_asked(self) -> int:
-        return self._inbox.num_asked
+    def num_recompute_requests(self) -> int:
+        return self._inbox.num_recompute_requests
 
-    def take_asked(self) -> list[Asked]:
+    def take_recompute_requests(self) -> list[RecomputeRequest]:
         """What decode workers want computed; the role opens each one's room."""
-        return self._inbox.take_asked()
+        return self._inbox.take_recompute_requests()
 
     def num_pages(self, key: RoomKey) -> int | None:
         offer = self._rooms[key].offer
@@ -137,7 +137,7 @@ class PrefillRooms:
         *,
         start: int,
         last: bool,
-        aux_idx: int | None,
+        metadata_row: int | None,
         now_s: float,
         gate: Gate | None = None,
     ) -> None:
@@ -149,8 +149,8 @@ class PrefillRooms:
         if state in (KVPoll.Bootstrapping, KVPoll.Success) or rec.all_queued:
             raise IllegalTransition(f"room {key}: send in {state.name}{' after the last chunk' * rec.all_queued}")
         src = np.asarray(src_pages, dtype=np.int64)
-        check_send(rec, src, args=self._args, start=start, last=last, aux_idx=aux_idx, gate=gate)
-        chunk = Chunk(src, start, aux_idx if last else None, gate)
+        check_send(rec, src, args=self._args, start=start, last=last, metadata_row=metadata_row, gate=gate)
+        chunk = Chunk(src, start, metadata_row if last else None, gate)
         rec.given.append(chunk)
         if not rec.held:
             rec.chunks.append(chunk)
@@ -443,7 +443,9 @@ class PrefillRooms:
         if len(np.unique(pages)) != len(pages):
             raise ValueError(f"room {message.room}: a page is given twice")
         if message.aux_idx >= peer.aux.num_items:
-            raise ValueError(f"room {message.room}: aux_idx {message.aux_idx} is outside {peer.aux.num_items} rows")
+            raise ValueError(
+                f"room {message.room}: metadata_row {message.aux_idx} is outside {peer.aux.num_items} rows"
+            )
         return Offer(peer.incarnation, pages, message.aux_idx, message.skip_pages)
 
     def _accept(self, rec: Room, offer: Offer) -> None:
@@ -578,9 +580,9 @@ class PrefillRooms:
         return problems
 
 
-def _read_asked(message: Recompute) -> Asked:
+def _read_asked(message: Recompute) -> RecomputeRequest:
     tokens = unpack_ids(message.tokens)
     if not len(tokens) or tokens.min() < 0:
         raise ValueError(f"room {message.room}: {len(tokens)} tokens to compute, or a negative one")
     work = Work(tokens=tokens.tolist(), skip_pages=message.skip_pages, priority=message.priority, share=message.share)
-    return Asked(message.room, message.attempt, work)
+    return RecomputeRequest(message.room, message.attempt, work)

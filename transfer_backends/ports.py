@@ -1,0 +1,139 @@
+"""The protocols between the roles, the managers and the engines that move bytes. The values they pass are in contract.py.
+
+role (disagg/)  --KVSender/KVReceiver-->  manager (prefill/, decode/)  --Engine-->  nixl | mooncake | fake
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from transfer_backends.contract import Caps, Gate, OpState, Pieces, Progress, Region, Route, Work
+from transfer_backends.kvpoll import KVPoll
+
+
+class Engine(Protocol):
+    """Moves bytes. Prefill calls it from its sender thread. Decode calls all but `progress` before it starts.
+
+    No call may block for longer than a copy of `caps.max_post_bytes` takes.
+    """
+
+    @property
+    def caps(self) -> Caps: ...
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Register whole pools: once, before `descriptor`."""
+
+    def descriptor(self) -> bytes:
+        """Return the opaque bytes that a peer's `connect` needs."""
+
+    def connect(self, incarnation: str, descriptor: bytes) -> Any:
+        """Return a handle of the peer. Raises `EngineError` for a descriptor that cannot be used."""
+
+    def disconnect(self, peer: Any) -> None:
+        """Forget the peer. None of its operations may be pending."""
+
+    def post(self, peer: Any, pieces: Pieces) -> Any:
+        """Start to write; return the operation. Raises `EngineError` only if nothing was started."""
+
+    def probe(self, peer: Any) -> Any:
+        """Return an operation that is DONE once a write has reached the peer."""
+
+    def fence(self, peer: Any) -> Any:
+        """Return an operation that is DONE once no earlier operation to the peer, failed or not, can still write."""
+
+    def poll(self, op: Any) -> OpState:
+        """Return the state. Never called again after DONE or FAILED."""
+
+    def progress(self) -> None:
+        """Drive an engine that does not drive itself (`caps.target_must_poll`)."""
+
+    def close(self) -> None: ...
+
+
+class LayerClock(Protocol):
+    """How far the engine's stream has got. Read by one thread at a time."""
+
+    def progress(self) -> Progress:
+        """Never decreases."""
+
+    @property
+    def ticking(self) -> bool:
+        """True while progress comes without a wake-up: poll again soon."""
+
+
+class KVSender(Protocol):
+    """Prefill's handle of one transfer. No call blocks; `poll` only reads."""
+
+    @property
+    def num_pages(self) -> int | None:
+        """Number of pages that decode gave. None before `WaitingForInput`, and for a fake sender, which takes any number."""
+
+    @property
+    def skip_pages(self) -> int:
+        """Pages at the front of the prompt that decode has already. 0 before `WaitingForInput`."""
+
+    def poll(self) -> KVPoll: ...
+
+    def send(
+        self,
+        src_pages: Sequence[int],
+        *,
+        start: int,
+        last: bool,
+        metadata_row: int | None = None,
+        gate: Gate | None = None,
+    ) -> None:
+        """Queue pages: `src_pages[i]` is page `start + i` of the prompt. Chunks come in order, from page 0 on, without gaps.
+
+        Not before `WaitingForInput`; a no-op once the transfer has failed. Pages that decode has already are left out.
+        `last` ends the transfer and sends `metadata_row`.
+        `gate`: the step that completes the pages (None: they are complete). Gates come in the order of steps, never with `last`.
+        """
+
+    def abort(self, reason: str) -> None:
+        """Fail the transfer and notify decode. A no-op when final."""
+
+    def failure(self) -> str | None: ...
+
+    def released(self) -> bool:
+        """True once the state is final and no operation reads the source pages: only then may they be reused."""
+
+    def close(self) -> None:
+        """Forget the room. Raises RuntimeError before `released()`."""
+
+
+class KVReceiver(Protocol):
+    """Decode's handle of one transfer. No call blocks; `poll` only reads."""
+
+    def poll(self) -> KVPoll: ...
+
+    def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
+        """Give prefill the pages to write: once, in `WaitingForInput`. A no-op once the transfer has failed.
+
+        `dst_pages`: of the prompt without its first `skip_pages`, which are here already.
+        """
+
+    def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
+        """As `provide`, and ask prefill to compute `work`. For a room attempt above 0, which has no request of a client at prefill.
+
+        `dst_pages`: without the first `work.skip_pages`.
+        """
+
+    def abort(self, reason: str) -> None:
+        """Fail the transfer and notify prefill. A no-op when final."""
+
+    def failure(self) -> str | None: ...
+
+    def retries(self) -> int:
+        """Times that prefill started over because a write had failed."""
+
+    def drained(self) -> bool:
+        """True once no write to the given pages is in flight or can start. Until then they stay quarantined."""
+
+    def close(self) -> None:
+        """Forget the room. Raises RuntimeError when not final or not `drained()`."""
+
+
+Lookup = Callable[[str, int], Route]  # (bootstrap "host:port", room); blocks; raises LookupFailed; runs off-thread
+# For a room that any prefill worker may serve: the room's own worker if it is registered, else another one. The third
+# argument names incarnations that are known to be gone.
+LookupAny = Callable[[str, int, Sequence[str]], Route]
