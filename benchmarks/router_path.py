@@ -149,7 +149,7 @@ PARTS = (  # the first that is in a file's path has its time
             "requests/relay",
             "requests/sse",
             "http/errors",
-            "requests/draining",
+            "requests/live",
             "requests/attempts",
         ),
     ),

@@ -42,10 +42,10 @@ from router.pool.states import Thresholds
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.dispatch import Dispatcher, Parts
-from router.requests.draining import LiveRequests
 from router.requests.entropy import Entropy
 from router.requests.journey import Journeys
 from router.requests.legs import Legs
+from router.requests.live import LiveRequests
 from router.requests.rooms import RoomMinter
 from router.roles.auto import AutoRoles
 from router.roles.switch import Switch

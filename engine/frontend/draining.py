@@ -1,24 +1,23 @@
-"""The end of a worker: how requests are finished or handed back before HTTP closes (service/process/stop_signals.py: when).
+"""Drain a worker: running requests finish or are handed back before HTTP closes.
 
-While it drains, a worker takes nothing new (503, code "draining"), says so on /health, and lets what runs go on: of a
-prefill worker that is also the transfers that decode still waits for, of a decode worker its rooms. What has not ended
-in time gets the same 503, which a router takes as a call to try elsewhere. Must not know HTTP or how children run.
+A draining worker refuses new requests (503, code "draining") and reports it on /health. A prefill worker also waits for transfers
+to decode, a decode worker for its rooms. Requests that do not end in time get the same 503; a router then tries another worker.
+Must not know HTTP or how children run.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import draining
 from engine.messages import StateReply
 from service.http.errors import ApiError
+from service.process.draining import pause, wait_while
 from service.process.stop_signals import StopSignals
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.02
 STATE_TIMEOUT_S = 2.0
 
 
@@ -30,9 +29,9 @@ async def drain(
     dead: Callable[[], str | None],
     switch_timeout_s: float | None = None,
 ) -> None:
-    """Returns when all has ended, by itself or handed back. `dead`: what of the worker has died (None: nothing).
+    """Return when every request has ended or was handed back. `dead`: what died (None: nothing).
 
-    `timeout_s`: from the moment that the signals ask; `switch_timeout_s`: as long as they do not.
+    `timeout_s` counts from the first stop signal; without one, `switch_timeout_s` counts from now.
     """
     client.close(draining("the server is draining: it takes no new requests"))
     client.announce_drain()
@@ -40,14 +39,12 @@ async def drain(
     patience = Patience(timeout_s, switch_timeout_s)
 
     def may_wait() -> bool:
-        return (
-            patience.lasts(loop.time(), ends=signals.asked.is_set()) and not signals.at_once.is_set() and dead() is None
-        )
+        lasts = patience.lasts(loop.time(), ends=signals.asked.is_set())
+        return lasts and not signals.at_once.is_set() and dead() is None
 
     if may_wait() and client.num_live:
         log.info("draining: %d requests run", client.num_live)
-    while client.num_live and may_wait():
-        await _pause(signals)
+    await wait_while(lambda: client.num_live > 0 and may_wait(), at_once=signals.at_once)
     if client.num_live:
         await _hand_back(client, dead() or "not ended in time")
     elif client.ready.is_set():
@@ -55,9 +52,9 @@ async def drain(
 
 
 class Patience:
-    """How long running requests may go on. Pure: told the time, and whether the process is to end.
+    """How long running requests may go on. Pure.
 
-    A worker that drains to change its role has `switch_timeout_s`; once it is to end, `end_timeout_s` from then.
+    A role switch gives them `switch_timeout_s`. Once the process is to end, they have `end_timeout_s` from then.
     """
 
     def __init__(self, end_timeout_s: float, switch_timeout_s: float | None) -> None:
@@ -65,6 +62,7 @@ class Patience:
         self._deadline_s: float | None = None
 
     def lasts(self, now_s: float, *, ends: bool) -> bool:
+        """Whether to wait longer. `ends`: the process is to end."""
         if self._switch_timeout_s is not None and ends:
             self._switch_timeout_s = self._deadline_s = None
         if self._deadline_s is None:
@@ -80,7 +78,7 @@ async def _hand_back(client: EngineClient, why: str) -> None:
 
 
 async def _until_at_rest(client: EngineClient, *, signals: StopSignals, may_wait: Callable[[], bool]) -> None:
-    """Answered is not over: transfers and quarantined pages of aborted requests end first, so that peers see it."""
+    """Wait until the scheduler has no request either: peers must see the end of transfers and of quarantined pages."""
     while may_wait():
         try:
             state = await client.state(timeout_s=STATE_TIMEOUT_S)
@@ -88,13 +86,8 @@ async def _until_at_rest(client: EngineClient, *, signals: StopSignals, may_wait
             return
         if at_rest(state):
             return
-        await _pause(signals)
+        await pause(signals.at_once)
 
 
 def at_rest(state: StateReply) -> bool:
     return state.running == 0 and not any(state.queues.values())
-
-
-async def _pause(signals: StopSignals) -> None:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(signals.at_once.wait(), POLL_S)

@@ -17,7 +17,7 @@ from router.fleet.siblings import Siblings
 from router.history.recorder import Recorder
 from router.history.records import Snapshot
 from router.pool.workers import WorkerTable
-from router.requests.draining import LiveRequests
+from router.requests.live import LiveRequests
 from service.http.errors import error_response
 
 STATE, SNAPSHOT, REQUEST = "/dashboard/state", "/dashboard/snapshot", "/dashboard/requests/"

@@ -23,7 +23,7 @@ from router.pool.models import UnknownModel, join_models, serves
 from router.pool.states import Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, missing_roles
-from router.requests.draining import LiveRequests
+from router.requests.live import LiveRequests
 from router.requests.replies import no_worker_message, unknown_model
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
 from service.flags import ConfigError

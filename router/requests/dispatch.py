@@ -26,11 +26,11 @@ from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.requests.attempt import Attempt, Launcher
 from router.requests.contest import Contest
-from router.requests.draining import LiveRequest, LiveRequests
 from router.requests.exchange import Exchange
 from router.requests.hedging import Hedging
 from router.requests.journey import Journey, Journeys
 from router.requests.legs import Call, LegError, Legs
+from router.requests.live import LiveRequest, LiveRequests
 from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Chosen, Picker
 from router.requests.race import Race

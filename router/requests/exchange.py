@@ -8,9 +8,9 @@ from router.body import ParsedBody
 from router.choice.policies import Ask
 from router.pool.worker import Role
 from router.requests.attempts import Attempts
-from router.requests.draining import LiveRequest
 from router.requests.journey import Journey
 from router.requests.legs import Call
+from router.requests.live import LiveRequest
 
 
 class Exchange(msgspec.Struct, kw_only=True):

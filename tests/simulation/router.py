@@ -28,9 +28,9 @@ from router.pool.states import Thresholds
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.requests.dispatch import Dispatcher, Parts
-from router.requests.draining import LiveRequests
 from router.requests.journey import Journeys
 from router.requests.legs import Legs
+from router.requests.live import LiveRequests
 from router.requests.rooms import RoomMinter
 from service.http.guard import make_guard
 from service.http.routes import Routes

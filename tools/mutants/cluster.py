@@ -22,7 +22,7 @@ from router.pool.workers import WorkerTable
 from router.requests.attempt import Attempt
 from router.requests.contest import Contest
 from router.requests.dispatch import Dispatcher
-from router.requests.draining import LiveRequest, LiveRequests
+from router.requests.live import LiveRequest, LiveRequests
 from router.requests.rooms import RoomMinter
 from tools.mutants.core import CORE
 from tools.mutants.planting import Bugs

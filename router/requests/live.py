@@ -8,11 +8,10 @@ cutting the worker's stream after that, so that its last event says why.
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
+
+from service.process.draining import wait_while
 
 log = logging.getLogger(__name__)
-
-POLL_S = 0.02
 
 
 class LiveRequest:
@@ -69,9 +68,7 @@ class LiveRequests:
             log.info("draining: %d requests run, for up to %g s (--drain-timeout)", len(self), timeout_s)
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        while self._requests and loop.time() < deadline_s and not at_once.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(at_once.wait(), POLL_S)
+        await wait_while(lambda: bool(self._requests) and loop.time() < deadline_s, at_once=at_once)
         if self._requests:
             log.warning("draining: %d requests have not ended and are handed back", len(self))
         for request in self.requests():
