@@ -236,3 +236,44 @@ FRAMES: dict[str, list[bytes]] = {
     "many-parts": [b"a", b"b", b"c"],
 }
 FRAME_OVER_THE_LIMIT = b"x" * (9 << 20)
+
+# ---- rooms, meeting places and peers of a decode or prefill worker
+
+ROOMS: dict[str, Any] = {
+    "missing": None,
+    "zero": 0,
+    "negative": -1,
+    "too-large": 2**63,
+    "far-too-large": 10**40,
+    "string": "5",
+    "float": 1.5,
+    "object": {},
+    "true": True,
+    "list-of-wrong-length": [1, 2, 3],
+    "list-of-strings": ["1"],
+}
+PLACES: list[tuple[str, Any]] = [
+    *(("bootstrap_port", port) for port in (0, -1, 70_000, 10**40, "5", 1.5, [], {"a": 1})),
+    *(("bootstrap_host", host) for host in (0, -1, [], ["a", "b"], {"a": 1})),
+]
+DEAD = ("127.0.0.1", "no-such-host.invalid", "x" * 5000, "a b\r\nc", "::1", "", "%00")
+LIES: dict[str, tuple[int, bytes]] = {
+    "junk": (200, b"\x00\xff junk"),
+    "empty": (200, b""),
+    "wrong-shape": (200, b'{"worker": 5, "shared": "maybe"}'),
+    "deep": (200, b"[" * 100_000),
+    "huge": (200, b'"' + b"x" * 30_000_000 + b'"'),
+    "redirect": (302, b""),
+    "teapot": (418, b'{"error": "short and stout"}'),
+    "broken": (500, b"<html>"),
+}
+REPLIES = ("silence", "junk", "refusal", "stranger", "success-at-once")
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "version": ({"version": 99}, "version"),
+    "signature": ({"signature": "another model"}, "another model"),
+    "page-size": ({"page_size": 64}, "page_size"),
+    "dtype": ({"dtype": "float64"}, "float64"),
+    "backend": ({"backend": "mooncake"}, "mooncake"),
+    "incarnation": ({"dst": "an earlier life"}, "restarted"),
+    "bytes": ({}, "bytes"),
+}

@@ -6,37 +6,37 @@ plane of the prefill worker; the sockets between the processes of a worker.
 
 import asyncio
 import contextlib
-import http.client
-import json
 import random
-import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from urllib.parse import urlsplit
 
-import httpx2 as httpx
-import psutil
 import pytest
 import zmq
-
 from engine.ipc import IpcPaths, PullSocket
-from engine.messages import Shutdown, ToScheduler
-from tests.e2e import hostile
-from tests.e2e.client import assert_all_back, generate_all
-from tests.e2e.cluster import Cluster, cluster, tandem, wait_until
-from tests.e2e.conftest import SHIPPED
-from tests.e2e.workload import recall_body
-from tests.frontend.conftest import start_worker
-from tests.hostile import table
-from tests.hostile.table import Call, post
 
-ANSWER_S = 60.0
-AT_A_TIME = 8
+from engine.messages import Shutdown, ToScheduler
+from tests.e2e.client import generate_all
+from tests.e2e.cluster import wait_until
+from tests.e2e.workload import recall_body
+from tests.hostile import means, table
+from tests.hostile.doors import (
+    ANSWER_S,
+    AT_A_TIME,
+    ROUTERS,
+    SERVERS,
+    WORKERS,
+    Answer,
+    Doors,
+    is_no_failure,
+    is_refusal,
+    names_field,
+    wrong,
+)
+from tests.hostile.table import Call, post
+from tests.hostile.wrong_fields import WRONG_FIELDS
+
 BESIDE_EVERY_S = 0.3
-ROUTERS, WORKERS = ("router", "fleet"), ("unified", "prefill", "decode")
-SERVERS = (*ROUTERS, *WORKERS, "bootstrap")
 GENERATION = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 # Routes that every case of `RAW_BODIES` is wrong for.
 JSON_ROUTES = {
@@ -55,70 +55,17 @@ JSON_ROUTES = {
 OF_THE_LIBRARY = ("Content-Length", "Transfer-Encoding", "Upgrade", "Connection")
 
 
-@dataclass(frozen=True)
-class Answer:
-    """`status` 0: the connection was closed instead."""
-
-    status: int
-    body: bytes
-
-
-@dataclass(frozen=True)
-class Doors:
-    """Base URLs by name of the server."""
-
-    cluster: Cluster
-    urls: Mapping[str, str]
-    http: httpx.Client
-
-    def play(self, door: str, cases: Mapping[str, Call]) -> dict[str, Answer]:
-        """What each case is answered, several at a time."""
-        with ThreadPoolExecutor(AT_A_TIME) as pool:
-            return dict(zip(cases, pool.map(lambda call: ask(self.urls[door], call), cases.values()), strict=True))
-
-
-def ask(url: str, call: Call) -> Answer:
-    parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=ANSWER_S) as sock:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
-            sock.sendall(call.head(parts.netloc.encode()))
-        response = http.client.HTTPResponse(sock, method=call.method.decode("latin-1"))
-        try:
-            response.begin()
-            return Answer(response.status, response.read())
-        except (http.client.HTTPException, ConnectionResetError):
-            return Answer(0, b"")
-
-
-@pytest.fixture(scope="module")
-def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
-    folder = tmp_path_factory.mktemp("doors")
-    args = ("--run-dir", str(folder / "logs"), "--workers", "2", *SHIPPED)
-    with contextlib.ExitStack() as stack:
-        c = stack.enter_context(cluster(folder, "--transfer-backend", "nixl", *args))
-        urls = {role: c.of(role)[0].url for role in ("prefill", "decode")}
-        pd = ("--pd-disaggregation", "--prefill", urls["prefill"], "--decode", urls["decode"])
-        policies = ("--prefill-policy", "cache_aware", "--decode-policy", "consistent_hashing")
-        router = stack.enter_context(tandem(folder / "router", "router", "--port", "0", *pd, *policies))
-        unified = stack.enter_context(start_worker(folder, process=True))
-        urls |= {"router": router.url, "fleet": c.router, "unified": unified.url, "bootstrap": hostile.bootstrap_url(c)}
-        family = psutil.Process(c.launcher.pid).children(recursive=True)
-        http = stack.enter_context(httpx.Client(timeout=ANSWER_S))
-        with beside(urls):
-            yield Doors(c, urls, http)
-        asyncio.run(assert_all_back(c))
-        assert all(process.poll() is None for process in (router.process, unified.process))
-        assert all(process.is_running() for process in family)
-        for log in (*(folder / "logs").iterdir(), router.log, unified.log):
-            assert (found := hostile.our_traceback(log)) is None, found
+@pytest.fixture(scope="module", autouse=True)
+def _beside(doors: Doors) -> Iterator[None]:
+    with beside(doors.urls):
+        yield
 
 
 @pytest.fixture(autouse=True)
-def well_after(request: pytest.FixtureRequest) -> Iterator[None]:
+def well_after(doors: Doors) -> Iterator[None]:
     """Each server answers those who watch it."""
-    doors: Doors | None = request.getfixturevalue("doors") if "doors" in request.fixturenames else None
     yield
-    for door in SERVERS if doors is not None else ():
+    for door in SERVERS:
         watch(doors, door)
 
 
@@ -166,24 +113,6 @@ def kind_of(door: str) -> str:
     return "router" if door in ROUTERS else "worker" if door in WORKERS else "bootstrap"
 
 
-def wrong(answers: Mapping[str, Answer], is_fine: Callable[[Answer], bool]) -> dict[str, tuple[int, bytes]]:
-    return {name: (a.status, a.body[:300]) for name, a in answers.items() if not is_fine(a)}
-
-
-def is_refusal(answer: Answer) -> bool:
-    """4xx, and JSON that says why: an error, or what each of several workers answered."""
-    try:
-        said = json.loads(answer.body)
-    except ValueError:
-        return False
-    return 400 <= answer.status < 500 and isinstance(said, dict) and bool(said.get("error") or said.get("workers"))
-
-
-def is_no_failure(answer: Answer) -> bool:
-    """An answer; where it is a refusal, JSON that says why."""
-    return 200 <= answer.status < 400 or is_refusal(answer)
-
-
 def good_calls(door: str) -> list[Call]:
     """Requests that are right but for what is done to them."""
     if door == "bootstrap":
@@ -218,7 +147,7 @@ def test_a_client_that_waits_for_its_word_sends_its_body(doors: Doors, door: str
     """curl asks so before a body of more than 1 MiB, and waits a second in vain where nothing answers."""
     call = post("/rooms" if door == "bootstrap" else "/generate", b"[]", (b"Expect", b"100-Continue"))
     head, _, body = call.head(b"127.0.0.1").partition(b"\r\n\r\n")
-    with hostile.connect(doors.urls[door]) as sock:
+    with means.connect(doors.urls[door]) as sock:
         sock.sendall(head + b"\r\n\r\n")
         stream = sock.makefile("rb")
         assert (stream.readline(), stream.readline()) == (b"HTTP/1.1 100 Continue\r\n", b"\r\n")
@@ -296,6 +225,22 @@ def test_wrong_values_and_lone_surrogates(doors: Doors, door: str) -> None:
     assert wrong(doors.play(door, cases), is_refusal) == {}
 
 
+def test_wrong_fields_are_named(doors: Doors) -> None:
+    """And nothing of them reaches the engine."""
+    cases = {f"{path} {field} {i}": (post(path, body), field) for i, (path, body, field) in enumerate(WRONG_FIELDS)}
+    seen = len(doors.alone.scheduler.seen)
+    answers = doors.play("unified", {name: call for name, (call, _) in cases.items()})
+    assert {name: a.body[:300] for name, a in answers.items() if not names_field(a, cases[name][1])} == {}
+    assert len(doors.alone.scheduler.seen) == seen
+
+
+@pytest.mark.parametrize("door", [*ROUTERS, "prefill", "decode"])
+def test_wrong_fields_fail_nothing(doors: Doors, door: str) -> None:
+    """The model differs there, and with it what is wrong."""
+    cases = {f"{path} {field} {i}": post(path, body) for i, (path, body, field) in enumerate(WRONG_FIELDS)}
+    assert wrong(doors.play(door, cases), is_no_failure) == {}
+
+
 @pytest.mark.parametrize("door", [*ROUTERS, *WORKERS])
 def test_bytes_in_text_that_are_no_utf_8(doors: Doors, door: str) -> None:
     """Refused where the text is read; a field that is not read may hold anything."""
@@ -309,7 +254,7 @@ def test_bytes_in_text_that_are_no_utf_8(doors: Doors, door: str) -> None:
 @pytest.mark.parametrize("door", SERVERS)
 def test_bytes_that_are_no_http(doors: Doors, door: str) -> None:
     def said(data: bytes) -> Answer:
-        line = hostile.exchange(doors.urls[door], data, read_s=ANSWER_S).split(b"\r\n")[0]
+        line = means.exchange(doors.urls[door], data, read_s=ANSWER_S).split(b"\r\n")[0]
         return Answer(int(line.split()[1]) if line else 0, line)
 
     with ThreadPoolExecutor(AT_A_TIME) as pool:
@@ -325,9 +270,9 @@ def counted(doors: Doors) -> float:
 
 
 def test_tcp_junk_at_the_control_plane(doors: Doors) -> None:
-    address = hostile.route(doors.cluster).control
+    address = means.route(doors.cluster).control
     for junk in table.TCP_JUNK.values():
-        with hostile.connect(address) as sock, contextlib.suppress(ConnectionError):
+        with means.connect(address) as sock, contextlib.suppress(ConnectionError):
             sock.sendall(junk)
 
 
@@ -335,10 +280,10 @@ def test_junk_frames_at_the_control_plane(doors: Doors) -> None:
     """Each frame is counted; one over the limit ends its connection, which is ZMQ's own doing."""
     for name, frames in table.FRAMES.items():
         before = counted(doors)
-        with hostile.dealer(hostile.route(doors.cluster).control) as sock:
+        with means.dealer(means.route(doors.cluster).control) as sock:
             sock.send_multipart(frames)
             wait_until(lambda before=before: counted(doors) > before, within_s=10, what=f"{name} counted as junk")
-    with hostile.dealer(hostile.route(doors.cluster).control) as sock:
+    with means.dealer(means.route(doors.cluster).control) as sock:
         sock.send(table.FRAME_OVER_THE_LIMIT)
 
 

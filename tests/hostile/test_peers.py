@@ -1,0 +1,266 @@
+"""Hostile clients, peers and servers of a cluster: each gets its error, and after each one the next good request is served.
+
+Slow clients, rooms, what a decode worker is told by servers that a request names, and peers that differ. Single requests and
+frames that are wrong in themselves: test_every_door.py. After every test a right answer crosses the cluster, and
+all memory is back.
+"""
+
+import asyncio
+import contextlib
+import random
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import msgspec
+import pytest
+import zmq
+
+from bootstrap_server.protocol import Registration, RouteReply
+from tests.e2e.client import generate_all
+from tests.e2e.workload import recall_body
+from tests.hostile import means
+from tests.hostile.doors import Answer, Doors, is_refusal, wrong
+from tests.hostile.table import (
+    CHAT,
+    COMPLETE,
+    DEAD,
+    GENERATE,
+    LAYOUTS,
+    LIES,
+    PLACES,
+    PROMPT,
+    REPLIES,
+    ROOMS,
+    USER,
+    post,
+)
+from transfer_backends.wire import Abort, Bye, Drained, Ping, Refused, Status, TransferInfo, decode
+
+DOORS = ("router", "prefill", "decode", "unified")
+
+
+@pytest.fixture(autouse=True)
+def served_after(doors: Doors) -> Iterator[None]:
+    yield
+    doors.serve_well()
+
+
+# ---- HTTP
+
+
+def assert_refused(answer: httpx.Response, *statuses: int) -> None:
+    """An error in OpenAI's shape."""
+    assert answer.status_code in (statuses or (400,)), (answer.status_code, answer.text[:500])
+    error = answer.json()["error"]
+    assert error["message"] and error["type"] == "invalid_request_error", error
+
+
+def test_half_open_requests_stop_nobody(doors: Doors) -> None:
+    """Slow loris: a header, or a body, that never ends; hundreds of them."""
+    begun = (
+        b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nX: ",
+        b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
+    )
+    with contextlib.ExitStack() as stack:
+        for i in range(400):
+            sock = stack.enter_context(means.connect(doors.urls[DOORS[i % len(DOORS)]]))
+            sock.sendall(begun[i % 2])
+        doors.serve_well(count=8)
+        assert doors.alone.post(COMPLETE, {"prompt": "fine", "max_tokens": 5}).json()["choices"][0]["text"] == "fine"
+
+
+def test_an_answer_that_nobody_reads_stops_nobody(doors: Doors) -> None:
+    """A client that asks for much and reads nothing."""
+    body = {**PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
+    sent = post(GENERATE, body).head(b"127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            sock = stack.enter_context(means.connect(doors.urls["router"]))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.sendall(sent)
+        rng = random.Random(4)
+        fine, wanted = recall_body(rng, 30, max_new_tokens=4)
+        assert asyncio.run(generate_all(doors.urls["router"], [fine]))[0]["output_ids"] == wanted
+
+
+# ---- rooms
+
+
+@pytest.mark.parametrize("door", ["prefill", "decode"])
+def test_bad_rooms_and_meeting_places(doors: Doors, door: str) -> None:
+    good = {**PROMPT, "bootstrap_host": "127.0.0.1", "bootstrap_port": 5, "bootstrap_room": 5}
+    rooms = {name: post(GENERATE, {**good, "bootstrap_room": room}) for name, room in ROOMS.items()}
+    places = {f"{field} {value}": post(GENERATE, {**good, field: value}) for field, value in PLACES}
+
+    def names_the_room(answer: Answer) -> bool:
+        return answer.status == 400 and is_refusal(answer) and b"bootstrap_room" in answer.body
+
+    assert wrong(doors.play(door, rooms), names_the_room) == {}
+    assert wrong(doors.play(door, places), lambda a: a.status == 400 and is_refusal(a)) == {}
+
+
+@pytest.mark.parametrize("door", ["prefill", "decode"])
+def test_a_room_that_is_live_is_refused(doors: Doors, door: str) -> None:
+    """And the request that has it is not disturbed: its other half comes late, and it is answered."""
+    port = int(means.bootstrap_url(doors.cluster).rpartition(":")[2])
+    body, wanted = recall_body(random.Random(9), 40, max_new_tokens=3)
+    body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 4242 + (door == "decode")}
+
+    async def meet() -> dict[str, Any]:
+        here, there = doors.urls[door], doors.urls["decode" if door == "prefill" else "prefill"]
+        first = asyncio.create_task(generate_all(here, [body]))
+        while (await asyncio.to_thread(_live_requests, here)) == 0 and not first.done():
+            await asyncio.sleep(0.01)
+        answer = await asyncio.to_thread(httpx.post, here + GENERATE, json=body, timeout=30)
+        assert_refused(answer, 409)
+        assert str(body["bootstrap_room"]) in answer.text and not first.done()
+        other = await generate_all(there, [body])
+        return {door: (await first)[0], "other": other[0]}["other" if door == "prefill" else "decode"]
+
+    assert asyncio.run(meet())["output_ids"] == wanted
+
+
+def _live_requests(url: str) -> float:
+    return float(httpx.get(f"{url}/check").json()["gauges"]["live"]) + sum(
+        httpx.get(f"{url}/check").json()["queues"].values()
+    )
+
+
+# ---- meeting places that are dead or lie
+
+
+def test_dead_bootstrap_hosts_fail_in_bounded_time_and_slow_nobody(doors: Doors) -> None:
+    bodies = [
+        {**PROMPT, "bootstrap_host": host, "bootstrap_port": 1, "bootstrap_room": 900 + i}
+        for i, host in enumerate(DEAD * 4)
+    ]
+    for answer in asyncio.run(_fail_beside_a_good_one(doors, bodies)):
+        assert 400 <= answer.status_code <= 503 and "bootstrap" in answer.json()["error"]["message"], answer.text[:500]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(GENERATE, {"text": ["k17", "k18"]}), (COMPLETE, {"prompt": "k17"}), (CHAT, USER)]
+)
+def test_a_bootstrap_server_that_the_worker_does_not_know_is_not_asked(doors: Doors, path: str, body: Any) -> None:
+    """An address that leads here, and is no loopback address: no connection comes."""
+    with socket.create_server(("0.0.0.0", 0)) as trap:
+        trap.settimeout(0.0)
+        meeting = {"bootstrap_host": "0.0.0.0", "bootstrap_port": trap.getsockname()[1], "bootstrap_room": 77}
+        assert_refused(answer := httpx.post(doors.urls["decode"] + path, json={**body, **meeting}, timeout=30))
+        assert answer.json()["error"]["param"] == "bootstrap_host", answer.text
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+
+
+def test_bootstrap_servers_that_lie(doors: Doors) -> None:
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(means.lying_bootstrap_server(*lie)) for lie in LIES.values()]
+        meetings = [{"bootstrap_port": port, "bootstrap_room": 700 + i} for i, port in enumerate(ports)]
+        bodies = [{**PROMPT, "bootstrap_host": "127.0.0.1", **meeting} for meeting in meetings]
+        answers = asyncio.run(_fail_beside_a_good_one(doors, bodies))
+    for name, answer in zip(LIES, answers, strict=True):
+        assert 400 <= answer.status_code <= 503 and answer.json()["error"]["message"], (name, answer.text[:500])
+
+
+async def _fail_beside_a_good_one(doors: Doors, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    """The answers to `bodies`, sent to the decode worker; beside them a good request is answered right."""
+    async with httpx.AsyncClient(timeout=60) as http:
+        bad = [asyncio.create_task(http.post(doors.urls["decode"] + GENERATE, json=body)) for body in bodies]
+        fine, wanted = recall_body(random.Random(8), 30, max_new_tokens=3)
+        assert (await generate_all(doors.urls["router"], [fine]))[0]["output_ids"] == wanted
+        answers = await asyncio.gather(*bad)
+    return answers
+
+
+def test_false_prefill_workers(doors: Doors) -> None:
+    """Bootstrap servers that name control planes which answer a decode worker's registration in every wrong way."""
+
+    async def ask_all() -> list[httpx.Response]:
+        return await asyncio.gather(*(_ask_for(doors, reply, room=78 + i) for i, reply in enumerate(REPLIES)))
+
+    for reply, answer in zip(REPLIES, asyncio.run(ask_all()), strict=True):
+        assert 400 <= answer.status_code <= 503 and answer.json()["error"]["message"], (reply, answer.text)
+
+
+async def _ask_for(doors: Doors, reply: str, *, room: int) -> httpx.Response:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as control:
+        control.setsockopt(zmq.LINGER, 0)
+        number = control.bind_to_random_port("tcp://127.0.0.1")
+        false = msgspec.structs.replace(means.route(doors.cluster), control_port=number, incarnation=f"false-{reply}")
+        with means.lying_bootstrap_server(200, msgspec.json.encode(RouteReply(false, False))) as port:
+            body = {**PROMPT, "bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
+            return await _answer_falsely(doors, body, control, false, reply)
+
+
+async def _answer_falsely(
+    doors: Doors, body: dict[str, Any], control: "zmq.Socket[bytes]", false: Registration, reply: str
+) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=30) as http:
+        asked = asyncio.create_task(http.post(doors.urls["decode"] + GENERATE, json=body))
+        while not asked.done():
+            if not control.poll(0):
+                await asyncio.sleep(0.01)
+                continue
+            link, data = control.recv_multipart()
+            for frame in _false_frames(reply, me=false.incarnation, them=decode(data).src):
+                with contextlib.suppress(zmq.ZMQError):
+                    control.send_multipart([link, frame])
+        return await asked
+
+
+def _false_frames(reply: str, *, me: str, them: str) -> list[bytes]:
+    if reply == "junk":
+        return [b"", b"\xc1", b"\x90", random.Random(2).randbytes(1000)]
+    if reply == "refusal":
+        return [means.frame(Refused(me, them, "not with you", False))]
+    if reply == "stranger":
+        return [means.frame(Ping("somebody", them, 1)), means.frame(Drained(me, "nobody", 78, 0))]
+    if reply == "success-at-once":
+        return [means.frame(Status(me, them, 78, 0, 4, 1)), means.frame(Status(me, them, 1, 0, 4, 2**62))]
+    return []
+
+
+# ---- control plane
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_peer_that_differs_is_refused_with_both_values(doors: Doors, name: str) -> None:
+    changes, said = LAYOUTS[name]
+    worker = means.route(doors.cluster)
+    with means.dealer(worker.control) as sock:
+        sock.send(means.register(worker, **changes))
+        answer = decode(sock.recv())
+    assert isinstance(answer, Refused) and said in answer.reason, answer
+
+
+def test_messages_of_strangers_are_refused(doors: Doors) -> None:
+    worker = means.route(doors.cluster)
+    me, them = "stranger", worker.incarnation
+    messages = [
+        TransferInfo(me, them, 5, 0, b"\x01\x00\x00\x00", 0),
+        Abort(me, them, 5, 0, "because"),
+        Status(me, them, 5, 0, 4, 1),
+        Ping(me, them, 1),
+        Drained(me, them, 5, 0),
+    ]
+    with means.dealer(worker.control) as sock:
+        for message in messages:
+            sock.send(means.frame(message))
+            assert isinstance(decode(sock.recv()), Refused)
+        sock.send(means.frame(Bye(me, them)))
+
+
+@pytest.mark.parametrize("kind", [zmq.SUB, zmq.PUSH, zmq.PAIR], ids=["sub", "push", "pair"])
+def test_sockets_of_the_wrong_kind(doors: Doors, kind: int) -> None:
+    with means.dealer(means.route(doors.cluster).control, kind):
+        doors.serve_well()
+
+
+def test_a_flood_of_frames_stops_nobody(doors: Doors) -> None:
+    with means.dealer(means.route(doors.cluster).control) as sock:
+        for _ in range(20_000):
+            with contextlib.suppress(zmq.Again):
+                sock.send(b"junk", zmq.DONTWAIT)
+        doors.serve_well()
