@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
-from engine.ipc import IpcPaths, PullSocket
 
+from engine.ipc import IpcPaths, PullSocket
 from engine.messages import Shutdown, ToScheduler
 from tests.e2e.client import generate_all
 from tests.e2e.cluster import wait_until
