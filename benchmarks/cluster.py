@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from deploy.bench.config import BenchConfig
+from deploy.bench.load import Measured
 from deploy.bench.run import measure
 from deploy.bench.stats import Summary, summarize
 from service.process.die_with_parent import die_with_parent
 
+ROOT = Path(__file__).resolve().parents[1]
 START_S = 300.0
 END_S = 10.0
 
@@ -37,14 +41,18 @@ class Cluster:
 
 
 @contextmanager
-def tandem_up(*args: str) -> Iterator[Cluster]:
-    """`tandem up --port 0 ARGS` until the block ends; its text goes to stderr."""
+def tandem_up(*args: str, tree: Path = ROOT) -> Iterator[Cluster]:
+    """`tandem up --port 0 ARGS` of a source tree until the block ends; its text goes to stderr."""
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         ready_file = Path(folder) / "ready.json"
         argv = [sys.executable, "-m", "deploy", "up", "--port", "0", "--ready-file", str(ready_file), *args]
         begin = time.monotonic()
         process = subprocess.Popen(
-            argv, stdout=sys.stderr, env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=die_with_parent()
+            argv,
+            stdout=sys.stderr,
+            cwd=tree,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)},
+            preexec_fn=die_with_parent(),
         )
         try:
             ready = _wait_ready(process, ready_file, argv)
@@ -55,19 +63,30 @@ def tandem_up(*args: str) -> Iterator[Cluster]:
             _end(process)
 
 
+def pin_tree(root: psutil.Process, core: int) -> None:
+    """Move every thread of a process and its descendants to `core`; new threads inherit it."""
+    for process in (root, *root.children(recursive=True)):
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {core})
+
+
 def load(*, url: str, compare: str | None = None, **flags: Any) -> list[Summary]:
     """Put load on one URL, or on two in turns; a summary for each. Raises when a request was not answered."""
-    config = BenchConfig(url=url, compare=compare, disable_progress=True, **flags)
-    summaries = asyncio.run(_load(config))
-    for summary in summaries:
-        if summary.errors:
-            raise RuntimeError(f"requests failed: {summary.errors}")
-    return summaries
+    found = load_records(url=url, compare=compare, **flags)
+    return [summarize(one.records, duration_s=one.duration_s) for one in found]
 
 
-async def _load(config: BenchConfig) -> list[Summary]:
+def load_records(*, url: str, compare: str | None = None, **flags: Any) -> list[Measured]:
+    """As `load`: the records of every request."""
+    found = asyncio.run(_load(BenchConfig(url=url, compare=compare, disable_progress=True, **flags)))
+    if errors := [record.error for one in found for record in one.records if record.error is not None]:
+        raise RuntimeError(f"requests failed: {errors}")
+    return found
+
+
+async def _load(config: BenchConfig) -> list[Measured]:
     async with AsyncExitStack() as stack:
-        return [summarize(one.records, duration_s=one.duration_s) for one in await measure(config, stack)]
+        return await measure(config, stack)
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", ready_file: Path, argv: list[str]) -> dict[str, Any]:

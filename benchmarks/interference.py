@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.cluster import Cluster, tandem_up
+from benchmarks.cluster import Cluster, pin_tree, tandem_up
 from benchmarks.cpu_use import cpu_use
 from benchmarks.peer_loads import SEED_STEP, Server, interference, warm_up
 from benchmarks.random_model import write_model
@@ -44,16 +44,10 @@ def pin(cluster: Cluster, cores: dict[str, int]) -> None:
     workers = {process.pid for role, process in roots.items() if role != "up"}
     for role, process in roots.items():
         if role != "up":
-            _pin_tree(process, cores[role])
+            pin_tree(process, cores[role])
     for child in roots["up"].children():
         if child.pid not in workers:
-            _pin_tree(child, cores["router"])
-
-
-def _pin_tree(root: psutil.Process, core: int) -> None:
-    for process in (root, *root.children(recursive=True)):
-        for thread in process.threads():
-            os.sched_setaffinity(thread.id, {core})
+            pin_tree(child, cores["router"])
 
 
 def rounds_of(name: str, server: Server, *, rounds: int) -> list[Row]:
