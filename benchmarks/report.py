@@ -54,72 +54,73 @@ QUICK: dict[str, list[str]] = {
 SECTIONS = {
     "peers": (
         "Beside its peers",
-        "The same checkpoint (Qwen3-0.6B's layers, random bf16 weights, a small vocabulary), loads and client on one server at "
-        "a time, each with all cores; medians of the rounds. Ratios are Tandem's figure over the row's: more is better "
-        "for tokens/s, less for times.",
+        "One server at a time, with all cores, the same checkpoint (Qwen3-0.6B's layers, random bf16 weights, a small"
+        " vocabulary), loads and client; medians of the rounds. Ratios are Tandem's figure over the row's: more is "
+        "better for tokens/s, less for times.",
         peers.render,
     ),
     "interference": (
         "What prompts do to running answers",
-        "Four long decodes alone, and while a prompt of 1,024 tokens comes every second, which is more than these cores can "
-        "prefill: a queue builds up. The aim for a core each: p99 within 1.3 of alone.",
+        "Four long decodes alone, and while a prompt of 1,024 tokens arrives every second. These cores cannot prefill"
+        " that many, so a queue builds up. The aim for a core each: p99 within 1.3 of alone.",
         interference.render,
     ),
     "pd_overhead": (
         "Unified against prefill + decode",
-        "Both on this one machine, in turns within one run: prefill and decode have no more hardware together than the "
-        "unified worker has alone, so this shows what PD costs, not what it gains.",
+        "Both on this one machine, in turns within one run. Prefill and decode together have no more hardware than "
+        "the unified worker alone, so this shows what PD costs, not what it gains.",
         pd_overhead.render,
     ),
     "transfer_rate": (
         "KV transfer",
-        "Between two processes: through both managers (from `send` to `Success` on the other side), the engine alone "
-        "with the same pieces, and memcpy of the same pieces within one process. The raw loop asks without pause whether a "
-        "piece has ended; managers nap in between, for a core that asks is one that does not compute. Where an engine moves "
-        "bytes by threads of its own (Mooncake over TCP) that loop gains or loses by where the kernel puts it: with small pages "
-        "it is measured with the managers' naps, too.",
+        "Between two processes: through both managers (from `send` to `Success` on the other side); the engine alone "
+        "with the same pieces; memcpy of the same pieces within one process. The raw loop polls without a pause. "
+        "Managers pause between polls, because a polling core does not compute. An engine with threads of its own "
+        "(Mooncake over TCP) gains or loses by where the kernel puts the raw loop, so small pages are measured with "
+        "the managers' pauses, too.",
         transfer_rate.render,
     ),
     "layerwise": (
         "Pages that leave layer by layer",
-        "A random checkpoint with layers as those of Qwen3-0.6B, but fewer and narrower, so that the transfer weighs more "
-        "than it would there; one thread computes, the rest of the cores is the sender's and everybody else's. What there is "
-        "to gain is the time of the transfer, and the gain needs an idle core. On a shared machine the best of a few is the figure to look at.",
+        "A random checkpoint with layers like those of Qwen3-0.6B, but fewer and narrower, so that the transfer "
+        "weighs more. One thread computes; the other cores belong to the sender. The most that there is to gain is "
+        "the time of the transfer, and the gain needs an idle core. On a shared machine look at the best row.",
         layerwise.render,
     ),
     "step_time": (
         "Decode step and prefill",
-        "A random checkpoint with the layers of Qwen3-0.6B in bf16, one thread and all cores; the limit of a step is the time to "
-        "read the weights and the batch's KV from huge pages on as many threads, that of a prefill torch's bf16 matrix product. "
-        "With all cores the threads share them with HTTP and the load's client.",
+        "A random checkpoint with the layers of Qwen3-0.6B in bf16, one thread and all cores. The limit of a step is "
+        "the time to read the weights and the batch's KV from huge pages with as many threads; that of a prefill is "
+        "torch's bf16 matrix product. With all cores the threads share them with HTTP and the load's client.",
         step_time.render,
     ),
     "tapes": (
         "Steps from a tape",
-        "The forward of a decode step on a CPU, in turns in one process: Python and torch between the kernels, and the same kernel "
-        "calls recorded and made again by one call from C (`engine/kernels/tape.py`). The bits are the same.",
+        "The forward of a decode step on a CPU, in turns in one process: Python and torch between the kernels, and "
+        "the same kernel calls recorded and repeated by one call from C (`engine/kernels/tape.py`). The bits are the "
+        "same.",
         tapes.render,
     ),
     "step_gap": (
         "Between two steps",
-        "Time for which the executor's stream has nothing to do from the end of one decode step to the start of the next, with one "
-        "step in flight (depth 1) and with two; one thread computes. Inline is the default on a CPU: the scheduler's own thread "
-        "computes, and what it does between steps is the gap. `threaded` hides it on a core of its own, but both threads need "
-        "Python's lock.",
+        "Time for which the executor's stream has nothing to do between two decode steps, with one step in flight "
+        "(depth 1) and with two; one thread computes. Inline is the default on a CPU: the scheduler's own thread "
+        "computes, and its work between steps is the gap. `threaded` hides the gap on a core of its own, but both "
+        "threads need Python's lock.",
         step_gap.render,
     ),
     "scheduler_step": (
         "Scheduler alone",
-        "CPU time of the pure core with nothing behind it, decodes of 512-token prompts. The aim: at most half of vLLM's "
-        "scheduler under the same load, however many wait.",
+        "CPU time of the pure core with nothing behind it, decodes of 512-token prompts. The aim: at most half of "
+        "vLLM's scheduler under the same load, however many requests wait.",
         scheduler_step.render,
     ),
     "token_path": (
         "What a token costs outside the engine",
-        "CPU time of all that handles a token after the scheduler, for each token of chat streams through a PD cluster of the "
-        "shipped model, everything counted (requests, health checks, reports). The client's and the schedulers' is not, but "
-        "they share the cores. The aim: 40 us. With few streams most of it is processes that wake up for one token: at 1,000 "
-        "steps a second, which no large model makes, they sleep and wake as often.",
+        "CPU time of everything that handles a token after the scheduler, for each token of chat streams through a PD"
+        " cluster of the shipped model, including requests, health checks and reports. The client and the schedulers "
+        "are not counted, but they share the cores. The aim: 40 us. With few streams most of the cost is a process "
+        "that wakes up for one token.",
         token_path.render,
     ),
     "start_time": (
@@ -129,15 +130,15 @@ SECTIONS = {
     ),
     "router_cost": (
         "What a router costs",
-        "In front of one prefill and one decode worker that answer at once; bodies of 300 bytes. CPU time is that of the "
-        "router's processes; health checks run beside the load, so slow loads pay for them too. SGLang's router (Rust, from "
-        "PyPI) in the same run. Its late first bytes are the delayed ACK of kept-alive connections.",
+        "In front of one prefill and one decode worker that answer at once; bodies of 300 bytes. CPU time is that of "
+        "the router's processes. Health checks run beside the load, so slow loads pay for them too. SGLang's router "
+        "(Rust, from PyPI) in the same run; its late first bytes are the delayed ACK of kept-alive connections.",
         router_cost.render,
     ),
     "router_path": (
         "Where the router's time goes",
-        "The router's own code from the client's bytes to the answer's, without sockets: the three writes and reads of a "
-        "request, which every router has, come on top.",
+        "The router's own code from the client's bytes to the answer's, without sockets. The three writes and reads "
+        "of a request, which every router has, come on top.",
         router_path.render,
     ),
     "router_policies": (
@@ -154,12 +155,12 @@ SECTIONS = {
     ),
     "scale": (
         "Scale",
-        "The router's core at work for many workers, and the bootstrap server's registry: production code in virtual time, fed by a "
-        "trace that is repeated with new prompts, at a rate that suits the workers. Every 1,000 requests one worker goes down and comes "
-        "back, so pools and what is kept with them are made anew. Sockets and bodies are not in it; they cost the same whatever the number of "
-        "workers. With many workers each one's data is seldom in the processor's cache: that is what still grows. Rows with a comma are to "
-        "compare with: a look at each worker for each request, and requests with an objective "
-        "(`--slo-ttft-ms`), of which the forecast still looks at each. [Plot](scale.png).",
+        "The router's core at work for many workers, and the bootstrap server's registry: production code in virtual "
+        "time, fed by a trace that repeats with new prompts, at a rate that suits the workers. Every 1,000 requests "
+        "one worker goes down and comes back, so pools are made anew. Sockets and bodies are not included; their cost"
+        " does not depend on the number of workers. What still grows is cache misses. Rows with a comma are for "
+        "comparison: a look at each worker for each request, and requests with an objective (`--slo-ttft-ms`), for "
+        "which the forecast looks at each worker. [Plot](scale.png).",
         scale.render,
     ),
 }

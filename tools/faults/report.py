@@ -27,60 +27,58 @@ Each section names the commit of its run. `make sim` plays far more faults in vi
 
 ## Fault matrix
 
-A bootstrap server on its own, one prefill worker, one decode worker and a router, each a process of its own with default
-timeouts, over the real transfer engines; {requests} requests of the shipped model in flight, half of them streaming.
-Each cell brings all of them into a phase, does one fault, and demands that
+A standalone bootstrap server, one prefill worker, one decode worker and a router with default timeouts, over the real transfer
+engines; {requests} requests of the shipped model in flight, half of them streaming. Each cell brings them into a phase, causes one
+fault, and demands that
 
 - every request ends in bounded time, with exactly the right tokens or an error that says what happened,
-- the survivors come back to an empty state and their `GET /check` is clean,
+- the survivors return to an empty state and their `GET /check` is clean,
 - the same survivors serve again, without a restart,
-- no process, ipc directory or shared-memory segment is left that belongs to no living part.
+- no process, ipc directory or shared-memory segment is left behind.
 
 | fault | what is done |
 |---|---|
 | kill | SIGKILL; the victim stays away until all requests have ended and the survivors are clean, then starts at its address |
-| restart | SIGKILL, and started at once at the same address, before anybody may have noticed |
+| restart | SIGKILL, and an immediate start at the same address |
 | stop | SIGSTOP for {fault_s:g} s, then SIGCONT; a worker freezes with its children |
-| cut | all TCP connections between the victim and the other parts are a black hole for {fault_s:g} s, then reset (a proxy of our own). The engines' own data paths (shared memory, CMA, Mooncake's sockets) are not cut here but in the next two rows |
-| unplug | prefill and decode are on machines of their own (network namespaces on a bridge), KV goes by TCP with either engine; the cable of the victim's machine is pulled for {fault_s:g} s: all that it says and hears is lost, nothing is reset |
-| unplug-for-good | the same; the cable stays out until all requests have ended and the survivors are clean. Pages that the lost machine may still write stay quarantined until it is back: nobody can ask it |
-| freeze | SIGSTOP for good; SIGKILL once all requests have ended (a frozen router can end none: after {fault_s:g} s), as a supervisor would, then as kill |
+| cut | all TCP connections between the victim and the other parts are a black hole for {fault_s:g} s, then reset (by a proxy). The engines' own data paths (shared memory, CMA, Mooncake's sockets) are cut in the next two rows |
+| unplug | prefill and decode have machines of their own (network namespaces on a bridge) and move KV by TCP; the victim's cable is pulled for {fault_s:g} s: everything from and to it is lost, nothing is reset |
+| unplug-for-good | the same; the cable stays out until all requests have ended and the survivors are clean. Pages that the lost machine may still write stay quarantined until it is back |
+| freeze | SIGSTOP for good; SIGKILL once all requests have ended (a frozen router: after {fault_s:g} s), as a supervisor would, then as kill |
 | drain | SIGTERM: it finishes what runs and exits 0, then as kill |
-| error | the next KV write of each request fails in prefill's engine, without having begun (a switch around the real engine, tests only: `tools/faults/inject/`); its real recovery follows. In "decoding": of one more request, beside those that decode |
-| error-twice | the same, and the second try of the same pair fails, too: the router sends the request once more |
+| error | the next KV write of each request fails in prefill's engine before it begins (a switch around the real engine: `tools/faults/inject/`); the real recovery follows. In "decoding": of one more request |
+| error-twice | the same, and the second write try fails, too: the router sends the request once more |
 | error-always | every write fails until all requests have ended: a clear error |
 
-| phase | how it is held, until the fault has begun |
+| phase | how it is held until the fault has begun |
 |---|---|
-| bootstrapping | prefill and decode have the requests; decode's link to the bootstrap server is clogged, so no handshake can end |
+| bootstrapping | both workers have the requests; decode's link to the bootstrap server is clogged, so no handshake can end |
 | waiting | handshakes done; one request that may fill decode's pool runs, so decode has no pages to give |
-| transferring | prefill has computed, its writes are held by the switch; decode's pages are exposed |
-| decoding | streams have had their first tokens, {long} are asked for |
+| transferring | prefill has computed, the switch holds its writes; decode's pages are exposed |
+| decoding | streams have had their first tokens; each asks for {long} |
 
-A child's death ends its worker, which a supervisor starts again. In a cell: how the {requests} requests ended (`cut`: the
-connection broke, only ever where the router itself is killed), the seconds from the fault to the last one's end, then those until
-survivors are clean (where the fault passes by itself: until all are, and serve). In the rows kill and restart up to 2 s
-of that are the harness's own: it reads no answers while it waits for the last of the victim's processes to go. With one worker a role there is nobody to try again with while the victim is away: errors are what is right
-there; "right" is demanded wherever what the request still needs is left (`must_be_right` in `tools/faults/cells.py`).
+A cell shows how the {requests} requests ended (`cut`: the router was killed and the connection broke), the seconds from the fault to
+the end of the last one, and those until the survivors were clean (for faults that pass: until all are clean and serve). In the rows
+kill and restart up to 2 s are the harness's own. A child's death ends its worker, which a supervisor starts again. There is one worker
+a role, so errors are right while the victim is away; "right" is demanded wherever what the request needs is left (`must_be_right` in
+`tools/faults/cells.py`).
 
-Where a connection breaks under a stream that has begun (cut of router or decode, decoding) the stream ends with an error:
-its client has part of the answer. The other half of those requests moves. A bootstrap server that stays dead is named in
-the error after `--disaggregation-bootstrap-grace` (5 s); a worker that stays silent costs its requests
-`--dead-worker-timeout-s` (30 s; [operations.md](../operations.md#dead-workers-and-bootstrap-servers)).
+A stream that has begun ends with an error when its connection breaks; the other requests move. A bootstrap server that stays dead is
+named in the error after `--disaggregation-bootstrap-grace` (5 s). A silent worker costs its requests `--dead-worker-timeout-s` (30 s;
+[operations.md](../operations.md#dead-workers-and-bootstrap-servers)).
 """
 
 NOTICED = """
 ## How soon silence is noticed
 
-The same parts with default flags; a worker is frozen (`stop`) or cut off (`cut`) at a random moment. Seconds from there until the
-router prefers others (`/workers` says `silent`), and from the moment the fault is over until it is used again: median; longest.
+The same parts with default flags. A worker is frozen (`stop`) or cut off (`cut`) at a random moment. Noticed: seconds until the
+router prefers others (`/workers` shows `silent`). Back: seconds from the end of the fault until it is used again. Median; longest.
 
 | fault | victim | times | noticed | back |
 |---|---|---|---|---|
 {rows}
-Silence is of the scheduler *process*. A worker in a long step is busy, which is no row here: a thread of its scheduler process answers
-the router's checks during the step ([operations.md](../operations.md#health)), and the worker stays in the choice. A frozen process is silent with
-all its threads. A step that never ends is ended by `--watchdog-timeout`.
+A worker in a long step is busy, not silent: a thread of its scheduler process answers the router's checks
+([operations.md](../operations.md#health)). `--watchdog-timeout` ends a step that never ends.
 
 False alarms: {silent} in {seconds:.0f} s with {streams} streams at a time on this machine, in which {answers} answers came.
 """
