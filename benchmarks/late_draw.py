@@ -79,7 +79,7 @@ class Waiting(Scheduler):
     def schedule(self, now_s: float = 0.0) -> Plan | None:
         plan = super().schedule(now_s)
         if plan is not None:
-            plan.wait = plan.wait or plan.draw_late
+            plan.wait = plan.wait or plan.sample_deferred
         return plan
 
 

@@ -25,7 +25,8 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Scheduler, SchedulerSettings
+from engine.core.state import SchedulerState
 from engine.sampling_params import SamplingParams
 
 PAGE_SIZE, CAPACITY_TOKENS, MAX_RUNNING, MAX_NEW, NUM_REQUESTS = 16, 65536, 256, 4096, 800
@@ -70,7 +71,7 @@ class Sample:
 class Run:
     def __init__(self, reserve: Reserve, samples: list[Sample]) -> None:
         allocator = PageAllocator(num_pages=CAPACITY_TOKENS // PAGE_SIZE, page_size=PAGE_SIZE)
-        self.scheduler = Scheduler(
+        state = SchedulerState(
             limits=Limits(
                 page_size=PAGE_SIZE,
                 max_running_requests=MAX_RUNNING,
@@ -78,15 +79,15 @@ class Run:
                 chunked_prefill_size=2048,
             ),
             memory=Memory(allocator=allocator, cache=RadixCache(allocator)),
-            tail_texts=lambda ids, skip: (),
             ratio=reserve.ratio(),
-            reserve_floor=reserve.floor,
             growth=reserve.growth() if reserve.growth is not None else None,
         )
+        settings = SchedulerSettings(reserve_floor=reserve.floor)
+        self.scheduler = Scheduler(state, settings=settings, tail_texts=lambda ids, skip: ())
         self._samples = {f"r{i}": s for i, s in enumerate(samples)}
         self._prealloc = deque(self._request(rid, s) for rid, s in self._samples.items())
         for request in self._prealloc:
-            assert self.scheduler.adopt(request) is None
+            assert self.scheduler.held.adopt(request) is None
         self._transfer: deque[tuple[int, Request]] = deque()
         self.seconds, self.steps, self.recomputed, self.rows = 0.0, 0, 0, 0
 
@@ -120,12 +121,12 @@ class Run:
     def _land(self) -> None:
         while self._transfer and self._transfer[0][0] <= self.steps:
             request = self._transfer.popleft()[1]
-            self.scheduler.start_decoding(request, ItemResult(self._token(request.rid, 0)), cached_tokens=0)
+            self.scheduler.held.start_decoding(request, ItemResult(self._token(request.rid, 0)), cached_tokens=0)
 
     def _preallocate(self) -> None:
-        room_left = self.scheduler.num_retracted == 0
+        room_left = self.scheduler.held.num_retracted == 0
         while self._prealloc and room_left and self.scheduler.num_running + len(self._transfer) < MAX_RUNNING:
-            room_left = self.scheduler.reserve(self._prealloc[0])
+            room_left = self.scheduler.held.reserve(self._prealloc[0])
             if room_left:
                 self._transfer.append((self.steps + TRANSFER_STEPS, self._prealloc.popleft()))
 

@@ -114,7 +114,7 @@ class DecodeRole:
         if request.logprobs is not None:  # the prompt's are known to prefill alone; the router merges
             asked = request.logprobs
             request.logprobs = LogprobOptions(start_len=-1, top_num=asked.top_num, token_ids=asked.token_ids)
-        refused_late = self._scheduler.adopt(request)
+        refused_late = self._scheduler.held.adopt(request)
         assert refused_late is None, refused_late  # it was asked above
         request.times.bootstraps = request.times.remote = True
         self._entries[request.rid] = Entry(request, receiver, bootstrap.room, self._moves_bytes and not fake)
@@ -167,13 +167,13 @@ class DecodeRole:
         """Most urgent first, then in order of arrival; none overtakes one that finds no room, or a retracted one as urgent."""
         if not ready:
             return
-        urgency = self._scheduler.urgency
-        retracted = [*self._scheduler.retracted(), *self._resumption.waiting()]
+        urgency = self._scheduler.held.urgency
+        retracted = [*self._scheduler.held.retracted(), *self._resumption.waiting()]
         before = max((urgency(r, now_s) for r in retracted), default=-math.inf)
         for entry in sorted(ready, key=lambda e: -urgency(e.request, now_s)):
             if urgency(entry.request, now_s) <= before:
                 return
-            if self._scheduler.adapter_has_place(entry.request, now_s) and not self._preallocate(entry, now_s):
+            if self._scheduler.held.adapter_has_place(entry.request, now_s) and not self._preallocate(entry, now_s):
                 return
 
     def _preallocate(self, entry: Entry, now_s: float) -> bool:
@@ -184,7 +184,7 @@ class DecodeRole:
         row = self._metadata.allocate()
         if row is None:
             return False
-        if not self._scheduler.reserve(entry.request, may_preempt=not self._closed):
+        if not self._scheduler.held.reserve(entry.request, may_preempt=not self._closed):
             self._metadata.free(row)
             return False
         entry.row, entry.stage = row, Stage.TRANSFER
@@ -219,7 +219,7 @@ class DecodeRole:
         self._metadata.free(entry.row)
         entry.receiver.close()
         del self._entries[entry.request.rid]
-        return self._scheduler.start_decoding(entry.request, first.result, cached_tokens=first.cached_tokens)
+        return self._scheduler.held.start_decoding(entry.request, first.result, cached_tokens=first.cached_tokens)
 
     def _fail(self, entry: Entry) -> list[TokenOutput]:
         self._counters["bootstrap_failed" if entry.stage is Stage.PREALLOC else "transfer_failed"] += 1
@@ -232,19 +232,21 @@ class DecodeRole:
     def _end(self, entry: Entry, reason: FinishReason) -> list[TokenOutput]:
         """Answer with `reason` now; memory goes back at once, or through quarantine."""
         entry.receiver.abort(reason.message)
-        output = self._scheduler.end_kept(entry.request, reason)
+        output = self._scheduler.held.end(entry.request, reason)
         del self._entries[entry.request.rid]
         if entry.receiver.drained():
             self._quarantine.close(entry.receiver, entry.row)
         else:
-            self._quarantine.add(entry.receiver, pages=self._scheduler.quarantine(entry.request), row=entry.row)
-        self._scheduler.release(entry.request)
+            self._quarantine.add(entry.receiver, pages=self._scheduler.held.quarantine(entry.request), row=entry.row)
+        self._scheduler.held.release(entry.request)
         return [output]
 
     # ---- self-knowledge
 
     def waits_for_outside(self) -> bool:
-        return bool(self._entries or len(self._resumption) or len(self._quarantine) or self._scheduler.num_retracted)
+        return bool(
+            self._entries or len(self._resumption) or len(self._quarantine) or self._scheduler.held.num_retracted
+        )
 
     def queues(self) -> dict[str, int]:
         count = Counter(entry.stage for entry in self._entries.values())
@@ -253,7 +255,7 @@ class DecodeRole:
             "transfer": count[Stage.TRANSFER],
             "resuming": len(self._resumption) - self._resumption.num_waiting,
             "quarantined": len(self._quarantine),
-            "retracted": self._scheduler.num_retracted + self._resumption.num_waiting,
+            "retracted": self._scheduler.held.num_retracted + self._resumption.num_waiting,
             "waiting": 0,  # the scheduler's waiting queue holds retracted ones only
         }
 

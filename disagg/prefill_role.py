@@ -326,7 +326,7 @@ class PrefillRole:
         elif request.finish is None and (outputs := self._scheduler.abort(request.rid, reason)):
             pass
         elif request.finish is None:  # its last chunk is being computed
-            outputs = [self._scheduler.end_kept(request, reason)]
+            outputs = [self._scheduler.held.end(request, reason)]
         else:  # computed: the answer was held back for this
             request.finish = reason
             outputs = [output_of(request, [])]
@@ -338,8 +338,8 @@ class PrefillRole:
             return
         if entry.row is not None:
             self._metadata.free(entry.row)
-        if entry.request.finish is not None and self._scheduler.keeps(entry.request):
-            self._scheduler.release(entry.request)
+        if entry.request.finish is not None and entry.request in self._scheduler.held:
+            self._scheduler.held.release(entry.request)
         entry.sender.close()
         del self._entries[entry.request.rid]
 

@@ -39,7 +39,7 @@ class Quarantine:
             return
         self._exposed = [e for e in self._exposed if e not in drained]
         for e in drained:
-            self._scheduler.end_quarantine(e.pages)
+            self._scheduler.held.end_quarantine(e.pages)
             self.close(e.receiver, e.row)
 
     def __len__(self) -> int:

@@ -74,10 +74,10 @@ class Resumption:
 
     def take(self) -> None:
         """Whom the scheduler has retracted since the last call."""
-        for request in self._scheduler.take_retracted():
+        for request in self._scheduler.held.take_retracted():
             receiver = self._open(request)
             if receiver is None:
-                self._scheduler.resume_here(request)
+                self._scheduler.held.resume_here(request)
             else:
                 assert request.bootstrap is not None
                 self._entries[request.rid] = Entry(request, receiver, request.bootstrap.room)
@@ -98,8 +98,8 @@ class Resumption:
         """Once a turn. Most urgent first; those that this engine computes are the older ones of equals."""
         if not self._entries:
             return
-        urgency = self._scheduler.urgency
-        computed = max((urgency(r, now_s) for r in self._scheduler.retracted()), default=-math.inf)
+        urgency = self._scheduler.held.urgency
+        computed = max((urgency(r, now_s) for r in self._scheduler.held.retracted()), default=-math.inf)
         may_reserve = True
         for entry in sorted(self._entries.values(), key=lambda e: -urgency(e.request, now_s)):
             state = entry.receiver.poll()
@@ -121,7 +121,7 @@ class Resumption:
         if row is None:
             return False
         entry.row = row
-        if not self._scheduler.reserve(request, may_preempt=may_preempt):
+        if not self._scheduler.held.reserve(request, may_preempt=may_preempt):
             self._drop_row(entry)
             return False
         page_size = self._scheduler.memory.allocator.page_size
@@ -155,7 +155,7 @@ class Resumption:
         entry.request.transfer_retries += entry.receiver.retries()
         self._quarantine.close(entry.receiver, entry.row)
         self.counters["resumed_through_prefill"] += 1
-        self._scheduler.resume_decoding(entry.request)
+        self._scheduler.held.resume_decoding(entry.request)
 
     def _fail(self, entry: Entry, reason: str) -> None:
         """The client hears nothing of it: this engine computes the KV."""
@@ -171,16 +171,16 @@ class Resumption:
 
     def _here(self, entry: Entry, reason: str) -> None:
         self._leave(entry, reason)
-        self._scheduler.resume_here(entry.request)
+        self._scheduler.held.resume_here(entry.request)
 
     def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
         """None: it is not here."""
         entry = self._entries.get(rid)
         if entry is None:
             return None
-        output = self._scheduler.end_kept(entry.request, reason)
+        output = self._scheduler.held.end(entry.request, reason)
         self._leave(entry, reason.message)
-        self._scheduler.release(entry.request)
+        self._scheduler.held.release(entry.request)
         return [output]
 
     def _leave(self, entry: Entry, reason: str) -> None:
@@ -190,7 +190,7 @@ class Resumption:
         if entry.receiver.drained():
             self._quarantine.close(entry.receiver, entry.row)
         else:
-            pages = self._scheduler.quarantine(entry.request)
+            pages = self._scheduler.held.quarantine(entry.request)
             self._quarantine.add(entry.receiver, pages=pages, row=entry.row)
 
     def _drop_row(self, entry: Entry) -> None:

@@ -17,7 +17,8 @@ from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
 from engine.core.page_keys import KVIdentity
 from engine.core.radix_cache import RadixCache
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Scheduler, SchedulerSettings
+from engine.core.state import SchedulerState
 from engine.device import Device, MakeCapture, allocate_pool, build_device, default_capture
 from engine.executor.weights import Weights
 from engine.hicache.build import HostTier, build_host_tier
@@ -144,20 +145,26 @@ def build_scheduler(
     tail_texts: TailTexts,
     num_token_ids: int,
 ) -> Scheduler:
-    return Scheduler(
+    state = SchedulerState(
         limits=limits(config),
         memory=memory,
-        tail_texts=tail_texts,
+        ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
+        growth=MeasuredGrowth(),
+        backup_pages=memory.allocator.num_pages if use.retracted_kv == "host" else 0,  # the pool once more
+    )
+    settings = SchedulerSettings(
         policy=config.schedule_policy,
         priorities=priorities(config),
-        ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
-        draw=random.Random(config.random_seed).random,
-        backup_pages=memory.allocator.num_pages if use.retracted_kv == "host" else 0,  # the pool once more
         reserve_floor=use.reserve_floor,
-        growth=MeasuredGrowth(),
         resume_elsewhere=use.retracted_kv == "prefill",
-        step_budget=step_budget(config, model),
         vocab_size=num_token_ids,
+    )
+    return Scheduler(
+        state,
+        settings=settings,
+        tail_texts=tail_texts,
+        uniform=random.Random(config.random_seed).random,
+        step_budget=step_budget(config, model),
     )
 
 

@@ -50,7 +50,7 @@ class TimedExecutor:
     def launch_forward(self, plan: Plan) -> TimedLaunch:
         return self.launch(plan)
 
-    def launch_draw(self, launched: TimedLaunch) -> None:
+    def launch_sampling(self, launched: TimedLaunch) -> None:
         """The draw's time is part of the step's: no grammar is planned with."""
 
     def collect(self, launched: TimedLaunch) -> StepResult:

@@ -25,7 +25,8 @@ from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Scheduler, SchedulerSettings
+from engine.core.state import SchedulerState
 from engine.loop.loop import EngineLoop, LoopSettings
 from engine.loop.role import Role, UnifiedRole
 from engine.loop.turn_clock import TurnClock
@@ -175,12 +176,11 @@ class _Ports:
 def _scheduler(spec: WorkerSpec) -> Scheduler:
     config = spec.engine
     allocator = PageAllocator(num_pages=spec.num_pages, page_size=config.page_size)
-    return Scheduler(
+    state = SchedulerState(
         limits=limits(config),
         memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=not config.disable_radix_cache)),
-        tail_texts=lambda ids, skip: (),
-        policy=config.schedule_policy,
         ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
-        reserve_floor=DisaggConfig().num_reserved_decode_tokens,
         growth=MeasuredGrowth(),
     )
+    settings = SchedulerSettings(policy=config.schedule_policy, reserve_floor=DisaggConfig().num_reserved_decode_tokens)
+    return Scheduler(state, settings=settings, tail_texts=lambda ids, skip: ())

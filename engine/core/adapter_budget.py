@@ -60,6 +60,6 @@ def _ends_soonest(running: list[Request]) -> int:
     """The adapter whose last request has least left to compute; the older load where two are equal."""
     left: dict[int, int] = {}
     for request in running:
-        own = request.num_tokens - request.launched_len + request.draws_left
+        own = request.num_tokens - request.launched_len + request.samples_left
         left[request.adapter] = max(own, left.get(request.adapter, 0))
     return min(left, key=lambda adapter: (left[adapter], adapter))

@@ -8,7 +8,7 @@ split and nothing changes here.
 from dataclasses import dataclass
 
 from engine.core.page_keys import next_keys
-from engine.core.radix_cache import Node
+from engine.core.radix_node import Node
 
 HASH_BYTES = 8
 

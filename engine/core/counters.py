@@ -1,4 +1,4 @@
-"""What a scheduler counts."""
+"""Counters of a scheduler."""
 
 from dataclasses import dataclass
 
@@ -21,5 +21,5 @@ class Counters:
     steps: int = 0
     prefill_steps: int = 0  # of them, those with a part of a prompt
     mixed_steps: int = 0  # of these, those in which decodes rode along
-    wasted_draws: int = 0
-    late_draws: int = 0
+    wasted_samples: int = 0  # of requests that had ended
+    deferred_samples: int = 0  # steps whose sampling waited for masks

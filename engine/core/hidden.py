@@ -31,17 +31,17 @@ def take(request: Request, item: PlanItem, rows: bytes) -> None:
     """A collected step's rows: the prompt's are joined, a later token's stand alone, an embedding's are summed up."""
     assert item.hidden_from is not None
     if request.pooling:
-        request.hidden = [_pooled(request, rows)] if item.sample else [_sum(request.hidden, rows)]
+        request.unsent.hidden = [_pooled(request, rows)] if item.sample else [_sum(request.unsent.hidden, rows)]
         return
     row_bytes = len(rows) // (item.kv_len - item.hidden_from)
     split = max(0, len(request.input_ids) - item.hidden_from) * row_bytes
-    request.input_hidden += rows[:split]
-    request.hidden += [rows[at : at + row_bytes] for at in range(split, len(rows), row_bytes)]
+    request.unsent.input_hidden += rows[:split]
+    request.unsent.hidden += [rows[at : at + row_bytes] for at in range(split, len(rows), row_bytes)]
 
 
 def _pooled(request: Request, rows: bytes) -> bytes:
     """Unit length, as SGLang's pooler and OpenAI's embeddings have it (a mean's divisor does not change that)."""
-    vector = array.array("f", _sum(request.hidden, rows))
+    vector = array.array("f", _sum(request.unsent.hidden, rows))
     norm = math.sqrt(math.fsum(x * x for x in vector)) or 1.0
     return array.array("f", [x / norm for x in vector]).tobytes()
 

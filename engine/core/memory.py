@@ -1,8 +1,8 @@
 """The KV memory of requests: admission, growth, sharing, giving back.
 
-It is the one place where a request's `pages`, `shared_pages`, `dup_pages` and `lock` change (drawn in request.py).
-A request is admitted when its pages fit beside what the running ones are still expected to grow by; where that
-expectation proves too low the scheduler retracts.
+The only place where a request's `pages`, `shared_pages`, `dup_pages` and `lock` change (drawn in request.py).
+A request is admitted when its pages fit beside the expected growth of the running ones; where that expectation proves too
+low the scheduler retracts.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ class Memory:
         return self.allocator.pages_for(num_tokens) <= self.allocator.num_pages
 
     def admit(self, request: Request, *, reserved_pages: int) -> bool:
-        """Match the cached prefix, lock it, take pages for the rest of the known tokens; or change nothing.
+        """Match the cached prefix, lock it, and take pages for the rest of the known tokens; False: they do not fit.
 
         `reserved_pages` are left for the growth of others; this request's own growth must fit beside them.
         """
         match = self.match_prefix(request)
         self.cache.lock(match.node)
         need = self.allocator.pages_for(request.num_tokens) - len(match.pages)
-        if need + self.growth_pages(request, expected_growth(request)) + reserved_pages > self.available:
+        if need + growth_pages(self.allocator, request, expected_growth(request)) + reserved_pages > self.available:
             self.cache.unlock(match.node)
             return False
         below = self._find_below(request, match)
@@ -48,10 +48,7 @@ class Memory:
         return True
 
     def pages_left(self, request: Request, *, without: Sequence[Request]) -> int:
-        """Pages that could be had beside those of the tokens that `request` knows, if `without` gave theirs back.
-
-        Negative: these do not fit. Nothing changes.
-        """
+        """Pages left beside those of the known tokens of `request`, if `without` gave theirs back. Negative: no room."""
         match = self.match_prefix(request)
         self.cache.lock(match.node)
         locks = [r.lock for r in without if r.lock is not None]
@@ -63,13 +60,8 @@ class Memory:
         self.cache.unlock(match.node)
         return available + len(match.pages) - self.allocator.pages_for(request.num_tokens)
 
-    def growth_pages(self, request: Request, num_tokens: int) -> int:
-        """Pages that `num_tokens` more than those known now will take."""
-        known = request.num_tokens
-        return self.allocator.pages_for(known + num_tokens) - self.allocator.pages_for(known)
-
     def _find_below(self, request: Request, match: Match) -> list[int]:
-        """Host pages that go on where the tree ends; found (and pinned) before anything is evicted for the request."""
+        """Find host pages that go on where the tree ends, and pin them before anything is evicted for the request."""
         if self.host is None:
             return []
         end = match_limit(request) // self.allocator.page_size
@@ -78,7 +70,7 @@ class Memory:
         return below
 
     def _load_from_below(self, request: Request, below: list[int]) -> None:
-        """Copied in this step, before anybody reads: the next request may find them in the tree already."""
+        """Copy them in this step, before any read: the next request may find them in the tree already."""
         if self.host is not None:
             self.host.load(request, below, start=request.shared_pages)
         if below:
@@ -87,7 +79,7 @@ class Memory:
             self.share(request)
 
     def prefetch(self, request: Request) -> None:
-        """What of its prefix lies on disk alone is on its way to the host from now on."""
+        """Start to read what of its prefix lies on disk alone into the host."""
         if self.host is not None and self.host.disk is not None:
             end = match_limit(request) // self.allocator.page_size
             self.host.prefetch(request, start=len(self.match_prefix(request).pages), end=end)
@@ -97,19 +89,19 @@ class Memory:
         return self.host is not None and self.host.awaits(request, now_s)
 
     def forget_prefixes(self, *, files: bool) -> None:
-        """In every tier; `files`: the disk's are deleted, too. Nothing may be locked, no step in flight."""
+        """Forget all prefixes in every tier; `files`: those of the disk, too. Nothing may be locked, no step in flight."""
         self.cache.flush()
         if self.host is not None:
             self.host.forget(files=files)
 
     def match_prefix(self, request: Request) -> Match:
-        """The cached prefix that `request` may use: at least one token is computed."""
+        """Find the cached prefix that `request` may use, and mark it as used."""
         return self.cache.match(request.tokens(0, match_limit(request)), adapter=request.adapter)
 
     def reserve(self, request: Request, *, reserved_pages: int) -> bool:
-        """Pages for the known tokens, whose KV comes from elsewhere; or change nothing.
+        """Take pages for the known tokens, whose KV comes from elsewhere; False: they do not fit.
 
-        What it finds cached (whole pages) it reads there, as if it were admitted.
+        Cached whole pages are locked and reused, as in `admit`.
         """
         match = self.match_prefix(request)
         self.cache.lock(match.node)
@@ -121,7 +113,7 @@ class Memory:
         return True
 
     def _hold(self, request: Request, match: Match, need: int) -> None:
-        """The cached prefix, locked before, and `need` pages after it."""
+        """Hold the cached prefix, which is locked, and `need` pages after it."""
         request.lock = match.node
         request.pages = match.pages + self._take(need)
         request.shared_pages = len(match.pages)
@@ -153,46 +145,56 @@ class Memory:
         request.lock = inserted.node
 
     def give_back(self, request: Request) -> None:
-        """Everything the request has; what is computed stays findable. No step may be in flight."""
+        """Take back everything the request has; what is computed stays findable. No step may be in flight."""
         assert request.inflight == 0, f"{request.rid}: pages given back while a step may write them"
         self.share(request)
         if request.lock is not None:
             self.cache.unlock(request.lock)
         self.allocator.free(request.own_pages())
-        self._forget(request)
+        _forget(request)
 
     def quarantine(self, request: Request) -> list[int]:
-        """Pages that a transfer peer may still write: neither free nor owned until `allocator.end_quarantine`.
+        """Detach pages that a transfer peer may still write: neither free nor owned until `allocator.end_quarantine`.
 
-        The cached prefix, if there is one, was never given to the peer: it is unlocked.
+        The peer never had the cached prefix: it is unlocked.
         """
         assert request.inflight == 0 and not request.dup_pages, f"{request.rid}: only untouched pages"
         pages = request.own_pages()
         if request.lock is not None:
             self.cache.unlock(request.lock)
         self.allocator.quarantine(pages)
-        self._forget(request)
+        _forget(request)
         return pages
 
-    def _forget(self, request: Request) -> None:
-        request.lock, request.pages, request.dup_pages, request.shared_pages = None, [], [], 0
-        request.launched_len = request.computed_len = 0
-
     def _take(self, n: int) -> list[int]:
-        """`n` pages, evicting cached prefixes where free ones do not reach."""
+        """Take `n` pages, evicting cached prefixes where free ones do not suffice."""
         short = n - self.allocator.num_free
         if short > 0:
             self.cache.evict(short)
         return self.allocator.allocate(n)
 
     def checks(self) -> dict[str, Callable[[], None]]:
-        """Of each tier, under its name; they raise AssertionError."""
+        """The checks of each tier, under its name."""
         host = {} if self.host is None else {"host cache": self.host.check}
         return {"page allocator": self.allocator.check, "radix cache": self.cache.check, **host}
 
 
+def _forget(request: Request) -> None:
+    request.lock, request.pages, request.dup_pages, request.shared_pages = None, [], [], 0
+    request.launched_len = request.computed_len = 0
+
+
+def growth_pages(allocator: PageAllocator, request: Request, num_tokens: int) -> int:
+    """Pages that `num_tokens` more than those known now will take."""
+    known = request.num_tokens
+    return allocator.pages_for(known + num_tokens) - allocator.pages_for(known)
+
+
 def match_limit(request: Request) -> int:
-    """At least one token is computed; prompt logprobs need the logits from one before their start, hidden states all."""
+    """Tokens of `request` that may come from the cache.
+
+    At least one is computed; prompt logprobs need the logits from one before their start, hidden states all.
+    """
     limit = min(request.num_tokens - 1, unseen_from(request))
     if request.wants_input_logprobs:
         assert request.logprobs is not None

@@ -9,9 +9,9 @@ from engine.messages import FinishReason, TokenLogprob, TokenOutput
 
 @dataclass(slots=True)
 class StepEffects:
-    """What the outside does after a step: send `outputs`, hand finished chunks over (`progressed`), take the requests
+    """What the outside does after a step: send `outputs`, hand finished chunks over (`progressed`), take the `prefilled`.
 
-    whose prefill is complete (`prefilled`, each with what it drew and the output to send once its KV is handed over).
+    `prefilled`: requests whose prefill is complete, each with the output to send once its KV is handed over, and its sample.
     """
 
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -21,9 +21,10 @@ class StepEffects:
 
 def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
     """Everything new about `request` since the last output; what was taken is not said again."""
-    logprobs, request.output_logprobs = request.output_logprobs, []
-    hidden, request.hidden = request.hidden, []
-    input_hidden, request.input_hidden = request.input_hidden, b""
+    unsent = request.unsent
+    logprobs, unsent.logprobs = unsent.logprobs, []
+    hidden, unsent.hidden = unsent.hidden, []
+    input_hidden, unsent.input_hidden = unsent.input_hidden, b""
     aborted = request.finish is not None and request.finish.kind == "abort"
     return TokenOutput(
         rid=request.rid,
@@ -67,4 +68,4 @@ def _input_logprobs_once(request: Request) -> list[TokenLogprob]:
         return []
     request.input_logprobs_sent = True
     first = [TokenLogprob(None, request.input_ids[0])] if request.logprobs.start_len == 0 else []
-    return first + request.input_logprobs
+    return first + request.unsent.input_logprobs

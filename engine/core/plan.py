@@ -102,7 +102,7 @@ class Plan:
     launched step before it launches this one (it asks for depth 1).
 
     `masks`: by item index, the tokens that item may draw (`Grammar.bitmask`); filled in just before the draw is launched.
-    `draw_late`: some masks follow from tokens in flight: the forward may be launched now, the draw when they are collected.
+    `sample_deferred`: some masks follow from tokens in flight: the forward may be launched now, the draw when they are collected.
 
     Order the executor owes: `to_host`, `from_host`, `drops` (copies to forget), `saves`, `loads`, then `closes`, then
     `opens`, then page rows of `items`, then forward, then sampling. A plan may have no items: then there is nothing to
@@ -121,7 +121,7 @@ class Plan:
     drops: list[int] = field(default_factory=list)
     to_host: list[PageCopy] = field(default_factory=list)
     from_host: list[PageCopy] = field(default_factory=list)
-    draw_late: bool = False
+    sample_deferred: bool = False
 
 
 class ItemResult(msgspec.Struct):

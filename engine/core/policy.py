@@ -1,60 +1,68 @@
-"""In which order waiting requests are considered. Pure: what is cached and what chance says come in as functions.
+"""The order in which admission considers waiting requests. What is cached, and random numbers, come in as functions.
 
 fcfs        first come, first served
 lpm         longest cached prefix first; a long queue falls back to fcfs, since matching it all would cost more than it saves
-dfs-weight  depth first through the prefix tree, heaviest branch first: who shares a prefix goes together
+dfs-weight  depth first through the prefix tree, heaviest branch first: requests that share a prefix go together
 lof         longest output first
-random      by lot
+random      in random order
 
-With a cache-aware policy (lpm, dfs-weight) a request that shares an uncached prefix with one before it comes last; whether
-it waits for that one's step is decided elsewhere, whatever the policy (shared_work.py). Where priorities are on they decide
-before the policy.
-SGLang's policies; the aging of priorities is ours.
+A cache-aware policy (lpm, dfs-weight) marks the prefixes of the waiting requests as used, so that they are evicted last. With
+it a request that shares an uncached prefix with an earlier one comes last; shared_work.py decides whether it waits for that
+one's step. Where priorities are on they decide before the policy. SGLang's policies; the aging of priorities is ours.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from engine.core.radix_cache import Match, Node
+from engine.core.radix_cache import Match
+from engine.core.radix_node import Node
 from engine.core.request import Request
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 CACHE_AWARE = ("lpm", "dfs-weight")
 LPM_MAX_QUEUE = 128
-SHARED_PREFIX_TOKENS = 32  # cached less than this, and equal to an earlier one's this far: wait for that one
+SHARED_PREFIX_TOKENS = 32  # not cached, and equal to an earlier one's this far: behind that one
 
 MatchPrefix = Callable[[Request], Match]
-Draw = Callable[[], float]  # uniform in [0, 1)
+Uniform = Callable[[], float]  # random numbers in [0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priorities:
-    """`aging_s`: each so many seconds of waiting count as one step of priority, so that nobody starves; None: off.
+    """`aging_s`: seconds of waiting that count as one step of priority, so that no request starves; None: off.
 
     `preempt_threshold`: a waiting request may take the place of a running one whose priority is lower by more, and by more
     than age makes up for: the victim would otherwise stand before it in line.
     """
 
+    enabled: bool = True
     low_first: bool = False
     aging_s: float | None = None
     preempt_threshold: int = 10
 
     def rank(self, request: Request) -> int:
-        """The priority that was asked for, as a number of which the higher goes first."""
+        """The requested priority, as a number of which the higher goes first; 0 where priorities are off."""
+        if not self.enabled:
+            return 0
         return -request.priority if self.low_first else request.priority
 
     def urgency(self, request: Request, now_s: float) -> float:
-        """The higher, the sooner."""
+        """The higher, the sooner; equal where priorities are off."""
         urgency = float(self.rank(request))
         if self.aging_s is not None:
             urgency += (now_s - request.arrived_s) // self.aging_s
         return urgency
 
     def may_preempt(self, waiting: Request, running: Request) -> bool:
-        """By the priorities that were asked for: age moves a request up the queue, not others out of the batch."""
+        """By the requested priorities: age moves a request up the queue, not others out of the batch."""
+        if not self.enabled:
+            return False
         lead = 0 if self.aging_s is None else math.ceil((waiting.arrived_s - running.arrived_s) / self.aging_s)
         return self.rank(waiting) - self.rank(running) > max(self.preempt_threshold, lead)
+
+
+NO_PRIORITIES = Priorities(enabled=False)
 
 
 def order(
@@ -62,31 +70,31 @@ def order(
     waiting: Iterable[Request],
     *,
     match_prefix: MatchPrefix,
-    draw: Draw,
-    priorities: Priorities | None = None,
+    uniform: Uniform,
+    priorities: Priorities = NO_PRIORITIES,
     now_s: float = 0.0,
 ) -> list[Request]:
-    """`waiting` (in order of arrival) in the order in which admission should try them."""
+    """Sort `waiting` (in order of arrival) into the order in which admission should try them."""
     requests = list(waiting)
     if name == "lpm" and len(requests) > LPM_MAX_QUEUE:
         name = "fcfs"
-    requests = _by_policy(name, requests, match_prefix, draw)
-    if priorities is not None:
+    requests = _by_policy(name, requests, match_prefix, uniform)
+    if priorities.enabled:
         requests.sort(key=lambda r: -priorities.urgency(r, now_s))
     return requests
 
 
-def _by_policy(name: str, requests: list[Request], match_prefix: MatchPrefix, draw: Draw) -> list[Request]:
+def _by_policy(name: str, requests: list[Request], match_prefix: MatchPrefix, uniform: Uniform) -> list[Request]:
     if name == "lof":
         return sorted(requests, key=lambda r: -r.max_new_tokens)
     if name == "random":
-        lots = [draw() for _ in requests]
+        lots = [uniform() for _ in requests]
         return [r for _, _, r in sorted(zip(lots, range(len(lots)), requests, strict=True), key=lambda x: x[:2])]
     if name not in CACHE_AWARE:
         return requests
     matches = [match_prefix(r) for r in requests]
     cached = [len(m.pages) for m in matches]
-    later = _waits_for_an_earlier_one(requests, matches)
+    later = _shares_with_an_earlier_one(requests, matches)
     if name == "lpm":
         ranks = sorted(range(len(requests)), key=lambda i: (later[i], -cached[i], i))
     else:
@@ -95,7 +103,7 @@ def _by_policy(name: str, requests: list[Request], match_prefix: MatchPrefix, dr
     return [requests[i] for i in ranks]
 
 
-def _waits_for_an_earlier_one(requests: list[Request], matches: list[Match]) -> list[bool]:
+def _shares_with_an_earlier_one(requests: list[Request], matches: list[Match]) -> list[bool]:
     """Whether each request shares an uncached prefix with one before it."""
     seen: set[tuple[int, ...]] = set()
     later = []

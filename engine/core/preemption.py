@@ -1,41 +1,28 @@
 """Preemption: which running requests make room for a more urgent one. As many as that takes, or none.
 
-Victims are tried lowest priority first, then latest arrival, until their rows and pages suffice; those that the newcomer
-does not need then keep their places. What ended requests are about to give back counts first, and costs no victim.
-The check for sufficiency is SGLang's.
+Victims are tried lowest priority first, then latest arrival, until their rows and pages suffice; victims that the newcomer
+does not need are spared. Memory that ended requests are about to give back counts first. The check is SGLang's.
 """
 
 from collections.abc import Callable, Sequence
 
-from engine.core.counters import Counters
 from engine.core.departures import Departures
-from engine.core.memory import Memory
 from engine.core.policy import Priorities
 from engine.core.request import Request
-from engine.core.request_table import RequestTable
-from engine.core.stages import Stages
+from engine.core.state import SchedulerState
 
 Reserve = Callable[[Sequence[Request]], int]  # pages that must stay free beside the newcomer's, once these have left
 Suffice = Callable[[Sequence[Request]], bool]
 
 
 class Preemption:
-    def __init__(
-        self,
-        *,
-        priorities: Priorities | None,
-        stages: Stages,
-        memory: Memory,
-        departures: Departures,
-        table: RequestTable,
-        counters: Counters,
-    ) -> None:
-        self._priorities = priorities
-        self._stages = stages
-        self._memory = memory
+    def __init__(self, state: SchedulerState, *, departures: Departures, priorities: Priorities) -> None:
+        self._stages = state.stages
+        self._memory = state.memory
+        self._table = state.table
+        self._counters = state.counters
         self._departures = departures
-        self._table = table
-        self._counters = counters
+        self._priorities = priorities
 
     def make_room(self, request: Request, reserve: Reserve, *, row: bool) -> list[Request]:
         """Retract the victims that `request` needs and return them; their memory is free once nothing of them is in flight.
@@ -48,7 +35,7 @@ class Preemption:
         return victims
 
     def make_rows(self, late: Sequence[Request]) -> None:
-        """`late`, most urgent first, have memory and no row: each takes that of a victim, if it has priority over one."""
+        """Give each of `late` (most urgent first; memory, but no row) the row of a victim that it has priority over."""
         coming = sum(r.slot is not None for r in self._stages.draining)
         for request in late[coming:]:
             victims = [r for r in self._candidates(request) if r.slot is not None]
@@ -73,7 +60,7 @@ class Preemption:
 
     def _candidates(self, request: Request) -> list[Request]:
         priorities = self._priorities
-        if priorities is None or self._stages.retraction_pending:
+        if not priorities.enabled or self._stages.retraction_pending:
             return []
         candidates = [r for r in self._stages.running if priorities.may_preempt(request, r)]
         return sorted(candidates, key=lambda r: (priorities.rank(r), -r.serial))

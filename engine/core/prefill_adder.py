@@ -1,4 +1,4 @@
-"""Which prompts, or parts of prompts, one prefill step computes: token budgets of a step, memory of everybody.
+"""Which prompts, or parts of prompts, one prefill step computes: the token budgets of a step, and the memory left.
 
     input budget   max_prefill_tokens of the step (the first prompt may overdraw it)
     chunk budget   chunked_prefill_size of the step; what does not fit is cut at a whole page and goes on next step,
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from engine.core.limits import TAIL_SHARE, Limits
-from engine.core.memory import Memory
+from engine.core.memory import Memory, growth_pages
 from engine.core.new_token_ratio import NewTokenRatio, expected_growth
 from engine.core.request import Request
 from engine.core.step_budget import StepBudget
@@ -29,7 +29,7 @@ class AddResult(Enum):
 
 
 class PrefillAdder:
-    """Good for one step. `decode_tokens`: draws that ride along in the step (mixed chunk)."""
+    """For one step. `decode_tokens`: decodes that ride along in the step (mixed chunk)."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class PrefillAdder:
         self.num_requests = 0
 
     def _beside(self, decode_tokens: int, budget: float) -> float:
-        """Half of the budget is the prompts' at least, else nobody new came in while many draw."""
+        """Reserve at least half of the budget for prompts, so that decodes cannot starve them."""
         return max(budget - decode_tokens, budget // 2, self._limits.page_size)
 
     def add(self, request: Request) -> AddResult:
-        """Judge `request`: CONTINUE: it is admitted (its prefix locked, its pages taken) and `take` may be called."""
+        """Admit `request` if it fits. CONTINUE: its prefix is locked, its pages are taken, and `take` may be called."""
         if self._no_budget(request):
             return AddResult.OTHER
         if not self._memory.admit(request, reserved_pages=self._reserved_pages):
@@ -66,12 +66,12 @@ class PrefillAdder:
         return AddResult.CONTINUE
 
     def reserve_for(self, request: Request, *, without: Sequence[Request]) -> int:
-        """Pages that `add` would want free beside those of the tokens that `request` knows, if `without` had left."""
+        """Pages that `add` needs free beside those of the known tokens of `request`, once `without` have left."""
         left = sum(self._growth_pages.get(r.rid, 0) for r in without)
-        return self._memory.growth_pages(request, expected_growth(request)) + self._reserved_pages - left
+        return growth_pages(self._memory.allocator, request, expected_growth(request)) + self._reserved_pages - left
 
     def forget(self, gone: Sequence[Request]) -> None:
-        """These do not grow any more."""
+        """Drop the expected growth of `gone`."""
         self._reserved_pages -= sum(self._growth_pages.pop(r.rid, 0) for r in gone)
 
     @property
@@ -87,9 +87,9 @@ class PrefillAdder:
         return not self._limits.chunked and self.num_requests > 0 and request.num_tokens > self._input_left
 
     def take(self, request: Request) -> int:
-        """How far the prompt of an admitted or chunked request is computed in this step; uses up the budgets.
+        """Return how far the prompt of an admitted or chunked request is computed in this step; uses up the budgets.
 
-        A chunked one always goes on, by a page at least, also where draws that ride along have the budget.
+        A chunked one always goes on, by a page at least, also where decodes that ride along have the budget.
         """
         start, total = request.launched_len, request.num_tokens
         left, tail = self._room(start)

@@ -9,33 +9,12 @@ KV that other weights made is no prefix of ours: each adapter (by the number of 
 The idea is SGLang's RadixAttention (arXiv:2312.07104); page-aligned matching as there with page_size > 1.
 """
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.core.page_allocator import PageAllocator
-
-
-class Node:
-    """`key`: the tokens of this edge, a multiple of page_size long; `pages`: one per page_size tokens of the key.
-
-    A branch has no pages, and the number of its adapter for a key.
-    """
-
-    __slots__ = ("children", "key", "keys", "last_used", "locks", "noted", "pages", "parent", "serial", "uses")
-
-    def __init__(self, *, key: tuple[int, ...], pages: list[int], parent: "Node | None", serial: int) -> None:
-        self.key = key
-        self.pages = pages
-        self.parent = parent
-        self.children: dict[tuple[int, ...], Node] = {}
-        self.locks = 0
-        self.last_used = 0
-        self.noted = -1  # the last_used under which the eviction heap has it; -1: not there
-        self.serial = serial
-        self.keys: list[bytes] = []  # of its pages, where a tier below listens
-        self.uses = 0  # that tier's: requests that computed or read it
+from engine.core.radix_node import EvictionOrder, Node
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,9 +27,9 @@ class Match:
 
 @dataclass(slots=True, frozen=True)
 class Inserted:
-    """`node` covers the inserted prefix; its first `existing` pages were in the tree before (the caller's copies
+    """`node` covers the inserted prefix. Its first `existing` pages were in the tree before; the rest is the tree's now.
 
-    of those are duplicates and stay the caller's), the rest now belongs to the tree.
+    The caller's copies of the existing pages are duplicates and stay the caller's.
     """
 
     existing: int
@@ -58,7 +37,7 @@ class Inserted:
 
 
 class Below(Protocol):
-    """A tier that keeps what the tree forgets. Told before a leaf's pages are free, and after they are cached."""
+    """A tier that keeps what the tree forgets. Called after a leaf's pages are cached, and before they are free."""
 
     def on_cached(self, node: Node) -> None: ...
 
@@ -66,7 +45,7 @@ class Below(Protocol):
 
 
 class Listener(Protocol):
-    """Told of what is cached and what no longer is (engine/core/cache_events.py). `on_stored`: a new leaf."""
+    """Receives what is cached and what no longer is (engine/core/cache_events.py). `on_stored`: a new leaf."""
 
     def on_stored(self, node: Node) -> None: ...
 
@@ -95,16 +74,17 @@ class RadixCache:
         self._clock = 0
         self._root = Node(key=(), pages=[], parent=None, serial=0)
         self._root.locks = 1
-        self._leaves: list[tuple[int, int, Node]] = []  # lazy heap of (last_used, serial, node) that may be evictable
+        self._eviction_order = EvictionOrder()
         self.num_pages = 0
         self.num_evictable = 0
 
-    @property
-    def root(self) -> Node:
-        return self._root
+    def num_cached(self, tokens: Sequence[int], *, adapter: int = 0) -> int:
+        """Pages that `match` would find. Changes nothing: no split, no use."""
+        node = self._branch(adapter) if self.enabled else None
+        return 0 if node is None else sum(shared for _, shared in self._walk(tokens, node))
 
     def match(self, tokens: Sequence[int], *, adapter: int = 0) -> Match:
-        """Longest page-aligned prefix of `tokens` in the tree. Splits a node where the match ends inside it."""
+        """Find the longest page-aligned prefix of `tokens`, and mark it as used. Splits a node where the match ends in it."""
         node = self._branch(adapter) if self.enabled else None
         if node is None:
             return Match([], self._root)
@@ -148,7 +128,7 @@ class RadixCache:
         return Inserted(existing=existing, node=leaf)
 
     def lock(self, node: Node) -> None:
-        """No node on the path to `node` is evicted until as many `unlock`s."""
+        """Keep the path to `node` from eviction, until as many calls of `unlock`."""
         while node.parent is not None:
             if node.locks == 0:
                 self.num_evictable -= len(node.pages)
@@ -165,24 +145,19 @@ class RadixCache:
             node = node.parent
 
     def evict(self, n: int) -> int:
-        """Free at least `n` pages if that many are evictable; returns how many were freed."""
+        """Free at least `n` pages if that many are evictable; return how many were freed."""
         freed = 0
-        while freed < n and self._leaves:
-            entry = heapq.heappop(self._leaves)
-            node = entry[2]
-            if self._current(entry):
-                freed += self._remove(node)
-            elif node.noted == entry[0]:
-                node.noted = -1
+        while freed < n and (leaf := self._eviction_order.pop()) is not None:
+            freed += self._remove(leaf)
         return freed
 
     def forget(self, adapter: int) -> None:
-        """`adapter` is gone: free its branch, but for what is locked (that is evicted in its time, and never matched)."""
+        """Free the branch of an unloaded adapter. What is locked is evicted later, and never matched."""
         branch = self._branch(adapter)
         if branch is None or branch is self._root:
             return
         for node in reversed(list(self._nodes(branch))):  # children after parents, so reversed leaves come first
-            if self._evictable_leaf(node):
+            if node.is_evictable:
                 self._remove(node)
 
     def flush(self) -> None:
@@ -260,28 +235,8 @@ class RadixCache:
         assert parent is not None
         return len(node.pages)
 
-    def _evictable_leaf(self, node: Node) -> bool:
-        return node.locks == 0 and not node.children and node.parent is not None
-
     def _note_leaf(self, node: Node) -> None:
-        """Put `node` into the eviction heap, once per last_used, and keep stale entries below a constant factor."""
-        if not self._evictable_leaf(node) or node.noted == node.last_used:
-            return
-        node.noted = node.last_used
-        heapq.heappush(self._leaves, (node.last_used, node.serial, node))
-        if len(self._leaves) > 64 + 4 * self.num_pages:
-            self._compact()
-
-    def _compact(self) -> None:
-        stale = [entry[2] for entry in self._leaves if not self._current(entry)]
-        self._leaves = [entry for entry in self._leaves if self._current(entry)]
-        heapq.heapify(self._leaves)
-        for node in stale:
-            if not self._evictable_leaf(node):
-                node.noted = -1
-
-    def _current(self, entry: tuple[int, int, Node]) -> bool:
-        return self._evictable_leaf(entry[2]) and entry[2].last_used == entry[0]
+        self._eviction_order.note(node, num_pages=self.num_pages)
 
     def _nodes(self, *tops: Node) -> Iterator[Node]:
         """`tops` and what is below them (default: all but the root), parents before children."""
@@ -293,7 +248,7 @@ class RadixCache:
 
     def check(self) -> None:
         """Counters, locks, keys and page states agree; every evictable leaf can be found for eviction."""
-        noted = {entry[2].serial for entry in self._leaves if self._current(entry)}
+        noted = self._eviction_order.serials()
         pages = evictable = 0
         for node in self._nodes():
             assert len(node.keys) == (0 if self._below is None else len(node.pages))
@@ -304,7 +259,7 @@ class RadixCache:
             assert node.parent is not None and node.parent.children[node.key[: self._page_size]] is node
             assert node.locks >= max((c.locks for c in node.children.values()), default=0)
             assert all(self._allocator.state_of(p) == "cached" for p in node.pages)
-            assert not self._evictable_leaf(node) or node.serial in noted
+            assert not node.is_evictable or node.serial in noted
             pages += len(node.pages)
             evictable += len(node.pages) if node.locks == 0 else 0
         assert (pages, evictable) == (self.num_pages, self.num_evictable)

@@ -12,17 +12,42 @@ Token positions of a request, page by page (page_size 4, prompt of 6, two tokens
 from dataclasses import dataclass, field
 
 from engine.core.grammar import Grammar
-from engine.core.radix_cache import Node
+from engine.core.radix_node import Node
 from engine.core.stop_pattern import StopPattern
 from engine.core.times import Times
 from engine.messages import Bootstrap, FinishReason, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 
 
+@dataclass(slots=True, eq=False)
+class Unsent:
+    """What is known about a request and in no output yet. `input_hidden`, `hidden`: as in TokenOutput."""
+
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    input_hidden: bytes = b""
+    hidden: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class LowerTiers:
+    """What the host cache knows about a request. It alone reads and writes it.
+
+    `keys`: of its whole pages, as far as they were needed, in the chain that begins at `seed`. `prefetching`: keys that were
+    being read from disk for it; it waits for them until `prefetch_until_s`.
+    """
+
+    keys: list[bytes] = field(default_factory=list)
+    seed: bytes = b""
+    prefetching: list[bytes] = field(default_factory=list)
+    prefetch_until_s: float | None = None
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """`prefill_only`: ends after its first token, and keeps its pages until the role releases it (prefill role)."""
 
+    # Fixed on arrival
     rid: str
     input_ids: list[int]
     sampling: SamplingParams
@@ -38,42 +63,40 @@ class Request:
     pooling: str = ""  # "last" | "mean": an embedding request
     adapter: int = 0  # number of the adapter's load (engine/core/adapters.py); 0: the model alone
     request_id: str = ""  # of the HTTP request, for log lines
-
+    stop_patterns: tuple[StopPattern, ...] = ()  # compiled `sampling.stop_regex`
     serial: int = 0  # order of arrival
+
+    # Results: what it has generated, and how it ends
     output_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
-    abort: FinishReason | None = None  # asked to end; takes effect at the next check
+    abort: FinishReason | None = None  # to end with; takes effect at the next check
+    unsent: Unsent = field(default_factory=Unsent)
+    input_logprobs_sent: bool = False
 
-    slot: int | None = None
+    # Memory, RequestTable: where it lies
     pages: list[int] = field(default_factory=list)
-    told_pages: int = 0  # of `pages`, how many the executor knows
     shared_pages: int = 0
     dup_pages: list[int] = field(default_factory=list)
     lock: Node | None = None
+    slot: int | None = None
+    num_synced_pages: int = 0  # of `pages`, how many the executor knows
+    lower_tiers: LowerTiers = field(default_factory=LowerTiers)
+
+    # Planner and Results: how far its steps have got
     launched_len: int = 0
     computed_len: int = 0
+    hidden_launched: int = 0  # positions whose hidden state was computed or is in flight
     inflight: int = 0  # launched steps that are not collected
-    pending: int = 0  # of those, how many draw a token
-    saved_len: int = 0  # tokens whose KV is copied to the host, or on its way there
+    pending: int = 0  # of those, how many sample a token
+    admitted: bool = False
+    saved_len: int = 0  # Backups: tokens whose KV is copied to the host, or on its way there
+
+    # What has happened to it, for its outputs
+    cached_tokens: int = 0
+    cached_by_tier: list[int] = field(default_factory=list)  # of `cached_tokens`: device, host, disk; empty: one tier
     retractions: int = 0
     transfer_retries: int = 0  # times that a KV transfer for it began anew
-    cached_tokens: int = 0
-    admitted: bool = False
-
-    output_logprobs: list[TokenLogprob] = field(default_factory=list)  # not sent yet
-    input_logprobs: list[TokenLogprob] = field(default_factory=list)
-    input_logprobs_sent: bool = False
-    hidden_launched: int = 0  # positions whose hidden state was computed or is in flight
-    input_hidden: bytes = b""  # hidden states not sent yet, as TokenOutput has them
-    hidden: list[bytes] = field(default_factory=list)
     times: Times = field(default_factory=Times)
-    stop_patterns: tuple[StopPattern, ...] = ()  # compiled `sampling.stop_regex`
-
-    page_keys: list[bytes] = field(default_factory=list)  # of its whole pages, as far as they were asked for
-    page_keys_seed: bytes = b""
-    prefetching: list[bytes] = field(default_factory=list)  # keys that were being read from disk for it
-    prefetch_until_s: float | None = None
-    cached_by_tier: list[int] = field(default_factory=list)  # of `cached_tokens`: device, host, disk; empty: one tier
 
     @property
     def num_tokens(self) -> int:
@@ -88,8 +111,8 @@ class Request:
         return self.sampling.max_new_tokens
 
     @property
-    def draws_left(self) -> int:
-        """Tokens that may still be drawn, counting those in flight as drawn."""
+    def samples_left(self) -> int:
+        """Tokens that may still be sampled, besides those in flight."""
         return self.max_new_tokens - len(self.output_ids) - self.pending
 
     @property

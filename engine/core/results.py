@@ -1,17 +1,12 @@
 """What a finished step means: tokens committed, KV shared, ends noticed, memory given back."""
 
-from engine.core.backups import Backups
-from engine.core.counters import Counters
 from engine.core.departures import Departures
 from engine.core.finish import TailTexts, check_finish
 from engine.core.hidden import take as take_hidden
-from engine.core.memory import Memory
-from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.outputs import StepEffects, output_of, refusal
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
 from engine.core.request import Request
-from engine.core.request_table import RequestTable
-from engine.core.stages import Stages
+from engine.core.state import SchedulerState
 from engine.messages import TokenOutput
 
 NO_TOKEN = -1  # a peer's first token that is none
@@ -19,37 +14,22 @@ NO_TOKEN = -1  # a peer's first token that is none
 
 class Results:
     def __init__(
-        self,
-        *,
-        memory: Memory,
-        stages: Stages,
-        departures: Departures,
-        table: RequestTable,
-        backups: Backups,
-        ratio: NewTokenRatio,
-        counters: Counters,
-        tail_texts: TailTexts,
-        vocab_size: int | None = None,
+        self, state: SchedulerState, *, departures: Departures, tail_texts: TailTexts, vocab_size: int | None
     ) -> None:
-        self._memory = memory
-        self._stages = stages
+        self._state = state
         self._departures = departures
-        self._table = table
-        self._backups = backups
-        self._ratio = ratio
-        self._counters = counters
         self._tail_texts = tail_texts
         self._vocab_size = vocab_size
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         """Take the results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
-        effects = StepEffects()
-        self._backups.on_collected(plan)
-        if self._memory.host is not None:
-            self._memory.host.on_collected(plan)
+        effects, live, host = StepEffects(), self._state.stages.live, self._state.memory.host
+        self._state.backups.on_collected(plan)
+        if host is not None:
+            host.on_collected(plan)
         for item, item_result in zip(plan.items, result.items, strict=True):
-            request = self._stages.live[item.rid]
+            request = live[item.rid]
             request.inflight -= 1
             request.pending -= item.sample
             if (kv_len := item.kv_len) > request.computed_len:
@@ -57,48 +37,48 @@ class Results:
             if request.finish is None:
                 self._apply(request, item, item_result, effects)
             else:
-                self._counters.wasted_draws += item.sample
+                self._state.counters.wasted_samples += item.sample
         self._departures.settle()
         if not all(item.extend for item in plan.items):
-            self._ratio.decay()
-        if not self._stages.live:
-            self._ratio.reset()
+            self._state.ratio.decay()
+        if not live:
+            self._state.ratio.reset()
         return effects
 
     def _apply(self, request: Request, item: PlanItem, result: ItemResult, effects: StepEffects) -> None:
-        request.input_logprobs += result.input_logprobs
+        request.unsent.input_logprobs += result.input_logprobs
         if item.hidden_from is not None:
             take_hidden(request, item, result.hidden)
         if item.extend:
-            self._memory.share(request)
+            self._state.memory.share(request)
             effects.progressed.append(request)
         if not item.sample:
             return
-        output = self.commit_draw(request, result)
+        output = self.commit_sample(request, result)
         if request.prefill_only:
-            self._table.close(request)  # its pages are still read, its row is not
+            self._state.table.close(request)  # its pages are still read, its row is not
             effects.prefilled.append((request, output, result))
         else:
             effects.outputs.append(output)
 
-    def commit_draw(self, request: Request, result: ItemResult) -> TokenOutput:
-        """Append the drawn token, run the finish checks, say what is new."""
+    def commit_sample(self, request: Request, result: ItemResult) -> TokenOutput:
+        """Append the sampled token and run the finish checks; return what is new."""
         new_ids = []
-        if request.max_new_tokens > 0:  # 0: only the prompt's logprobs were asked for
+        if request.max_new_tokens > 0:  # 0: only the prompt's logprobs were requested
             token = NO_TOKEN if result.token is None else result.token
             request.output_ids.append(token)
-            self._counters.generation_tokens += 1
+            self._state.counters.generation_tokens += 1
             if self._has_meaning(token):
                 new_ids = [token]
                 if result.logprob is not None:
-                    request.output_logprobs.append(result.logprob)
+                    request.unsent.logprobs.append(result.logprob)
                 if request.grammar is not None and not result.bad and not request.grammar.accept(token):
                     request.abort = refusal(f"grammar: {request.grammar.problem}", status=500)
         reason = check_finish(request, bad=result.bad, tail_texts=self._tail_texts, vocab_size=self._vocab_size)
         if reason is None:
             return output_of(request, new_ids)
         if not request.prefill_only:
-            self._stages.unstage(request)
+            self._state.stages.unstage(request)
         return self._departures.finish(request, reason, new_ids)
 
     def _has_meaning(self, token: int) -> bool:

@@ -1,8 +1,8 @@
-"""Prompts that wait for a step, because another request computes their beginning just now. Pure; changes nothing.
+"""Prompts that wait for a step, because another request computes their beginning just now. Changes nothing but its count.
 
 Requests that come together with one prefix (a system prompt, several answers to one prompt) would each compute it: the tree
-knows a page when its step has been collected. Who waits that one step finds it there. SGLang's in-batch prefix caching does
-so by order, with its cache-aware policies; here it is whatever the policy.
+knows a page when its step has been collected. A request that waits that one step finds it there. SGLang's in-batch prefix
+caching does so by order, with its cache-aware policies; here the policy does not matter.
 """
 
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from engine.core.memory import Memory, match_limit
 from engine.core.request import Request
 
 MIN_SAVED_TOKENS = 128  # about what a step costs that reads the weights for a few tokens only
-MAX_PASSED_OVER = 32  # of a step: what a plan costs stays bounded however many wait
+MAX_PASSED_OVER = 32  # of a step: bounds the cost of a plan, however many wait
 
 
 class SharedWork:
-    """Good for one step. `computing`: requests of which some may have a step in flight."""
+    """For one step. `computing`: requests of which some may have a step in flight."""
 
     def __init__(self, memory: Memory, computing: Iterable[Request]) -> None:
         self._memory = memory
@@ -26,7 +26,7 @@ class SharedWork:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """It computes, as far as `launched_len` says, in this step or one that is not collected."""
+        """`request` computes up to `launched_len`, in this step or one that is not collected."""
         if self._memory.cache.enabled and request.keep_kv and _under_way(request) >= MIN_SAVED_TOKENS:
             self._under_way.setdefault(self._first_page(request), []).append(request)
 
@@ -43,7 +43,7 @@ class SharedWork:
         shared = max(self._common(request, other, min(limit, other.launched_len)) for other in others)
         if shared < MIN_SAVED_TOKENS:
             return False
-        cached = len(self._memory.match_prefix(request).pages) * self._page_size
+        cached = self._memory.cache.num_cached(request.tokens(0, limit), adapter=request.adapter) * self._page_size
         waits = shared - cached >= MIN_SAVED_TOKENS
         self.num_passed_over += waits
         return waits

@@ -1,8 +1,8 @@
-"""Live requests and the stage that each is in: the one place where a request moves from one to another.
+"""Live requests and the stage that each is in: the only place where a request moves from one to another.
 
 add ---> waiting ---> chunked / running ---> (ended) ---> draining ---> gone
             ^                |                               |
-            +--- retracted --+              kept: the role decides when its memory goes
+            +--- retracted --+              held: the role decides when its memory goes
 """
 
 from itertools import chain
@@ -13,8 +13,9 @@ from engine.core.request import Request
 
 
 class Stages:
-    """`batch_is_full`: the last waiting request that was judged found no room, and nothing has become free since; a full
-    decode batch then never pays for another judgement.
+    """`batch_is_full`: the last waiting request that was judged found no room, and nothing has become free since.
+
+    So a full decode batch never pays for another judgement.
     """
 
     def __init__(self) -> None:
@@ -23,8 +24,8 @@ class Stages:
         self.chunked: Request | None = None  # the one whose prompt is computed in parts
         self.running: list[Request] = []
         self.draining: list[Request] = []  # ended or retracted, a step in flight
-        self.kept: list[Request] = []  # the role's: KV is being handed over, or comes from elsewhere
-        self.untaken: list[Request] = []  # of the kept ones: retracted, and the role does not know yet
+        self.held: list[Request] = []  # by the role: KV is being handed over, or comes from elsewhere
+        self.newly_retracted: list[Request] = []  # of the held ones: the role does not know yet
         self.batch_is_full = False
 
     def register(self, request: Request, *, serial: int) -> None:
@@ -34,7 +35,7 @@ class Stages:
         request.serial = serial
 
     def unstage(self, request: Request) -> None:
-        """Out of whichever stage it is in, before it ends."""
+        """Take a request out of its stage, before it ends."""
         if request is self.chunked:
             self.chunked = None
             return
@@ -47,11 +48,11 @@ class Stages:
         raise AssertionError(f"{request.rid} is in no stage")
 
     def requeue(self, request: Request) -> None:
-        """It waits again, at its old place in line."""
+        """Queue a request again, at its old place in line."""
         self.waiting = {r.rid: r for r in sorted([request, *self.waiting.values()], key=lambda r: r.serial)}
 
     def take_computing(self) -> list[Request]:
-        """Everybody who computes for itself, out of its stage. A prompt that is being handed over stays: a peer reads it."""
+        """Take every request that computes out of its stage. A prompt that is being handed over stays: a peer reads it."""
         taken, self.running = self.running, []
         if self.chunked is not None and not self.chunked.prefill_only:
             taken.append(self.chunked)
@@ -59,7 +60,7 @@ class Stages:
         return taken
 
     def take_settled(self) -> list[Request]:
-        """Ended and retracted requests whose last step has been collected, out of their stage."""
+        """Take ended and retracted requests whose last step has been collected out of their stage."""
         settled = [r for r in self.draining if r.inflight == 0]
         self.draining = [r for r in self.draining if r.inflight > 0]
         return settled
@@ -67,29 +68,29 @@ class Stages:
     def growing(self) -> list[Request]:
         """Requests that may need more pages than they have."""
         chunked = [self.chunked] if self.chunked is not None else []
-        coming = [r for r in self.kept if not r.prefill_only and r.pages and r.finish is None]
+        coming = [r for r in self.held if not r.prefill_only and r.pages and r.finish is None]
         return self.running + chunked + coming
 
     def adapter_budget(self, limits: Limits, *, now_s: float) -> AdapterBudget:
-        """For the next step, or the next request that is given memory before its KV comes from elsewhere."""
+        """The budget of the next step, or of the next request that gets memory before its KV comes from elsewhere."""
         if limits.max_loras_per_batch == 0:
             return AdapterBudget(limits, growing=(), waiting=())
-        waiting = chain(self.waiting.values(), (r for r in self.kept if not r.pages and r.finish is None))
+        waiting = chain(self.waiting.values(), (r for r in self.held if not r.pages and r.finish is None))
         return AdapterBudget(limits, growing=self.growing(), waiting=waiting, now_s=now_s)
 
     @property
     def retraction_pending(self) -> bool:
-        """Somebody's memory comes back at the next collect: nobody else need go for now."""
+        """Memory comes back at the next collect: no other request need be retracted for now."""
         return any(r.finish is None for r in self.draining)
 
     def retracted(self) -> list[Request]:
-        """Requests that lost their memory and wait to resume (but for those that the role has taken)."""
+        """Requests that lost their memory and wait to resume, without those that the role has taken."""
         waiting = [r for r in self.waiting.values() if r.retractions > 0]
-        return [*waiting, *(r for r in self.draining if r.finish is None), *self.untaken]
+        return [*waiting, *(r for r in self.draining if r.finish is None), *self.newly_retracted]
 
     def all(self) -> list[Request]:
         chunked = [self.chunked] if self.chunked is not None else []
-        return [*self.waiting.values(), *self.running, *self.draining, *self.kept, *chunked]
+        return [*self.waiting.values(), *self.running, *self.draining, *self.held, *chunked]
 
     def check(self) -> None:
         """Every live request is in one stage."""

@@ -44,12 +44,12 @@ class Executor:
         return Launch(plan, self._stream.submit(lambda: self._runner.run(plan)))
 
     def launch_forward(self, plan: Plan) -> Launch:
-        """Enqueue a step without its draw: nothing else may be launched before `launch_draw`. `plan.masks` is not read."""
+        """Enqueue a step without its draw: nothing else may be launched before `launch_sampling`. `plan.masks` is not read."""
         launch = Launch(plan)
         launch.forward = self._stream.submit(lambda: self._runner.forward(plan, launch.between))
         return launch
 
-    def launch_draw(self, launch: Launch) -> None:
+    def launch_sampling(self, launch: Launch) -> None:
         """Enqueue the draw of a step whose `plan.masks` are filled in now."""
         assert launch.draw is None, f"step {launch.plan.seq} is drawn already"
         launch.draw = self._stream.submit(lambda: self._runner.draw(launch.plan, launch.between))

@@ -40,12 +40,12 @@ def build_host_tier(
             write_policy=config.hicache_write_policy,
             prefetch_policy=config.hicache_storage_prefetch_policy,
             prefetch_timeout_s=config.hicache_storage_prefetch_timeout,
+            run_id=uuid.uuid4().hex,
         ),
         disk=index,
-        life=uuid.uuid4().hex,
     )
     disk = None if folder is None else Disk(folder, page_of=host_pool.page, when_done=wakeup)
-    return HostTier(cache, host_pool, DiskPump(cache, disk))
+    return HostTier(cache, host_pool, DiskPump(cache.disk, disk))
 
 
 def open_index(folder: PageFolder, config: EngineConfig, identity: KVIdentity) -> DiskIndex:

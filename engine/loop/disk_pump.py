@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from engine.core.disk_index import DiskDone, DiskWork
-from engine.core.host_cache import HostCache
+from engine.core.disk_tier import DiskTier
 
 
 class DiskPort(Protocol):
@@ -20,16 +20,16 @@ class DiskPort(Protocol):
 class DiskPump:
     """Without a host tier or a disk a turn is nothing."""
 
-    def __init__(self, host: HostCache | None = None, disk: DiskPort | None = None) -> None:
-        self._host = host
+    def __init__(self, tier: DiskTier | None = None, disk: DiskPort | None = None) -> None:
+        self._tier = tier
         self._disk = disk
 
     def turn(self) -> None:
-        if self._host is None or self._disk is None:
+        if self._tier is None or self._disk is None:
             return
         for done in self._disk.poll():
-            self._host.on_disk(done)
-        for work in self._host.take_work():
+            self._tier.on_done(done)
+        for work in self._tier.take_work():
             self._disk.submit(work)
 
     def close(self) -> None:
@@ -39,4 +39,4 @@ class DiskPump:
     @property
     def busy(self) -> bool:
         """Requests may wait for what is being read."""
-        return self._host is not None and self._host.busy
+        return self._tier is not None and self._tier.busy

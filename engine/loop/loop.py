@@ -137,7 +137,7 @@ class EngineLoop:
             grammars=self._grammars,
             adapters=self._adapters,
             intervals=self._intervals,
-            num_live=lambda: max(self._times.num_live, len(scheduler.live_rids())),  # unanswered, or with memory
+            num_live=lambda: max(self._times.num_live, len(scheduler.stages.live)),  # unanswered, or with memory
         )
         self.stopped = False
 

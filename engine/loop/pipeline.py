@@ -33,7 +33,7 @@ class Launcher(Protocol[L]):
 
     def launch_forward(self, plan: Plan) -> L: ...
 
-    def launch_draw(self, launched: L) -> None: ...
+    def launch_sampling(self, launched: L) -> None: ...
 
     def collect(self, launched: L) -> StepResult: ...
 
@@ -81,7 +81,7 @@ class Pipeline(Generic[L]):
         return outputs
 
     def _launch(self, plan: Plan) -> list[TokenOutput]:
-        if plan.draw_late and not plan.wait:
+        if plan.sample_deferred and not plan.wait:
             return self._launch_in_two(plan)
         outputs = self._collect_all_but(0) if plan.wait else []
         self._scheduler.fill_masks(plan)
@@ -94,7 +94,7 @@ class Pipeline(Generic[L]):
         self._launched.append(launched)
         outputs = self._collect_all_but(1)
         self._scheduler.fill_masks(plan)
-        self._executor.launch_draw(launched)
+        self._executor.launch_sampling(launched)
         return outputs
 
     def _collect_all_but(self, left: int) -> list[TokenOutput]:

@@ -14,7 +14,8 @@ from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.policy import Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Scheduler, SchedulerSettings
+from engine.core.state import SchedulerState
 from engine.core.step_budget import StepBudget
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -56,18 +57,22 @@ class EngineInATest:
         )
         memory = Memory(allocator=allocator, cache=RadixCache(allocator, enabled=radix, below=host), host=host)
         self.scheduler = Scheduler(
-            limits=bounds,
-            memory=memory,
+            SchedulerState(
+                limits=bounds,
+                memory=memory,
+                ratio=NewTokenRatio(conservativeness=conservativeness),
+                growth=MeasuredGrowth(),
+                backup_pages=backup_pages,
+            ),
+            settings=SchedulerSettings(
+                policy=policy,
+                priorities=priorities,
+                reserve_floor=reserve_floor,
+                resume_elsewhere=resume_elsewhere,
+                vocab_size=vocab_size,
+            ),
             tail_texts=lambda ids, skip: ("".join(f"<{i}>" for i in ids),),
-            policy=policy,
-            priorities=priorities,
-            ratio=NewTokenRatio(conservativeness=conservativeness),
-            draw=random.Random(5).random,
-            backup_pages=backup_pages,
-            reserve_floor=reserve_floor,
-            growth=MeasuredGrowth(),
-            resume_elsewhere=resume_elsewhere,
-            vocab_size=vocab_size,
+            uniform=random.Random(5).random,
             step_budget=step_budget,
         )
         self.now_s = 0.0
@@ -97,10 +102,10 @@ class EngineInATest:
     def land(self, rid: str, prompt: list[int], **sampling: object) -> Request:
         """A request whose prompt was computed elsewhere: adopted, its KV written, its first token known."""
         request = self._request(rid, prompt, **sampling)
-        assert self.scheduler.adopt(request) is None and self.scheduler.reserve(request)
+        assert self.scheduler.held.adopt(request) is None and self.scheduler.held.reserve(request)
         self.model.write(request.pages, prompt)
         first = ItemResult(next_token(prefix_hash(prompt)))
-        self.say(self.scheduler.start_decoding(request, first, cached_tokens=0))
+        self.say(self.scheduler.held.start_decoding(request, first, cached_tokens=0))
         return request
 
     def _request(
@@ -137,7 +142,7 @@ class EngineInATest:
     def turn(self) -> bool:
         """One turn of the loop; False when there is nothing left to do."""
         plan = self.next_plan()
-        while plan is not None and (plan.wait or plan.draw_late) and self.launched:
+        while plan is not None and (plan.wait or plan.sample_deferred) and self.launched:
             self.collect()
         if plan is not None:
             self.launch(plan)

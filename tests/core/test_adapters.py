@@ -291,5 +291,5 @@ def test_who_has_an_adapter_resumes_here(monkeypatch: pytest.MonkeyPatch) -> Non
     for rid in ("a", "b"):
         engine.add(rid, [ord(rid)] * 4, adapter=1, max_new_tokens=20)
     engine.run()
-    assert engine.scheduler.counters.retractions > 0 and not engine.scheduler.stages.untaken
+    assert engine.scheduler.counters.retractions > 0 and not engine.scheduler.stages.newly_retracted
     assert engine.tokens == {rid: expected_tokens([ord(rid)] * 4, 20, adapter=1) for rid in ("a", "b")}

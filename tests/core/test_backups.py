@@ -34,7 +34,7 @@ def test_a_copy_comes_back_and_nothing_is_computed_again(depth: int, radix: bool
     backups, counters = engine.scheduler.backups, engine.scheduler.counters
     assert counters.retractions > 0 and backups.restored_tokens == backups.saved_tokens > 0
     computed = sum(item.q_len for plan in engine.plans for item in plan.items)
-    assert computed == sum(len(p) + 29 for p in PROMPTS.values()) + counters.wasted_draws
+    assert computed == sum(len(p) + 29 for p in PROMPTS.values()) + counters.wasted_samples
     assert engine.model.copies == {} and backups.num_pages == 0
 
 
@@ -51,7 +51,7 @@ def test_pages_leave_only_after_their_copy_was_collected() -> None:
         engine.collect()
     (save,) = plan.saves
     request = next(r for r in engine.scheduler.stages.live.values() if r.serial == save.key)
-    assert request.pages == save.pages and engine.scheduler.num_retracted == 1
+    assert request.pages == save.pages and engine.scheduler.held.num_retracted == 1
     engine.launched.append((plan, engine.model.run(plan)))
     engine.collect()
     assert request.pages == [] and engine.scheduler.num_waiting == 1
@@ -89,8 +89,8 @@ def test_a_floor_keeps_room_for_those_that_grow(floor: int, taken: list[bool]) -
             eos_ids=frozenset(),
             arrived_s=0.0,
         )
-        assert engine.scheduler.adopt(request) is None
-        got.append(engine.scheduler.reserve(request))
+        assert engine.scheduler.held.adopt(request) is None
+        got.append(engine.scheduler.held.reserve(request))
     assert got == taken
 
 

@@ -89,7 +89,7 @@ def test_draws_after_the_end_change_nothing(depth: int) -> None:
     engine.model.run = with_logprobs  # type: ignore[method-assign]
     plain = engine.add("plain", [7, *prompt], eos=expected_tokens([7, *prompt], 6)[5], max_new_tokens=40)
     engine.run()
-    assert engine.scheduler.counters.wasted_draws >= 2
+    assert engine.scheduler.counters.wasted_samples >= 2
     full_pages = 0
     for request in (constrained, plain):
         answer = expected_tokens(request.input_ids, 40, min(request.eos_ids))

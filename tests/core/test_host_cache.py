@@ -138,7 +138,7 @@ def test_a_flush_empties_host_and_disk_even_while_files_are_written() -> None:
     assert engine.scheduler.flush_cache()
     engine.disk_turn()
     engine.disk_turn()
-    assert engine.files == {} and engine.host.disk is not None and engine.host.disk.num_bytes == 0
+    assert engine.files == {} and engine.host.disk is not None and engine.host.disk.index.num_bytes == 0
     assert engine.host.pages.num_named == engine.host.pages.num_pinned == 0
     engine.answer("b", PROMPT, max_new_tokens=2)
     assert engine.outputs["b"][0].cached_tokens == 0
@@ -148,7 +148,7 @@ def test_a_read_that_ends_after_a_flush_is_dropped() -> None:
     engine = restarted(written())
     engine.add("b", PROMPT, max_new_tokens=2)
     engine.abort("b")
-    engine.work += engine.host.take_work()
+    engine.take_work()
     reads = list(engine.work)
     assert len(reads) == 3 and engine.scheduler.flush_cache()
     engine.disk_turn()
@@ -257,7 +257,7 @@ def test_a_folder_that_is_too_full_at_the_start_is_cut_to_the_limit() -> None:
     files = {bytes([i]) * 32: [i] * PAGE for i in range(10)}
     engine = TieredEngine(host_pages=4, disk_pages=6, files=files)
     assert list(engine.files) == [bytes([i]) * 32 for i in range(4, 10)]
-    assert engine.host.disk is not None and engine.host.disk.num_bytes == 6
+    assert engine.host.disk is not None and engine.host.disk.index.num_bytes == 6
 
 
 LOADS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 26), st.integers(1, 6)), min_size=2, max_size=14)

@@ -31,7 +31,9 @@ class Tree:
 
     def order(self, policy: str, *requests: Request) -> list[str]:
         lots = iter([0.5, 0.1, 0.9, 0.3] * 100)
-        ordered = order(policy, requests, match_prefix=lambda r: self.cache.match(r.input_ids), draw=lambda: next(lots))
+        ordered = order(
+            policy, requests, match_prefix=lambda r: self.cache.match(r.input_ids), uniform=lambda: next(lots)
+        )
         return [r.rid for r in ordered]
 
 

@@ -64,7 +64,7 @@ def test_a_request_as_large_as_the_pool_gets_its_pages(prompt: int) -> None:
     """16 tokens in all and 4 pages: wherever the prompt ends, rounding must not keep it waiting for ever."""
     engine = EngineInATest(num_pages=4, page_size=4, reserve_floor=64)
     whole = request(prompt, limit=16 - prompt)
-    assert engine.scheduler.adopt(whole) is None and engine.scheduler.reserve(whole)
+    assert engine.scheduler.held.adopt(whole) is None and engine.scheduler.held.reserve(whole)
 
 
 def test_running_transferring_and_coming_ones_count() -> None:
@@ -72,11 +72,11 @@ def test_running_transferring_and_coming_ones_count() -> None:
     engine = EngineInATest(num_pages=16, page_size=4, reserve_floor=16)
     first, second, third = (request(8, limit=16, rid=rid) for rid in "abc")
     for one in (first, second, third):
-        assert engine.scheduler.adopt(one) is None
-    assert engine.scheduler.reserve(first) and engine.scheduler.reserve(second)
-    assert not engine.scheduler.reserve(third) and third.pages == []
+        assert engine.scheduler.held.adopt(one) is None
+    assert engine.scheduler.held.reserve(first) and engine.scheduler.held.reserve(second)
+    assert not engine.scheduler.held.reserve(third) and third.pages == []
     second.output_ids = [0] * 12  # of its 16: it may still grow by 1 page only, but has 5 in its tokens
-    assert engine.scheduler.reserve(third)
+    assert engine.scheduler.held.reserve(third)
 
 
 def test_a_retracted_request_finds_its_prefix_and_locks_it() -> None:
@@ -85,13 +85,13 @@ def test_a_retracted_request_finds_its_prefix_and_locks_it() -> None:
     engine.run()
     cached = engine.scheduler.memory.available
     again = request(8, drawn=3, limit=8)
-    assert engine.scheduler.adopt(again) is None and engine.scheduler.reserve(again)
+    assert engine.scheduler.held.adopt(again) is None and engine.scheduler.held.reserve(again)
     assert (again.shared_pages, again.computed_len, len(again.pages)) == (2, 8, 3)
     assert engine.scheduler.memory.available == cached - 3
-    pages = engine.scheduler.quarantine(again)
+    pages = engine.scheduler.held.quarantine(again)
     assert len(pages) == 1 and engine.scheduler.memory.available == cached - 1
-    engine.scheduler.end_quarantine(pages)
-    engine.scheduler.resume_here(again)
+    engine.scheduler.held.end_quarantine(pages)
+    engine.scheduler.held.resume_here(again)
     engine.run()
     assert engine.scheduler.memory.available == cached
 
@@ -101,10 +101,10 @@ def test_a_retracted_request_without_room_changes_nothing() -> None:
     engine.add("before", list(range(8)), max_new_tokens=1)
     engine.run()
     other = request(9, limit=1, rid="other")
-    assert engine.scheduler.adopt(other) is None and engine.scheduler.reserve(other)
+    assert engine.scheduler.held.adopt(other) is None and engine.scheduler.held.reserve(other)
     again = request(8, drawn=3, limit=8)
-    assert engine.scheduler.adopt(again) is None
+    assert engine.scheduler.held.adopt(again) is None
     before = engine.scheduler.memory.available
-    assert not engine.scheduler.reserve(again) and again.pages == [] and again.lock is None
+    assert not engine.scheduler.held.reserve(again) and again.pages == [] and again.lock is None
     assert engine.scheduler.memory.available == before
     engine.scheduler.check()

@@ -34,7 +34,7 @@ def test_the_step_after_eos_leaves_no_trace() -> None:
     engine.run()
     assert engine.tokens["r"] == expected_tokens(prompt, 20, eos)
     assert engine.finish["r"].kind == "stop" and engine.finish["r"].matched == eos
-    assert engine.scheduler.counters.wasted_draws == 1
+    assert engine.scheduler.counters.wasted_samples == 1
     assert all_pages_back(engine)
 
 
@@ -42,7 +42,7 @@ def test_the_last_token_by_length_wastes_no_step() -> None:
     engine = EngineInATest(depth=2)
     engine.add("r", [1, 2, 3], max_new_tokens=5)
     engine.run()
-    assert engine.scheduler.counters.wasted_draws == 0
+    assert engine.scheduler.counters.wasted_samples == 0
     assert engine.finish["r"].kind == "length"
     assert sum(len(p.items) for p in engine.plans) == 5
 

@@ -114,7 +114,7 @@ def test_attention_to_a_long_prefix_makes_chunks_shorter() -> None:
 def run(engine: EngineInATest, seconds: Callable[[Plan], float]) -> list[int]:
     """Prompt tokens of each step; the budget is told of each how long it took."""
     told = 0
-    while engine.scheduler.live_rids():
+    while engine.scheduler.stages.live:
         engine.turn()
         for plan in engine.plans[told:]:
             assert engine.scheduler.step_budget is not None

@@ -53,13 +53,18 @@ class TieredEngine(EngineInATest):
 
     def collect(self) -> None:
         super().collect()
-        self.work += self.host.take_work()
+        self.take_work()
+
+    def take_work(self) -> None:
+        if self.host.disk is not None:
+            self.work += self.host.disk.take_work()
 
     def disk_turn(self, n: int = 1000) -> None:
         """The disk does `n` pieces of work."""
-        self.work += self.host.take_work()
+        self.take_work()
         for _ in range(min(n, len(self.work))):
-            self.host.on_disk(self._do(self.work.popleft()))
+            assert self.host.disk is not None
+            self.host.disk.on_done(self._do(self.work.popleft()))
             assert len(self.files) <= self.disk_pages, "more bytes on disk than the limit"
             self.scheduler.check()
 

@@ -290,7 +290,7 @@ def test_any_order_of_retractions_aborts_and_failures(
             if who in ("decode", "both"):
                 cluster.decode.abort(rid)
         if rng.random() < faults / 10:
-            for rid in [r for r in cluster.prefill.scheduler.live_rids() if r.startswith("recompute-")]:
+            for rid in [r for r in list(cluster.prefill.scheduler.stages.live) if r.startswith("recompute-")]:
                 cluster.prefill.abort(rid)
     cluster.run(rng)
     cluster.assert_all_back()

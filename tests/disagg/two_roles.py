@@ -42,7 +42,7 @@ class RoleEngine(EngineInATest):
     def turn(self) -> bool:
         self.say(self.role.poll(self.now_s))
         plan = self.scheduler.schedule()
-        while plan is not None and (plan.wait or plan.draw_late) and self.launched:
+        while plan is not None and (plan.wait or plan.sample_deferred) and self.launched:
             self.collect()
         if plan is not None:
             self.role.on_launch(plan)

@@ -28,6 +28,6 @@ def test_the_next_owner_of_a_slot_has_nothing_of_a_wasted_draw(tmp_path_factory:
     plain, expected = answers(path, depth=1)
     overlapped, got = answers(path, depth=2, stream="threaded", stream_delay_ms=0.5)
     assert got == expected
-    assert plain.parts.scheduler.counters.wasted_draws == 0
-    assert overlapped.parts.scheduler.counters.wasted_draws == 2
+    assert plain.parts.scheduler.counters.wasted_samples == 0
+    assert overlapped.parts.scheduler.counters.wasted_samples == 2
     assert [len(overlapped.tokens[f"r{i}"]) for i in range(5)] == [12, 4, 12, 4, 12]

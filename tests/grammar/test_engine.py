@@ -143,7 +143,7 @@ def test_tokens_do_not_depend_on_depth_or_batch(
     """Plain requests beside the constrained ones too."""
     engine = run(checkpoint, compiler, **WAYS[way])
     assert engine.tokens == reference.tokens
-    assert (engine.parts.scheduler.counters.late_draws > 0) == way.startswith("depth-2")
+    assert (engine.parts.scheduler.counters.deferred_samples > 0) == way.startswith("depth-2")
     assert {rid: f.kind for rid, f in engine.finish.items()} == {rid: f.kind for rid, f in reference.finish.items()}
 
 

@@ -105,13 +105,13 @@ def test_the_draw_of_a_constrained_batch_waits_for_the_tokens_before_it(depth: i
     engine.run()
     assert engine.tokens["r"] == grammar.seen == expected_tokens([1, 2, 3], 5)
     assert engine.finish["r"].kind == "stop" and grammar.masks == 5
-    late = sum(plan.draw_late for plan in engine.plans)
-    assert late == engine.scheduler.counters.late_draws
+    late = sum(plan.sample_deferred for plan in engine.plans)
+    assert late == engine.scheduler.counters.deferred_samples
     assert late == 0 if depth == 1 else late >= 4
     assert not any(plan.wait for plan in engine.plans), "the forward waits for nobody"
     engine.add("plain", [4, 5], max_new_tokens=5)
     engine.run()
-    assert sum(plan.draw_late for plan in engine.plans) == late
+    assert sum(plan.sample_deferred for plan in engine.plans) == late
 
 
 def test_a_token_outside_the_grammar_is_an_error_of_its_request() -> None:

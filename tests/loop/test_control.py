@@ -67,7 +67,7 @@ class Rig(EngineInATest):
             scheduler=self.scheduler,
             weights=self.weights,
             profiler=self.profiler,
-            abort_all=lambda: [o for rid in self.scheduler.live_rids() for o in self.scheduler.abort(rid)],
+            abort_all=lambda: [o for rid in list(self.scheduler.stages.live) for o in self.scheduler.abort(rid)],
             reply=lambda reply: self.replies.__setitem__(reply.call_id, reply),
             wakeup=lambda: None,
         )

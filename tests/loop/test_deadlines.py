@@ -42,7 +42,7 @@ class AtOnce:
 
     launch_forward = launch
 
-    def launch_draw(self, launched: Launched) -> None:
+    def launch_sampling(self, launched: Launched) -> None:
         """Drawn already."""
 
     def collect(self, launched: Launched) -> StepResult:
@@ -114,7 +114,7 @@ class Rig:
 
     def assert_all_back(self) -> None:
         self.engine.scheduler.check()
-        assert self.engine.scheduler.memory.allocator.counts()["held"] == 0 and not self.engine.scheduler.live_rids()
+        assert self.engine.scheduler.memory.allocator.counts()["held"] == 0 and not self.engine.scheduler.stages.live
         assert len(self.loop._deadlines) == 0
 
 

@@ -35,7 +35,7 @@ class Recorder:
         assert plan.masks == {}
         return Launched(plan)
 
-    def launch_draw(self, launched: Launched) -> None:
+    def launch_sampling(self, launched: Launched) -> None:
         self.calls.append(("draw", launched.plan.seq))
         launched.result = self._model.run(launched.plan)
 
@@ -85,7 +85,7 @@ def test_the_forward_of_a_constrained_step_does_not_wait_for_the_token_before_it
     rig.run()
     calls = ", ".join(f"{what} {seq}" for what, seq in rig.executor.calls)
     assert calls == "launch 1, forward 2, collect 1, draw 2, forward 3, collect 2, draw 3, collect 3"
-    assert rig.scheduler.counters.late_draws == 2
+    assert rig.scheduler.counters.deferred_samples == 2
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -100,8 +100,8 @@ def test_a_grammar_that_ends_leaves_one_draw_that_nobody_sees(depth: int) -> Non
     assert ends.seen == rig.tokens["ends"] == expected_tokens([1, 2, 3], 3) and ends.masks == 3
     assert goes_on.seen == rig.tokens["goes-on"] == expected_tokens([4, 5, 6], 8)
     assert rig.tokens["plain"] == expected_tokens([7, 8], 12)
-    wasted = [p for p in rig.plans if p.draw_late and len(p.masks) < sum(i.rid != "plain" for i in p.items)]
-    assert len(wasted) == rig.scheduler.counters.wasted_draws == 2  # one each
+    wasted = [p for p in rig.plans if p.sample_deferred and len(p.masks) < sum(i.rid != "plain" for i in p.items)]
+    assert len(wasted) == rig.scheduler.counters.wasted_samples == 2  # one each
     counts = rig.scheduler.memory.allocator.counts()
     assert counts["held"] == 0 and rig.scheduler.idle
 

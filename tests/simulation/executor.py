@@ -153,7 +153,7 @@ class SimExecutor:
     def launch_forward(self, plan: Plan) -> SimLaunch:
         return self.launch(plan)
 
-    def launch_draw(self, launch: SimLaunch) -> None:
+    def launch_sampling(self, launch: SimLaunch) -> None:
         """The hash model draws with its forward: no grammar is used here."""
 
     def compute_one(self) -> None:

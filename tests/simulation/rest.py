@@ -8,7 +8,7 @@ def leftovers(worker: Worker) -> list[str]:
     """What is not at rest; empty when everything has ended and all memory is back."""
     counts = worker.scheduler.memory.allocator.counts()
     open_things = {
-        "requests": len(worker.scheduler.live_rids()),
+        "requests": len(worker.scheduler.stages.live),
         "role entries": len(worker.role._entries),
         "held pages": counts["held"],
         "quarantined pages": counts["quarantined"],

@@ -13,7 +13,8 @@ from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
 from engine.core.policy import Priorities
 from engine.core.radix_cache import RadixCache
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Scheduler, SchedulerSettings
+from engine.core.state import SchedulerState
 from tests.simulation.bootstrap import SimBootstrap
 from tests.simulation.network import Network
 from tests.simulation.options import Options
@@ -68,7 +69,7 @@ def kv_args_of(options: Options, *, num_pages: int) -> KVArgs:
 
 def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, decodes: bool) -> Scheduler:
     allocator = PageAllocator(num_pages=num_pages, page_size=options.page_size)
-    return Scheduler(
+    state = SchedulerState(
         limits=Limits(
             page_size=options.page_size,
             max_running_requests=options.max_running,
@@ -77,14 +78,15 @@ def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, dec
             max_prefill_tokens=64,
         ),
         memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True)),
-        tail_texts=lambda ids, skip: (),
         ratio=NewTokenRatio(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0])),
-        draw=draw.random,
-        backup_pages=options.backup_pages if decodes and options.resume == "host" else 0,
         growth=MeasuredGrowth(),
+        backup_pages=options.backup_pages if decodes and options.resume == "host" else 0,
+    )
+    settings = SchedulerSettings(
         priorities=Priorities(preempt_threshold=1, aging_s=1.0) if options.priorities else None,
         resume_elsewhere=decodes and options.resume == "prefill",
     )
+    return Scheduler(state, settings=settings, tail_texts=lambda ids, skip: (), uniform=draw.random)
 
 
 class SimPool:

@@ -8,8 +8,10 @@ from disagg.decode_role import DecodeRole
 from disagg.prefill_role import PrefillRole
 from engine.core import finish, hidden
 from engine.core.backups import Backups
+from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
-from engine.core.memory import Memory, match_limit
+from engine.core.held import HeldRequests
+from engine.core.memory import Memory, growth_pages, match_limit
 from engine.core.page_allocator import PageAllocator
 from engine.core.plan import PageLoad
 from engine.core.planning import Planner
@@ -60,7 +62,7 @@ def _(original, results, plan, result):
     ended = [
         (request, item, item_result)
         for item, item_result in zip(plan.items, result.items, strict=True)
-        if (request := results._stages.live[item.rid]).finish is not None and not request.prefill_only
+        if (request := results._state.stages.live[item.rid]).finish is not None and not request.prefill_only
     ]
     effects = original(results, plan, result)
     for request, item, item_result in ended:
@@ -68,14 +70,14 @@ def _(original, results, plan, result):
     return effects
 
 
-@CORE.bug("a draw in flight is not counted", Request.draws_left, "A request launches a step beyond its last token.")
+@CORE.bug("a draw in flight is not counted", Request.samples_left, "A request launches a step beyond its last token.")
 def _(original, request):
     return request.max_new_tokens - len(request.output_ids)
 
 
 @CORE.bug("a mask is made one token too early", Planner._awaits_token, "A mask does not wait for the token before it.")
 def _(original, planner, item):
-    return original(planner, item) and planner._stages.live[item.rid].pending > 2
+    return original(planner, item) and planner._state.stages.live[item.rid].pending > 2
 
 
 # ---- the radix tree
@@ -150,11 +152,11 @@ def _(original, allocator, pages):
 
 @CORE.bug(
     "the largest request is counted with a page too many",
-    Memory.growth_pages,
+    growth_pages,
     "The room in a request's last page does not count.",
 )
-def _(original, memory, request, num_tokens):
-    return memory.allocator.pages_for(num_tokens)
+def _(original, allocator, request, num_tokens):
+    return allocator.pages_for(num_tokens)
 
 
 @CORE.bug(
@@ -194,7 +196,7 @@ def _(original, adder):
     "one more gets a row than there are",
     RequestTable.num_free,
     "The planner counts a row that the table does not have.",
-    called_by=Planner._with_rows,
+    called_by=DecodePlanner._with_rows,
 )
 def _(original, table):
     return original(table) + 1
@@ -226,9 +228,9 @@ def _(original, departures, request, *, elsewhere):
     "Logprobs of the part that is computed again are kept.",
 )
 def _(original, departures, request, *, elsewhere):
-    kept = list(request.input_logprobs)
+    unsent = list(request.unsent.input_logprobs)
     original(departures, request, elsewhere=elsewhere)
-    request.input_logprobs = kept
+    request.unsent.input_logprobs = unsent
 
 
 @CORE.bug(
@@ -281,14 +283,14 @@ def _(original, preemption, request, victims, reserve, *, row):
 
 @CORE.bug(
     "decode preempts for a request and gives the memory to none",
-    Scheduler.reserve,
+    HeldRequests.reserve,
     "The pages that a preemption frees are not reserved.",
 )
-def _(original, scheduler, request, *, may_preempt=False):
-    if original(scheduler, request):
+def _(original, held, request, *, may_preempt=False):
+    if original(held, request):
         return True
     if may_preempt:
-        scheduler._preempt_for(request)
+        held._preempt_for(request)
     return False
 
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from engine.core.outputs import StepEffects, output_of
 from engine.core.plan import ItemResult, Plan
-from engine.core.radix_cache import Node
+from engine.core.radix_node import Node
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED
 from engine.messages import LogprobOptions, TokenLogprob, TokenOutput
@@ -151,9 +151,9 @@ class Driver(EngineInATest):
             keep_kv=ask.keep_kv and not pooling,
         )
         life = self.lives[request.rid] = Life(ask, wishes, request, weights=[self.model.weights])
-        full = len(self.scheduler.live_rids()) >= self.setup.max_queued + self.setup.max_running
+        full = len(self.scheduler.stages.live) >= self.setup.max_queued + self.setup.max_running
         if role == "decode":
-            reason = self.scheduler.adopt(request)
+            reason = self.scheduler.held.adopt(request)
             life.stage = "prealloc" if reason is None else ""
             self.say([] if reason is None else [TokenOutput(rid=request.rid, new_ids=[], finish=reason)])
         else:
@@ -180,12 +180,12 @@ class Driver(EngineInATest):
     def _abort(self, life: Life) -> None:
         request = life.request
         if life.stage in ("prealloc", "transfer", "landed"):
-            self.say([self.scheduler.end_kept(request, ABORTED)])
+            self.say([self.scheduler.held.end(request, ABORTED)])
             if life.stage == "prealloc":
-                self.scheduler.release(request)
+                self.scheduler.held.release(request)
             else:
-                life.quarantined = self.scheduler.quarantine(request)
-                self.scheduler.release(request)
+                life.quarantined = self.scheduler.held.quarantine(request)
+                self.scheduler.held.release(request)
             life.stage = "" if life.stage == "prealloc" else "quarantined"
         elif life.stage == "computed":  # its answer was held back for this
             request.finish = ABORTED
@@ -193,7 +193,7 @@ class Driver(EngineInATest):
             life.stage = "reading"
         elif life.stage == "computing":
             outputs = self.scheduler.abort(request.rid)
-            self.say(outputs if request.finish is not None else [self.scheduler.end_kept(request, ABORTED)])
+            self.say(outputs if request.finish is not None else [self.scheduler.held.end(request, ABORTED)])
             life.stage = "reading"
         else:
             self.say(self.scheduler.abort(request.rid))
@@ -211,30 +211,30 @@ class Driver(EngineInATest):
         elif life.stage == "landed":
             self.model.verify(request.pages, request.input_ids)
             life.stage = ""
-            self.say(self.scheduler.start_decoding(request, self._first_token(life), cached_tokens=0))
+            self.say(self.scheduler.held.start_decoding(request, self._first_token(life), cached_tokens=0))
         elif life.stage == "quarantined":
             junk = {(p, o): Slot(7, 7) for p in life.quarantined for o in range(self.setup.page_size)}
             self.model.kv.update(junk)  # a peer writes late
-            self.scheduler.end_quarantine(life.quarantined)
+            self.scheduler.held.end_quarantine(life.quarantined)
             life.stage = ""
         elif life.stage in ("computed", "reading"):
             self.model.verify(request.pages, request.input_ids[: request.computed_len])
             if life.answer is not None and life.stage == "computed":
                 self.say([life.answer])
-            self.scheduler.release(request)
+            self.scheduler.held.release(request)
             life.stage = ""
 
     def _first_in_line(self, life: Life) -> bool:
         def urgency(request: Request) -> float:
-            return self.scheduler.urgency(request, self.now_s)
+            return self.scheduler.held.urgency(request, self.now_s)
 
         others = [other.request for other in self.lives.values() if other.stage == "prealloc"]
         first = max(others, key=urgency)  # of equals the one that came first
-        return first is life.request and all(urgency(first) > urgency(r) for r in self.scheduler.retracted())
+        return first is life.request and all(urgency(first) > urgency(r) for r in self.scheduler.held.retracted())
 
     def _reserve(self, request: Request) -> bool:
         preemptions, running = self.scheduler.counters.preemptions, self._with_rows()
-        reserved = self.scheduler.reserve(request, may_preempt=True)
+        reserved = self.scheduler.held.reserve(request, may_preempt=True)
         if self.scheduler.counters.preemptions > preemptions:
             assert reserved or self.scheduler.stages.retraction_pending, "preempted in vain"
             self._check_preemption(running, set())
@@ -372,7 +372,7 @@ class Driver(EngineInATest):
             tokens=counters.generation_tokens,
             retractions=counters.retractions,
             preemptions=counters.preemptions,
-            wasted_draws=counters.wasted_draws,
+            wasted_samples=counters.wasted_samples,
             restored_tokens=self.scheduler.backups.restored_tokens,
             cached_tokens=counters.cached_tokens,
             updates=self.updates,

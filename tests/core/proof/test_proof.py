@@ -23,7 +23,7 @@ LEAST = {
     "masks": 1000,
     "retractions": 50,
     "restored_tokens": 50,
-    "wasted_draws": 50,
+    "wasted_samples": 50,
     "updates": 5,
     "end:stop-0": 100,
     "end:length-0": 500,

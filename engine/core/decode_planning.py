@@ -1,0 +1,67 @@
+"""Every running request by one token, as far as rows and pages reach."""
+
+from engine.core.departures import Departures
+from engine.core.plan import PlanItem, SlotOpen
+from engine.core.plan_items import open_slot, plan_item
+from engine.core.policy import Priorities
+from engine.core.preemption import Preemption
+from engine.core.request import Request
+from engine.core.state import SchedulerState
+
+
+class DecodePlanner:
+    def __init__(
+        self, state: SchedulerState, *, departures: Departures, preemption: Preemption, priorities: Priorities
+    ) -> None:
+        self._state = state
+        self._memory = state.memory
+        self._stages = state.stages
+        self._table = state.table
+        self._departures = departures
+        self._preemption = preemption
+        self._priorities = priorities
+
+    def plan(self, planned: set[str], now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
+        """Plan a token for each running request but those of `planned`, which are part of this step already."""
+        ready = [r for r in self._stages.running if r.samples_left > 0 and r.rid not in planned]
+        ready = self._with_rows(ready, now_s)
+        self._grow(ready)
+        if self._state.limits.max_loras_per_batch:
+            ready.sort(key=lambda r: r.adapter)  # tokens of one adapter lie together: its part of the work is one slice
+        opens = [open_slot(r, self._table) for r in ready if r.slot is None]
+        items = [plan_item(r, r.launched_len, r.launched_len + 1, sample=True, extend=False) for r in ready]
+        return items, opens
+
+    def _with_rows(self, ready: list[Request], now_s: float) -> list[Request]:
+        """Drop the least urgent of those without a row, where there are too few rows for all."""
+        rowless = [r for r in ready if r.slot is None]
+        if len(rowless) <= self._table.num_free:
+            return ready
+        rowless.sort(key=lambda r: -self._priorities.urgency(r, now_s))
+        self._preemption.make_rows(rowless[self._table.num_free :])
+        late = {r.rid for r in rowless[self._table.num_free :]}
+        return [r for r in ready if r.rid not in late and r in self._stages.running]
+
+    def _grow(self, ready: list[Request]) -> None:
+        """Take a page for each request whose next token starts one. Where memory is short, retract the last in order.
+
+        A victim with a step in flight gives its memory back at the next collect: those that need it sit out until then.
+        """
+        needy = sorted((r for r in ready if self._memory.needs_page(r)), key=self._retraction_order)
+        counters = self._state.counters
+        for i, request in enumerate(needy):
+            while request in ready and not self._memory.grow(request):
+                if self._stages.retraction_pending:
+                    ready[:] = [r for r in ready if r not in needy[i:]]
+                    return
+                victim = max(self._stages.running, key=self._retraction_order)
+                counters.out_of_memory += 1
+                counters.out_of_memory_tokens += victim.launched_len
+                self._departures.retract(victim)
+                ready[:] = [r for r in ready if r is not victim]
+                self._state.ratio.on_retraction(self._stages.running)
+
+    def _retraction_order(self, request: Request) -> tuple[int, int, int, str]:
+        """Victims come from the end: lowest priority first, longest output, shortest input; rid breaks ties."""
+        rank = self._priorities.rank(request)
+        return (-rank, len(request.output_ids), -len(request.input_ids), request.rid)

@@ -1,0 +1,179 @@
+"""KV prefixes in files: which host pages are written, which files are read for waiting requests, and when.
+
+        host page                              file
+    write (its copy is collected) ----------> DiskWrite
+    prefetch (its request waits)  <---------- DiskRead       `awaits` passes the request over meanwhile
+
+It decides; disk threads do the work (`take_work`) and report it (`on_done`). A host page that a thread reads or writes is
+pinned. Waiting reads and writes take half of the host tier each, at most.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from engine.core.disk_index import DiskDelete, DiskDone, DiskIndex, DiskRead, DiskWork, DiskWrite
+from engine.core.host_pages import HostPages
+from engine.core.request import Request
+from engine.core.request_keys import RequestKeys
+
+
+class DiskTier:
+    def __init__(
+        self,
+        index: DiskIndex,
+        *,
+        pages: HostPages,
+        keys: RequestKeys,
+        prefetch_policy: str,
+        prefetch_timeout_s: float,
+        counters: Counter[str],
+    ) -> None:
+        """`prefetch_timeout_s`: of the policy "timeout", from when the request is first judged."""
+        self.index = index
+        self._pages = pages
+        self._keys = keys
+        self._prefetch_policy = prefetch_policy
+        self._prefetch_timeout_s = prefetch_timeout_s
+        self._counters = counters
+        self._max_pending = max(1, pages.num_pages // 2)
+        self._reading: dict[bytes, int] = {}  # key -> host page that is being filled from its file
+        self._from_disk: set[int] = set()  # host pages that were read from a file and not used since
+        self._num_writing = 0
+        self._work: list[DiskWork] = []
+
+    # ---- writes
+
+    def write(self, host_pages: Iterable[int]) -> list[int]:
+        """Write what came to the host into files, as far as room reaches; return the pages to be pinned for it."""
+        chosen: list[tuple[bytes, int]] = []
+        for page in host_pages:
+            key = self._pages.key_of(page)
+            if key is None or self.index.holds(key):
+                continue
+            if self._num_writing + len(chosen) >= self._max_pending:
+                self._counters["hicache_unwritten_pages"] += 1
+                continue
+            chosen.append((key, page))
+        return [page for key, page in reversed(chosen) if self._begin_write(key, page)]
+
+    def _begin_write(self, key: bytes, host_page: int) -> bool:
+        victims = self.index.begin_write(key)
+        if victims is None:
+            self._counters["hicache_unwritten_pages"] += 1
+            return False
+        self._num_writing += 1
+        self._work.append(DiskWrite(key, host_page, self._keys.identity, victims))
+        return True
+
+    # ---- reads
+
+    def prefetch(self, request: Request, keys: Sequence[bytes]) -> None:
+        """Read the pages called `keys` into the host for `request`, up to the first that is in no file."""
+        wanted = []
+        for key in keys:
+            if self._pages.get(key) is not None:
+                continue
+            if key not in self._reading and not self._begin_read(key):
+                break
+            wanted.append(key)
+        request.lower_tiers.prefetching = wanted
+
+    def _begin_read(self, key: bytes) -> bool:
+        if not self.index.has(key) or len(self._reading) >= self._max_pending:
+            return False
+        if self._pages.next_to_go() in self._from_disk:  # the earlier request keeps what was read for it
+            return False
+        host_page = self._pages.take()
+        if host_page is None:
+            return False
+        self.on_reuse(host_page)
+        self.index.begin_read(key)
+        self._reading[key] = host_page
+        self._work.append(DiskRead(key, host_page, self._keys.identity))
+        return True
+
+    def awaits(self, request: Request, now_s: float) -> bool:
+        """Whether `request` is passed over for now, because files are being read for it."""
+        tiers = request.lower_tiers
+        if self._prefetch_policy == "best_effort" or not tiers.prefetching:
+            return False
+        if not any(key in self._reading for key in tiers.prefetching):
+            tiers.prefetching = []
+            return False
+        if self._prefetch_policy == "wait_complete":
+            return True
+        if tiers.prefetch_until_s is None:
+            tiers.prefetch_until_s = now_s + self._prefetch_timeout_s
+        return now_s < tiers.prefetch_until_s
+
+    @property
+    def busy(self) -> bool:
+        """Something is being read that requests may wait for."""
+        return bool(self._reading)
+
+    def on_reuse(self, host_page: int) -> None:
+        """`host_page` gets other bytes."""
+        self._from_disk.discard(host_page)
+
+    def take_read(self, host_pages: Iterable[int]) -> int:
+        """Return how many of `host_pages` came from files; they count as used now."""
+        read = self._from_disk.intersection(host_pages)
+        self._from_disk -= read
+        return len(read)
+
+    # ---- disk threads
+
+    def take_work(self) -> list[DiskWork]:
+        """Work since the last call. Writes and deletes run in this order; reads may overtake them."""
+        work, self._work = self._work, []
+        return work
+
+    def on_done(self, done: DiskDone) -> None:
+        match done.work:
+            case DiskRead():
+                self._on_read(done, done.work)
+            case DiskWrite():
+                self._on_written(done, done.work)
+            case DiskDelete():
+                self.index.end_delete(done.undeleted)
+
+    def _on_read(self, done: DiskDone, work: DiskRead) -> None:
+        self.index.end_read(work.key, ok=done.ok, undeleted=done.undeleted)
+        self._counters["hicache_bad_files"] += done.bad
+        wanted = self._reading.get(work.key) == work.host_page  # or all was forgotten meanwhile
+        if wanted:
+            del self._reading[work.key]
+        if wanted and done.ok and self._pages.get(work.key) is None:
+            self._pages.name(work.host_page, work.key)
+            self._from_disk.add(work.host_page)
+            self._counters["hicache_read_pages"] += 1
+        self._pages.unpin(work.host_page)
+
+    def _on_written(self, done: DiskDone, work: DiskWrite) -> None:
+        self._num_writing -= 1
+        self._counters["hicache_written_pages" if done.ok else "hicache_failed_writes"] += 1
+        if delete := self.index.end_write(work, ok=done.ok, undeleted=done.undeleted):
+            self._work.append(delete)
+        self._pages.unpin(work.host_page)
+
+    # ---- all of it
+
+    def forget(self, *, files: bool) -> None:
+        """Forget what is being read; `files`: delete those of this folder, too."""
+        self._reading.clear()
+        self._from_disk.clear()
+        if files:
+            self._work.append(self.index.clear())
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "hicache_disk_used_bytes": float(self.index.num_bytes),
+            "hicache_disk_files": float(self.index.num_files),
+            "hicache_disk_pending": float(self._num_writing + len(self._reading)),
+        }
+
+    def check(self) -> None:
+        """Every page that is being read is pinned; the index adds up."""
+        assert all(self._pages.key_of(page) is not None for page in self._from_disk)
+        assert all(self._pages.is_pinned(page) for page in self._reading.values()), "a page that is read is not pinned"
+        self.index.check()

@@ -1,0 +1,50 @@
+"""From a request to its part of a step: the item, and the row that it takes."""
+
+from engine.core.futures import check_reads
+from engine.core.hidden import note_launch
+from engine.core.outputs import input_logprob_part
+from engine.core.plan import PlanItem, SlotOpen
+from engine.core.request import Request
+from engine.core.request_table import RequestTable
+
+
+def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
+    """Plan tokens start..end-1 of `request`: they are in flight from now on."""
+    assert request.slot is not None
+    known = request.num_tokens
+    check_reads(request, start, end)
+    hidden_from = note_launch(request, start, end)
+    logprob_from, logprob_next = input_logprob_part(request, start, end)
+    item = PlanItem(
+        rid=request.rid,
+        slot=request.slot,
+        tokens=request.tokens(start, end) if start < known else [-(request.slot + 1)],
+        start=start,
+        page_start=request.num_synced_pages,
+        new_pages=request.pages[request.num_synced_pages :],
+        sample=sample,
+        output_len=len(request.output_ids) + request.pending,
+        extend=extend,
+        logprobs=request.logprobs,
+        logprob_from=logprob_from,
+        logprob_next=logprob_next,
+        hidden_from=hidden_from,
+        pool=request.pooling,
+    )
+    request.num_synced_pages = len(request.pages)
+    request.launched_len = end
+    request.inflight += 1
+    request.pending += sample
+    return item
+
+
+def open_slot(request: Request, table: RequestTable) -> SlotOpen:
+    """Give `request` a row of `table`."""
+    return SlotOpen(
+        slot=table.open(request),
+        sampling=request.sampling,
+        prompt_ids=list(request.input_ids),
+        output_ids=list(request.output_ids),
+        eos_ids=tuple(sorted(request.eos_ids)),
+        adapter=request.adapter,
+    )

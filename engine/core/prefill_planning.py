@@ -1,0 +1,151 @@
+"""Which prompts, or parts of prompts, the next step computes.
+
+The chunked request goes on first, then waiting ones in the policy's order while the budgets of the step last
+(prefill_adder.py). A request is passed over while its prefix is read from disk, its adapter has no place, or another
+request computes its beginning (shared_work.py).
+"""
+
+from collections.abc import Iterable
+from itertools import chain, islice
+
+from engine.core.adapter_budget import AdapterBudget
+from engine.core.plan import PlanItem, SlotOpen
+from engine.core.plan_items import open_slot, plan_item
+from engine.core.policy import Priorities, Uniform, order
+from engine.core.preemption import Preemption
+from engine.core.prefill_adder import AddResult, PrefillAdder
+from engine.core.request import Request
+from engine.core.shared_work import SharedWork
+from engine.core.state import SchedulerState
+from engine.core.step_budget import StepBudget
+
+
+class PrefillPlanner:
+    def __init__(
+        self,
+        state: SchedulerState,
+        *,
+        preemption: Preemption,
+        policy: str,
+        priorities: Priorities,
+        uniform: Uniform,
+        budget: StepBudget | None,
+    ) -> None:
+        self._state = state
+        self._limits = state.limits
+        self._memory = state.memory
+        self._stages = state.stages
+        self._table = state.table
+        self._preemption = preemption
+        self._policy = policy
+        self._priorities = priorities
+        self._uniform = uniform
+        self._budget = budget
+
+    def plan(self, now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
+        """Plan the prompts of a step: its items, and the rows that they open."""
+        items: list[PlanItem] = []
+        opens: list[SlotOpen] = []
+        stages = self._stages
+        if stages.chunked is None and (stages.batch_is_full or not stages.waiting):
+            return items, opens
+        adder, adapters = self._adder(), stages.adapter_budget(self._limits, now_s=now_s)
+        shared = SharedWork(self._memory, chain(stages.running, stages.held))
+        if stages.chunked is not None:
+            going_on = stages.chunked
+            items.append(self._extend(going_on, adder))
+            shared.add(going_on)
+        for request in self._in_order(adapters, now_s):
+            if stages.chunked is not None or adder.exhausted or shared.exhausted:
+                break
+            if self._memory.awaits(request, now_s) or not adapters.has_place(request):
+                continue
+            if shared.passes_over(request):
+                continue
+            result = self._admit(request, adder, now_s)
+            if result is AddResult.NO_TOKEN:
+                self._note_full()
+            if result is not AddResult.CONTINUE:
+                break
+            adapters.take(request)
+            del stages.waiting[request.rid]
+            self._note_admitted(request)
+            opens.append(open_slot(request, self._table))
+            items.append(self._restore(request) if request.saved_len > 0 else self._extend(request, adder))
+            shared.add(request)
+        return items, opens
+
+    def _adder(self) -> PrefillAdder:
+        riders = sum(r.samples_left > 0 for r in self._stages.running) if self._limits.mixed_chunk else 0
+        return PrefillAdder(
+            limits=self._limits,
+            memory=self._memory,
+            ratio=self._state.ratio,
+            growing=self._stages.growing(),
+            decode_tokens=riders,
+            budget=self._budget,
+        )
+
+    def _in_order(self, adapters: AdapterBudget, now_s: float) -> Iterable[Request]:
+        """Waiting requests whose adapter has a place in this step; one that waits for a place holds up no other."""
+        may_run = (r for r in self._stages.waiting.values() if adapters.has_place(r))
+        if self._policy == "fcfs" and not self._priorities.enabled:
+            return list(islice(may_run, self._limits.max_running_requests))
+        return order(
+            self._policy,
+            may_run,
+            match_prefix=self._memory.match_prefix,
+            uniform=self._uniform,
+            priorities=self._priorities,
+            now_s=now_s,
+        )
+
+    def _admit(self, request: Request, adder: PrefillAdder, now_s: float) -> AddResult:
+        """Admit `request` if it fits, now or in the place of victims; those with a step in flight make room later."""
+        result = self._fit(request, adder, now_s)
+        if result is not AddResult.NO_TOKEN:
+            return result
+        victims = self._preemption.make_room(request, lambda gone: adder.reserve_for(request, without=gone), row=True)
+        adder.forget(victims)
+        return result if not victims or self._stages.retraction_pending else self._fit(request, adder, now_s)
+
+    def _fit(self, request: Request, adder: PrefillAdder, now_s: float) -> AddResult:
+        no_row = self._table.num_free <= self._rows_of_others(request, now_s)
+        return AddResult.NO_TOKEN if no_row else adder.add(request)
+
+    def _rows_of_others(self, request: Request, now_s: float) -> int:
+        """Rows that more urgent requests get first: adopted ones that have memory and wait for a row."""
+        if not self._priorities.enabled:
+            return 0
+        own = self._priorities.urgency(request, now_s)
+        return sum(r.slot is None and self._priorities.urgency(r, now_s) > own for r in self._stages.running)
+
+    def _note_full(self) -> None:
+        """The next in line has no room: the batch is full until a request leaves it, unless memory is on its way back."""
+        stages = self._stages
+        if not stages.retraction_pending:
+            stages.batch_is_full = bool(stages.running or stages.draining or stages.held)
+
+    def _note_admitted(self, request: Request) -> None:
+        counters = self._state.counters
+        counters.resumed_restored += request.saved_len > 0
+        counters.resumed_computed += request.saved_len == 0 and request.retractions > 0
+        if not request.admitted:
+            request.admitted = True
+            request.cached_tokens = request.launched_len
+            counters.cached_tokens += request.launched_len
+
+    def _extend(self, request: Request, adder: PrefillAdder) -> PlanItem:
+        """Plan as much of `request`'s known tokens as the step allows; it stays `chunked` while some are left."""
+        start, total = request.launched_len, request.num_tokens
+        end = adder.take(request)
+        self._stages.chunked = request if end < total else None
+        if end == total:
+            (self._stages.held if request.prefill_only else self._stages.running).append(request)
+        return plan_item(request, start, end, sample=end == total, extend=True)
+
+    def _restore(self, request: Request) -> PlanItem:
+        """Copy its KV back from the host, and sample in the same step: a next retraction finds it one token further."""
+        self._state.backups.restore(request)
+        self._stages.running.append(request)
+        return plan_item(request, request.launched_len, request.launched_len + 1, sample=True, extend=False)

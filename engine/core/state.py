@@ -1,0 +1,69 @@
+"""The state that the parts of the scheduler share, each piece with its owner."""
+
+from engine.core.backups import Backups
+from engine.core.counters import Counters
+from engine.core.growth import MeasuredGrowth
+from engine.core.limits import Limits
+from engine.core.memory import Memory
+from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.outputs import refusal
+from engine.core.request import Request
+from engine.core.request_table import RequestTable
+from engine.core.stages import Stages
+from engine.messages import FinishReason
+
+
+class SchedulerState:
+    """`backup_pages`: host copies of retracted KV, all together; 0: none. `growth`: measured from answers that have ended."""
+
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        memory: Memory,
+        ratio: NewTokenRatio | None = None,
+        growth: MeasuredGrowth | None = None,
+        backup_pages: int = 0,
+    ) -> None:
+        self.limits = limits
+        self.memory = memory
+        self.ratio = ratio or NewTokenRatio()
+        self.growth = growth
+        self.stages = Stages()
+        self.table = RequestTable(limits.max_running_requests)
+        self.backups = Backups(max_pages=backup_pages, page_size=limits.page_size)
+        self.counters = Counters()
+
+    def register(self, request: Request) -> None:
+        """`request` is live from now on."""
+        self.counters.requests += 1
+        self.counters.prompt_tokens += len(request.input_ids)
+        self.stages.register(request, serial=self.counters.requests)
+
+    def refusal(self, request: Request) -> FinishReason | None:
+        """Return why `request` can never run here; None when it can."""
+        limits = self.limits
+        if request.rid in self.stages.live:
+            return refusal(f"rid: a request with id {request.rid!r} is running", status=400)
+        if not request.input_ids:
+            return refusal("input_ids: the prompt is empty", status=400)
+        if len(self.stages.live) >= limits.max_queued_requests + limits.max_running_requests:
+            return refusal(f"the queue is full ({limits.max_queued_requests} requests)", status=503)
+        if not self.memory.can_ever_hold(len(request.input_ids) + request.max_new_tokens):
+            allocator = self.memory.allocator
+            return refusal(
+                f"max_new_tokens: prompt ({len(request.input_ids)} tokens) plus max_new_tokens "
+                f"({request.max_new_tokens}) exceeds the KV capacity of {allocator.num_pages * allocator.page_size}",
+                status=400,
+            )
+        return None
+
+    def check(self) -> None:
+        """Check that every held page has one owner, and that no more adapters run than a batch may hold."""
+        allocator = self.memory.allocator
+        held = [p for r in self.stages.all() for p in r.own_pages()]
+        assert len(held) == len(set(held)) == allocator.counts()["held"], "held pages and owners differ"
+        adapters = {r.adapter for r in self.stages.growing()} - {0}
+        assert len(adapters) <= self.limits.max_loras_per_batch, "more adapters run than a batch may hold"
+        for r in self.stages.all():
+            assert r.launched_len <= len(r.pages) * allocator.page_size, f"{r.rid} has fewer pages than tokens in them"
