@@ -83,6 +83,10 @@ class RadixCache:
         node = self._branch(adapter) if self.enabled else None
         return 0 if node is None else sum(shared for _, shared in self._walk(tokens, node))
 
+    @property
+    def root(self) -> Node:
+        return self._root
+
     def match(self, tokens: Sequence[int], *, adapter: int = 0) -> Match:
         """Find the longest page-aligned prefix of `tokens`, and mark it as used. Splits a node where the match ends in it."""
         node = self._branch(adapter) if self.enabled else None

@@ -60,6 +60,7 @@ class Scheduler:
         """
         settings = settings or SchedulerSettings()
         priorities = settings.priorities or NO_PRIORITIES
+        self.limits = state.limits
         self.memory = state.memory
         self.stages = state.stages
         self.table = state.table
