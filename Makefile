@@ -13,16 +13,16 @@ LONG ?=
 BACKENDS ?= nixl mooncake
 EXTRAS ?= engine,nixl,mooncake-cpu,xgrammar,k8s,otel,smollm2,dev
 TORCH ?= torch==2.13.0
-# What the venv depends on: another pyproject.toml makes another stamp, an equal one costs nothing.
+# The venv depends on these files: a change of them makes another stamp, and the venv anew.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)
-# Parts that decide without I/O (and the command line): held to mypy --strict.
+# Checked with mypy --strict.
 TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend text gguf grammar hicache lora) disagg \
 	$(wildcard transfer_backends/*.py) $(addprefix transfer_backends/,prefill decode) bootstrap_server router deploy service
 
 export OMP_NUM_THREADS ?= 1
 export TORCH TORCH_INDEX EXTRAS
 
-# make sim SEED=7 NODES=8; make sim-soak MINUTES=10 (it writes docs/reports/simulation.md); both unset: drawn
+# make sim SEED=7 NODES=8; without them both are random.
 SEED ?=
 NODES ?=
 MINUTES ?= 10
@@ -31,30 +31,33 @@ SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(
 .PHONY: help setup run test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins house k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
 
 help:
-	@echo "make run [ARGS=...]    start a cluster on this machine (Ctrl-C ends it)"
+	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
+	@echo "make setup             install everything into $(VENV)"
 	@echo "make test [TESTS=...]  run the tests (all of them: in three processes)"
-	@echo "make slow-tests        the tests that make test leaves out, with a report"
-	@echo "make fresh-check [LONG=1]  README's commands on a bare Debian root (root, mmdebstrap); LONG: the whole suite, with a report"
-	@echo "make setup             make $(VENV) with everything in it"
-	@echo "make soak-core [STEPS=1000000] [SEED=...]  drive the core with fresh stories: docs/reports/soak_core.json"
-	@echo "make mutants           plant bugs in the core, one by one, and see each found"
-	@echo "make bench [ARGS=...]  measure and write docs/reports/benchmarks.md"
-	@echo "make gpu-check [PYTHON=python3]  on a machine with a GPU: kernels, steps and transfers beside its limits, under 9 minutes"
-	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  real processes, every fault in every phase; docs/reports/reliability.md"
-	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
-	@echo "make death-notice      how soon the router notices a frozen or cut worker; docs/reports/reliability.md"
-	@echo "make churn-soak [MINUTES=10] [BACKENDS='nixl mooncake']  for each: 20,000 requests while workers and a router die and"
-	@echo "                       come; docs/reports/reliability.md"
-	@echo "make plan-error        the same requests on real workers and in tandem plan: docs/reports/plan_error.json"
-	@echo "make sim [SEED=7 NODES=8] | sim-soak [MINUTES=10] | sim-mutants"
-	@echo "                       simulate whole clusters with faults: one seed | fresh seeds | planted bugs"
-	@echo "make fuzz [ARGS=...]   100,000 fuzzed inputs at every door; writes docs/reports/fuzz.md"
-	@echo "make manifests         build deploy/kubernetes for the tests (after a change there; needs kubectl)"
-	@echo "make k8s-drill         upgrade the pods of deploy/kubernetes under load, as processes of this machine"
-	@echo "make image-pins        pin what the images install to the versions of $(VENV)"
-	@echo "make house             sizes, arrows between parts, files of a plain request: docs/reports/house.md"
-	@echo "make lint | format     check | mend style, types and import order"
+	@echo "make lint | format     check | mend style, types and imports"
 	@echo "make clean             remove $(VENV) and caches"
+	@echo
+	@echo "Checks that write a report into docs/reports:"
+	@echo "make bench [ARGS=...]  benchmarks.md: measure this machine (some minutes)"
+	@echo "make plan-error        plan_error.md: the same requests on real workers and in tandem plan"
+	@echo "make gpu-check [PYTHON=python3]       gpu_check.json: kernels, steps and transfers on a GPU (9 minutes)"
+	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  reliability.md: real processes, every fault in every phase"
+	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
+	@echo "make death-notice      reliability.md: how soon the router notices a frozen or cut worker"
+	@echo "make churn-soak [MINUTES=10] [BACKENDS='nixl mooncake']  reliability.md: 20,000 requests while workers die and return"
+	@echo "make sim-soak [MINUTES=10]            simulation.md: simulate clusters with faults, from fresh seeds"
+	@echo "make fuzz [ARGS=...]   fuzz.md: 100,000 fuzzed inputs at every door"
+	@echo "make soak-core [STEPS=1000000] [SEED=...]  soak_core.json: drive the scheduler with fresh stories"
+	@echo "make mutants           mutants.json: plant bugs in the core; the stories must find each"
+	@echo "make slow-tests        slow_tests.json: the tests that make test leaves out"
+	@echo "make fresh-check [LONG=1]  README's commands on a bare Debian root (root, mmdebstrap); LONG: the whole suite, fresh_check.json"
+	@echo "make k8s-drill         k8s_drill.json: upgrade the pods of deploy/kubernetes under load, as local processes"
+	@echo "make house             house.md: sizes, arrows between parts, files of a plain request"
+	@echo
+	@echo "make sim [SEED=7 NODES=8]  simulate one cluster with faults"
+	@echo "make sim-mutants       plant bugs in whole clusters; the fixed seeds must find each"
+	@echo "make manifests         render deploy/kubernetes for the tests (after a change there; needs kubectl)"
+	@echo "make image-pins        pin what the images install to the versions of $(VENV)"
 
 setup: $(STAMP)
 
@@ -73,7 +76,7 @@ test: $(STAMP)
 slow-tests: $(STAMP)
 	$(BIN)/python -m tools.slow
 
-# Needs root and Debian, and no $(VENV): the check makes its own, on a machine where nothing is installed.
+# Needs root and Debian, but no $(VENV): the check makes its own.
 fresh-check:
 	python3 -m tools.fresh $(if $(LONG),--long --report docs/reports/fresh_check.json)
 
@@ -88,14 +91,14 @@ mutants: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)
 
-# PYTHON: another interpreter that has torch with CUDA and what benchmarks/gpu_check.py names; no $(VENV) is made then.
+# PYTHON: use another interpreter, which has torch with CUDA and what docs/gpu.md names; then no $(VENV) is made.
 gpu-check: $(if $(PYTHON),,$(STAMP))
 	$(or $(PYTHON),$(BIN)/python) -m benchmarks.gpu_check --output $(or $(GPU_JSON),docs/reports/gpu_check.json) $(ARGS)
 
 fault-matrix: $(STAMP)
 	$(BIN)/python -m tools.faults.matrix --jobs $(JOBS) $(if $(CELLS),--again '$(CELLS)')
 
-# About three minutes; alone on the machine, or its figures are the machine's.
+# About three minutes. Run it alone on the machine.
 death-notice: $(STAMP)
 	$(BIN)/python -m tools.faults.death_notice $(ARGS)
 
@@ -114,7 +117,7 @@ sim-soak: $(STAMP)
 sim-mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants cluster
 
-# Schemathesis lives apart: its pytest plugin and its versions are no affair of ours.
+# Schemathesis has a venv of its own, because of its pytest plugin and its versions.
 FUZZ_VENV := .venv-fuzz
 $(FUZZ_VENV)/bin/schemathesis:
 	$(BIN)/python -m venv $(FUZZ_VENV)
@@ -123,11 +126,11 @@ $(FUZZ_VENV)/bin/schemathesis:
 fuzz: $(STAMP) $(FUZZ_VENV)/bin/schemathesis
 	$(BIN)/python -m tools.fuzz.run --schemathesis $(FUZZ_VENV)/bin/schemathesis --report docs/reports/fuzz.md $(ARGS)
 
-# Needs kubectl (or KUSTOMIZE="kustomize build"): what the tests of deploy/kubernetes read.
+# Needs kubectl (or KUSTOMIZE="kustomize build"). The tests of deploy/kubernetes read the result.
 manifests: $(STAMP)
 	$(BIN)/python -m tools.kubernetes.render
 
-# A rolling update under load, without a cluster: about a minute.
+# A rolling update under load, without a cluster. About a minute.
 k8s-drill: $(STAMP)
 	$(BIN)/python -m tools.kubernetes.drill --report docs/reports/k8s_drill.json
 
