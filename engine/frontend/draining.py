@@ -34,7 +34,7 @@ async def drain(
     `timeout_s` counts from the first stop signal; without one, `switch_timeout_s` counts from now.
     """
     client.close(draining("the server is draining: it takes no new requests"))
-    client.announce_drain()
+    client.scheduler.announce_drain()
     loop = asyncio.get_running_loop()
     patience = Patience(timeout_s, switch_timeout_s)
 
@@ -47,7 +47,7 @@ async def drain(
     await wait_while(lambda: client.num_live > 0 and may_wait(), at_once=signals.at_once)
     if client.num_live:
         await _hand_back(client, dead() or "not ended in time")
-    elif client.ready.is_set():
+    elif client.scheduler.ready.is_set():
         await _until_at_rest(client, signals=signals, may_wait=may_wait)
 
 
@@ -81,7 +81,7 @@ async def _until_at_rest(client: EngineClient, *, signals: StopSignals, may_wait
     """Wait until the scheduler has no request either: peers must see the end of transfers and of quarantined pages."""
     while may_wait():
         try:
-            state = await client.state(timeout_s=STATE_TIMEOUT_S)
+            state = await client.scheduler.state(timeout_s=STATE_TIMEOUT_S)
         except ApiError:
             return
         if at_rest(state):

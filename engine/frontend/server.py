@@ -18,6 +18,7 @@ from engine.config import EngineConfig, ServerConfig
 from engine.frontend.app import make_handle
 from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
 from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.scheduler_link import ENGINE_DEAD, SchedulerLink
 from engine.frontend.client.tracing import Traces
 from engine.frontend.draining import drain
 from engine.frontend.errors import draining
@@ -164,21 +165,22 @@ def make_services(
     process = "unified" if mode == "null" else mode
     exporter = open_exporter(enable=server.enable_trace, endpoint=server.otlp_traces_endpoint, process=process)
     tracer = Tracer(ring_size=server.trace_ring, exporter=exporter)
+    scheduler = SchedulerLink(send, now_s)
+    scheduler.adapters = named_paths(engine)
     client = EngineClient(
-        send=send,
+        scheduler,
         open_text=partial(SampleText, tokenizer),
-        now_s=now_s,
         observer=metrics,
         max_live=max_live,
         early_rejection=server.enable_early_rejection and mode != "decode",  # there the wait is for prefill
         traces=Traces(tracer, process=process, model=served_name),
     )
-    client.adapters = named_paths(engine)
     gate = gate or open_worker_gate(server)
-    if taken := {*ANY_MODEL, served_name, model_path} & client.adapters.keys():
+    if taken := {*ANY_MODEL, served_name, model_path} & scheduler.adapters.keys():
         raise ConfigError(f"--lora-paths: {min(taken)!r} is a name of the model itself; choose another")
     return Services(
         client=client,
+        scheduler=scheduler,
         tokenizer=tokenizer,
         template=load_chat_template(model_path, config=tokenizer.config, special_tokens=tokenizer.special_tokens),
         metrics=metrics,
@@ -312,9 +314,9 @@ async def _until_over(
     while not asked.is_over:
         dead = children_alive()
         if dead is not None:
-            client.fail_all(ApiError(503, dead, code="engine_dead", retry_after_s=1))
+            client.fail_all(ApiError(503, dead, code=ENGINE_DEAD, retry_after_s=1))
             raise WorkerDied(dead)
-        if client.ready.is_set() and not told:
+        if client.scheduler.ready.is_set() and not told:
             told = True
             on_ready()
             spare_what_lives()

@@ -17,6 +17,7 @@ from aiohttp import web
 from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
 from engine.frontend.client.deadline import request_timeout_s
 from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.metrics.worker import Metrics
 from engine.frontend.role_switch import RoleSwitch
 from engine.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ class Services:
     """`server_info`: flat, shown by /server_info (no secrets). `dead`: why the engine cannot serve (None: it can)."""
 
     client: EngineClient
+    scheduler: SchedulerLink
     tokenizer: Tokenizer
     template: ChatTemplate | None
     metrics: Metrics
@@ -68,12 +70,12 @@ class Services:
     @property
     def weight_version(self) -> str:
         """Name of the weights: what the last update said, or the flag."""
-        return str(self.client.updated.get("weight_version", self.model_info["weight_version"]))
+        return str(self.scheduler.updated.get("weight_version", self.model_info["weight_version"]))
 
     @property
     def context_length(self) -> int:
         """Longest prompt plus answer: the model's context, and not more than the KV cache can hold."""
-        kv = self.client.info.get("max_total_num_tokens")
+        kv = self.scheduler.info.get("max_total_num_tokens")
         return min(self.model_context_length, kv) if isinstance(kv, int) else self.model_context_length
 
     def timeout_of(self, request: web.BaseRequest) -> float | None:

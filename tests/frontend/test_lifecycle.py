@@ -16,6 +16,7 @@ import pytest
 
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.forecast import MIN_STARTED
+from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.errors import draining
 from engine.frontend.metrics.worker import Metrics
 from engine.messages import StepInfo, StepReply
@@ -160,16 +161,15 @@ def test_nobody_waits_for_an_engine_that_is_being_ended() -> None:
 
     async def scenario() -> None:
         client = EngineClient(
-            send=lambda message: None,
+            SchedulerLink(lambda message: None, time.monotonic),
             open_text=partial(SampleText, byte_tokenizer()),
-            now_s=time.monotonic,
             observer=Metrics(model_name="m", mode="decode"),
             max_live=1,
         )
-        waits = asyncio.create_task(client.state(timeout_s=5.0))
+        waits = asyncio.create_task(client.scheduler.state(timeout_s=5.0))
         await asyncio.sleep(0)
         client.end(draining("it changes its role"))
-        for call in (waits, client.state(timeout_s=5.0)):
+        for call in (waits, client.scheduler.state(timeout_s=5.0)):
             with pytest.raises(ApiError, match="it changes its role"):
                 await call
         assert client.is_draining

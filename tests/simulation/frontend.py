@@ -13,7 +13,9 @@ import msgspec
 from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.frontend.apis.openai.embeddings import NOTHING_NEW, _vector
 from engine.frontend.client.deadline import request_timeout_s
-from engine.frontend.client.engine_client import EngineClient, Generation
+from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.generation import Generation
+from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.messages import Bootstrap, GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
@@ -64,9 +66,8 @@ class Frontend:
         self.signals = StopSignals()
         self.on_post: Callable[[Request], None] = lambda request: None
         self.client = EngineClient(
-            send=send,
+            SchedulerLink(send, self.aio.time),
             open_text=lambda request: _NoText(),
-            now_s=self.aio.time,
             observer=_Figures(process),
             max_live=options.max_running + options.max_queued,
             early_rejection=options.early_rejection and role != "decode",
@@ -130,12 +131,12 @@ class Frontend:
         if self.client.is_draining:
             reply.whole(503, msgspec.json.encode({"status": DRAINING}), retry_after="1")
             return
-        if self.client.now_s() - self.client.last_heard_s > HEARD_RECENTLY_S:
-            await self.client.step(timeout_s=HEALTH_TIMEOUT_S)
+        if self.aio.time() - self.client.scheduler.last_heard_s > HEARD_RECENTLY_S:
+            await self.client.scheduler.step(timeout_s=HEALTH_TIMEOUT_S)
         reply.whole(200, b"{}")
 
     async def _server_info(self, request: Request, reply: Reply) -> None:
-        reply.whole(200, msgspec.json.encode({**self._info, **self.client.updated}))
+        reply.whole(200, msgspec.json.encode({**self._info, **self.client.scheduler.updated}))
 
     async def _loads(self, request: Request, reply: Reply) -> None:
         state = await self.client.recent_state(timeout_s=HEALTH_TIMEOUT_S)
@@ -169,11 +170,11 @@ class Frontend:
     def _begin(self, requests: list[GenerateRequest], request: Request) -> Generation:
         """Who would come too late for its deadline must not get past here."""
         timeout_s = request_timeout_s(request.headers, default_s=None)
-        wait_s = self.client.forecast.wait_s(sum(len(r.input_ids) for r in requests), self.client.now_s())
+        wait_s = self.client.forecast.wait_s(sum(len(r.input_ids) for r in requests), self.aio.time())
         generation = self.client.generate(requests, timeout_s=timeout_s)
         if self.signals.asked.is_set():
             raise Violation(f"{self._process.name}: takes a request while it drains")
-        if self.client._early_rejection and None not in (wait_s, timeout_s) and wait_s > timeout_s:  # type: ignore[operator]
+        if self.client.early_rejection and None not in (wait_s, timeout_s) and wait_s > timeout_s:  # type: ignore[operator]
             raise Violation(f"{self._process.name}: taken, though it waits {wait_s:.2f} s and has {timeout_s:.2f} s")
         if timeout_s is not None:
             now_s = self._process.world.now_s
@@ -182,7 +183,7 @@ class Frontend:
 
     def _judge(self, generation: Generation, since_s: float, timeout_s: float) -> None:
         """Past its deadline nothing runs any more (unless its process was frozen)."""
-        left = [rid for rid in generation._wire_rids if rid in self.client._live]
+        left = [s.wire_rid for s in generation.samples if s.wire_rid in self.client._live]
         if left and self._process.thawed_s < since_s:
             raise Violation(f"{self._process.name}: {left[0]} lives {LATE_S:g} s past its deadline of {timeout_s:g} s")
 

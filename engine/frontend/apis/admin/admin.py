@@ -55,13 +55,13 @@ async def health(request: web.BaseRequest) -> web.Response:
         answer.headers["Retry-After"] = "1"
         return answer
     _check_dead(s)
-    if not s.client.ready.is_set():
+    if not s.scheduler.ready.is_set():
         await _still_loading(s)
     _check_up(s)
     said = {"status": "ok", "incarnation": s.incarnation}
-    if s.client.now_s() - s.client.last_heard_s <= HEARD_RECENTLY_S:
+    if s.scheduler.now_s() - s.scheduler.last_heard_s <= HEARD_RECENTLY_S:
         return json_response(said)
-    now = await s.client.step(timeout_s=s.health_timeout_s)
+    now = await s.scheduler.step(timeout_s=s.health_timeout_s)
     if now.stalled:
         raise not_ready(f"one step has taken {now.busy_s:.0f} s, longer than --watchdog-timeout")
     return json_response({**said, **step_summary(now)})
@@ -105,7 +105,7 @@ async def health_generate(request: web.BaseRequest) -> web.Response:
 
 async def model_info(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
-    return json_response({**s.model_info, **s.client.updated, "max_model_len": s.context_length})
+    return json_response({**s.model_info, **s.scheduler.updated, "max_model_len": s.context_length})
 
 
 async def server_info(request: web.BaseRequest) -> web.Response:
@@ -114,9 +114,9 @@ async def server_info(request: web.BaseRequest) -> web.Response:
     load, now = await _load_if_up(s), await _step_if_up(s)
     info = {
         **s.server_info,
-        **s.client.info,
+        **s.scheduler.info,
         "model_path": s.model_path,
-        **s.client.updated,
+        **s.scheduler.updated,
         "served_model_name": s.served_name,
     }
     return json_response(
@@ -154,7 +154,7 @@ async def metrics(request: web.BaseRequest) -> web.Response:
 
 
 async def flush_cache(request: web.BaseRequest) -> web.Response:
-    reply = await request[SERVICES].client.flush_cache()
+    reply = await request[SERVICES].scheduler.flush_cache()
     if not reply.ok:
         raise ApiError(400, reply.message or "the cache cannot be flushed while requests run", code="not_idle")
     return web.Response(text=(reply.message or "Cache flushed.") + "\n")
@@ -176,7 +176,7 @@ async def abort_request(request: web.BaseRequest) -> web.Response:
 
 async def check(request: web.BaseRequest) -> web.Response:
     """Every owner of the scheduler checks its own invariants; `ok` is false when one found a problem."""
-    state = await request[SERVICES].client.state(check=True)
+    state = await request[SERVICES].scheduler.state(check=True)
     return json_response({"ok": not state.problems, **msgspec.structs.asdict(state), "problems": state.problems})
 
 
@@ -214,7 +214,7 @@ async def detokenize(request: web.BaseRequest) -> web.Response:
 
 def _check_up(s: Services) -> None:
     _check_dead(s)
-    if not s.client.ready.is_set():
+    if not s.scheduler.ready.is_set():
         raise not_ready("the model is still loading")
 
 
@@ -230,7 +230,7 @@ async def _step_if_up(s: Services) -> StepReply | None:
     try:
         if not s.client.is_draining:
             _check_dead(s)
-        return await s.client.step(timeout_s=min(LOADING_TIMEOUT_S, s.health_timeout_s))
+        return await s.scheduler.step(timeout_s=min(LOADING_TIMEOUT_S, s.health_timeout_s))
     except ApiError:
         return None
 

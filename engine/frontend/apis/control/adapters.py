@@ -34,16 +34,16 @@ async def load_lora_adapter(request: web.BaseRequest) -> web.Response:
         raise bad_field("lora_name", f"{body.lora_name!r} is a name of the model itself; choose another")
     if not body.lora_path:
         raise bad_field("lora_path", "must name an adapter's directory on the worker's disk")
-    message = LoadAdapter(s.client.mint_call_id(), body.lora_name, body.lora_path)
-    return _answer(await s.client.control(message, timeout_s=LOAD_TIMEOUT_S))
+    message = LoadAdapter(s.scheduler.mint_call_id(), body.lora_name, body.lora_path)
+    return _answer(await s.scheduler.control(message, timeout_s=LOAD_TIMEOUT_S))
 
 
 async def unload_lora_adapter(request: web.BaseRequest) -> web.Response:
     """200 once the requests that used it have ended; new ones are refused at once."""
     s = request[SERVICES]
     body = decode_body(await request.read(), UnloadBody)
-    message = UnloadAdapter(s.client.mint_call_id(), body.lora_name)
-    return _answer(await s.client.control(message, timeout_s=LOAD_TIMEOUT_S))
+    message = UnloadAdapter(s.scheduler.mint_call_id(), body.lora_name)
+    return _answer(await s.scheduler.control(message, timeout_s=LOAD_TIMEOUT_S))
 
 
 def _answer(reply: ControlReply) -> web.Response:

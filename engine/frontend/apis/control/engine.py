@@ -42,20 +42,20 @@ async def pause_generation(request: web.BaseRequest) -> web.Response:
     mode = body.mode or "abort"
     if mode not in MODES:
         raise bad_field("mode", f"must be one of {', '.join(MODES)}, got {mode!r}")
-    client = request[SERVICES].client
-    reply = await client.control(PauseGeneration(client.mint_call_id(), mode))
+    scheduler = request[SERVICES].scheduler
+    reply = await scheduler.control(PauseGeneration(scheduler.mint_call_id(), mode))
     return json_response({"message": reply.message, "status": "ok", **reply.values})
 
 
 async def continue_generation(request: web.BaseRequest) -> web.Response:
-    client = request[SERVICES].client
-    reply = await client.control(ContinueGeneration(client.mint_call_id()))
+    scheduler = request[SERVICES].scheduler
+    reply = await scheduler.control(ContinueGeneration(scheduler.mint_call_id()))
     return json_response({"message": reply.message, "status": "ok"})
 
 
 async def update_weights_from_disk(request: web.BaseRequest) -> web.Response:
     """200 once every later token comes from the new weights. 400 for a checkpoint that does not fit: nothing changes."""
-    client = request[SERVICES].client
+    scheduler = request[SERVICES].scheduler
     body = decode_body(await request.read(), UpdateWeightsBody)
     if not body.model_path:
         raise bad_field("model_path", "must name a checkpoint directory on the worker's disk")
@@ -64,33 +64,33 @@ async def update_weights_from_disk(request: web.BaseRequest) -> web.Response:
     if body.weight_version is not None and not 0 < len(body.weight_version) <= MAX_VERSION_CHARS:
         raise bad_field("weight_version", f"must have 1 to {MAX_VERSION_CHARS} characters")
     message = UpdateWeights(
-        client.mint_call_id(),
+        scheduler.mint_call_id(),
         body.model_path,
         weight_version=body.weight_version,
         abort_all=bool(body.abort_all_requests),
     )
-    reply = await client.control(message, timeout_s=UPDATE_TIMEOUT_S)
+    reply = await scheduler.control(message, timeout_s=UPDATE_TIMEOUT_S)
     return json_response({"success": True, "message": reply.message, "num_paused_requests": 0, **reply.values})
 
 
 async def start_profile(request: web.BaseRequest) -> web.Response:
     """The answer names the trace file that /stop_profile (or the end of `num_steps`) writes."""
-    client = request[SERVICES].client
+    scheduler = request[SERVICES].scheduler
     body = decode_body(await request.read() or b"{}", StartProfileBody)
     message = StartProfile(
-        client.mint_call_id(),
+        scheduler.mint_call_id(),
         output_dir=body.output_dir or "",
         num_steps=body.num_steps,
         activities=tuple(body.activities or ()),
         with_stack=bool(body.with_stack),
         record_shapes=bool(body.record_shapes),
     )
-    return _profile_answer(await client.control(message, timeout_s=PROFILE_TIMEOUT_S))
+    return _profile_answer(await scheduler.control(message, timeout_s=PROFILE_TIMEOUT_S))
 
 
 async def stop_profile(request: web.BaseRequest) -> web.Response:
-    client = request[SERVICES].client
-    return _profile_answer(await client.control(StopProfile(client.mint_call_id()), timeout_s=PROFILE_TIMEOUT_S))
+    scheduler = request[SERVICES].scheduler
+    return _profile_answer(await scheduler.control(StopProfile(scheduler.mint_call_id()), timeout_s=PROFILE_TIMEOUT_S))
 
 
 def _profile_answer(reply: ControlReply) -> web.Response:

@@ -54,13 +54,13 @@ def _open_switch(s: Services) -> RoleSwitch:
     """Raises ApiError where no switch can begin now."""
     if s.switch is None:
         raise bad_field("role", UNIFIED)
-    starts_anew = s.switch.last is not None and not s.client.ready.is_set()
+    starts_anew = s.switch.last is not None and not s.scheduler.ready.is_set()
     if s.switch.to is not None or starts_anew:
         role = s.switch.to_role or s.mode
         raise ApiError(409, f"a switch to {role} is under way", code="switching", retry_after_s=1)
     if s.client.closed is not None:
         raise s.client.closed
-    if not s.client.ready.is_set():
+    if not s.scheduler.ready.is_set():
         raise not_ready("the model is still loading")
     return s.switch
 
@@ -68,8 +68,8 @@ def _open_switch(s: Services) -> RoleSwitch:
 def _state_for(s: Services, role: str) -> RoleSwitchState:
     return RoleSwitchState(
         role=role,
-        model_path=str(s.client.updated.get("model_path", s.model_path)),
+        model_path=str(s.scheduler.updated.get("model_path", s.model_path)),
         served_name=s.served_name,
         weight_version=s.weight_version,
-        adapters=dict(s.client.adapters),
+        adapters=dict(s.scheduler.adapters),
     )

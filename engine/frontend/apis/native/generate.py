@@ -105,7 +105,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
     generation = s.client.generate(requests, groups=groups, timeout_s=timeout_s)
     view = NativeView(
         names=generation.names,
-        num_prompt_tokens=generation.num_prompt_tokens,
+        num_prompt_tokens=[sample.num_prompt_tokens for sample in generation.samples],
         logprobs=[r.logprobs for r in requests],
         hidden_states=[r.return_hidden_states for r in requests],
         texts=bool(body.return_text_in_logprobs),

@@ -32,7 +32,7 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.models import adapter_cards, choose_model
 from engine.frontend.apis.shared.stream import answer
-from engine.frontend.client.engine_client import Generation
+from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams

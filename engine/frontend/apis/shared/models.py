@@ -40,9 +40,9 @@ def _adapter_in(s: Services, model: str | None) -> str:
     if model is None or model in own:
         return ""
     for name in (model, *(model[len(base) + 1 :] for base in own if base and model.startswith(f"{base}:"))):
-        if name in s.client.adapters:
+        if name in s.scheduler.adapters:
             return name
-    more = f", with the adapters {', '.join(s.client.adapters)}" if s.client.adapters else ""
+    more = f", with the adapters {', '.join(s.scheduler.adapters)}" if s.scheduler.adapters else ""
     raise ApiError(
         404,
         f"the model {model!r} does not exist; this server has {s.served_name!r}{more}",
@@ -53,4 +53,4 @@ def _adapter_in(s: Services, model: str | None) -> str:
 
 def adapter_cards(s: Services, base: dict[str, Any]) -> list[dict[str, Any]]:
     """What /v1/models says of each adapter; `base` is the card of the model."""
-    return [{**base, "id": name, "root": path, "parent": base["id"]} for name, path in s.client.adapters.items()]
+    return [{**base, "id": name, "root": path, "parent": base["id"]} for name, path in s.scheduler.adapters.items()]

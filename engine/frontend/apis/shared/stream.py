@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from engine.frontend.apis.shared.view import View
-from engine.frontend.client.engine_client import Generation
+from engine.frontend.client.generation import Generation
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError
 from service.http.stream import DONE, SSE_HEADERS, event, json_response, open_stream

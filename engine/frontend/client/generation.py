@@ -1,0 +1,137 @@
+"""The samples of one HTTP request while they run: their outputs are fed in, a handler takes them out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from engine.frontend.client.answers import absorb, without_tokens
+from engine.frontend.client.tracing import SampleTrace
+from engine.frontend.errors import from_finish
+from engine.text.sample import TextOutput
+from service.http.errors import ApiError
+from service.waiter import Waiter
+
+
+class Observer(Protocol):
+    """Hears about every sample; seconds."""
+
+    def on_start(self, num_prompt_tokens: int) -> None: ...
+    def on_reject(self) -> None: ...
+    def on_tokens(self, *, num_tokens: int, gap_s: float, first: bool) -> None: ...
+    def on_end(self, output: TextOutput | None, *, elapsed_s: float) -> None: ...
+
+
+@dataclass(slots=True)
+class Sample:
+    """`name`: as the user sees it. `is_empty`: zero tokens were requested; its one token is dropped."""
+
+    name: str
+    wire_rid: str
+    num_prompt_tokens: int
+    is_empty: bool
+    trace: SampleTrace
+    last_token_s: float | None = None
+
+
+class Generation:
+    """A context manager: leaving it calls `on_leave`, which aborts the unfinished samples."""
+
+    def __init__(
+        self,
+        samples: list[Sample],
+        groups: list[str],
+        *,
+        observer: Observer,
+        now_s: Callable[[], float],
+        on_leave: Callable[["Generation"], None],
+    ) -> None:
+        self.samples = samples
+        self.groups = groups
+        self._observer = observer
+        self._now_s = now_s
+        self._on_leave = on_leave
+        self._unfinished = set(range(len(samples)))
+        self._pending: dict[int, TextOutput] = {}
+        self._error: ApiError | None = None
+        self._changed = Waiter()
+        self._start_s = now_s()
+
+    @property
+    def names(self) -> list[str]:
+        return [sample.name for sample in self.samples]
+
+    @property
+    def unfinished(self) -> list[Sample]:
+        return [self.samples[i] for i in sorted(self._unfinished)]
+
+    @property
+    def done(self) -> bool:
+        """All samples finished and every output was taken."""
+        return not self._unfinished and not self._pending
+
+    async def next(self) -> list[tuple[int, TextOutput]]:
+        """Wait for new outputs: at most one (index, output) per sample.
+
+        Raises ApiError when a sample failed or the engine is gone.
+        """
+        while not self._pending and self._error is None:
+            await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+        pending, self._pending = self._pending, {}
+        return list(pending.items())
+
+    async def collect(self) -> list[TextOutput]:
+        """Every sample's whole output, in order."""
+        answers: dict[int, TextOutput] = {}
+        while not self.done:
+            for index, output in await self.next():
+                _add(answers, index, output)
+        return [answers[i] for i in range(len(self.samples))]
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._on_leave(self)
+        for sample in self.unfinished:
+            self._observer.on_end(None, elapsed_s=self._now_s() - self._start_s)
+            sample.trace.end(None)
+
+    def feed(self, index: int, output: TextOutput, now_s: float) -> None:
+        """Add an output of a sample."""
+        sample, finish = self.samples[index], output.tokens.finish
+        self._observe(sample, len(output.tokens.new_ids), now_s)
+        if finish is not None:
+            self._unfinished.discard(index)
+            self._observer.on_end(output, elapsed_s=now_s - self._start_s)
+            sample.trace.end(output.tokens)
+        if finish is not None and finish.kind == "abort" and finish.status:
+            return self.fail(from_finish(finish))
+        _add(self._pending, index, without_tokens(output) if sample.is_empty else output)
+        self._changed.wake()
+
+    def fail(self, error: ApiError) -> None:
+        """`next` raises `error` from now on; the first error stays."""
+        self._error = self._error or error
+        self._changed.wake()
+
+    def _observe(self, sample: Sample, num_tokens: int, now_s: float) -> None:
+        if num_tokens == 0:
+            return
+        last_s = sample.last_token_s
+        gap_s = now_s - (self._start_s if last_s is None else last_s)
+        self._observer.on_tokens(num_tokens=num_tokens, gap_s=gap_s, first=last_s is None)
+        if last_s is None:
+            sample.trace.first_token()
+        sample.last_token_s = now_s
+
+
+def _add(outputs: dict[int, TextOutput], index: int, output: TextOutput) -> None:
+    if index in outputs:
+        absorb(outputs[index], output)
+    else:
+        outputs[index] = output

@@ -1,0 +1,146 @@
+"""Calls to the scheduler process, and its last reports. One event loop, no threads."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from engine.frontend.errors import not_ready, refused
+from engine.messages import (
+    AbortRequest,
+    ContinueGeneration,
+    ControlReply,
+    Drain,
+    FlushCache,
+    FlushReply,
+    GenerateBatch,
+    GenerateRequest,
+    GetState,
+    GetStep,
+    LoadAdapter,
+    PauseGeneration,
+    SchedulerReady,
+    StartProfile,
+    StateReply,
+    StepReply,
+    StopProfile,
+    ToScheduler,
+    UnloadAdapter,
+    UpdateWeights,
+)
+from service.http.errors import ApiError
+
+R = TypeVar("R", StateReply, StepReply, FlushReply, ControlReply)
+Reply = StateReply | StepReply | FlushReply | ControlReply
+ControlMessage = (
+    PauseGeneration | ContinueGeneration | UpdateWeights | StartProfile | StopProfile | LoadAdapter | UnloadAdapter
+)
+
+ENGINE_DEAD = "engine_dead"  # error code
+MAX_CALLS = 1024  # open at a time
+FIRST_STATE = "s0"
+CALL_TIMEOUT_S = 20.0  # a scheduler that is in a long step answers after it
+
+
+class SchedulerLink:
+    """`send` queues one message for the scheduler process, or raises ApiError(503)."""
+
+    def __init__(self, send: Callable[[ToScheduler | GetStep], None], now_s: Callable[[], float]) -> None:
+        self.now_s = now_s
+        self.info: dict[str, int | float | str | bool | None] = {}
+        self.ready = asyncio.Event()
+        self.last_heard_s = float("-inf")  # when the scheduler's loop last sent anything
+        self.last_state: StateReply | None = None
+        self.updated: dict[str, int | str] = {}  # model_path and weight_version, since the weights were changed
+        self.adapters: dict[str, str] = {}  # name -> path of those that requests may name
+        self.numbers = itertools.count(1)  # make names on the wire unique
+        self.gone: ApiError | None = None  # why no call can be answered any more
+        self._send = send
+        self._calls: dict[str, asyncio.Future[Reply]] = {}
+
+    async def state(self, *, check: bool = False, timeout_s: float = CALL_TIMEOUT_S) -> StateReply:
+        """Raises ApiError(503) when the scheduler does not answer in time."""
+        return await self._call(GetState(call_id=f"s{next(self.numbers)}", check=check), StateReply, timeout_s)
+
+    async def step(self, *, timeout_s: float = CALL_TIMEOUT_S) -> StepReply:
+        """What the scheduler computes now; its heartbeat thread answers in the middle of a step, too.
+
+        Raises ApiError(503) when the process is frozen, or its loop has ended.
+        """
+        return await self._call(GetStep(call_id=f"b{next(self.numbers)}"), StepReply, timeout_s)
+
+    async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> FlushReply:
+        return await self._call(FlushCache(call_id=f"f{next(self.numbers)}"), FlushReply, timeout_s)
+
+    async def control(self, message: ControlMessage, *, timeout_s: float = CALL_TIMEOUT_S) -> ControlReply:
+        """Raises ApiError: what the scheduler refuses, or 503 when it does not answer in time."""
+        reply = await self._call(message, ControlReply, timeout_s)
+        if not reply.ok:
+            raise refused(reply)
+        return reply
+
+    def mint_call_id(self) -> str:
+        """For a `ControlMessage`."""
+        return f"c{next(self.numbers)}"
+
+    def send(self, message: GenerateRequest | GenerateBatch | AbortRequest) -> None:
+        """Raises ApiError(503) when the scheduler takes no messages."""
+        self._send(message)
+
+    def abort(self, wire_rid: str) -> None:
+        """Abort a sample, unless the process is dead: its memory is gone anyway."""
+        if self.gone is None or self.gone.code != ENGINE_DEAD:
+            with suppress(ApiError):
+                self._send(AbortRequest(rid=wire_rid))
+
+    def announce_drain(self) -> None:
+        """The scheduler may have peers, which then use other workers."""
+        with suppress(ApiError):
+            self._send(Drain())
+
+    def fail_calls(self, error: ApiError, *, gone: bool) -> None:
+        """Open calls fail with `error`; `gone`: later ones, too."""
+        if gone:
+            self.gone = error
+        for call in list(self._calls.values()):
+            if not call.done():
+                call.set_exception(error)
+
+    def on_message(self, message: SchedulerReady | Reply) -> None:
+        """Note a report, or answer a call."""
+        if isinstance(message, SchedulerReady):
+            self.info = message.info
+            self.ready.set()
+            with suppress(ApiError):  # before any request, so that there is a `last_state` in the first long step
+                self._send(GetState(call_id=FIRST_STATE))
+            return
+        if isinstance(message, StateReply):
+            self.last_state = message
+        if isinstance(message, ControlReply) and "weight_version" in message.values:
+            self.updated = message.values  # also when the caller has gone away
+        if isinstance(message, ControlReply) and message.adapters is not None:
+            self.adapters = message.adapters
+        call = self._calls.get(message.call_id)
+        if call is not None and not call.done():
+            call.set_result(message)
+
+    async def _call(
+        self, message: GetState | GetStep | FlushCache | ControlMessage, reply: type[R], timeout_s: float
+    ) -> R:
+        if self.gone is not None:
+            raise self.gone
+        if len(self._calls) >= MAX_CALLS:
+            text = f"{len(self._calls)} calls to the scheduler are open"
+            raise ApiError(503, text, code="queue_full", retry_after_s=1)
+        call: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[message.call_id] = call
+        try:
+            self._send(message)
+            answer = await asyncio.wait_for(call, timeout_s)
+        except TimeoutError:
+            raise not_ready(f"the scheduler did not answer within {timeout_s:g} s") from None
+        finally:
+            del self._calls[message.call_id]
+        assert isinstance(answer, reply)
+        return answer
