@@ -122,9 +122,9 @@ def _study() -> Study:
         PlanConfig(
             model_path="docs/planning",
             gpu="H100",
-            slo_ttft_ms=SLO_TTFT_MS,
-            slo_tpot_ms=SLO_TPOT_MS,
-            slo_itl_ms=SLO_TPOT_MS,
+            slo_ttft_s=SLO_TTFT_MS / 1000,
+            slo_tpot_s=SLO_TPOT_MS / 1000,
+            slo_itl_s=SLO_TPOT_MS / 1000,
         )
     )
 

@@ -1,6 +1,6 @@
 """What long prompts do to short requests beside them: who is answered, how soon, and how long tokens stand still.
 
-usage: python -m benchmarks.busy [--checkpoint DIR] [--unified] [--long-tokens 4000] [--worker-flags "--max-step-ms 0"] [--output FILE]
+usage: python -m benchmarks.busy [--checkpoint DIR] [--unified] [--long-tokens 4000] [--worker-flags "--max-step-time 0"] [--output FILE]
 
 A random checkpoint with the layers of Qwen3-0.6B, one thread a worker: a prefill step of 1,024 tokens takes seconds on a slow CPU.
 Three prompts of 4,000 tokens (--long-tokens) come first, then 30 short requests, one each `--gap` seconds. Every request streams.

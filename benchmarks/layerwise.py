@@ -46,7 +46,7 @@ def ttft_ms(url: str, prompt: list[int]) -> float:
 def measure(backend: str, *, model: str, lengths: list[int], requests: int, chunk: int) -> list[dict[str, Any]]:
     """A row for each prompt length: what each request took, by way."""
     common = ("--model-path", model, "--max-total-tokens", str(MAX_TOKENS), "--chunked-prefill-size", str(chunk))
-    common += ("--max-step-ms", "0")  # chunks of this size, however long they take
+    common += ("--max-step-time", "0")  # chunks of this size, however long they take
     pd = ("--transfer-backend", backend, *common, FLAG)
     ways = {"unified": ("--unified", *common), "whole": (*pd, "off"), "layers": (*pd, "on")}
     rows, draw = [], random.Random(0)

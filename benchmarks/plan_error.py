@@ -72,7 +72,7 @@ def main() -> None:
         (folder / "trace.jsonl").write_text(_trace(args.requests, args.rate))
         rounds = []
         model = str(folder / "model")
-        flags = ("--model-path", model, "--max-step-ms", "0")  # a plan's steps have no limit in time
+        flags = ("--model-path", model, "--max-step-time", "0")  # a plan's steps have no limit in time
         # the plan's 1U computes prompts first
         with tandem_up(*flags, "--unified", "--no-enable-mixed-chunk") as unified, tandem_up(*flags) as pair:
             for seed in range(args.rounds):
@@ -128,7 +128,7 @@ def _compare(one: Round, folder: Path, args: argparse.Namespace) -> dict[str, An
         chunked_prefill_size=2048,
         max_running_requests=64,
         disable_overlap_schedule=True,  # an inline stream has nothing to overlap
-        host_token_ms=1000 * one.beside_s,
+        host_token_time_s=one.beside_s,
     )
     stretch = max(1.0, 1 / one.cores["fit"])
     planned = {name: _plan(replace(config, host_cores=stretch * one.cores[name]), name, args.rate) for name in LAYOUTS}

@@ -159,7 +159,7 @@ SECTIONS = {
         "time, fed by a trace that repeats with new prompts, at a rate that suits the workers. Every 1,000 requests "
         "one worker goes down and comes back, so pools are made anew. Sockets and bodies are not included; their cost"
         " does not depend on the number of workers. What still grows is cache misses. Rows with a comma are for "
-        "comparison: a look at each worker for each request, and requests with an objective (`--slo-ttft-ms`), for "
+        "comparison: a look at each worker for each request, and requests with an objective (`--slo-ttft`), for "
         "which the forecast looks at each worker. [Plot](scale.png).",
         scale.render,
     ),

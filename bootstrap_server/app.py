@@ -97,7 +97,7 @@ class BootstrapHandlers:
     async def register(self, request: web.BaseRequest) -> web.Response:
         worker = decode_body(await request.read(), Registration)
         self._registry.register(worker, self._now())
-        return json_response(RegistrationReply(self._config.lease, self._registry.shared, self._life))
+        return json_response(RegistrationReply(self._config.lease_s, self._registry.shared, self._life))
 
     async def look_up(self, request: web.BaseRequest) -> web.Response:
         self._now()

@@ -31,7 +31,7 @@ FIRST_RETRY_S = 0.1
 LONGEST_PAUSE_S = (
     2.0  # well within decode's handshake timeout: no request in its handshake may wait in vain for a new server
 )
-REMEMBER_S = 120.0  # as long as servers do (room_ttl), longer than decode looks for a room
+REMEMBER_S = 120.0  # as long as servers do (room_ttl_s), longer than decode looks for a room
 MAX_REPLY_BYTES = 1 << 20
 MAX_WAITING_ROOMS = 65536
 JOIN_S = 5.0

@@ -1,22 +1,27 @@
-"""Flags of the bootstrap server; `metadata["help"]` feeds the command line. Frozen, never read in a hot path."""
+"""Flags of the bootstrap server."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-
-def _flag(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text, "choices": None})
+from service.flags import FlagSet, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class BootstrapConfig:
-    host: str = _flag("127.0.0.1", "address to listen on")
-    port: int = _flag(8998, "port to listen on; 0: a free one")
-    lease: float = _flag(15.0, "seconds a prefill worker stays listed without renewing")
-    room_ttl: float = _flag(120.0, "seconds the owner of a room is remembered")
-    max_workers: int = _flag(1024, "prefill workers that may be registered")
-    allow_insecure: bool = _flag(False, "listen off loopback without --cluster-secret-file: anybody may register")
-    allowed_hosts: tuple[str, ...] = _flag(
-        (), "names, besides addresses and localhost, by which a server on loopback without a secret is reached; *: any"
+class BootstrapConfig(FlagSet):
+    """One bootstrap server."""
+
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(8998, "port to listen on", least=0, most=65535, special={0: "a free one"})
+    lease_s: float = flag(
+        15.0, "time for which a prefill worker stays listed without renewing its lease", unit="s", above=0
     )
-    max_rooms: int = _flag(262144, "rooms remembered; the oldest are forgotten beyond it")
+    room_ttl_s: float = flag(120.0, "time for which the owner of a room is remembered", unit="s", above=0)
+    max_workers: int = flag(1024, "most prefill workers that may be registered", least=1)
+    allow_insecure: bool = flag(
+        False, "listen beyond loopback without --cluster-secret-file: anyone may register a worker"
+    )
+    allowed_hosts: tuple[str, ...] = flag(
+        (),
+        "host names, besides addresses and localhost, that requests may name if the server listens on loopback without "
+        "a secret; *: any",
+    )
+    max_rooms: int = flag(262144, "most rooms remembered; beyond it the oldest are forgotten", least=1)

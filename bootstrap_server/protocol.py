@@ -12,7 +12,7 @@
 **Several prefill workers behind one server.** A request names the bootstrap server, not the worker. The server inside a
 prefill worker knows that one worker only, so any room leads to it, and decode keeps the answer (`shared` false). A
 server on its own is *shared*: which worker got the request is known to that worker alone, so it registers the room when
-the request arrives (batched, remembered for `room_ttl` seconds), and decode's look-up of a room that is not there yet gets a
+the request arrives (batched, remembered for `room_ttl_s` seconds), and decode's look-up of a room that is not there yet gets a
 404 that it retries until its handshake times out. A server that starts again knows no room: its leases name another life, and
 workers register their latest rooms once more. SGLang solves the same for data-parallel ranks (`/register_dp_rank`).
 """

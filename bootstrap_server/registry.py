@@ -29,7 +29,7 @@ class Registry:
             self._drop(incarnation)
         if len(self._workers) >= self._config.max_workers:
             raise ApiError(503, f"{len(self._workers)} prefill workers are registered, no more fit (--max-workers)")
-        self._workers[worker.incarnation] = (worker, now_s + self._config.lease)
+        self._workers[worker.incarnation] = (worker, now_s + self._config.lease_s)
         insort(self._names, worker.incarnation)
         self._at.update(dict.fromkeys(_places(worker), worker.incarnation))
 
@@ -56,7 +56,7 @@ class Registry:
             raise ApiError(404, f"incarnation: {incarnation!r} is not registered")
         for room in rooms:
             self._rooms.pop(room, None)
-            self._rooms[room] = (incarnation, now_s + self._config.room_ttl)
+            self._rooms[room] = (incarnation, now_s + self._config.room_ttl_s)
         while len(self._rooms) > self._config.max_rooms:
             self._rooms.popitem(last=False)
 

@@ -1,18 +1,20 @@
 """Command-line flags derived from frozen config dataclasses, so that the two cannot drift.
 
 Owns the mapping field <-> `--flag-name` in both directions and the one-line error style of every command. It knows no
-particular config: types, defaults, choices and help all come from the dataclass (`metadata["help"]`,
-`metadata["choices"]`; `metadata["cli"] == "special"` leaves a field to the command).
+particular config: names, types, defaults, choices, units, ranges and help all come from the dataclass (service/flags.py).
 """
 
 import argparse
 import dataclasses
 import difflib
+import math
 import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
+
+from service.flags import FlagSpec, Range, option_of, shown, spec_of
 
 Config = TypeVar("Config")
 Parse = Callable[[str], Any]
@@ -28,15 +30,14 @@ class Flag:
     is_switch: bool
     is_list: bool
     default: Any
-    choices: tuple[str, ...] | None
-    help: str
+    spec: FlagSpec
 
 
 def flags_of(config_class: type, *, skip: Collection[str] = ()) -> Iterator[Flag]:
-    """The flags of a config dataclass, in field order, without `skip` and the special ones."""
+    """The flags of a config dataclass, in field order, without `skip` and those that a command parses by hand."""
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
-        if field.name not in skip and field.metadata.get("cli") != "special":
+        if field.name not in skip and not spec_of(field).by_hand:
             yield _flag(field, hints[field.name])
 
 
@@ -57,10 +58,10 @@ def add_flags(
         group.add_argument(flag.option, **_argparse_keywords(flag, only_given=only_given))
 
 
-def config_from(args: argparse.Namespace, config_class: type[Config], **special: Any) -> Config:
-    """Build the config from a parsed namespace; `special` gives the fields that are no plain flags."""
-    values = {flag.name: _frozen(getattr(args, flag.name)) for flag in flags_of(config_class, skip=special)}
-    return config_class(**values, **special)
+def config_from(args: argparse.Namespace, config_class: type[Config], **by_hand: Any) -> Config:
+    """Build the config from a parsed namespace. `by_hand`: the fields that are no plain flags. Raises ConfigError."""
+    values = {flag.name: _frozen(getattr(args, flag.name)) for flag in flags_of(config_class, skip=by_hand)}
+    return config_class(**values, **by_hand)
 
 
 def given_argv(args: argparse.Namespace, config_class: type, *, skip: Collection[str] = ()) -> list[str]:
@@ -105,16 +106,14 @@ def _unknown_flag_message(text: str, known: list[str]) -> str:
 
 def _flag(field: "dataclasses.Field[Any]", hint: Any) -> Flag:
     value_type, is_list = _value_type(hint)
-    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
     return Flag(
         name=field.name,
-        option="--" + field.name.replace("_", "-"),
+        option=option_of(field),
         parse=_PARSERS[value_type],
         is_switch=value_type is bool,
         is_list=is_list,
-        default=default,
-        choices=field.metadata.get("choices"),
-        help=str(field.metadata.get("help", "")),
+        default=field.default,
+        spec=spec_of(field),
     )
 
 
@@ -139,20 +138,31 @@ def _argparse_keywords(flag: Flag, *, only_given: bool) -> dict[str, Any]:
         return keywords | {"action": argparse.BooleanOptionalAction}
     if flag.is_list:
         keywords |= {"nargs": "+"}
-    return keywords | {"type": flag.parse, "choices": flag.choices, "metavar": _metavar(flag)}
+    return keywords | {"type": flag.parse, "choices": flag.spec.choices, "metavar": _metavar(flag)}
 
 
 def _metavar(flag: Flag) -> str:
-    if flag.choices:
-        return "{" + ",".join(flag.choices) + "}"
-    return _METAVARS[flag.parse]
+    spec = flag.spec
+    if spec.choices:
+        return "{" + ",".join(spec.choices) + "}"
+    return _UNITS.get(spec.unit, spec.unit.upper()) if spec.unit else _METAVARS[flag.parse]
 
 
 def _help_text(flag: Flag) -> str:
-    text = flag.help.replace("%", "%%")
-    if flag.is_switch or flag.default in (None, "", ()) or "default:" in text:
-        return text
-    return f"{text} (default: {flag.default})"
+    """The text, then in brackets: the range where it has two ends, what special values mean, the default."""
+    spec = flag.spec
+    numbers = spec.range
+    notes = [numbers.bounds()] if _has_two_ends(numbers) else []
+    notes += numbers.meanings()
+    if not (flag.is_switch or flag.default in (None, "", ()) or "default:" in spec.help):
+        notes.append(f"default: {shown(flag.default)}")
+    return (spec.help + (f" ({'; '.join(notes)})" if notes else "")).replace("%", "%%")
+
+
+def _has_two_ends(numbers: Range) -> bool:
+    lower = numbers.above if numbers.least is None else numbers.least
+    upper = numbers.below if numbers.most is None else numbers.most
+    return None not in (lower, upper) and upper != math.inf
 
 
 def _written(flag: Flag, value: Any) -> list[str]:
@@ -189,4 +199,5 @@ def _no_text(text: str) -> bool:
 
 
 _PARSERS: Mapping[type, Parse] = {int: _whole, float: _real, str: str, bool: _no_text}
+_UNITS = {"s": "SECONDS"}
 _METAVARS: Mapping[Parse, str] = {_whole: "N", _real: "X", str: "TEXT", _no_text: ""}

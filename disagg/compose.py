@@ -66,7 +66,7 @@ def _decode(
 ) -> DecodeRole:
     backend = spec.disagg.disaggregation_transfer_backend
     config = _transfer_config(spec)
-    look_ups = LookUps(secret=config.secret, grace_s=spec.disagg.disaggregation_bootstrap_grace)
+    look_ups = LookUps(secret=config.secret, grace_s=spec.disagg.disaggregation_bootstrap_grace_s)
     manager = DecodeManager(
         _kv_args(spec, parts, metadata),
         make_engine(backend, _options(spec)),
@@ -81,7 +81,7 @@ def _decode(
         manager=manager,
         metadata=metadata,
         moves_bytes=backend != "fake",
-        prealloc_timeout_s=spec.disagg.disaggregation_prealloc_timeout,
+        prealloc_timeout_s=spec.disagg.disaggregation_prealloc_timeout_s,
         checksum=_checksum(spec, parts),
     )
 
@@ -117,7 +117,7 @@ def _options(spec: SchedulerSpec) -> EngineOptions:
     disagg = spec.disagg
     return EngineOptions(
         host=spec.control_host,
-        fake_delay_s=disagg.fake_transfer_delay_ms / 1000,
+        fake_delay_s=disagg.fake_transfer_delay_s,
         fake_failure_rate=disagg.fake_transfer_failure_rate,
         seed=spec.engine.random_seed or 0,
     )
@@ -126,13 +126,13 @@ def _options(spec: SchedulerSpec) -> EngineOptions:
 def _transfer_config(spec: SchedulerSpec) -> TransferConfig:
     disagg = spec.disagg
     config = TransferConfig(
-        bootstrap_timeout_s=disagg.disaggregation_bootstrap_timeout,
-        waiting_timeout_s=disagg.disaggregation_waiting_timeout,
-        transfer_timeout_s=disagg.disaggregation_transfer_timeout,
-        handshake_timeout_s=disagg.disaggregation_handshake_timeout,
-        heartbeat_interval_s=disagg.disaggregation_heartbeat_interval,
+        bootstrap_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
+        waiting_timeout_s=disagg.disaggregation_waiting_timeout_s,
+        transfer_timeout_s=disagg.disaggregation_transfer_timeout_s,
+        handshake_timeout_s=disagg.disaggregation_handshake_timeout_s,
+        heartbeat_interval_s=disagg.disaggregation_heartbeat_interval_s,
         heartbeat_max_failures=disagg.disaggregation_heartbeat_max_failures,
-        drain_timeout_s=disagg.disaggregation_drain_timeout,
+        drain_timeout_s=disagg.disaggregation_drain_timeout_s,
         control_host=spec.control_host,
     )
     return replace(config, secret=read_secret(disagg))

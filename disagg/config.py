@@ -2,70 +2,90 @@
 
 from dataclasses import dataclass
 
-from engine.config import flag
+from engine.config import MAX_PORT
+from service.flags import FlagSet, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class DisaggConfig:
+class DisaggConfig(FlagSet):
     """Role of this worker and how KV is handed over."""
 
-    disaggregation_mode: str = flag("null", "role of this worker", choices=("null", "prefill", "decode"))
+    disaggregation_mode: str = flag(
+        "null", "role of this worker; null: it serves whole requests", choices=("null", "prefill", "decode")
+    )
     disaggregation_transfer_backend: str = flag(
         "nixl", "engine that moves the KV cache", choices=("nixl", "mooncake", "fake")
     )
-    disaggregation_bootstrap_port: int = flag(8998, "port of the bootstrap server (prefill); 0: a free one")
+    disaggregation_bootstrap_port: int = flag(
+        8998, "port of the bootstrap server in a prefill worker", least=0, most=MAX_PORT, special={0: "a free one"}
+    )
     disaggregation_bootstrap_server: str | None = flag(
-        None, "HOST:PORT of a bootstrap server on its own (`tandem bootstrap`); default: one inside the prefill worker"
+        None, "HOST:PORT of a separate bootstrap server (`tandem bootstrap`); default: one inside the prefill worker"
     )
     disaggregation_control_host: str | None = flag(
-        None, "address the control plane binds and tells its peers; default: --host"
+        None, "address that the control plane binds and that peers dial; default: --host"
     )
     disaggregation_bootstrap_allowed: tuple[str, ...] = flag(
         (),
-        "bootstrap servers that a decode worker may ask because a request names them: HOST, HOST:PORT or a network like "
-        "10.0.0.0/8; default: this machine's if it listens on loopback, and those that a router with the cluster's secret "
-        "vouches for",
+        "bootstrap servers that a request may name to a decode worker: HOST, HOST:PORT or a network like 10.0.0.0/8; "
+        "default: those of this machine if the worker listens on loopback, and those that a router with the cluster's "
+        "secret vouches for",
     )
-    disaggregation_bootstrap_timeout: float = flag(300.0, "seconds prefill waits for decode's page indices")
-    disaggregation_prealloc_timeout: float = flag(300.0, "seconds decode waits for memory for a request")
+    disaggregation_bootstrap_timeout_s: float = flag(
+        300.0, "longest wait of a prefill worker for decode's page indices", unit="s", above=0
+    )
+    disaggregation_prealloc_timeout_s: float = flag(
+        300.0, "longest wait of a decode worker for memory for a request", unit="s", above=0
+    )
     num_reserved_decode_tokens: int = flag(
         64,
-        "decode takes a new request only if all it has can grow: by what ended answers teach, and each by this at least",
+        "tokens by which each request of a decode worker must be able to grow before the worker admits another one; "
+        "requests are expected to grow as recent answers did",
+        least=0,
     )
     disaggregation_decode_retraction_backup: str = flag(
         "recompute",
-        "KV of a request that decode retracts: recompute: computed again by decode itself; host: kept in host memory "
-        "meanwhile; prefill: computed again by a prefill worker",
+        "what happens to the KV of a request that decode retracts; recompute: decode computes it again; host: it waits in "
+        "host memory; prefill: a prefill worker computes it again",
         choices=("recompute", "host", "prefill"),
     )
-    disaggregation_waiting_timeout: float = flag(
-        300.0, "seconds decode waits for the first KV after it sent its indices"
+    disaggregation_waiting_timeout_s: float = flag(
+        300.0, "longest wait of a decode worker for the first KV after it sent its page indices", unit="s", above=0
     )
-    disaggregation_transfer_timeout: float = flag(120.0, "seconds without progress before a running transfer fails")
-    disaggregation_handshake_timeout: float = flag(
-        10.0, "seconds for the bootstrap look-up and the handshake with a peer"
+    disaggregation_transfer_timeout_s: float = flag(
+        120.0, "time without progress after which a running transfer fails", unit="s", above=0
     )
-    disaggregation_bootstrap_grace: float = flag(
-        5.0, "seconds a bootstrap server that refuses connections is asked again (decode): it may be starting anew"
+    disaggregation_handshake_timeout_s: float = flag(
+        10.0, "longest time for the bootstrap look-up and the handshake with a peer", unit="s", above=0
     )
-    disaggregation_heartbeat_interval: float = flag(1.0, "seconds between heartbeats of connected peers")
-    disaggregation_heartbeat_max_failures: int = flag(3, "missed heartbeats before a peer is declared dead")
-    disaggregation_drain_timeout: float = flag(
-        30.0, "seconds to wait for a peer's abort acknowledgement before its session is fenced"
+    disaggregation_bootstrap_grace_s: float = flag(
+        5.0,
+        "time for which a decode worker retries a bootstrap server that refuses connections: it may be restarting",
+        unit="s",
+        least=0,
+    )
+    disaggregation_heartbeat_interval_s: float = flag(
+        1.0, "time between two heartbeats of connected peers", unit="s", above=0
+    )
+    disaggregation_heartbeat_max_failures: int = flag(
+        3, "missed heartbeats after which a peer is declared dead", least=1
+    )
+    disaggregation_drain_timeout_s: float = flag(
+        30.0, "longest wait for a peer to acknowledge an abort before its session is fenced", unit="s", above=0
     )
     disaggregation_kv_checksum: bool = flag(
-        False, "prefill sends a checksum of a prompt's KV pages, decode compares before it starts (both need the flag)"
+        False, "compare a checksum of a prompt's KV pages before decode starts (needed on prefill and decode workers)"
     )
     disaggregation_layerwise_transfer: str = flag(
         "auto",
-        "prefill sends a layer's KV while the next layers compute; on, off, or auto: where pages are large enough",
+        "send each layer's KV while later layers compute; auto: if pages are large enough",
         choices=("auto", "on", "off"),
     )
     cluster_secret_file: str | None = flag(
-        None, "file with a secret that all workers share; it authenticates control plane and bootstrap server"
+        None, "file with the secret of the cluster; it authenticates control plane and bootstrap server"
     )
-    fake_transfer_delay_ms: float = flag(0.0, "fake backend: time a transfer takes")
-    fake_transfer_failure_rate: float = flag(0.0, "fake backend: share of transfers that fail")
+    fake_transfer_delay_s: float = flag(0.0, "fake backend: duration of a transfer", unit="s", least=0)
+    fake_transfer_failure_rate: float = flag(0.0, "fake backend: share of transfers that fail", least=0, most=1)
 
 
 def role_name(config: DisaggConfig) -> str:

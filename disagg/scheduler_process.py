@@ -51,7 +51,7 @@ TOLD = 3
 
 def run(spec: SchedulerSpec) -> None:
     """Load, say `SchedulerReady`, serve until told to end. Raises ConfigError and BackendUnavailable."""
-    turns = TurnClock(limit_s=spec.engine.watchdog_timeout, now_s=time.monotonic())
+    turns = TurnClock(limit_s=spec.engine.watchdog_timeout_s, now_s=time.monotonic())
     heartbeat = HeartbeatResponder(IpcPaths(spec.ipc_dir), turns)
     heartbeat.start()
     try:
@@ -67,8 +67,6 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     from engine.machine import machine_facts
 
     started_s = time.monotonic()
-    if spec.disagg.num_reserved_decode_tokens < 0:
-        raise ConfigError("--num-reserved-decode-tokens: must be at least 0")
     model = load_model_config(spec.engine.model_path)
     tokenizer = load_tokenizer(spec.engine.model_path)
     ports = ZmqPorts(IpcPaths(spec.ipc_dir))
@@ -177,7 +175,7 @@ def make_grammar_queue(
     return GrammarQueue(
         compiler,
         wakeup=wakeup,
-        timeout_s=config.grammar_compile_timeout,
+        timeout_s=config.grammar_compile_timeout_s,
         max_cached=config.grammar_cache_size,
         max_waiting=config.max_queued_requests + config.max_running_requests,
     )

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from engine.frontend.server import WorkerDied, open_worker_gate, run_frontend
 from engine.model_source import with_local_model
 from engine.random_seed import with_random_seed
 from engine.threads import with_threads
-from service.flags import ConfigError
+from service.flags import ConfigError, values_by_name
 from service.http.listening import ListeningPort, open_port
 from service.process.stop_signals import StopSignals
 from service.security.keys import Gate
@@ -41,10 +41,6 @@ log = logging.getLogger(__name__)
 def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
     """Serve until SIGTERM (after a drain) or SIGINT; returns the exit status. Raises ConfigError before anything is started."""
     set_up_logging(level=server.log_level, format=server.log_format, process=role_name(disagg))
-    if not server.drain_timeout >= 0:
-        raise ConfigError(f"--drain-timeout: must be at least 0, got {server.drain_timeout:g}")
-    if server.default_deadline is not None and not server.default_deadline > 0:
-        raise ConfigError(f"--default-deadline: must be greater than 0, got {server.default_deadline:g}")
     seeded = with_random_seed(engine)
     plan = plan_session(engine=with_threads(with_local_model(seeded)), server=server, disagg=disagg)
     gate = open_worker_gate(server)
@@ -140,12 +136,12 @@ class _Worker:
             gate=self.gate,
             port=self.port,
             mode=plan.role,
-            extra_info=asdict(plan.disagg),
+            extra_info=values_by_name(plan.disagg),
             default_bootstrap_port=plan.disagg.disaggregation_bootstrap_port,
             on_ready=on_ready,
             children_alive=session.children.dead,
             bootstrap_allowlist=plan.bootstrap_allowlist,
-            drain_s=plan.server.drain_timeout,
+            drain_s=plan.server.drain_timeout_s,
             switch=RoleSwitch(check=lambda to: check_next_session(plan, to), last=last) if can_switch else None,
             end_engine=session.children.end,
         )

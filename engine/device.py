@@ -175,7 +175,7 @@ def _stream(config: EngineConfig, device: torch.device) -> Stream:
         config.stream,
         device=device,
         num_threads=config.num_threads,
-        max_delay_s=config.stream_delay_ms / 1000,
+        max_delay_s=config.stream_delay_s,
         seed=config.random_seed or 0,
     )
 

@@ -1,5 +1,7 @@
 """The value of `--kv-events-config`, with vLLM's and SGLang's field names. Pure."""
 
+from typing import Annotated
+
 import msgspec
 
 from service.flags import ConfigError
@@ -19,9 +21,9 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     publisher: str = "zmq"
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
+    buffer_steps: Annotated[int, msgspec.Meta(ge=1)] = 10_000
+    hwm: Annotated[int, msgspec.Meta(ge=1)] = 100_000
+    max_queue_size: Annotated[int, msgspec.Meta(ge=1)] = 100_000
     topic: str = ""
     enable_kv_cache_events: bool = True
 
@@ -42,9 +44,6 @@ def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
         return None
     if config.publisher != "zmq":
         raise ConfigError(f"{FLAG}: publisher must be zmq or null, got {config.publisher!r}")
-    for name in ("buffer_steps", "hwm", "max_queue_size"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{FLAG}: {name} must be at least 1, got {getattr(config, name)}")
     config.hosts()
     return config
 

@@ -296,8 +296,8 @@ def _table(config: RouterConfig, peers: PeerLoad | None) -> WorkerTable:
     breaker = BreakerSettings(
         failure=config.cb_failure_threshold,
         success=config.cb_success_threshold,
-        timeout_s=config.cb_timeout_duration_secs,
-        window_s=config.cb_window_duration_secs,
+        timeout_s=config.cb_timeout_duration_s,
+        window_s=config.cb_window_duration_s,
         enabled=not config.disable_circuit_breaker,
     )
     table = WorkerTable(thresholds, peers, breaker=breaker)

@@ -1,229 +1,325 @@
 """The router's flags. Frozen; every field is one `--flag` (deploy/flags.py derives them), named as SGLang's router names it.
 
-Knows values only: no sockets, no files. `check_config` is the one place that refuses a value.
+Knows values only: no sockets, no files. `check_config` refuses combinations of flags; their ranges are in the fields.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from router.selectors import Selector
-from service.flags import ConfigError
+from service.flags import ConfigError, FlagSet, flag
 from service.telemetry.logs import FORMATS as LOG_FORMATS
 
 POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
-_MAY_BE_ZERO = (
-    "max_concurrent_requests_per_client",
-    "queue_size",
-    "queue_timeout_secs",
-    "slo_ttft_ms",
-    "slo_itl_ms",
-    "hedge_after",
-    "cb_timeout_duration_secs",
-    "cb_window_duration_secs",
-    "retry_max",
-    "retry_backoff_s",
-    "retry_wait_s",
-    "load_poll_interval_s",
-    "dead_worker_timeout_s",
-    "health_silence_s",
-    "drain_timeout",
-    "trace_ring",
-    "shutdown_timeout_s",
-)
-
-
-def flag(default: Any, help: str, *, choices: tuple[str, ...] | None = None, cli: str | None = None) -> Any:
-    """A field with the text of its flag. `cli="special"`: the command line parses it by hand (several values)."""
-    return field(default=default, metadata={"help": help, "choices": choices, "cli": cli})
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(FlagSet):
     """One router in front of prefill and decode workers, or (without --pd-disaggregation) of unified workers."""
 
-    pd_disaggregation: bool = flag(False, "send each request to a prefill and a decode worker (else: --worker-urls)")
-    prefill: tuple[tuple[str, int | None], ...] = flag(
-        (),
-        "URL [BOOTSTRAP_PORT] of a prefill worker; repeatable; without a port it is read from the worker",
-        cli="special",
+    pd_disaggregation: bool = flag(
+        False, "send each request to a prefill and a decode worker; default: to a unified worker (--worker-urls)"
     )
-    decode: tuple[str, ...] = flag((), "URL of a decode worker; repeatable", cli="special")
-    worker_urls: tuple[str, ...] = flag((), "URLs of unified workers (without --pd-disaggregation)", cli="special")
+    prefill: tuple[tuple[str, int | None], ...] = flag(
+        (), "URL [BOOTSTRAP_PORT] of a prefill worker; repeatable; default port: as the worker reports", by_hand=True
+    )
+    decode: tuple[str, ...] = flag((), "URL of a decode worker; repeatable", by_hand=True)
+    worker_urls: tuple[str, ...] = flag((), "URLs of unified workers (without --pd-disaggregation)", by_hand=True)
     host: str = flag("127.0.0.1", "address to listen on")
-    port: int = flag(30080, "port to listen on; 0: a free one")
-    workers: int = flag(1, "router processes that share the port, the pool and one view of the load")
+    port: int = flag(30080, "port to listen on", least=0, most=MAX_PORT, special={0: "a free one"})
+    workers: int = flag(1, "router processes, which share the port, the pool and their view of the load", least=1)
     policy: str = flag("least_load", "how workers are chosen (docs/router.md)", choices=POLICIES)
     prefill_policy: str | None = flag(None, "how prefill workers are chosen; default: --policy", choices=POLICIES)
     decode_policy: str | None = flag(None, "how decode workers are chosen; default: --policy", choices=POLICIES)
-    cache_threshold: float = flag(0.3, "cache_aware: a match shorter than this share of the prompt counts as none")
-    balance_abs_threshold: int = flag(
-        64, "cache_aware: goes by load alone while the longest queue is by more than so many requests the longest,"
+    cache_threshold: float = flag(
+        0.3,
+        "cache_aware: shortest cached prefix that counts as a match, as a share of the prompt",
+        least=0,
+        most=1,
     )
-    balance_rel_threshold: float = flag(1.5, "... and more than so many times as long as the shortest")
+    balance_abs_threshold: int = flag(
+        64,
+        "cache_aware: ignore the cache if the longest queue exceeds the shortest by more requests than this (and by more "
+        "than --balance-rel-threshold)",
+        least=0,
+    )
+    balance_rel_threshold: float = flag(
+        1.5,
+        "cache_aware: ignore the cache if the longest queue is more than this many times as long as the shortest (and "
+        "longer by more than --balance-abs-threshold)",
+        least=1,
+    )
     max_tree_size: int = flag(
-        1 << 26, "cache_aware: bytes of prompts (token ids: 4 each) that are remembered per worker, the latest"
+        1 << 26,
+        "cache_aware: most bytes of prompts (4 per token id) to remember per worker; the oldest are forgotten",
+        unit="bytes",
+        least=1,
     )
     disable_kv_events: bool = flag(
-        False, "cache_aware: do not listen to the KV events of workers that publish them (--kv-events-config)"
+        False, "cache_aware: do not subscribe to the KV events of workers that publish them (--kv-events-config)"
     )
-    health_check_interval_s: float = flag(1.0, "seconds between health checks of a worker")
-    health_check_timeout_s: float = flag(5.0, "seconds a health check may take")
+    health_check_interval_s: float = flag(
+        1.0, "time between two health checks of a worker", unit="s", above=0, option="--health-check-interval-secs"
+    )
+    health_check_timeout_s: float = flag(
+        5.0, "longest time for a health check", unit="s", above=0, option="--health-check-timeout-secs"
+    )
     health_silence_s: float = flag(
-        1.5, "a worker that says nothing for so long while it is asked gets requests only where no other is; 0: never"
+        1.5,
+        "time without an answer to a health check after which a worker gets requests only if no other worker can",
+        unit="s",
+        least=0,
+        special={0: "no limit"},
     )
-    health_failure_threshold: int = flag(2, "failed checks in a row before a worker leaves the pool")
-    health_success_threshold: int = flag(1, "good checks in a row before it comes back")
+    health_failure_threshold: int = flag(
+        2, "failed health checks in a row after which a worker leaves the pool", least=1
+    )
+    health_success_threshold: int = flag(
+        1, "successful health checks in a row after which a worker returns to the pool", least=1
+    )
     load_poll_interval_s: float = flag(
-        1.0, "seconds between reads of a worker's load; 0: trust the router's own counts"
+        1.0,
+        "time between two polls of a worker's load",
+        unit="s",
+        least=0,
+        special={0: "no polls, the router's own counts alone"},
     )
-    retry_max: int = flag(3, "other attempts for one request while nothing was sent to the client; 0: none")
-    retry_backoff_s: float = flag(0.05, "pause before the second retry, doubled each time (the first is immediate)")
+    retry_max: int = flag(
+        3, "most retries of a request while nothing was sent to the client", least=0, special={0: "none"}
+    )
+    retry_backoff_s: float = flag(
+        0.05, "pause before the second retry; doubled for each further one (the first is immediate)", unit="s", least=0
+    )
     retry_wait_s: float = flag(
-        2.0, "seconds a request whose workers failed waits for one to be alive again, where no other is; 0: none"
+        2.0,
+        "longest wait of a request whose workers failed for one of them to return, if no other worker can serve it",
+        unit="s",
+        least=0,
+        special={0: "none"},
     )
-    hedge_after: float = flag(
+    hedge_after_s: float = flag(
         0.0,
-        "send a stream of which no byte came after so many milliseconds to a second pair too; the first that answers wins; "
-        "0: never. X-Tandem-Hedge-After-Ms says it for one request",
+        "time without a byte after which a stream is sent to a second pair of workers as well; the first answer wins. "
+        "X-Tandem-Hedge-After-Ms sets it, in milliseconds, for one request",
+        unit="s",
+        least=0,
+        special={0: "never"},
     )
-    hedge_budget: float = flag(0.05, "share of the requests that may be hedged")
-    cb_failure_threshold: int = flag(
-        10, "faults of a worker in a row that open its circuit: it is left out for a while"
+    hedge_budget: float = flag(0.05, "largest share of requests that are hedged", above=0, most=1)
+    cb_failure_threshold: int = flag(10, "failures of a worker in a row that open its circuit breaker", least=1)
+    cb_success_threshold: int = flag(
+        3,
+        "answers of a worker that close its circuit breaker again; while it is half open, as many requests try the "
+        "worker at a time",
+        least=1,
     )
-    cb_success_threshold: int = flag(3, "answers begun that close the circuit again; as many may try it at a time")
-    cb_timeout_duration_secs: float = flag(60.0, "seconds an open circuit stays open before requests try the worker")
-    cb_window_duration_secs: float = flag(120.0, "seconds that a fault counts towards opening the circuit")
-    disable_circuit_breaker: bool = flag(False, "faults of requests never leave a worker out; health checks alone do")
-    connect_timeout_s: float = flag(5.0, "seconds a connection to a worker may take")
+    cb_timeout_duration_s: float = flag(
+        60.0,
+        "time for which an open circuit breaker keeps requests from a worker",
+        unit="s",
+        least=0,
+        option="--cb-timeout-duration-secs",
+    )
+    cb_window_duration_s: float = flag(
+        120.0,
+        "time for which a failure counts towards opening the circuit breaker",
+        unit="s",
+        least=0,
+        option="--cb-window-duration-secs",
+    )
+    disable_circuit_breaker: bool = flag(
+        False, "failures of requests never exclude a worker; health checks alone decide"
+    )
+    connect_timeout_s: float = flag(5.0, "longest time to connect to a worker", unit="s", above=0)
     dead_worker_timeout_s: float = flag(
         30.0,
-        "a request ends (or moves) when its worker sent nothing and was well in no health check for so long; 0: it waits on",
+        "time without a byte and without a successful health check after which a worker's request fails or moves",
+        unit="s",
+        least=0,
+        special={0: "no limit"},
     )
-    request_timeout_s: float = flag(1800.0, "seconds one request may take in all")
+    request_timeout_s: float = flag(
+        1800.0, "longest time for one request in all", unit="s", above=0, option="--request-timeout-secs"
+    )
     max_concurrent_requests: int = flag(
-        16384, "requests that are served at a time; one more waits (--queue-size) or is answered 429"
+        16384, "most requests served at a time; further ones wait (--queue-size) or are answered 429", least=1
     )
     max_concurrent_requests_per_client: int = flag(
-        0, "requests of one API key (without keys: one address) that are served at a time; 0: no limit"
+        0,
+        "most requests served at a time per API key (without keys: per address)",
+        least=0,
+        special={0: "no limit"},
     )
     queue_size: int = flag(
         0,
-        "requests that wait in each router process while a limit is reached; higher `priority` goes first; 0: none does",
+        "requests that wait in each router process while a limit is reached; a higher `priority` goes first",
+        least=0,
+        special={0: "none"},
     )
-    queue_timeout_secs: float = flag(60.0, "seconds a request waits so before it is answered 429")
-    slo_ttft_ms: float = flag(
-        0.0, "refuse (429) a request whose first token would come later than this, as foretold; X-SLO-TTFT-ms; 0: never"
+    queue_timeout_s: float = flag(
+        60.0,
+        "time in the queue after which a request is answered 429",
+        unit="s",
+        least=0,
+        option="--queue-timeout-secs",
     )
-    slo_itl_ms: float = flag(
+    slo_ttft_s: float = flag(
         0.0,
-        "refuse (429) a request whose tokens would come further apart than this, as foretold; X-SLO-ITL-ms; 0: never",
+        "refuse (429) a request if its time to first token is predicted to exceed this; X-SLO-TTFT-ms sets it, in "
+        "milliseconds, for one request",
+        unit="s",
+        least=0,
+        special={0: "never"},
+    )
+    slo_itl_s: float = flag(
+        0.0,
+        "refuse (429) a request if its inter-token latency is predicted to exceed this; X-SLO-ITL-ms sets it, in "
+        "milliseconds, for one request",
+        unit="s",
+        least=0,
+        special={0: "never"},
     )
     auto_roles: bool = flag(
-        False, "move workers between the prefill and the decode pool as their load asks for (docs/router.md)"
+        False, "move workers between the prefill and the decode pool as the load requires (docs/router.md)"
     )
-    auto_roles_interval: float = flag(1.0, "auto roles: seconds between two looks at the pools")
-    auto_roles_min_prefill: int = flag(1, "auto roles: prefill workers that each model keeps")
-    auto_roles_min_decode: int = flag(1, "auto roles: decode workers that each model keeps")
+    auto_roles_interval_s: float = flag(1.0, "auto roles: time between two looks at the pools", unit="s", above=0)
+    auto_roles_min_prefill: int = flag(1, "auto roles: fewest prefill workers of each model", least=1)
+    auto_roles_min_decode: int = flag(1, "auto roles: fewest decode workers of each model", least=1)
     auto_roles_enter: float = flag(
-        0.9, "auto roles: a pool is short when its work reaches this share of what it can bear,"
+        0.9, "auto roles: a pool becomes short of workers if its load reaches this share of its capacity"
     )
-    auto_roles_leave: float = flag(0.7, "... and no longer when it is below this")
-    auto_roles_sustain: float = flag(
-        15.0, "auto roles: seconds that a pool must be short before it gets a worker, and no less than a move takes"
+    auto_roles_leave: float = flag(
+        0.7,
+        "auto roles: a pool is no longer short of workers if its load is below this share of its capacity",
+        above=0,
     )
-    auto_roles_cooldown: float = flag(
-        60.0, "auto roles: seconds after a move before one in the other direction, or after a failed one before any"
+    auto_roles_sustain_s: float = flag(
+        15.0,
+        "auto roles: time for which a pool must be short of workers before it gets one; at least as long as a move takes",
+        unit="s",
+        least=0,
     )
-    auto_roles_switch_time: float = flag(
-        30.0, "auto roles: seconds that a move is taken to last (drain and start) before one was measured"
+    auto_roles_cooldown_s: float = flag(
+        60.0,
+        "auto roles: time after a move before a move in the other direction, or after a failed move before any other",
+        unit="s",
+        least=0,
     )
-    auto_roles_ttft_ms: float = flag(2000.0, "auto roles: prompts may wait so long before prefill is called short")
-    auto_roles_itl_ms: float = flag(
-        0.0, "auto roles: tokens may come so far apart before decode is called short; 0: by KV and requests alone"
+    auto_roles_switch_time_s: float = flag(
+        30.0,
+        "auto roles: assumed duration of a move (drain and start) until one has been measured",
+        unit="s",
+        least=0,
     )
-    drain_timeout: float = flag(
-        30.0, "seconds that running requests get after SIGTERM; then they are handed back (503); a second signal: none"
+    auto_roles_ttft_s: float = flag(
+        2.0, "auto roles: wait of prompts at which the prefill pool counts as short of workers", unit="s", above=0
     )
-    shutdown_timeout_s: float = flag(3.0, "seconds that last answers get to leave when the router ends")
-    max_body_bytes: int = flag(64 << 20, "longest request body")
-    header_timeout_s: float = flag(10.0, "seconds a client's connection may take to send the head of a request")
-    body_timeout_s: float = flag(60.0, "seconds a request's body may take to come")
-    api_key: str | None = flag(None, "clients must send this as 'Authorization: Bearer KEY'")
-    api_key_file: str | None = flag(None, "file of such keys, one a line; read anew when it changes, and on SIGHUP")
+    auto_roles_itl_s: float = flag(
+        0.0,
+        "auto roles: inter-token latency at which the decode pool counts as short of workers",
+        unit="s",
+        least=0,
+        special={0: "by KV and requests alone"},
+    )
+    drain_timeout_s: float = flag(
+        30.0,
+        "time for running requests after SIGTERM; then they are handed back (503); a second signal ends it at once",
+        unit="s",
+        least=0,
+    )
+    shutdown_timeout_s: float = flag(3.0, "time for the last answers to leave when the router ends", unit="s", least=0)
+    max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
+    header_timeout_s: float = flag(10.0, "longest time for a client to send the head of a request", unit="s", above=0)
+    body_timeout_s: float = flag(60.0, "longest time for a client to send the body of a request", unit="s", above=0)
+    api_key: str | None = flag(None, "key that clients must send as 'Authorization: Bearer KEY'")
+    api_key_file: str | None = flag(None, "file of API keys, one per line; read again when it changes and on SIGHUP")
     admin_api_key: str | None = flag(
-        None, "key for what changes workers or the pool (weights, cache, pause, /workers); default: the API keys do"
+        None,
+        "key for calls that change workers or the pool (weights, cache, pause, /workers); default: the API keys do",
     )
-    admin_api_key_file: str | None = flag(None, "file of admin keys, one a line; read anew as the other")
-    allow_insecure: bool = flag(False, "listen off loopback without API keys: anybody may do anything")
+    admin_api_key_file: str | None = flag(
+        None, "file of admin API keys, one per line; read again when it changes and on SIGHUP"
+    )
+    allow_insecure: bool = flag(False, "listen beyond loopback without API keys: anyone may send any request")
     allowed_hosts: tuple[str, ...] = flag(
         (),
-        "names, besides addresses and localhost, by which clients may reach a router on loopback without keys; *: any",
+        "host names, besides addresses and localhost, that requests may name if the router listens on loopback without "
+        "keys; *: any",
     )
     allowed_origins: tuple[str, ...] = flag(
-        (), "sites, as https://HOST[:PORT], whose pages may send requests that change something; *: any"
+        (), "web origins (https://HOST[:PORT]) whose pages may send requests that change something; *: any"
     )
     worker_api_key: str | None = flag(
-        None, "key the router sends to workers; default: the client's Authorization header is passed on"
+        None, "API key that the router sends to workers; default: the client's Authorization header"
     )
-    worker_api_key_file: str | None = flag(None, "file with that key in its first line; read anew when it changes")
+    worker_api_key_file: str | None = flag(
+        None, "file with the workers' API key in its first line; read again when it changes"
+    )
     worker_admin_api_key: str | None = flag(
-        None, "key for calls that workers keep for their admin; default: the caller's Authorization header is passed on"
+        None, "key for admin calls that the router sends to workers; default: the caller's Authorization header"
     )
-    worker_admin_api_key_file: str | None = flag(None, "file with that key in its first line")
+    worker_admin_api_key_file: str | None = flag(None, "file with the workers' admin API key in its first line")
     cluster_secret_file: str | None = flag(
-        None, "file with the secret that workers share: the router vouches to decode for the bootstrap servers it names"
+        None,
+        "file with the secret of the cluster; with it the router vouches for the bootstrap servers that it names to "
+        "decode workers",
     )
     rate_limit_requests_per_second: float = flag(
         0.0,
-        "requests a second that one API key (without keys: one address) may make; more are answered 429; 0: no limit",
+        "most requests per second of one API key (without keys: of one address); further ones are answered 429",
+        least=0,
+        special={0: "no limit"},
     )
-    rate_limit_burst: int = flag(0, "requests that may come at once under the rate limit; 0: those of two seconds")
-    log_level: str = flag("info", "log level", choices=("debug", "info", "warning", "error"))
-    log_format: str = flag("text", "lines for people, or one JSON object each", choices=LOG_FORMATS)
-    log_requests: bool = flag(False, "one line for each generation request: its workers, times and status")
-    enable_trace: bool = flag(False, "send spans to an OpenTelemetry collector (extra `otel`; OTEL_* variables hold)")
+    rate_limit_burst: int = flag(
+        0,
+        "most requests at once under the rate limit",
+        least=0,
+        special={0: "those of two seconds"},
+    )
+    log_level: str = flag("info", "lowest level of the log", choices=("debug", "info", "warning", "error"))
+    log_format: str = flag("text", "log as text or as one JSON object per line", choices=LOG_FORMATS)
+    log_requests: bool = flag(False, "log one line per generation request: its workers, times and status")
+    enable_trace: bool = flag(
+        False, "send spans to an OpenTelemetry collector (needs the extra `otel`; OTEL_* variables apply)"
+    )
     otlp_traces_endpoint: str | None = flag(
-        None, "OTLP/HTTP address of the collector, as http://HOST:4318; says --enable-trace"
+        None, "OTLP/HTTP address of the collector (http://HOST:4318); implies --enable-trace"
     )
-    trace_ring: int = flag(512, "requests whose times are kept for `tandem trace`; 0: none")
-    ready_file: str | None = flag(None, "write JSON here once the router listens")
-    service_discovery: bool = flag(
-        False,
-        "workers are the pods that the selectors choose, as they come and go (Kubernetes; needs tandem-serve[k8s])",
+    trace_ring: int = flag(
+        512, "finished requests whose times are kept for `tandem trace`", least=0, special={0: "none"}
     )
-    selector: tuple[str, ...] = flag((), "KEY=VALUE labels of unified workers' pods (without --pd-disaggregation)")
-    prefill_selector: tuple[str, ...] = flag((), "KEY=VALUE labels of prefill workers' pods")
-    decode_selector: tuple[str, ...] = flag((), "KEY=VALUE labels of decode workers' pods")
-    service_discovery_port: int = flag(80, "port that workers listen on in their pods")
+    ready_file: str | None = flag(None, "file to write, as JSON, once the router listens")
+    service_discovery: bool = flag(False, "find workers as Kubernetes pods, by the selectors (needs tandem-serve[k8s])")
+    selector: tuple[str, ...] = flag((), "labels KEY=VALUE of unified workers' pods (without --pd-disaggregation)")
+    prefill_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of prefill workers' pods")
+    decode_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of decode workers' pods")
+    service_discovery_port: int = flag(80, "port that workers listen on in their pods", least=1, most=MAX_PORT)
     service_discovery_namespace: str | None = flag(
         None, "namespace of the pods; default: all (the service account then needs a ClusterRole)"
     )
     prefill_bootstrap_port_annotation: str = flag(
         "sglang.ai/bootstrap-port",
-        "annotation of a prefill pod that has its bootstrap port; a pod without it is asked for the port",
+        "annotation of a prefill pod that holds its bootstrap port; a pod without it is asked for the port",
     )
 
 
 def check_config(config: RouterConfig) -> None:
-    """Raise `ConfigError` for the first flag that cannot be honoured. Workers may also be added at run time."""
+    """Raise `ConfigError` for the first flags that do not fit each other. Workers may also be added at run time."""
     for flag_name, url in _worker_urls(config):
         check_worker_url(flag_name, url)
     if config.pd_disaggregation:
         _require(not config.worker_urls, "--worker-urls", "is for unified workers; leave out --pd-disaggregation")
     else:
         _require(not (config.prefill or config.decode), "--prefill/--decode", "need --pd-disaggregation")
+        for name, policy in (("--prefill-policy", config.prefill_policy), ("--decode-policy", config.decode_policy)):
+            _require(policy is None, name, "needs --pd-disaggregation; unified workers go by --policy")
     for _, port in config.prefill:
-        _require(port is None or 0 < port < 65536, "--prefill", f"bootstrap port must be 1 to 65535, got {port}")
-    _check_numbers(config)
+        _require(
+            port is None or 0 < port <= MAX_PORT, "--prefill", f"bootstrap port must be 1 to {MAX_PORT}, got {port}"
+        )
     _check_discovery(config)
     _check_auto_roles(config)
-    _require(
-        config.rate_limit_requests_per_second >= 0,
-        "--rate-limit-requests-per-second",
-        "must be at least 0; 0: no limit",
-    )
-    _require(config.rate_limit_burst >= 0, "--rate-limit-burst", "must be at least 0")
 
 
 def check_worker_url(name: str, url: str) -> None:
@@ -242,66 +338,12 @@ def _worker_urls(config: RouterConfig) -> list[tuple[str, str]]:
     return named + [("--worker-urls", url) for url in config.worker_urls]
 
 
-def _check_numbers(config: RouterConfig) -> None:
-    _require(0 <= config.port < 65536, "--port", f"must be 0 to 65535, got {config.port}")
-    for name in (
-        "health_check_interval_s",
-        "health_check_timeout_s",
-        "connect_timeout_s",
-        "request_timeout_s",
-        "header_timeout_s",
-        "body_timeout_s",
-    ):
-        value = getattr(config, name)
-        _require(value > 0, f"--{name.replace('_', '-')}", f"must be greater than 0, got {value}")
-    for name in (
-        "workers",
-        "health_failure_threshold",
-        "health_success_threshold",
-        "max_concurrent_requests",
-        "max_body_bytes",
-        "cb_failure_threshold",
-        "cb_success_threshold",
-    ):
-        value = getattr(config, name)
-        _require(value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}")
-    for name in _MAY_BE_ZERO:
-        value = getattr(config, name)
-        _require(value >= 0, f"--{name.replace('_', '-')}", f"must be at least 0, got {value}")
-    _require(0 < config.hedge_budget <= 1, "--hedge-budget", f"must be above 0, at most 1, got {config.hedge_budget}")
-    _check_policies(config)
-
-
-def _check_policies(config: RouterConfig) -> None:
-    for name in ("policy", "prefill_policy", "decode_policy"):
-        value = getattr(config, name)
-        known = value in POLICIES or (value is None and name != "policy")
-        _require(known, f"--{name.replace('_', '-')}", f"must be one of {', '.join(POLICIES)}, got {value!r}")
-        paired = value is None or name == "policy" or config.pd_disaggregation
-        _require(paired, f"--{name.replace('_', '-')}", "needs --pd-disaggregation; unified workers go by --policy")
-    _require(0 <= config.cache_threshold <= 1, "--cache-threshold", f"must be 0 to 1, got {config.cache_threshold}")
-    _require(config.balance_abs_threshold >= 0, "--balance-abs-threshold", "must be at least 0")
-    _require(config.balance_rel_threshold >= 1, "--balance-rel-threshold", "must be at least 1")
-    _require(config.max_tree_size >= 1, "--max-tree-size", "must be at least 1")
-
-
 def _check_auto_roles(config: RouterConfig) -> None:
     if config.auto_roles:
         _require(config.pd_disaggregation, "--auto-roles", "needs --pd-disaggregation: unified workers have one role")
         _require(
-            config.load_poll_interval_s > 0, "--auto-roles", "goes by what workers report; set --load-poll-interval-s"
+            config.load_poll_interval_s > 0, "--auto-roles", "goes by what workers report; set --load-poll-interval"
         )
-    for name in ("auto_roles_interval", "auto_roles_ttft_ms", "auto_roles_leave"):
-        value = getattr(config, name)
-        _require(value > 0, f"--{name.replace('_', '-')}", f"must be greater than 0, got {value}")
-    for name in ("auto_roles_min_prefill", "auto_roles_min_decode"):
-        value = getattr(config, name)
-        _require(
-            value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}: an empty pool serves nobody"
-        )
-    for name in ("auto_roles_sustain", "auto_roles_cooldown", "auto_roles_switch_time", "auto_roles_itl_ms"):
-        value = getattr(config, name)
-        _require(value >= 0, f"--{name.replace('_', '-')}", f"must be at least 0, got {value}")
     _require(
         config.auto_roles_leave < config.auto_roles_enter,
         "--auto-roles-leave",
@@ -325,8 +367,6 @@ def _check_discovery(config: RouterConfig) -> None:
             _require(bool(parts), name, "--service-discovery needs it: which pods? Give KEY=VALUE")
         for name, parts in other:
             _require(not parts, name, "is for the other mode; see --pd-disaggregation")
-        port = config.service_discovery_port
-        _require(0 < port < 65536, "--service-discovery-port", f"must be 1 to 65535, got {port}")
 
 
 def _require(ok: bool, name: str, message: str) -> None:

@@ -56,7 +56,7 @@ async def run_router(
         with signals.caught(on_hangup=lambda: router.gate.reload(time.monotonic()), only_hangup=place is not None):
             _tell_ready(config, router.url, on_ready)
             await signals.asked.wait()
-            await router.live.drain(timeout_s=config.drain_timeout, at_once=signals.at_once)
+            await router.live.drain(timeout_s=config.drain_timeout_s, at_once=signals.at_once)
 
 
 def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:

@@ -79,7 +79,7 @@ class Target:
         if request.at_s is not None:
             record.late_s = max(0.0, record.sent_s - request.at_s)
         try:
-            async with asyncio.timeout(self._config.request_timeout):
+            async with asyncio.timeout(self._config.request_timeout_s):
                 await self._exchange(request, record, sent_at)
         except StreamFailed as error:
             record.error, record.detail = error.kind, str(error)[:DETAIL_CHARS]

@@ -62,7 +62,7 @@ def replay(config: BenchConfig, trace: Sequence[TraceEntry], rng: random.Random)
     requests = []
     for idx, entry in enumerate(entries):
         ids = block_tokens(config, entry)
-        jitter_s = rng.random() * config.time_jitter_ms / 1000
+        jitter_s = rng.random() * config.time_jitter_s
         at_s = (entry.timestamp_ms - start_ms) / 1000 * config.time_scale + jitter_s
         output_len = max(1, round(entry.output_length * config.length_scale))
         prompt = _prompt(config, ids)

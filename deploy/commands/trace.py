@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 from deploy.flags import Parser, add_flags, config_from
-from engine.config import flag
-from service.flags import ConfigError
+from service.flags import ConfigError, FlagSet, flag
 from service.telemetry.perfetto import trace_file
 from service.telemetry.records import Record, Records, TracesQuery, query_error
 
@@ -24,13 +23,13 @@ SHOWN = 20  # requests listed on the terminal
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceConfig:
+class TraceConfig(FlagSet):
     """Which requests, whom to ask, where the file goes."""
 
-    last: int | None = flag(None, "the requests that ended last, this many (default: 10, where no ID is given)")
-    url: str = flag("http://127.0.0.1:8000", "the router, or a worker that runs alone")
-    admin_api_key: str | None = flag(None, "its admin key, where it has one")
-    output: str = flag("trace.json", "the file to write")
+    last: int | None = flag(None, "number of requests, the last that ended; default: 10 if no ID is given")
+    url: str = flag("http://127.0.0.1:8000", "URL of the router, or of a worker that runs alone")
+    admin_api_key: str | None = flag(None, "admin API key of that server")
+    output: str = flag("trace.json", "file to write")
 
 
 def run(argv: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deploy.flags import Parser, add_flags, config_from, given_argv
 from deploy.launcher import summary
-from deploy.launcher.config import ClusterConfig, check_cluster
+from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import make_display
 from deploy.launcher.plan import ProcessSpec, assign_ports, front_url, num_ports, plan_cluster
 from deploy.launcher.ports import free_ports
@@ -45,7 +45,7 @@ _SHARED = (
     "allowed_hosts",
     "allowed_origins",
     "cluster_secret_file",
-    "drain_timeout",
+    "drain_timeout_s",
     "enable_trace",
     "log_format",
     "log_level",
@@ -61,7 +61,6 @@ def run(argv: Sequence[str]) -> int:
     """Start the cluster and stay in the foreground until Ctrl-C; returns the exit status."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, ClusterConfig)
-    check_cluster(config)
     if config.port:
         require_free(config.host, config.port, flag="--port")
     set_local_model(args)
@@ -148,8 +147,8 @@ async def _supervise(
         specs,
         log_dir=log_dir,
         display=display,
-        start_timeout_s=config.start_timeout,
-        drain_timeout_s=getattr(args, "drain_timeout", ServerConfig.drain_timeout),
+        start_timeout_s=config.start_timeout_s,
+        drain_timeout_s=getattr(args, "drain_timeout_s", ServerConfig.drain_timeout_s),
     )
 
     async def on_ready(children: Sequence[Child]) -> None:

@@ -1,22 +1,21 @@
 """Flags of `tandem plan`."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from deploy.plan.gpus import GPUS
-from engine.config import flag
+from engine.config import MAX_PAGE_SIZE
 from engine.core.policy import POLICIES as SCHEDULE_POLICIES
 from router.config import POLICIES
-from service.flags import ConfigError
+from service.flags import ConfigError, FlagSet, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(FlagSet):
     """One plan: which model on what, for which requests, how good they must be, which clusters are tried."""
 
     model_path: str = flag("", "directory with the model's config.json (nothing else is read), or that file itself")
-    gpu: str | None = flag(None, "GPU of each worker, from the table of known ones", choices=tuple(GPUS))
+    gpu: str | None = flag(None, "GPU of each worker, from the table of known GPUs", choices=tuple(GPUS))
     gpu_profile: str | None = flag(
         None,
         "JSON of measured step times (--save-profile writes one), or of a GPU that is in no table (docs/planning.md)",
@@ -25,116 +24,168 @@ class PlanConfig:
         (), "measure step times from these reports of `tandem bench --output` (docs/planning.md says which to make)"
     )
     fit_pair: str | None = flag(
-        None, "with --fit: measure the hand-over from this report of a unified worker and, by --compare, a pair"
+        None,
+        "with --fit: measure the hand-over from this report of `tandem bench --compare` over a unified worker and a pair",
     )
-    save_profile: str | None = flag(None, "write what --fit measured here")
-    gpu_memory_gb: float | None = flag(None, "memory of a worker in GB (of 10^9 bytes); default: the GPU's")
+    save_profile: str | None = flag(None, "file to write with what --fit measured")
+    gpu_memory_gb: float | None = flag(
+        None,
+        "memory of a GPU, in units of 10^9 bytes; default: from the GPU table",
+        unit="GB",
+        above=0,
+        below=math.inf,
+    )
     transfer_gb_s: float | None = flag(
-        None, "bandwidth of each worker's network port in GB/s; default: as measured (--fit-pair), or the GPU table's"
+        None,
+        "bandwidth of each GPU's network port; default: as measured (--fit-pair), or from the GPU table",
+        unit="GB/s",
+        above=0,
+        below=math.inf,
     )
-    transfer_latency_ms: float | None = flag(
-        None, "from a transfer's last byte sent to its arrival; default: 0.5, or as measured (--fit-pair)"
+    transfer_latency_s: float | None = flag(
+        None,
+        "time between sending and arrival of a transfer's last byte; default: as measured (--fit-pair), or 0.0005",
+        unit="s",
+        least=0,
+        below=math.inf,
     )
-    control_latency_ms: float = flag(1.0, "one message between a prefill and a decode worker")
-    request_overhead_ms: float | None = flag(
-        None, "HTTP, router and tokenizer before a request reaches a scheduler; default: 5, or as measured"
+    control_latency_s: float = flag(
+        0.001, "latency of a message between a prefill and a decode worker", unit="s", least=0, below=math.inf
+    )
+    request_overhead_s: float | None = flag(
+        None,
+        "time in HTTP, router and tokenizer before a request reaches a scheduler; default: as measured, or 0.005",
+        unit="s",
+        least=0,
+        below=math.inf,
     )
     host_cores: float | None = flag(
-        None, "all workers compute on one machine with so many cores (CPU workers); default: each has its own device"
+        None,
+        "cores of the one machine that all workers compute on (CPU workers); default: each worker has its own device",
+        above=0,
+        below=math.inf,
     )
-    step_cores: int = flag(1, "with --host-cores: cores that a step takes (a worker's --num-threads)")
-    host_request_ms: float = flag(0.0, "with --host-cores: CPU time of router, HTTP and tokenizers, a request")
-    host_token_ms: float = flag(0.0, "with --host-cores: CPU time of HTTP and router, an output token")
+    step_cores: int = flag(1, "with --host-cores: cores that a step uses (a worker's --num-threads)", least=1)
+    host_request_time_s: float = flag(
+        0.0,
+        "with --host-cores: CPU time of router, HTTP and tokenizers per request",
+        unit="s",
+        least=0,
+        below=math.inf,
+    )
+    host_token_time_s: float = flag(
+        0.0, "with --host-cores: CPU time of HTTP and router per output token", unit="s", least=0, below=math.inf
+    )
 
     compute_efficiency: float | None = flag(
-        None, "part of the data sheet's FLOP/s that a prefill reaches; default: the profile's, or 0.55"
+        None,
+        "share of the data sheet's FLOP/s that a prefill reaches; default: the profile's, or 0.55",
+        above=0,
+        most=1,
     )
     memory_efficiency: float | None = flag(
-        None, "part of the data sheet's bandwidths that a decode step reaches; default: the profile's, or 0.75"
+        None,
+        "share of the data sheet's bandwidths that a decode step reaches; default: the profile's, or 0.75",
+        above=0,
+        most=1,
     )
-    step_overhead_ms: float | None = flag(
-        None, "what each step takes beside the model: launches, sampling, scheduler; default: the profile's, or 2"
+    step_overhead_s: float | None = flag(
+        None,
+        "time of a step beside the model (launches, sampling, scheduler); default: the profile's, or 0.002",
+        unit="s",
+        least=0,
+        below=math.inf,
     )
-    all_reduce_us: float | None = flag(
-        None, "with --tp-size: what an all-reduce takes beside its bytes; default: the profile's, or 10"
+    all_reduce_overhead_s: float | None = flag(
+        None,
+        "with --tp-size: time of an all-reduce beside its bytes; default: the profile's, or 0.00001",
+        unit="s",
+        least=0,
+        below=math.inf,
     )
 
     trace: str | None = flag(
-        None, "requests of this trace: JSON lines of timestamp (ms), input_length, output_length, hash_ids; may be .gz"
+        None,
+        "file of requests, as JSON lines of timestamp (ms), input_length, output_length, hash_ids; may be .gz",
     )
-    input_len: int = flag(2048, "without a trace: longest prompt in tokens")
-    output_len: int = flag(256, "without a trace: longest answer in tokens")
-    random_range_ratio: float = flag(0.5, "without a trace: lengths are drawn from [RATIO * longest, longest]")
-    shared_prefix_len: int = flag(0, "without a trace: tokens at the start of each prompt that all of its group share")
-    shared_prefix_groups: int = flag(1, "without a trace: groups of requests with a common prefix")
-    num_requests: int = flag(300, "requests of each run; of a trace: from its middle, caches warm with those before")
+    input_len: int = flag(2048, "without --trace: longest prompt, in tokens", least=1)
+    output_len: int = flag(256, "without --trace: longest answer, in tokens", least=1)
+    random_range_ratio: float = flag(
+        0.5, "without --trace: lengths are drawn from [RATIO * longest, longest]", least=0, most=1
+    )
+    shared_prefix_len: int = flag(
+        0, "without --trace: tokens at the start of each prompt that its group shares", least=0
+    )
+    shared_prefix_groups: int = flag(1, "without --trace: groups of requests with a common prefix", least=1)
+    num_requests: int = flag(
+        300,
+        "requests per run; taken from the middle of a trace, with caches warmed by the requests before them",
+        least=10,
+    )
     seed: int = flag(0, "seed of lengths and arrivals")
 
-    slo_ttft_ms: float = flag(2000.0, "a good request has its first token after so long at most")
-    slo_tpot_ms: float = flag(50.0, "a good request's later tokens take so long at most, on average")
-    slo_itl_ms: float | None = flag(
-        None, "... and of its gaps between two tokens --slo-percent are no longer than this; default: any gap is good"
+    slo_ttft_s: float = flag(2.0, "longest time to first token of a good request", unit="s", above=0, below=math.inf)
+    slo_tpot_s: float = flag(
+        0.05, "longest mean time per later token of a good request", unit="s", above=0, below=math.inf
     )
-    slo_percent: float = flag(90.0, "of all requests so many must be good")
+    slo_itl_s: float | None = flag(
+        None,
+        "longest inter-token latency, at --slo-percent of its tokens, of a good request; default: no limit",
+        unit="s",
+        above=0,
+        below=math.inf,
+    )
+    slo_percent: float = flag(90.0, "share of requests that must be good", unit="percent", above=0, most=100)
 
     layouts: tuple[str, ...] = flag((), "clusters to try: 2P3D, 4U (unified), 4U-mixed; default: by --num-workers")
     num_workers: int = flag(
-        4, "default layouts: so many workers, split into prefill and decode in every way, or unified"
+        4,
+        "workers of the default layouts, which split them into prefill and decode in every way, or keep them unified",
+        least=2,
+        most=64,
     )
     tp_size: tuple[int, ...] = flag(
-        (), "GPUs of each worker (tensor parallelism); of several the layouts are tried with each; default: 1"
+        (),
+        "GPUs per worker (tensor parallelism); layouts are tried with each of several sizes; default: 1",
+        least=1,
+        most=32,
     )
-    rates: tuple[float, ...] = flag((), "try these rates alone (requests a second and GPU); default: search the best")
-    total_rate: float | None = flag(None, "also say how many GPUs serve so many requests a second")
+    rates: tuple[float, ...] = flag(
+        (), "try these rates alone, in requests per second and GPU; default: search the best", above=0, below=math.inf
+    )
+    total_rate: float | None = flag(
+        None, "also say how many GPUs serve this many requests per second", above=0, below=math.inf
+    )
 
-    policy: str = flag("least_load", "how the router chooses who computes a prompt (docs/router.md)", choices=POLICIES)
+    policy: str = flag("least_load", "how the router chooses prefill workers (docs/router.md)", choices=POLICIES)
 
-    page_size: int = flag(64, "tokens in a KV page (larger ones plan faster)")
-    chunked_prefill_size: int = flag(8192, "most prompt tokens in one step; -1: no chunking")
-    mixed_chunk_size: int = flag(1024, "the same of -mixed layouts, where decodes ride along in prefill steps")
-    max_running_requests: int = flag(256, "requests in the running batch")
-    mem_fraction_static: float = flag(0.85, "share of the memory that weights leave which holds KV")
-    max_total_tokens: int | None = flag(None, "KV capacity of a worker in tokens; default: by --mem-fraction-static")
+    page_size: int = flag(64, "tokens per KV page (larger pages plan faster)", least=1, most=MAX_PAGE_SIZE)
+    chunked_prefill_size: int = flag(8192, "most prompt tokens per step", least=1, special={-1: "no chunking"})
+    mixed_chunk_size: int = flag(
+        1024, "most prompt tokens per step of -mixed layouts, which run decodes in the same steps", least=1
+    )
+    max_running_requests: int = flag(256, "most requests in the running batch", least=1)
+    mem_fraction_static: float = flag(0.85, "share of the memory besides weights that holds KV", above=0, below=1)
+    max_total_tokens: int | None = flag(
+        None, "KV cache capacity of a worker, in tokens; default: by --mem-fraction-static", least=1
+    )
     schedule_policy: str = flag("fcfs", "order of the waiting queue", choices=SCHEDULE_POLICIES)
-    schedule_conservativeness: float = flag(1.0, "above 1: fewer requests run at once, fewer are retracted")
-    disable_overlap_schedule: bool = flag(False, "each step is collected before the next is launched")
+    schedule_conservativeness: float = flag(
+        1.0,
+        "factor on the memory that running requests are expected to need; above 1: fewer run, fewer are retracted",
+        least=0,
+    )
+    disable_overlap_schedule: bool = flag(False, "collect each step before the next one is launched")
     disable_radix_cache: bool = flag(False, "do not reuse the KV of equal prefixes")
 
-    jobs: int = flag(2, "runs at the same time, each a process")
-    output: str | None = flag(None, "write every run's figures as JSON here")
-    plot: str | None = flag(None, "write a picture of goodput against rate here (.png or .svg; needs matplotlib)")
-    disable_progress: bool = flag(False, "no progress bar")
-
-
-POSITIVE = (
-    "slo_ttft_ms",
-    "slo_tpot_ms",
-    "slo_itl_ms",
-    "gpu_memory_gb",
-    "transfer_gb_s",
-    "total_rate",
-    "host_cores",
-    "step_cores",
-    "input_len",
-    "output_len",
-    "shared_prefix_groups",
-    "num_requests",
-    "jobs",
-)
-NOT_NEGATIVE = (
-    "transfer_latency_ms",
-    "control_latency_ms",
-    "request_overhead_ms",
-    "step_overhead_ms",
-    "all_reduce_us",
-    "host_request_ms",
-    "host_token_ms",
-    "shared_prefix_len",
-)
+    jobs: int = flag(2, "runs at a time, each in a process of its own", least=1)
+    output: str | None = flag(None, "file to write with every run's figures, as JSON")
+    plot: str | None = flag(None, "picture to write of goodput against rate (.png or .svg; needs matplotlib)")
+    disable_progress: bool = flag(False, "show no progress bar")
 
 
 def check_plan(config: PlanConfig) -> None:
-    """Raise `ConfigError` for the first flag that cannot be honoured."""
+    """Raise `ConfigError` for the first flags that do not fit each other."""
     if not config.model_path:
         raise ConfigError("--model-path: say which model; a directory with its config.json is enough")
     if config.fit and config.gpu_profile is not None:
@@ -144,27 +195,10 @@ def check_plan(config: PlanConfig) -> None:
     if config.save_profile and not config.fit:
         raise ConfigError("--save-profile: needs --fit; there is nothing measured to save")
     if config.fit_pair and not config.fit:
-        raise ConfigError("--fit-pair: needs --fit; what a pair takes longer is told by a unified worker's times")
-    for name in ("host_request_ms", "host_token_ms"):
-        if getattr(config, name) and config.host_cores is None:
-            raise ConfigError(f"--{name.replace('_', '-')}: needs --host-cores; nothing is shared without it")
-    for name in POSITIVE:
-        _require(name, getattr(config, name), lambda value: value > 0, "must be greater than 0")
-    for name in NOT_NEGATIVE:
-        _require(name, getattr(config, name), lambda value: value >= 0, "must be at least 0")
-    for name in ("compute_efficiency", "memory_efficiency"):
-        _require(name, getattr(config, name), lambda value: 0 < value <= 1, "must be above 0 and at most 1")
-    _require("random_range_ratio", config.random_range_ratio, lambda value: 0 <= value <= 1, "must be 0 to 1")
-    _require("slo_percent", config.slo_percent, lambda value: 0 < value <= 100, "must be above 0 and at most 100")
-    _require("num_workers", config.num_workers, lambda value: 2 <= value <= 64, "must be 2 to 64")
-    for tp in config.tp_size:
-        _require("tp_size", tp, lambda value: 1 <= value <= 32, "must be 1 to 32")
-    for rate in config.rates:
-        _require("rates", rate, lambda value: value > 0, "must be greater than 0")
-    if config.num_requests < 10:
-        raise ConfigError(f"--num-requests: fewer than 10 say nothing about a percentile, got {config.num_requests}")
-
-
-def _require(name: str, value: float | None, holds: Callable[[float], bool], message: str) -> None:
-    if value is not None and not (math.isfinite(value) and holds(value)):
-        raise ConfigError(f"--{name.replace('_', '-')}: {message}, got {value}")
+        raise ConfigError("--fit-pair: needs --fit; a hand-over is measured against a unified worker's step times")
+    for name, time_s in (
+        ("--host-request-time", config.host_request_time_s),
+        ("--host-token-time", config.host_token_time_s),
+    ):
+        if time_s and config.host_cores is None:
+            raise ConfigError(f"{name}: needs --host-cores; nothing is shared without it")

@@ -15,9 +15,10 @@ from deploy.plan.shape import Shape
 from deploy.plan.step_time import Efficiency, Fitted, Roofline, StepTime
 from service.flags import ConfigError
 
-OUTSIDE_MS = 5.0
-LATENCY_MS = 0.5
-COMPUTE, MEMORY, STEP_MS, REDUCE_US = 0.55, 0.75, 2.0, 10.0  # assumed where nobody says better
+# Assumed where neither a flag nor a profile says better.
+OUTSIDE_S = 0.005
+LATENCY_S = 0.0005
+COMPUTE, MEMORY, STEP_S, REDUCE_S = 0.55, 0.75, 0.002, 0.00001
 MESSAGES = 4  # of a hand-over, one after another: handshake and answer, decode's pages, success
 GB = 10**9
 
@@ -85,15 +86,15 @@ def hardware_of(config: PlanConfig, shape: Shape, *, tps: Sequence[int], profile
         text = f"{gpu.name}, by its data sheet"
     if config.transfer_gb_s is None and profile.handover is None:
         assumed.append(f"transfers at {link_bytes_per_s / GB:g} GB/s a GPU")
-    if config.request_overhead_ms is None and profile.outside_s is None:
-        assumed.append(f"{OUTSIDE_MS:g} ms a request outside the engine")
-    outside_ms = OUTSIDE_MS if profile.outside_s is None else 1000 * profile.outside_s
+    outside_s = _known(config.request_overhead_s, profile.outside_s)
+    if outside_s is None:
+        assumed.append(f"{1e3 * OUTSIDE_S:g} ms a request outside the engine")
     return Hardware(
         step_times=step_times,
         memory_bytes=None if memory_gb is None else int(memory_gb * GB),
         link_bytes_per_s=link_bytes_per_s,
         latency_s=_latency_s(config, profile.handover),
-        outside_s=(outside_ms if config.request_overhead_ms is None else config.request_overhead_ms) / 1000,
+        outside_s=OUTSIDE_S if outside_s is None else outside_s,
         gpu_flag=_gpu_flag(config),
         text=text,
         assumed=", ".join(assumed),
@@ -124,28 +125,33 @@ def profile_of(config: PlanConfig) -> Profile | None:
 
 def _efficiency(config: PlanConfig, profile: Profile, tps: Sequence[int]) -> tuple[Efficiency, list[str]]:
     """And what of it is assumed. A flag counts before the profile, both before what we think."""
-    compute, memory = config.compute_efficiency, config.memory_efficiency
-    step_ms, reduce_us = config.step_overhead_ms, config.all_reduce_us
-    compute = profile.compute_efficiency if compute is None else compute
-    memory = profile.memory_efficiency if memory is None else memory
-    step_ms = profile.step_overhead_ms if step_ms is None else step_ms
-    reduce_us = profile.all_reduce_us if reduce_us is None else reduce_us
+    profile_step_s = None if profile.step_overhead_ms is None else profile.step_overhead_ms / 1e3
+    profile_reduce_s = None if profile.all_reduce_us is None else profile.all_reduce_us / 1e6
+    compute = _known(config.compute_efficiency, profile.compute_efficiency)
+    memory = _known(config.memory_efficiency, profile.memory_efficiency)
+    step_s = _known(config.step_overhead_s, profile_step_s)
+    reduce_s = _known(config.all_reduce_overhead_s, profile_reduce_s)
     assumed = []
     if compute is None:
         assumed.append(f"{100 * COMPUTE:.0f} % of its FLOP/s")
     if memory is None:
         assumed.append(f"{100 * MEMORY:.0f} % of its bandwidths")
-    if step_ms is None:
-        assumed.append(f"{STEP_MS:g} ms a step besides")
-    if reduce_us is None and max(tps) > 1:
-        assumed.append(f"{REDUCE_US:g} us an all-reduce besides")
+    if step_s is None:
+        assumed.append(f"{1e3 * STEP_S:g} ms a step besides")
+    if reduce_s is None and max(tps) > 1:
+        assumed.append(f"{1e6 * REDUCE_S:g} us an all-reduce besides")
     efficiency = Efficiency(
         compute=COMPUTE if compute is None else compute,
         memory=MEMORY if memory is None else memory,
-        step_s=(STEP_MS if step_ms is None else step_ms) / 1e3,
-        reduce_s=(REDUCE_US if reduce_us is None else reduce_us) / 1e6,
+        step_s=STEP_S if step_s is None else step_s,
+        reduce_s=REDUCE_S if reduce_s is None else reduce_s,
     )
     return efficiency, assumed
+
+
+def _known(flag: float | None, measured: float | None) -> float | None:
+    """A flag counts before what was measured."""
+    return measured if flag is None else flag
 
 
 def _gpu_flag(config: PlanConfig) -> str:
@@ -164,11 +170,11 @@ def _link_bytes_per_s(config: PlanConfig, gpu: Gpu | None, handover: Handover | 
 
 def _latency_s(config: PlanConfig, handover: Handover | None) -> float:
     """What a measured hand-over takes besides bytes and messages."""
-    if config.transfer_latency_ms is not None:
-        return config.transfer_latency_ms / 1000
+    if config.transfer_latency_s is not None:
+        return config.transfer_latency_s
     if handover is None:
-        return LATENCY_MS / 1000
-    return max(0.0, handover.request_s - MESSAGES * config.control_latency_ms / 1000)
+        return LATENCY_S
+    return max(0.0, handover.request_s - MESSAGES * config.control_latency_s)
 
 
 def describe(found: Fit, handover: Handover | None = None) -> str:

@@ -122,7 +122,7 @@ def _advice(outcomes: Sequence[Outcome], config: PlanConfig) -> list[str]:
     best = max(outcomes, key=lambda o: o.rate)
     if best.best is None:
         return [
-            "No layout keeps the limits at any rate that was tried: relax --slo-ttft-ms or --slo-tpot-ms, or take a faster GPU."
+            "No layout keeps the limits at any rate that was tried: relax --slo-ttft or --slo-tpot, or take a faster GPU."
         ]
     lines = [f"best: {best.layout.name}, {best.rate:.3g} requests a second and GPU within the limits"]
     unified = max((o.rate for o in outcomes if o.layout.unified), default=0.0)

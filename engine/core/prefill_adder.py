@@ -3,7 +3,7 @@
     input budget   max_prefill_tokens of the step (the first prompt may overdraw it)
     chunk budget   chunked_prefill_size of the step; what does not fit is cut at a whole page and goes on next step,
                    but for the end of a prompt, which may be a 16th too long
-    work budget    what a step may hold to end within --max-step-ms (engine/core/step_budget.py), cut in the same way
+    work budget    what a step may hold to end within --max-step-time (engine/core/step_budget.py), cut in the same way
     memory         free + evictable pages, less what running requests are expected to grow by, less what this step took
 
 A step asks for requests in the policy's order until the answer is not CONTINUE. SGLang's PrefillAdder.

@@ -4,7 +4,6 @@ Must not know how the scheduler was started: it is told whether it lives.
 """
 
 import asyncio
-import dataclasses
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -33,7 +32,7 @@ from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_
 from engine.text.chat_template import load_chat_template
 from engine.text.sample import SampleText
 from engine.text.tokenizer import load_tokenizer, read_json
-from service.flags import ConfigError
+from service.flags import ConfigError, values_by_name
 from service.http.errors import ApiError
 from service.http.listening import ListeningPort
 from service.http.server import Limits, make_runner
@@ -217,7 +216,7 @@ def make_services(
         tool_call_parser=engine.tool_call_parser,
         return_hidden_states=engine.enable_return_hidden_states,
         embedding_pooling=engine.embedding_pooling,
-        default_deadline_s=server.default_deadline,
+        default_deadline_s=server.default_deadline_s,
         lora=lora_enabled(engine),
         tracer=tracer,
         switch=switch,
@@ -239,7 +238,7 @@ def load_sampling_defaults(model_path: str, *, vocab_size: int) -> dict[str, flo
 
 
 def _server_info(server: ServerConfig, engine: EngineConfig, extra: Mapping[str, Any]) -> dict[str, Any]:
-    info = {**dataclasses.asdict(server), **dataclasses.asdict(engine), "tp_size": 1, "dp_size": 1, **extra}
+    info = {**values_by_name(server), **values_by_name(engine), "tp_size": 1, "dp_size": 1, **extra}
     return {name: value for name, value in info.items() if "api_key" not in name and "secret" not in name}
 
 

@@ -39,7 +39,7 @@ def build_host_tier(
         settings=HostCacheSettings(
             write_policy=config.hicache_write_policy,
             prefetch_policy=config.hicache_storage_prefetch_policy,
-            prefetch_timeout_s=config.hicache_storage_prefetch_timeout,
+            prefetch_timeout_s=config.hicache_storage_prefetch_timeout_s,
             run_id=uuid.uuid4().hex,
         ),
         disk=index,

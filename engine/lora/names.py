@@ -37,17 +37,7 @@ def name_problem(name: str) -> str | None:
 
 
 def check_lora(config: EngineConfig) -> None:
-    """Raises ConfigError for values that no server could honour."""
-    given = {
-        "--max-loras-per-batch": config.max_loras_per_batch,
-        "--max-lora-rank": config.max_lora_rank,
-        "--max-loaded-loras": config.max_loaded_loras,
-    }
-    for flag, value in given.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag}: must be at least 1, got {value}")
-    if config.lora_drain_wait_threshold < 0:
-        raise ConfigError(f"--lora-drain-wait-threshold: must be at least 0, got {config.lora_drain_wait_threshold}")
+    """Raises ConfigError for names and numbers of adapters that no server could honour."""
     named, limit = named_paths(config), config.max_loaded_loras
     if limit is not None and len(named) > limit:
         raise ConfigError(f"--lora-paths: {len(named)} adapters are more than --max-loaded-loras {limit}")

@@ -33,10 +33,10 @@ class Admission:
             running=config.max_concurrent_requests,
             per_client=config.max_concurrent_requests_per_client,
             queue=config.queue_size,
-            queue_timeout_s=config.queue_timeout_secs,
+            queue_timeout_s=config.queue_timeout_s,
         )
         self.door = Door(limits, peers)
-        self._slo = Slo(config.slo_ttft_ms / 1000 or math.inf, config.slo_itl_ms / 1000 or math.inf)
+        self._slo = Slo(config.slo_ttft_s or math.inf, config.slo_itl_s or math.inf)
 
     def refuse_early(self, request: web.BaseRequest) -> None:
         """Before its body is read. `Refused`."""

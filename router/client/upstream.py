@@ -160,7 +160,7 @@ class HttpUpstream:
                     lambda: _Connection(self, origin), origin.host, origin.port, ssl=origin.ssl
                 )
         except (OSError, TimeoutError) as err:
-            detail = str(err) or f"no connection in {self._connect_timeout_s:g} s (--connect-timeout-s)"
+            detail = str(err) or f"no connection in {self._connect_timeout_s:g} s (--connect-timeout)"
             return reply.fail(UpstreamError("refused", detail))
         if reply.error is not None:  # ended while the connection was just being made: too late to cancel
             return connection.close()
@@ -287,7 +287,7 @@ class HttpReply:
             self._waiter = None
 
     def _on_timeout(self) -> None:
-        self.close(UpstreamError("timeout", "no answer in time (--request-timeout-s)"))
+        self.close(UpstreamError("timeout", "no answer in time (--request-timeout-secs)"))
 
 
 def _nothing() -> None:

@@ -11,5 +11,5 @@ def limits_of(config: RouterConfig) -> Limits:
         header_timeout_s=config.header_timeout_s,
         body_timeout_s=config.body_timeout_s,
         size_flag="--max-body-bytes",
-        time_flag="--body-timeout-s",
+        time_flag="--body-timeout",
     )

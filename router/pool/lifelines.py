@@ -80,5 +80,5 @@ def _why_vain(leg: Waiting, now_s: float, *, timeout_s: float) -> str:
         return "the process that had this request is gone, another one answers at its address"
     if worker.health is not Health.DOWN or now_s - max(since_s, worker.good_s) < timeout_s:
         return ""
-    silent = f"no good health check for {now_s - worker.good_s:.0f} s (--dead-worker-timeout-s)"
+    silent = f"no good health check for {now_s - worker.good_s:.0f} s (--dead-worker-timeout)"
     return f"no answer, and {silent}: {worker.last_error}"

@@ -109,7 +109,7 @@ class Dispatcher:
             silence_s=config.dead_worker_timeout_s,
             clock=parts.clock,
         )
-        after_s = config.hedge_after / 1000
+        after_s = config.hedge_after_s
         self._hedging = Hedging(after_s=after_s, share=config.hedge_budget) if after_s else None
         self.roles = (Role.PREFILL, Role.DECODE) if pd else (Role.UNIFIED,)
         self._embedding_roles = self.roles[:1]  # the first computes prompts, alone or not

@@ -23,7 +23,7 @@ Chosen = tuple[Choice, ...]
 
 
 class Picker:
-    """`wait_s`: as --retry-wait-s. `silence_s`: as --dead-worker-timeout-s. It hears of each change of the table."""
+    """`wait_s`: as --retry-wait. `silence_s`: as --dead-worker-timeout. It hears of each change of the table."""
 
     def __init__(
         self,

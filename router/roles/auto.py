@@ -60,7 +60,7 @@ class AutoRoles:
         siblings: Siblings,
         leads: bool,
     ) -> None:
-        self._interval_s = config.auto_roles_interval
+        self._interval_s = config.auto_roles_interval_s
         self._runs = config.auto_roles and leads
         self._enabled = config.auto_roles
         self._table = table
@@ -172,9 +172,9 @@ def rules_of(config: RouterConfig) -> Rules:
     return Rules(
         enter=config.auto_roles_enter,
         leave=config.auto_roles_leave,
-        sustain_s=config.auto_roles_sustain,
-        cooldown_s=config.auto_roles_cooldown,
-        move_s=config.auto_roles_switch_time,
+        sustain_s=config.auto_roles_sustain_s,
+        cooldown_s=config.auto_roles_cooldown_s,
+        move_s=config.auto_roles_switch_time_s,
         min_prefill=config.auto_roles_min_prefill,
         min_decode=config.auto_roles_min_decode,
     )
@@ -182,12 +182,11 @@ def rules_of(config: RouterConfig) -> Rules:
 
 def window_s(config: RouterConfig) -> float:
     """Over which reports are smoothed."""
-    return max(config.auto_roles_interval, WINDOW_SHARE * config.auto_roles_sustain)
+    return max(config.auto_roles_interval_s, WINDOW_SHARE * config.auto_roles_sustain_s)
 
 
 def goals_of(config: RouterConfig) -> Goals:
-    itl_ms = config.auto_roles_itl_ms
-    return Goals(ttft_s=config.auto_roles_ttft_ms / 1000, itl_s=itl_ms / 1000 if itl_ms else math.inf)
+    return Goals(ttft_s=config.auto_roles_ttft_s, itl_s=config.auto_roles_itl_s or math.inf)
 
 
 def _told(standing: Standing, now_s: float) -> dict[str, Any]:

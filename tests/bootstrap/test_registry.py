@@ -10,7 +10,7 @@ from bootstrap_server.protocol import Registration
 from bootstrap_server.registry import Registry
 from service.http.errors import ApiError
 
-CONFIG = BootstrapConfig(lease=10.0, room_ttl=5.0, max_workers=3, max_rooms=4)
+CONFIG = BootstrapConfig(lease_s=10.0, room_ttl_s=5.0, max_workers=3, max_rooms=4)
 
 
 def worker(incarnation: str, *, port: int = 1000, **more: Any) -> Registration:
@@ -127,7 +127,7 @@ def test_only_prefill_registers() -> None:
 def test_many_workers_come_and_go_as_in_a_plain_list(seed: int) -> None:
     """What the registry finds by its tables is what a look at every worker finds."""
     rng, listed, full = random.Random(seed), dict[str, tuple[Registration, float]](), 0
-    registry = Registry(BootstrapConfig(lease=2.0, max_workers=6), shared=True)
+    registry = Registry(BootstrapConfig(lease_s=2.0, max_workers=6), shared=True)
     for step in range(800):
         now_s = step * 0.1
         registry.expire(now_s)

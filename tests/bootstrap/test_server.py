@@ -117,13 +117,13 @@ def test_server_that_starts_late_and_restarts(serve: Any, register: Any) -> None
 
 def test_a_server_that_starts_again_is_told_the_latest_rooms_once_more(serve: Any, register: Any) -> None:
     """Without a new room: requests that decode still looks for were registered at the one that died."""
-    first = serve(lease=0.3)
+    first = serve(lease_s=0.3)
     registrar = register(first.port, "a")
     for room in range(1, 4):
         registrar.add_room(room)
     until(lambda: first.registry.num_rooms == 3)
     first.close()
-    second = serve(port=first.port, lease=0.3)
+    second = serve(port=first.port, lease_s=0.3)
     until(lambda: second.registry.num_rooms == 3)
     assert look_up(f"127.0.0.1:{second.port}", 2).worker.incarnation == "a"
 
@@ -155,7 +155,7 @@ def ends_at_s(server: Any) -> float:
 
 
 def test_leases_are_renewed_and_end(serve: Any, register: Any) -> None:
-    server = serve(shared=False, lease=0.6)
+    server = serve(shared=False, lease_s=0.6)
     registrar = register(server.port, "a")
     assert registrar.registered.wait(60)
     first = ends_at_s(server)

@@ -162,7 +162,7 @@ def test_errors_are_told_apart(behaviour: str, kind: str) -> None:
     async def scenario(server: Server) -> None:
         server.behaviour = behaviour
         timeout_s = 0.3 if behaviour == "hang" else 60.0
-        records = await records_of(server, num_requests=2, request_timeout=timeout_s)
+        records = await records_of(server, num_requests=2, request_timeout_s=timeout_s)
         assert [record.error for record in records] == [kind, kind]
         assert summarize(records, duration_s=1.0).errors == {kind: 2}
 
@@ -180,7 +180,7 @@ def test_a_server_that_is_not_there_is_a_connect_error() -> None:
 def test_open_loop_does_not_wait_for_answers() -> None:
     async def scenario(server: Server) -> None:
         server.behaviour = "wait for six"
-        records = await records_of(server, request_rate=200.0, request_timeout=60.0)
+        records = await records_of(server, request_rate=200.0, request_timeout_s=60.0)
         assert server.most_inside == 6
         assert [record.error for record in records] == [None] * 6
 

@@ -1,31 +1,45 @@
 """Flags derive from dataclasses: every kind of field, both directions, one-line errors."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
 
+from bootstrap_server.config import BootstrapConfig
+from deploy.bench.config import BenchConfig
+from deploy.commands.trace import TraceConfig
 from deploy.flags import Parser, add_flags, config_from, flags_of, given_argv
+from deploy.launcher.config import ClusterConfig
+from deploy.plan.config import PlanConfig
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
 from router.config import RouterConfig
+from service.flags import ConfigError, FlagSet, flag, option_of, spec_of, values_by_name
 
+CONFIGS = (
+    *(EngineConfig, ServerConfig, DisaggConfig, RouterConfig, BootstrapConfig),
+    *(ClusterConfig, BenchConfig, PlanConfig, TraceConfig),
+)
 
-def flag(default: Any, help: str = "", **more: Any) -> Any:
-    return field(default=default, metadata={"help": help, **more})
+# Numbers that may be any: a seed, a difference of priorities; and those that another flag bounds.
+NO_RANGE = ("seed", "priority_scheduling_preemption_threshold", "auto_roles_enter", "max_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
-    page_size: int = flag(16, "tokens in a page (100% of it)")
-    share: float = flag(0.5)
-    dtype: str = flag("auto", choices=("auto", "float32"))
-    limit: int | None = flag(None)
-    disable_cache: bool = flag(False)
-    check: bool = flag(True)
-    mixed: bool | None = flag(None)
-    urls: tuple[str, ...] = flag(())
-    by_hand: tuple[int, ...] = flag((), cli="special")
+class Sample(FlagSet):
+    page_size: int = flag(16, "tokens per page (100% of it)", least=1, most=1024)
+    share: float = flag(0.5, "a share", above=0, below=1)
+    dtype: str = flag("auto", "a type", choices=("auto", "float32"))
+    limit: int | None = flag(None, "a limit", least=1, special={-1: "no limit"})
+    wait_s: float = flag(1.5, "a wait", unit="s", least=0, below=math.inf, special={0: "none"})
+    queue_timeout_s: float = flag(2.0, "another wait", unit="s", above=0, option="--queue-timeout-secs")
+    sizes: tuple[int, ...] = flag((), "some sizes", least=2)
+    disable_cache: bool = flag(False, "a switch")
+    check: bool = flag(True, "a switch that is on")
+    mixed: bool | None = flag(None, "a switch that may be undecided")
+    urls: tuple[str, ...] = flag((), "addresses")
+    by_hand: tuple[int, ...] = flag((), "parsed by the command", by_hand=True)
 
 
 def parser(*, only_given: bool = False) -> Parser:
@@ -79,8 +93,39 @@ def test_a_bad_flag_is_one_line_and_status_2(argv: list[str], said: str, capsys:
 
 def test_help_shows_text_default_and_choices() -> None:
     text = parser().format_help()
-    assert "tokens in a page (100% of it) (default: 16)" in text
+    assert "tokens per page (100% of it) (1 to 1024; default: 16)" in text
+    assert "--wait SECONDS" in text and "a wait (0: none; default: 1.5)" in text
+    assert "--queue-timeout-secs SECONDS" in text and "--limit N" in text and "a limit (-1: no limit)" in text
     assert "--dtype {auto,float32}" in text and "--no-check" in text and "--by-hand" not in text
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"page_size": 0}, "--page-size: must be 1 to 1024, got 0; the default is 16"),
+        ({"share": 1.0}, "--share: must be above 0 and below 1, got 1; the default is 0.5"),
+        ({"limit": 0}, "--limit: must be at least 1 (-1: no limit), got 0"),
+        ({"wait_s": -1.0}, "--wait: must be at least 0 and finite (0: none), got -1; the default is 1.5"),
+        ({"wait_s": math.inf}, "--wait: must be at least 0 and finite (0: none), got inf; the default is 1.5"),
+        ({"wait_s": math.nan}, "--wait: must be at least 0 and finite (0: none), got nan; the default is 1.5"),
+        ({"queue_timeout_s": 0.0}, "--queue-timeout-secs: must be above 0, got 0; the default is 2"),
+        ({"sizes": (2, 1)}, "--sizes: must be at least 2, got 1"),
+        ({"dtype": "int3"}, "--dtype: must be one of auto, float32, got 'int3'; the default is auto"),
+    ],
+)
+def test_a_value_out_of_range_names_flag_value_range_and_remedy(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Sample(**values)
+    assert str(caught.value) == said
+
+
+def test_special_values_are_in_range() -> None:
+    assert Sample(limit=-1, wait_s=0.0, sizes=(2, 3)).limit == -1
+
+
+def test_values_are_shown_by_the_names_of_their_flags() -> None:
+    shown = values_by_name(Sample())
+    assert shown["wait"] == 1.5 and shown["queue_timeout_secs"] == 2.0 and shown["page_size"] == 16
 
 
 def test_given_flags_travel_to_another_process_unchanged() -> None:
@@ -91,10 +136,22 @@ def test_given_flags_travel_to_another_process_unchanged() -> None:
     assert given_argv(parser(only_given=True).parse_strict([]), Sample) == []
 
 
-@pytest.mark.parametrize("config_class", [EngineConfig, ServerConfig, DisaggConfig, RouterConfig])
+@pytest.mark.parametrize("config_class", CONFIGS)
 def test_the_real_configs_become_flags_with_help(config_class: type) -> None:
     flags = list(flags_of(config_class))
-    assert flags and all(flag.help for flag in flags)
+    assert flags and all(flag.spec.help for flag in flags)
     made = Parser(prog="real")
     add_flags(made, config_class, title="real")
     assert "--" in made.format_help()
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_one_habit_of_units_and_whole_sentences(config_class: type) -> None:
+    """Seconds, in fields that end in `_s`; no help text goes on in the next flag's."""
+    for field in fields(config_class):
+        spec, name = spec_of(field), option_of(field)
+        assert (spec.unit == "s") == field.name.endswith("_s") or spec.unit == "GB/s", name
+        assert not name.endswith(("-s", "-ms", "-us")) or name == "--transfer-gb-s", name
+        assert not spec.help.startswith("...") and not spec.help.endswith((",", ".")), name
+        if field.type in (int, float):
+            assert spec.range.bounds() or field.name in NO_RANGE, name

@@ -193,7 +193,7 @@ def test_each_compose_service_is_hardened_and_has_its_files(name: str) -> None:
     files = [arg.partition("=")[2] for arg in service["command"] if "=/" in arg]
     assert files and all(path.removeprefix("/run/secrets/") in service["secrets"] for path in files)
     assert set(service["secrets"]) == set(COMPOSE["secrets"])
-    assert int(service["stop_grace_period"].rstrip("s")) >= config_of(name).drain_timeout + 5
+    assert int(service["stop_grace_period"].rstrip("s")) >= config_of(name).drain_timeout_s + 5
 
 
 def test_compose_s_keys_are_those_that_the_script_makes() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.launcher import summary
-from deploy.launcher.config import ClusterConfig, check_cluster
+from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import PlainDisplay, Progress, render
 from deploy.launcher.guard import watch
 from deploy.launcher.plan import Ports, ProcessSpec, assign_ports, num_ports, plan_cluster
@@ -61,17 +61,17 @@ def test_ports_are_dealt_out_once_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("flags", "said"),
     [
-        (ClusterConfig(prefill=0), "--prefill: must be 1 to 64, got 0"),
-        (ClusterConfig(decode=65), "--decode: must be 1 to 64, got 65"),
-        (ClusterConfig(port=70000), "--port: must be 0 to 65535, got 70000"),
-        (ClusterConfig(start_timeout=0), "--start-timeout: must be greater than 0, got 0"),
+        ({"prefill": 0}, "--prefill: must be 1 to 64, got 0"),
+        ({"decode": 65}, "--decode: must be 1 to 64, got 65"),
+        ({"port": 70000}, r"--port: must be 0 to 65535 \(0: a free one\), got 70000"),
+        ({"start_timeout_s": 0}, "--start-timeout: must be above 0, got 0"),
     ],
 )
-def test_values_that_cannot_be_honoured_are_named(config: ClusterConfig, said: str) -> None:
+def test_values_that_cannot_be_honoured_are_named(flags: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_cluster(config)
+        ClusterConfig(**flags)  # type: ignore[arg-type]
 
 
 def test_an_address_that_is_not_ours_is_named() -> None:

@@ -21,8 +21,8 @@ FLAGS = (
     "--prefill=2",
     "--decode=2",
     f"--max-running-requests={BATCH}",
-    "--health-check-interval-s=0.2",
-    "--load-poll-interval-s=0.2",
+    "--health-check-interval-secs=0.2",
+    "--load-poll-interval=0.2",
     "--auto-roles",
     "--auto-roles-interval=0.2",
     "--auto-roles-enter=0.6",
@@ -31,8 +31,8 @@ FLAGS = (
     "--auto-roles-cooldown=1",
     "--auto-roles-switch-time=0.5",
     # Goals that no machine meets, so the load alone decides: tokens that come call decode short, prompts that wait prefill.
-    "--auto-roles-itl-ms=0.5",
-    "--auto-roles-ttft-ms=20",
+    "--auto-roles-itl=0.0005",
+    "--auto-roles-ttft=0.02",
     "--auto-roles-min-decode=2",
 )
 

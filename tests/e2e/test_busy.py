@@ -19,8 +19,8 @@ from tests.e2e.workload import recall_body
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = (
-    "--health-check-interval-s=0.2",
-    "--health-check-timeout-s=2",
+    "--health-check-interval-secs=0.2",
+    "--health-check-timeout-secs=2",
     "--health-failure-threshold=1",
 )
 DOWN_S = 2.2  # by these flags a worker that answers no check is down after so long

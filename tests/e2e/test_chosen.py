@@ -17,7 +17,7 @@ from tests.models.tiny_checkpoints import make_tiny_checkpoint
 FLAGS = ("--chunked-prefill-size", "64", "--log-level", "warning", "--enable-return-hidden-states")
 SMALL = ("--max-total-tokens", "640", "--num-reserved-decode-tokens", "0", "--schedule-conservativeness", "0")
 DISAGGREGATED = (
-    *("--disaggregation-decode-retraction-backup", "host", "--stream", "threaded", "--stream-delay-ms", "1"),
+    *("--disaggregation-decode-retraction-backup", "host", "--stream", "threaded", "--stream-delay", "0.001"),
     "--enable-priority-scheduling",
 )
 MAX_ERROR = 1e-4

@@ -136,7 +136,15 @@ class Pair:
         router, prefill, bootstrap, decode = self.ports
         if name == "router":
             ends = [f"--prefill=http://127.0.0.1:{prefill}", f"--decode=http://127.0.0.1:{decode}"]
-            return ["router", "--pd-disaggregation", *ends, "--port", str(router), "--health-check-interval-s", "0.2"]
+            return [
+                "router",
+                "--pd-disaggregation",
+                *ends,
+                "--port",
+                str(router),
+                "--health-check-interval-secs",
+                "0.2",
+            ]
         own = (
             ["--port", str(prefill), "--disaggregation-bootstrap-port", str(bootstrap)]
             if name == "prefill"

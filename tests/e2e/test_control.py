@@ -36,7 +36,7 @@ def way(
     request: pytest.FixtureRequest, checkpoints: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Cluster]]:
     shape = ("--unified",) if request.param == "unified" else ("--transfer-backend", "nixl")
-    args = (*shape, "--model-path", checkpoints[0], "--stream-delay-ms", "4", "--log-level", "warning", *COMMON)
+    args = (*shape, "--model-path", checkpoints[0], "--stream-delay", "0.004", "--log-level", "warning", *COMMON)
     with cluster(tmp_path_factory.mktemp(request.param), *args) as c:
         yield request.param, c
 
@@ -284,7 +284,7 @@ def test_a_worker_logs_its_intervals_and_ends_when_its_loop_stalls(tmp_path: Pat
         lines = worker.log.read_text()
         assert "prefill: 1 steps, 1 new requests, 62 new tokens, 0 cached (0%)" in lines
         assert "decode: 9 steps, " in lines and "usage" in lines
-    with tandem(tmp_path / "stalls", *serve, "--stream", "threaded", "--stream-delay-ms", "4000") as worker:
+    with tandem(tmp_path / "stalls", *serve, "--stream", "threaded", "--stream-delay", "4") as worker:
         status = asyncio.run(_status(worker.url, asked))
         assert status == 503
         wait_until(lambda: worker.process.poll() is not None, within_s=READY_S, what="the worker's end")

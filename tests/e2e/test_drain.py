@@ -40,7 +40,7 @@ def two_pairs(temp: Path) -> Iterator[Cluster]:
     extra = (
         "--prefill=2",
         "--decode=2",
-        "--health-check-interval-s=0.2",
+        "--health-check-interval-secs=0.2",
         "--drain-timeout=60",
         "--disaggregation-kv-checksum",
     )
@@ -145,7 +145,7 @@ def test_sigterm_to_tandem_up_lets_every_request_end(two_pairs: Cluster, temp: P
 
 
 def test_a_prefill_worker_leaves_the_bootstrap_server(temp: Path) -> None:
-    server = BootstrapServer(BootstrapConfig(port=0, lease=600.0), shared=True)
+    server = BootstrapServer(BootstrapConfig(port=0, lease_s=600.0), shared=True)
     server.start()
     try:
         at = f"--disaggregation-bootstrap-server=127.0.0.1:{server.port}"

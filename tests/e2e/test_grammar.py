@@ -19,8 +19,8 @@ from tests.models.tiny_checkpoints import make_tiny_checkpoint
 COMMON = ("--max-total-tokens", "32768", "--chunked-prefill-size", "64", "--log-level", "warning")
 DENSE = ("--constrained-json-disable-any-whitespace", "--tool-call-parser", "qwen25")
 WAYS = {
-    "unified-depth-2": ("--unified", "--stream", "threaded", "--stream-delay-ms", "1"),
-    "nixl": ("--transfer-backend", "nixl", "--stream", "threaded", "--stream-delay-ms", "1"),
+    "unified-depth-2": ("--unified", "--stream", "threaded", "--stream-delay", "0.001"),
+    "nixl": ("--transfer-backend", "nixl", "--stream", "threaded", "--stream-delay", "0.001"),
 }
 PERSON = {
     "type": "object",

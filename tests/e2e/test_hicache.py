@@ -17,7 +17,7 @@ FAMILIES, PREFIX_TOKENS, NEW_TOKENS = 8, 256, 6
 TIERED = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-storage-backend", "file"),
     *("--max-total-tokens", "1024", "--page-size", "8", "--chunked-prefill-size", "128"),
-    *("--stream", "threaded", "--stream-delay-ms", "1", "--log-level", "warning"),
+    *("--stream", "threaded", "--stream-delay", "0.001", "--log-level", "warning"),
 )
 
 

@@ -14,7 +14,7 @@ from tests.e2e.workload import mixed_bodies
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 COMMON = ("--max-total-tokens", "65536", "--chunked-prefill-size", "128", "--log-level", "warning")
-OVERLAP = ("--stream", "threaded", "--stream-delay-ms", "1")
+OVERLAP = ("--stream", "threaded", "--stream-delay", "0.001")
 WAYS = {
     "unified-depth-2": ("--unified", *OVERLAP),
     "mixed": ("--unified", "--enable-mixed-chunk", "--schedule-policy", "lpm", *OVERLAP),

@@ -34,7 +34,7 @@ def test_every_cell_gives_the_right_answer(depth: int, chunked: bool, mixed: boo
     right = {rid: continuation(prompt, new, ignore_eos=True) for rid, prompt, new in asked}
     flags: dict[str, object] = {
         "stream": "threaded",
-        "stream_delay_ms": 0.3,
+        "stream_delay_s": 0.0003,
         "disable_overlap_schedule": depth == 1,
         "chunked_prefill_size": 32 if chunked else -1,
         "enable_mixed_chunk": mixed,

@@ -16,7 +16,7 @@ from tests.e2e.cluster import POLL_S, Cluster, cluster
 from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
-FLAGS = ("--chunked-prefill-size", "64", "--log-level", "warning", "--stream", "threaded", "--stream-delay-ms", "3")
+FLAGS = ("--chunked-prefill-size", "64", "--log-level", "warning", "--stream", "threaded", "--stream-delay", "0.003")
 SMALL = ("--max-total-tokens", "640", "--num-reserved-decode-tokens", "0", "--schedule-conservativeness", "0")
 WAY = ("--disaggregation-decode-retraction-backup", "prefill", "--transfer-backend", "nixl", "--prefill", "2")
 BOUNDED_S = 60.0

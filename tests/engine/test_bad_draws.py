@@ -10,7 +10,7 @@ from tests.engine.engine_in_process import EngineInProcess
 from tests.models.tiny_checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 
 POISON = 17  # the token whose embedding is NaN
-WAYS = {"depth-1": {}, "depth-2": {"stream": "threaded", "stream_delay_ms": 0.5}}
+WAYS = {"depth-1": {}, "depth-2": {"stream": "threaded", "stream_delay_s": 0.0005}}
 
 
 @pytest.fixture(scope="module")

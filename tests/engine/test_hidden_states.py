@@ -19,7 +19,7 @@ NEW_TOKENS = 6
 WAYS = {
     "whole": {},
     "chunked": {"chunked_prefill_size": 32, "page_size": 4},
-    "overlap": {"chunked_prefill_size": 64, "stream": "threaded", "stream_delay_ms": 1.0},
+    "overlap": {"chunked_prefill_size": 64, "stream": "threaded", "stream_delay_s": 0.001},
     "mixed": {"chunked_prefill_size": 32, "enable_mixed_chunk": True},
 }
 

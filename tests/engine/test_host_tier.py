@@ -200,16 +200,15 @@ BAD = {
     "--hicache-storage-size-gb: must": {"enable_hierarchical_cache": True, "hicache_storage_size_gb": -1.0},
     "--hicache-storage-prefetch-timeout: must": {
         "enable_hierarchical_cache": True,
-        "hicache_storage_prefetch_timeout": -0.1,
+        "hicache_storage_prefetch_timeout_s": -0.1,
     },
 }
 
 
 @pytest.mark.parametrize(("message", "flags"), BAD.items(), ids=BAD.keys())
 def test_a_bad_flag_is_an_error_that_names_it(message: str, flags: dict[str, object], checkpoint: str) -> None:
-    config = EngineConfig(model_path=checkpoint, **flags)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
-        resolve(config, load_model_config(checkpoint), cuda=False)
+        resolve(EngineConfig(model_path=checkpoint, **flags), load_model_config(checkpoint), cuda=False)  # type: ignore[arg-type]
 
 
 def pages_of(**flags: float) -> int:

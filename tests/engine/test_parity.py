@@ -32,7 +32,7 @@ PATHS = {
     "whole": {"chunked_prefill_size": -1},
     "chunked": {"chunked_prefill_size": 256},
     "page_1": {"chunked_prefill_size": 256, "page_size": 1},
-    "overlap": {"stream": "threaded", "stream_delay_ms": 2.0},
+    "overlap": {"stream": "threaded", "stream_delay_s": 0.002},
     "torch": {"attention_backend": "torch", "chunked_prefill_size": 256},
     "no_cache": {"disable_radix_cache": True},
 }

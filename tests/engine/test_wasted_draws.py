@@ -26,7 +26,7 @@ def answers(path: str, **flags: object) -> tuple[EngineInProcess, dict[str, obje
 def test_the_next_owner_of_a_slot_has_nothing_of_a_wasted_draw(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
     plain, expected = answers(path, depth=1)
-    overlapped, got = answers(path, depth=2, stream="threaded", stream_delay_ms=0.5)
+    overlapped, got = answers(path, depth=2, stream="threaded", stream_delay_s=0.0005)
     assert got == expected
     assert plain.parts.scheduler.counters.wasted_samples == 0
     assert overlapped.parts.scheduler.counters.wasted_samples == 2

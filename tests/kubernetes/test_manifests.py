@@ -319,9 +319,9 @@ def test_a_pod_has_time_to_drain(overlay: str) -> None:
         pause_s = int(found.container["lifecycle"]["preStop"]["exec"]["command"][1])
         if found.component == "router":
             config = router_config(overlay)
-            needed_s = pause_s + config.drain_timeout + config.shutdown_timeout_s
+            needed_s = pause_s + config.drain_timeout_s + config.shutdown_timeout_s
         else:
-            needed_s = pause_s + worker_configs(overlay, found)[1].drain_timeout + 5
+            needed_s = pause_s + worker_configs(overlay, found)[1].drain_timeout_s + 5
         grace_s = found.spec["terminationGracePeriodSeconds"]
         assert needed_s < grace_s < needed_s + 60, (found.component, needed_s, grace_s)
 

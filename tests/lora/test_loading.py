@@ -168,7 +168,7 @@ BAD_FLAGS = {
         "lora_paths": ("a=1", "b=1"),
         "max_loaded_loras": 1,
     },
-    "--lora-drain-wait-threshold: must be at least 0": {"lora_drain_wait_threshold": -1.0},
+    "--lora-drain-wait-threshold: must be at least 0": {"lora_drain_wait_threshold_s": -1.0},
 }
 
 

@@ -74,7 +74,7 @@ def one_thread() -> Iterator[None]:
 
 PATHS: dict[str, dict[str, Any]] = {
     "chunked": {"chunked_prefill_size": 64},
-    "overlap": {"stream": "threaded", "stream_delay_ms": 2.0, "chunked_prefill_size": 48, "enable_mixed_chunk": True},
+    "overlap": {"stream": "threaded", "stream_delay_s": 0.002, "chunked_prefill_size": 48, "enable_mixed_chunk": True},
 }
 
 
@@ -147,7 +147,7 @@ def test_an_adapter_leaves_in_stream_order_and_new_weights_keep_the_others(
     models: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
     """Steps in flight when an adapter is installed, removed, or the model replaced compute with what they were planned for."""
-    engine = start(models, stream="threaded", stream_delay_ms=3.0)
+    engine = start(models, stream="threaded", stream_delay_s=0.003)
     store, prompt = engine.parts.device.adapters, prompt_of(30, 1)
     assert store is not None
     wanted = {}

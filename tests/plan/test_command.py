@@ -20,8 +20,8 @@ from tests.plan.test_fit import one_after_another, together
 MODEL = ["--model-path", DEFAULT_MODEL_PATH]
 LOAD = ["--num-requests", "40", "--input-len", "400", "--output-len", "20", "--disable-progress"]
 # Four requests at once, 20 steps of 20 ms each: 10 requests a second and worker at most.
-MACHINE = ["--gpu", "L4", "--step-overhead-ms", "20", "--max-running-requests", "4"]
-LIMITS = ["--slo-ttft-ms", "200", "--slo-tpot-ms", "60"]
+MACHINE = ["--gpu", "L4", "--step-overhead", "0.02", "--max-running-requests", "4"]
+LIMITS = ["--slo-ttft", "0.2", "--slo-tpot", "0.06"]
 
 
 def test_a_plan_from_flags_to_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,13 +172,13 @@ def test_step_times_are_not_all(
 
 def test_a_run_that_is_too_short_to_mean_anything_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """At 60 requests a second forty come within one second, and the worker's limit of one is never reached."""
-    flags = ["--layouts", "1U", "--slo-ttft-ms", "5000", "--slo-tpot-ms", "1000"]
+    flags = ["--layouts", "1U", "--slo-ttft", "5", "--slo-tpot", "1"]
     assert main(["plan", *MODEL, *MACHINE, *LOAD, *flags]) == 0
     assert "warning: at the best rate of 1U all 40 requests came within 5 x" in capsys.readouterr().out
 
 
 def test_limits_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--gpu", "L4", "--slo-ttft-ms", "0.001", "--layouts", "1U", "--num-requests", "10"]
+    flags = ["--gpu", "L4", "--slo-ttft", "1e-06", "--layouts", "1U", "--num-requests", "10"]
     assert main(["plan", *MODEL, *LOAD, *flags]) == 1
     assert "No layout keeps the limits" in capsys.readouterr().out
 
@@ -199,17 +199,17 @@ BAD = [
     ([*MODEL, "--gpu-profile", "pyproject.toml", "--gpu", "L4"], "--gpu-profile pyproject.toml: is no profile"),
     ([*MODEL, "--gpu-profile", "x", "--fit", "y"], "--fit: step times come from --gpu-profile already"),
     ([*MODEL, "--gpu", "L4", "--fit-pair", "x"], "--fit-pair: needs --fit"),
-    ([*MODEL, "--gpu", "L4", "--host-token-ms", "1"], "--host-token-ms: needs --host-cores"),
-    ([*MODEL, "--gpu", "L4", "--host-cores", "0"], "--host-cores: must be greater than 0, got 0"),
+    ([*MODEL, "--gpu", "L4", "--host-token-time", "0.001"], "--host-token-time: needs --host-cores"),
+    ([*MODEL, "--gpu", "L4", "--host-cores", "0"], "--host-cores: must be above 0 and finite, got 0"),
     ([*MODEL, "--gpu", "L4", "--tp-size", "64"], "--tp-size: must be 1 to 32, got 64"),
     ([*MODEL, "--gpu", "L4", "--save-profile", "x"], "--save-profile: needs --fit"),
     ([*MODEL, "--gpu", "L4", "--gpu-memory-gb", "0.0001"], "--gpu-memory-gb: 0 GB do not hold the model's"),
     ([*MODEL, "--gpu", "L4", "--layouts", "PD"], "--layouts PD: write 2P3D"),
     ([*MODEL, "--gpu", "L4", "--trace", "/no/such"], "--trace /no/such: cannot be read"),
-    ([*MODEL, "--gpu", "L4", "--num-requests", "9"], "--num-requests: fewer than 10 say nothing"),
+    ([*MODEL, "--gpu", "L4", "--num-requests", "9"], "--num-requests: must be at least 10, got 9"),
     ([*MODEL, "--gpu", "L4", "--slo-percent", "101"], "--slo-percent: must be above 0 and at most 100, got 101"),
-    ([*MODEL, "--gpu", "L4", "--slo-ttft-ms", "0"], "--slo-ttft-ms: must be greater than 0, got 0"),
-    ([*MODEL, "--gpu", "L4", "--rates", "1", "0"], "--rates: must be greater than 0, got 0"),
+    ([*MODEL, "--gpu", "L4", "--slo-ttft", "0"], "--slo-ttft: must be above 0 and finite, got 0"),
+    ([*MODEL, "--gpu", "L4", "--rates", "1", "0"], "--rates: must be above 0 and finite, got 0"),
     ([*MODEL, "--gpu", "L4", "--compute-efficiency", "1.5"], "--compute-efficiency: must be above 0 and at most 1"),
     ([*MODEL, "--gpu", "L4", "--num-workers", "1"], "--num-workers: must be 2 to 64"),
     ([*MODEL, "--gpu", "L4", "--input-len", "40000"], "--model-path: its context of 32768 tokens is shorter"),

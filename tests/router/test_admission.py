@@ -258,7 +258,7 @@ def test_a_client_has_its_own_limit_and_one_that_waits_too_long_is_told() -> Non
                 await gate.wait()
             return web.json_response({})
 
-        flags: dict[str, Any] = {"max_concurrent_requests_per_client": 1, "queue_timeout_secs": 0.0}
+        flags: dict[str, Any] = {"max_concurrent_requests_per_client": 1, "queue_timeout_s": 0.0}
         async with cluster(unified=1, queue_size=5, **flags) as c:
             c.decodes[0].behave = held
             job = asyncio.create_task(c.post("/generate", {"text": "held"}))
@@ -300,7 +300,7 @@ def test_a_router_learns_the_law_of_its_workers_and_refuses_what_would_be_too_la
         def ask(tokens: int) -> dict[str, Any]:
             return {"input_ids": [1] * tokens, "stream": True}
 
-        async with cluster(unified=1, slo_ttft_ms=20_000.0) as c:
+        async with cluster(unified=1, slo_ttft_s=20.0) as c:
             worker = c.decodes[0]
             worker.behave = computes
             assert (await c.post("/generate", ask(1)))[0] == 200, "nothing is known yet"
@@ -327,7 +327,7 @@ def test_prompts_that_wait_at_a_prefill_worker_count() -> None:
     """It is asked for 40 s of work by others before us."""
 
     async def scenario() -> None:
-        async with cluster(slo_ttft_ms=10_000.0) as c:
+        async with cluster(slo_ttft_s=10.0) as c:
             for size in (5, 20, 80, 5, 20, 80, 5, 20, 80):
                 assert (await c.post("/generate", {"input_ids": [1] * size, "stream": True}))[0] == 200
             prefill = c.router.table.workers()[0]

@@ -100,7 +100,7 @@ def test_a_leg_is_given_up_when_worker_and_leg_were_silent_for_all_of_the_time(w
     worker.health = Health.DOWN  # it was well at 10 s
     assert lines.give_up(worker, 39.9) == 0
     assert lines.give_up(worker, 40.0) == 1 and early.given_up and not late.given_up
-    assert "--dead-worker-timeout-s" in early.given_up
+    assert "--dead-worker-timeout" in early.given_up
     worker.health = Health.UP
     assert lines.give_up(worker, 100.0) == 0
     worker.health = Health.DOWN

@@ -72,7 +72,7 @@ def test_a_body_that_does_not_come_is_a_408_and_closes_the_connection() -> None:
         async with cluster(body_timeout_s=0.5) as c:
             head, body = await answer_to(c, HEAD + b'Content-Length: 1000\r\n\r\n{"text": ')
             assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
-            assert "--body-timeout-s" in json.loads(body)["error"]["message"]
+            assert "--body-timeout" in json.loads(body)["error"]["message"]
             assert not c.prefills[0].seen
             await still_serves(c)
 

@@ -113,7 +113,7 @@ def test_a_decode_failure_opens_its_own_circuit_and_never_that_of_the_prefill() 
 
 def test_a_worker_that_is_well_again_is_tried_and_taken_back() -> None:
     async def scenario() -> None:
-        flags: dict[str, Any] = {"cb_failure_threshold": 2, "cb_success_threshold": 2, "cb_timeout_duration_secs": 0}
+        flags: dict[str, Any] = {"cb_failure_threshold": 2, "cb_success_threshold": 2, "cb_timeout_duration_s": 0}
         async with cluster(prefill=1, decode=2, policy="round_robin", **flags) as c:
             c.decodes[0].behave = always(500, {"error": {"message": "broken"}})
             while states(c)[1] != "half_open":

@@ -234,7 +234,7 @@ def test_backoff_starts_at_nothing_and_is_bounded() -> None:
         ({"max_tree_size": 0}, "--max-tree-size"),
         ({"port": -1}, "--port"),
         ({"retry_max": -1}, "--retry-max"),
-        ({"health_check_interval_s": 0.0}, "--health-check-interval-s"),
+        ({"health_check_interval_s": 0.0}, "--health-check-interval-secs"),
         ({"health_failure_threshold": 0}, "--health-failure-threshold"),
     ],
 )

@@ -226,7 +226,7 @@ def test_a_worker_that_changes_its_role_shows_so_and_why(devtools: str) -> None:
         assert await page.js("document.documentElement.scrollWidth <= innerWidth")
         assert page.complaints == []
 
-    flags = {"auto_roles_interval": 0.02, "auto_roles_sustain": 0.1, "auto_roles_switch_time": 0.0}
+    flags = {"auto_roles_interval_s": 0.02, "auto_roles_sustain_s": 0.1, "auto_roles_switch_time_s": 0.0}
     show(devtools, scenario, auto_roles=True, **flags)
 
 

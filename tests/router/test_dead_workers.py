@@ -78,7 +78,7 @@ def test_a_stream_of_a_frozen_worker_ends_with_one_error_event_and_the_other_leg
                 for worker in c.decodes:
                     worker.healthy = False
                 (error,) = events_of(await response.read())
-            assert "--dead-worker-timeout-s" in error["error"]["message"] and error["error"]["code"] == 502
+            assert "--dead-worker-timeout" in error["error"]["message"] and error["error"]["code"] == 502
             await until(lambda: c.prefills[0].cancelled == 1 and sum(w.cancelled for w in c.decodes) == 1)
             assert sum(len(w.seen) for w in c.decodes) == 1
             await c.settled()

@@ -258,4 +258,4 @@ def test_a_router_process_ends_with_status_0(tmp_path: Path, signals: list[signa
 
 def test_a_drain_timeout_below_0_is_refused() -> None:
     with pytest.raises(ConfigError, match="--drain-timeout: must be at least 0, got -1"):
-        check_config(RouterConfig(drain_timeout=-1))
+        check_config(RouterConfig(drain_timeout_s=-1))

@@ -390,7 +390,7 @@ def test_a_request_that_takes_too_long_is_a_504() -> None:
         async with cluster(request_timeout_s=0.2) as c:
             c.decodes[0].behave = hang
             status, _, answer = await c.post("/generate", {"text": "a"})
-            assert status == 504 and "--request-timeout-s" in json.loads(answer)["error"]["message"]
+            assert status == 504 and "--request-timeout-secs" in json.loads(answer)["error"]["message"]
             await until(lambda: c.decodes[0].cancelled == 1)
             await c.settled()
 

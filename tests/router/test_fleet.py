@@ -108,7 +108,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tmp_path: Path) -> None:
     async def scenario() -> None:
         # what they know they are told
-        async with fleet(tmp_path, "--cb-failure-threshold", "1", "--health-check-interval-s=600") as f:
+        async with fleet(tmp_path, "--cb-failure-threshold", "1", "--health-check-interval-secs=600") as f:
             for _ in range(12):
                 assert (await f.call("POST", "/v1/chat/completions", BODY))[0] == 200
             traced = (await f.call("POST", "/traces", {"last": 12}))[1]["records"]  # whichever process served them
@@ -197,7 +197,7 @@ def test_every_process_finds_the_pods_by_itself(tmp_path: Path, monkeypatch: pyt
             discovery = ["--service-discovery", "--service-discovery-namespace", NAMESPACE]
             discovery += ["--prefill-selector", "role=prefill", "--decode-selector", "role=decode"]
             discovery += ["--service-discovery-port", str(prefill.port)]
-            discovery += ["--health-check-interval-s", "0.05"]
+            discovery += ["--health-check-interval-secs", "0.05"]
             process, url = await launch(stack, tmp_path, "--pd-disaggregation", *discovery, workers=2)
             f = Fleet(url, process, decodes, [prefill])
             await until(lambda: kube.num_watching == 4)  # a watch for each role and process

@@ -19,7 +19,7 @@ from service.flags import ConfigError
 from tests.router.dummies import DEADLINE_S, Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
 from tests.router.test_failures import CHAT, STREAM, streams_on
 
-SOON: dict[str, Any] = {"hedge_after": 20.0, "hedge_budget": 1.0}
+SOON: dict[str, Any] = {"hedge_after_s": 0.02, "hedge_budget": 1.0}
 
 
 async def hedges(c: Cluster) -> tuple[float, float, float]:
@@ -203,7 +203,7 @@ def test_a_request_that_is_bad_for_the_first_pair_is_bad() -> None:
 
 def test_a_stream_that_has_begun_is_not_hedged() -> None:
     async def scenario() -> None:
-        async with cluster(prefill=2, decode=2, **{**SOON, "hedge_after": 200.0}) as c:
+        async with cluster(prefill=2, decode=2, **{**SOON, "hedge_after_s": 0.2}) as c:
             c.decodes[0].behave = streams_on
             async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
                 await response.content.readuntil(b"\n\n")  # from here on it is silent
@@ -378,7 +378,7 @@ def test_a_quiet_time_saves_up_a_few_hedges_only() -> None:
     assert sum(budget.spend() for _ in range(1000)) == MAX_SAVED
 
 
-@pytest.mark.parametrize("flags", [{"hedge_after": -1.0}, {"hedge_budget": 0.0}, {"hedge_budget": 1.5}])
+@pytest.mark.parametrize("flags", [{"hedge_after_s": -1.0}, {"hedge_budget": 0.0}, {"hedge_budget": 1.5}])
 def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="--hedge-"):
         check_config(RouterConfig(**flags))  # type: ignore[arg-type]

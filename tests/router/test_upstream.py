@@ -158,7 +158,7 @@ def test_an_answer_that_does_not_come_in_time() -> None:
         async with upstream(says(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\na"), timeout_s=0.05) as (client, server):
             with pytest.raises(UpstreamError) as caught:
                 await whole(post(client, server))
-            assert caught.value.reason == "timeout" and "--request-timeout-s" in str(caught.value)
+            assert caught.value.reason == "timeout" and "--request-timeout-secs" in str(caught.value)
             async with asyncio.timeout(DEADLINE_S):
                 await server.gone.wait()
 

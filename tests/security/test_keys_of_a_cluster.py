@@ -52,7 +52,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         file.chmod(0o600)
     given = ("--api-key-file", str(keys), "--admin-api-key-file", str(admin))
     lora = ("--lora-paths", f"one={first}", "--max-loras-per-batch", "2", "--max-loaded-loras", "2")
-    args = ("--model-path", str(base), "--health-check-interval-s", "0.1", *given, *lora, *COMMON)
+    args = ("--model-path", str(base), "--health-check-interval-secs", "0.1", *given, *lora, *COMMON)
     with cluster(folder / "up", *args) as c:
         yield Guarded(c, keys, Path(second))
 

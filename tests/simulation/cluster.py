@@ -102,7 +102,7 @@ class Cluster:
             ]
             node.part = Router(process=process, network=self.network, options=self.options, workers=workers)
         elif node.kind == "bootstrap":
-            node.part = SimBootstrap(process, Registry(BootstrapConfig(lease=3.0, room_ttl=20.0), shared=True))
+            node.part = SimBootstrap(process, Registry(BootstrapConfig(lease_s=3.0, room_ttl_s=20.0), shared=True))
         else:
             node.part = Worker(self.around, process, node.kind)
             self.all_workers.append(node.part)

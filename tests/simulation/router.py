@@ -68,7 +68,7 @@ class Router:
             connect_timeout_s=2.0,
             request_timeout_s=60.0,
             max_concurrent_requests=options.max_concurrent,
-            hedge_after=options.hedge_after_ms,
+            hedge_after_s=options.hedge_after_ms / 1000,
             hedge_budget=1.0,
         )
         chooser = make_chooser(config, draw=draw.randrange)

@@ -174,7 +174,7 @@ class Worker:
         server = self.around.shared_bootstrap
         if server is None:
             server = f"{self.process.node}:{BOOTSTRAP_PORT}"
-            registry = Registry(BootstrapConfig(lease=3.0, room_ttl=20.0), shared=False)
+            registry = Registry(BootstrapConfig(lease_s=3.0, room_ttl_s=20.0), shared=False)
             self.bootstrap = SimBootstrap(self.process, registry)
         registrar = SimRegistrar(
             self.manager, self.kv_args, server=server, find=self.around.bootstrap_of, reach=self._reach,

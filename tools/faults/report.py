@@ -64,7 +64,7 @@ a role, so errors are right while the victim is away; "right" is demanded wherev
 `tools/faults/cells.py`).
 
 A stream that has begun ends with an error when its connection breaks; the other requests move. A bootstrap server that stays dead is
-named in the error after `--disaggregation-bootstrap-grace` (5 s). A silent worker costs its requests `--dead-worker-timeout-s` (30 s;
+named in the error after `--disaggregation-bootstrap-grace` (5 s). A silent worker costs its requests `--dead-worker-timeout` (30 s;
 [operations.md](../operations.md#dead-workers-and-bootstrap-servers)).
 """
 

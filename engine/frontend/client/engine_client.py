@@ -33,7 +33,7 @@ from service.http.errors import DRAINING, ApiError, bad_field
 from service.telemetry.context import CURRENT
 
 MAX_RID_CHARS = 256
-# A scheduler that takes longer to answer is in a long step, and its last report stands for it. Below --health-silence-s.
+# A scheduler that takes longer to answer is in a long step, and its last report stands for it. Below --health-silence.
 PATIENCE_S = 0.5
 
 
