@@ -1,8 +1,10 @@
 """What the pages name exists: links and their anchors, paths, flags, `make` targets. They are short, and name no machine's folder."""
 
 import contextlib
+import importlib
 import io
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 
@@ -66,6 +68,16 @@ def test_named_flags_exist(page: Path) -> None:
             assert {flag, flag + more.strip("[]")} <= flags, flag
         else:
             assert flag in flags | FOREIGN, flag
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_parse(page: Path) -> None:
+    text = page.read_text().replace("\\\n", " ")
+    runs = re.findall(r"^ *make run ARGS=\"(.*)\"", text, re.MULTILINE)
+    lines = [*re.findall(r"^ *(?:\.venv/bin/)?tandem (.*)$", text, re.MULTILINE), *(f"up {args}" for args in runs)]
+    for line in lines:
+        command, *argv = [word for word in shlex.split(line, comments=True) if word != "..."]
+        importlib.import_module(COMMANDS[command].module).build_parser().parse_strict(argv)
 
 
 def test_named_make_targets_exist() -> None:
