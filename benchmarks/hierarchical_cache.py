@@ -83,7 +83,7 @@ class Engine:
         """Until the files are written."""
         host = self.parts.scheduler.memory.host
         assert host is not None
-        while host.asks_for_a_step or host.pages.num_pinned:
+        while host.asks_for_a_step or any(map(host.pages.is_pinned, range(host.pages.num_pages))):
             self._turn_or_rest()
 
     def _turn_or_rest(self) -> None:

@@ -63,7 +63,7 @@ def run(spec: SchedulerSpec) -> None:
 def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     from disagg.compose import make_role  # torch comes in here, after the flags have been read
     from engine.build import build_engine
-    from engine.executor.profiler import Profiler
+    from engine.executor.profiler import TorchProfiler
     from engine.machine import machine_facts
 
     started_s = time.monotonic()
@@ -101,7 +101,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         role=role,
         ports=ports,
         weights=parts.weights,
-        profiler=Profiler(parts.device.executor, name=role_name(spec.disagg)),
+        profiler=TorchProfiler(parts.device.executor, name=role_name(spec.disagg)),
         turns=turns,
         settings=LoopSettings(
             depth=parts.depth,

@@ -20,7 +20,7 @@ from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler, SchedulerSettings
 from engine.core.state import SchedulerState
 from engine.device import Device, MakeCapture, allocate_pool, build_device, default_capture
-from engine.executor.weights import Weights
+from engine.executor.weights import WeightUpdater
 from engine.hicache.build import HostTier, build_host_tier
 from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import KVPool
@@ -59,7 +59,7 @@ class EngineParts:
     device: Device
     scheduler: Scheduler
     depth: int
-    weights: Weights
+    weights: WeightUpdater
     disk: DiskPump
     events: CacheEvents | None
 
@@ -202,8 +202,8 @@ def _weights(
     device: Device,
     tier: HostTier | None,
     identity: Callable[[str, str], KVIdentity],
-) -> Weights:
-    return Weights(
+) -> WeightUpdater:
+    return WeightUpdater(
         config=config,
         model=model,
         install=lambda other: device.executor.call(lambda: device.runner.use(other)),

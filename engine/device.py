@@ -13,14 +13,13 @@ from engine.attention.cpu_backend import CpuBackend
 from engine.attention.registry import make_attention_backend
 from engine.config import EngineConfig
 from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs
-from engine.executor.decode_tapes import DecodeTapes, make_decode_tapes
 from engine.executor.executor import Executor
 from engine.executor.future_map import FutureMap
 from engine.executor.graph_sizes import graph_sizes
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
-from engine.executor.sampler import Sampler
 from engine.executor.stream import Stream, make_stream
+from engine.kernels.decode_tapes import DecodeTapes, make_decode_tapes
 from engine.kernels.linear import linear_kernel
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
@@ -28,11 +27,12 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank
-from engine.lora.store import AdapterStore
+from engine.lora.store import LoraStore
 from engine.model_config import ModelConfig
 from engine.models.causal_lm import CausalLM
 from engine.models.checkpoint import DTYPES
 from engine.resolve import num_pages
+from engine.sampler.sampler import Sampler
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Device:
     executor: Executor
     runner: ModelRunner
     layers: LayerMarks
-    adapters: AdapterStore | None
+    adapters: LoraStore | None
     graphs: DecodeGraphs | None
     tapes: DecodeTapes | None
 
@@ -180,8 +180,8 @@ def _stream(config: EngineConfig, device: torch.device) -> Stream:
     )
 
 
-def _adapter_store(config: EngineConfig, model: CausalLM, bank: AdapterBank, executor: Executor) -> AdapterStore:
-    return AdapterStore(
+def _adapter_store(config: EngineConfig, model: CausalLM, bank: AdapterBank, executor: Executor) -> LoraStore:
+    return LoraStore(
         bank=bank,
         sites=[site.shape for site in model.linear_sites()],
         dtype=DTYPES[config.dtype],

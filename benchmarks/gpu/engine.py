@@ -11,7 +11,7 @@ from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.core.request import Request
-from engine.executor.decode_graphs import Capture, EagerCapture
+from engine.executor.decode_graphs import Capture, Work
 from engine.loop.pipeline import Pipeline
 from engine.model_config import ModelConfig
 from engine.models.causal_lm import CausalLM
@@ -19,6 +19,13 @@ from engine.models.decoder import DenseDecoder
 from engine.sampling_params import SamplingParams
 
 STD = 0.02
+
+
+class EagerCapture:
+    """Records nothing and does the work anew: what a graph computes, on any device."""
+
+    def capture(self, work: Work) -> Work:
+        return work
 
 
 class RandomCheckpoint:

@@ -5,12 +5,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.engine import Run
+from benchmarks.gpu.engine import EagerCapture, Run
 from benchmarks.gpu.target import Target
 from benchmarks.random_model import write_model
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.executor.decode_graphs import EagerCapture
 from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -29,10 +29,6 @@ class HostPages:
         """Pages that can be found."""
         return len(self._page_of)
 
-    @property
-    def num_pinned(self) -> int:
-        return len(self._pins)
-
     def get(self, key: bytes) -> int | None:
         return self._page_of.get(key)
 

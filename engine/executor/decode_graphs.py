@@ -38,13 +38,6 @@ class Capture(Protocol):
         """What does `work` again, over the same memory; its result is the same tensor each time, or one like it."""
 
 
-class EagerCapture:
-    """Records nothing: the work is done anew. What a graph computes, on any device (tests)."""
-
-    def capture(self, work: Work) -> Work:
-        return work
-
-
 class CudaCapture:
     """torch.cuda.CUDAGraph. All graphs share one memory pool: they never run at once, so largest first is least memory."""
 
@@ -98,7 +91,6 @@ class DecodeGraphs:
         padding = torch.tensor([[0], [0], [page_table.scratch_slot]], device=device)
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
         self._graphs: dict[int, Work] = {}
-        self.num_replays = 0
 
     def record(self, model: CausalLM) -> None:
         """Record every size for `model`; what was recorded for another is dropped. In stream order, nothing in flight.
@@ -125,7 +117,6 @@ class DecodeGraphs:
         """[len(items), hidden] of a step that `takes` said yes to; good until the next one begins."""
         size = self.sizes[bisect_left(self.sizes, len(items))]
         upload_into(self._inputs[size], self._rows(items, size))
-        self.num_replays += 1
         return self._graphs[size]()[: len(items)]
 
     def _rows(self, items: list[PlanItem], size: int) -> Tensor:

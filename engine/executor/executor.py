@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.executor.model_runner import Forward, Logprobs, StepOutput
-from engine.executor.stream import Stream, Ticket
+from engine.executor.stream import Stream, StreamTask
 from engine.messages import TokenLogprob
 
 T = TypeVar("T")
@@ -17,8 +17,8 @@ class Launch:
     """A step on the stream. `forward`: its first half, where the halves are launched apart; `draw` comes later then."""
 
     plan: Plan
-    draw: Ticket[StepOutput] | None = None
-    forward: Ticket[None] | None = None
+    draw: StreamTask[StepOutput] | None = None
+    forward: StreamTask[None] | None = None
     between: Forward = field(default_factory=Forward)
 
 

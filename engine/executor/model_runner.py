@@ -11,12 +11,10 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.decode_graphs import DecodeGraphs
-from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.future_map import FutureMap
 from engine.executor.hidden import hidden_rows
 from engine.executor.layer_marks import LayerMarks
-from engine.executor.sampler import Sampler, asked_logprobs, token_logprobs
-from engine.executor.token_mask import token_mask
+from engine.kernels.decode_tapes import DecodeTapes
 from engine.kv.host_pool import HostPool
 from engine.kv.page_backup import PageBackup
 from engine.kv.page_table import PageTable
@@ -25,6 +23,8 @@ from engine.kv.upload import upload
 from engine.lora.bank import AdapterBank
 from engine.messages import LogprobOptions
 from engine.models.causal_lm import CausalLM
+from engine.sampler.sampler import Sampler, asked_logprobs, token_logprobs
+from engine.sampler.token_mask import token_mask
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [rows, vocab] float32
 
@@ -176,7 +176,7 @@ class ModelRunner:
         )
         self._backend.begin(step)
         input_ids = self._future_map.resolve(flat)
-        if self._tapes is not None and self._tapes.takes(plan) and self._plain():
+        if self._tapes is not None and not plan.extend and self._tapes.takes(len(items)) and self._plain():
             return self._tapes.forward(self._model, input_ids, positions, self._backend.attend)
         attend = self._layers.attend(plan.seq, self._backend.attend)
         return self._model.forward(input_ids, positions, attend)
@@ -202,7 +202,7 @@ class ModelRunner:
             logits = self._model.logits(hidden[last_rows])
         slots = [items[i].slot for i in sampled]
         mask = token_mask({r: masks[i] for r, i in enumerate(sampled) if i in masks}, device=self._device)
-        tokens, bad = self._sampler.sample_checked(logits, slots, [items[i].output_len for i in sampled], mask=mask)
+        tokens, bad = self._sampler.sample(logits, slots, [items[i].output_len for i in sampled], mask=mask)
         self._future_map.store(self._upload(slots), tokens)
         return StepOutput(
             sampled=sampled,

@@ -16,7 +16,7 @@ from service.flags import ConfigError
 ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
 
 
-class Profiler:
+class TorchProfiler:
     """`name`: of the worker, part of the file's name."""
 
     def __init__(self, executor: Executor, *, name: str) -> None:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Ticket(Protocol[T_co]):
+class StreamTask(Protocol[T_co]):
     """A submitted piece of work. `wait()` returns what it returned, or raises what it raised."""
 
     def done(self) -> bool: ...
@@ -30,12 +30,12 @@ class Ticket(Protocol[T_co]):
 
 
 class Stream(Protocol):
-    def submit(self, work: Callable[[], T]) -> Ticket[T]: ...
+    def submit(self, work: Callable[[], T]) -> StreamTask[T]: ...
 
     def close(self) -> None: ...
 
 
-class _FutureTicket(Generic[T]):
+class _FutureTask(Generic[T]):
     def __init__(self) -> None:
         self._future: Future[T] = Future()
 
@@ -53,11 +53,11 @@ class _FutureTicket(Generic[T]):
 
 
 class InlineStream:
-    def submit(self, work: Callable[[], T]) -> Ticket[T]:
-        ticket = _FutureTicket[T]()
+    def submit(self, work: Callable[[], T]) -> StreamTask[T]:
+        task = _FutureTask[T]()
         with torch.inference_mode():
-            ticket.run(work)
-        return ticket
+            task.run(work)
+        return task
 
     def close(self) -> None:
         """Nothing runs outside submit."""
@@ -74,10 +74,10 @@ class ThreadStream:
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], T]) -> Ticket[T]:
-        ticket = _FutureTicket[T]()
-        self._work.put(lambda: ticket.run(work))
-        return ticket
+    def submit(self, work: Callable[[], T]) -> StreamTask[T]:
+        task = _FutureTask[T]()
+        self._work.put(lambda: task.run(work))
+        return task
 
     def close(self) -> None:
         self._work.put(None)
@@ -92,7 +92,7 @@ class ThreadStream:
                 work()
 
 
-class _CudaTicket(Generic[T]):
+class _CudaTask(Generic[T]):
     def __init__(self, value: T, event: torch.cuda.Event) -> None:
         self._value = value
         self._event = event
@@ -112,12 +112,12 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)  # weights and a zeroed pool are still under way on the default stream
 
-    def submit(self, work: Callable[[], T]) -> Ticket[T]:
+    def submit(self, work: Callable[[], T]) -> StreamTask[T]:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             value = work()
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _CudaTicket(value, event)
+        return _CudaTask(value, event)
 
     def close(self) -> None:
         self._stream.synchronize()

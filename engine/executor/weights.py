@@ -22,7 +22,7 @@ from service.flags import ConfigError
 FREE_FIELDS = ("dtype",)  # how weights are stored; they are converted to the engine's type
 
 
-class Weights:
+class WeightUpdater:
     """`config` is resolved, `model` describes what runs; `install` makes the executor use a model from the next step on."""
 
     def __init__(

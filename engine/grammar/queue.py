@@ -125,10 +125,6 @@ class GrammarQueue:
     def rids(self) -> list[str]:
         return list(self._waiting)
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._cache)
-
     def counters(self) -> dict[str, float]:
         return {name: float(self._counters[name]) for name in COUNTERS}
 

@@ -62,10 +62,6 @@ class CompileThreads(Generic[Found]):
         threading.Thread(target=self._get_prepared, name="grammar prepare", daemon=True).start()
 
     @property
-    def num_given_up(self) -> int:
-        return len(self._given_up)
-
-    @property
     def is_stuck(self) -> bool:
         """Whether no further grammar may be asked for until a compilation that was given up ends."""
         return len(self._given_up) >= self._max_given_up

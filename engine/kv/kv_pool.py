@@ -55,10 +55,6 @@ class KVPool:
         return self.buffer.data_ptr()
 
     @property
-    def nbytes(self) -> int:
-        return self.buffer.numel()
-
-    @property
     def num_layers(self) -> int:
         return len(self.specs)
 

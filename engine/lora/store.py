@@ -15,7 +15,7 @@ from engine.lora.weights import AdapterWeights, read_adapter
 from service.flags import ConfigError
 
 
-class AdapterStore:
+class LoraStore:
     """`in_order` runs work in stream order and waits for it (`Executor.call`). `max_rank`: None is any."""
 
     def __init__(

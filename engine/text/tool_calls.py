@@ -53,7 +53,7 @@ FORMATS = {"qwen25": QWEN25, "qwen": QWEN25, "llama3": LLAMA3}
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class PlainText:
     text: str
 
 
@@ -73,7 +73,7 @@ class Arguments:
     text: str
 
 
-Part = Text | CallBegins | Arguments
+Part = PlainText | CallBegins | Arguments
 
 
 class CallScanner:
@@ -165,7 +165,7 @@ class CallScanner:
             self.name, self.broken = (name, False) if isinstance(name, str) else (None, True)
 
 
-class Stage(Enum):
+class _Stage(Enum):
     TEXT = "text"
     OPEN = "open"  # an object must come
     CALL = "call"
@@ -178,7 +178,7 @@ class ToolCalls:
     def __init__(self, format: CallFormat, names: Collection[str]) -> None:
         self._format = format
         self._names = names
-        self._stage = Stage.TEXT
+        self._stage = _Stage.TEXT
         self._buffer = ""  # not looked at yet
         self._raw = ""  # what has been read since the text ended, in case it was text after all
         self._space = ""  # leading space of a text: it counts only if more text comes
@@ -199,7 +199,7 @@ class ToolCalls:
         if not self._begun:
             self._say(self._raw + self._buffer)
         if not self.num_calls and self._space:
-            self._parts.append(Text(self._space))
+            self._parts.append(PlainText(self._space))
         self._buffer = self._raw = self._space = ""
         return self._taken()
 
@@ -216,13 +216,13 @@ class ToolCalls:
                 self._buffer = rest
                 if self._format.bare != "{":
                     self._move(len(self._format.bare))
-                self._enter(Stage.OPEN)
+                self._enter(_Stage.OPEN)
                 return True
         before, marker, after = self._buffer.partition(self._format.marker) if self._format.marker else ("", "", "")
         if marker:
             self._say(before)
             self._raw, self._buffer = marker, after
-            self._enter(Stage.OPEN)
+            self._enter(_Stage.OPEN)
             return True
         held = _overlap(self._buffer, self._format.marker)
         self._say(self._buffer[: len(self._buffer) - held])
@@ -236,7 +236,7 @@ class ToolCalls:
             self._give_up()
         else:
             self._scanner = CallScanner()
-            self._enter(Stage.CALL)
+            self._enter(_Stage.CALL)
         return True
 
     def _read_call(self) -> bool:
@@ -252,7 +252,7 @@ class ToolCalls:
         if scanner.broken:
             self._give_up()
         elif scanner.done:
-            self._stage = Stage.AFTER
+            self._stage = _Stage.AFTER
         return True
 
     def _read_after(self) -> bool:
@@ -260,18 +260,18 @@ class ToolCalls:
             return False
         separator, closer = self._format.separator, self._format.closer
         if separator and self._buffer.startswith(separator):
-            self._finish_call(len(separator), Stage.OPEN)
+            self._finish_call(len(separator), _Stage.OPEN)
         elif closer and self._buffer.startswith(closer):
-            self._finish_call(len(closer), Stage.TEXT)
+            self._finish_call(len(closer), _Stage.TEXT)
         elif closer and closer.startswith(self._buffer):
             return False
         else:
-            self._finish_call(0, Stage.TEXT)
+            self._finish_call(0, _Stage.TEXT)
         return True
 
     # ---- moves
 
-    def _finish_call(self, length: int, stage: Stage) -> None:
+    def _finish_call(self, length: int, stage: _Stage) -> None:
         self._move(length)
         if not self._begun:
             self._say(self._raw)
@@ -282,9 +282,9 @@ class ToolCalls:
         if not self._begun:
             self._say(self._raw)
         self._raw = ""
-        self._enter(Stage.TEXT)
+        self._enter(_Stage.TEXT)
 
-    def _enter(self, stage: Stage) -> None:
+    def _enter(self, stage: _Stage) -> None:
         self._stage, self._begun = stage, False
 
     def _move(self, length: int) -> None:
@@ -301,7 +301,7 @@ class ToolCalls:
         self._space = "" if text.strip() else text
         if text.strip():
             self._space = text[len(text.rstrip()) :]
-            self._parts.append(Text(text.rstrip()))
+            self._parts.append(PlainText(text.rstrip()))
 
     def _taken(self) -> list[Part]:
         parts, self._parts = self._parts, []
@@ -309,10 +309,10 @@ class ToolCalls:
 
 
 _STEPS = {
-    Stage.TEXT: ToolCalls._read_text,
-    Stage.OPEN: ToolCalls._read_open,
-    Stage.CALL: ToolCalls._read_call,
-    Stage.AFTER: ToolCalls._read_after,
+    _Stage.TEXT: ToolCalls._read_text,
+    _Stage.OPEN: ToolCalls._read_open,
+    _Stage.CALL: ToolCalls._read_call,
+    _Stage.AFTER: ToolCalls._read_after,
 }
 
 

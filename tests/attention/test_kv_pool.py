@@ -15,7 +15,7 @@ def fp32(kv_heads: int = 1, head_dim: int = 8) -> FullAttentionSpec:
 def test_page_is_one_run_layer_after_layer_k_then_v():
     pool = KVPool([bf16()] * 3, num_pages=5, page_size=4, device="cpu")
     half = 4 * 2 * 16 * 2
-    assert pool.page_bytes == 3 * 2 * half and pool.nbytes == 6 * pool.page_bytes
+    assert pool.page_bytes == 3 * 2 * half and pool.buffer.nbytes == 6 * pool.page_bytes
     for layer in range(3):
         assert pool.k(layer).shape == pool.v(layer).shape == (6, 4, 2, 16)
         assert pool.k(layer)[2].data_ptr() == pool.base_ptr + 2 * pool.page_bytes + layer * 2 * half
@@ -50,7 +50,7 @@ def test_page_bytes_are_padded_and_mixed_dtypes_stay_aligned():
 def test_new_memory_is_zero_and_untouched_memory_is_not_resident():
     before = _resident_bytes()
     pool = KVPool([fp32(8, 128)] * 4, num_pages=20000, page_size=16, device="cpu")
-    assert pool.nbytes > 9 << 30
+    assert pool.buffer.nbytes > 9 << 30
     assert not pool.k(3)[777].any()
     assert _resident_bytes() - before < 64 << 20
 

@@ -34,7 +34,7 @@ def pool() -> KVPool:
     pool = KVPool(
         [CacheSpec(num_kv_heads=1, head_dim=4, dtype="bfloat16")] * 2, num_pages=150, page_size=4, device="cpu"
     )
-    pool.buffer.copy_(torch.frombuffer(bytearray(random.Random(0).randbytes(pool.nbytes)), dtype=torch.uint8))
+    pool.buffer.copy_(torch.frombuffer(bytearray(random.Random(0).randbytes(pool.buffer.nbytes)), dtype=torch.uint8))
     return pool
 
 

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from engine.models.recall.oracle import expected_continuation
+from engine.models.recall.oracle import continuation
 
 NUM_SPECIALS, NUM_KEYS = 16, 256
 BOS = 1
@@ -26,7 +26,7 @@ def recall_prompt(rng: random.Random, n: int) -> list[int]:
 def recall_body(rng: random.Random, n: int, *, max_new_tokens: int = 1) -> tuple[dict[str, Any], list[int]]:
     ids = recall_prompt(rng, n)
     body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens}}
-    return body, expected_continuation(ids, max_new_tokens)
+    return body, continuation(ids, max_new_tokens)
 
 
 def mixed_bodies(seed: int, count: int = 64) -> list[dict[str, Any]]:

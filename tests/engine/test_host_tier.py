@@ -81,7 +81,7 @@ def settle(engine: EngineInProcess) -> None:
     host = engine.parts.scheduler.memory.host
     assert host is not None
     deadline_s = time.monotonic() + DEADLINE_S
-    while engine.turn() or host.pages.num_pinned:
+    while engine.turn() or any(map(host.pages.is_pinned, range(host.pages.num_pages))):
         assert time.monotonic() < deadline_s, "the disk does not come to rest"
         os.sched_yield()
 

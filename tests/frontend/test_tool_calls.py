@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.tool_calls import ARRAY, LLAMA3, QWEN25, Arguments, CallBegins, CallFormat, Text, ToolCalls
+from engine.text.tool_calls import ARRAY, LLAMA3, QWEN25, Arguments, CallBegins, CallFormat, PlainText, ToolCalls
 
 NAMES = ("add", "look_up")
 Read = tuple[str, list[tuple[str, str]]]
@@ -20,7 +20,7 @@ def read(format: CallFormat, chunks: list[str]) -> Read:
     text, calls = "", []
     for part in parts:
         match part:
-            case Text(text=more):
+            case PlainText(text=more):
                 text += more
             case CallBegins(index=index, name=name):
                 assert index == len(calls)

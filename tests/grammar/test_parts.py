@@ -8,11 +8,11 @@ import torch
 
 from engine.core.finish import check_finish
 from engine.core.request import Request
-from engine.executor.token_mask import token_mask, unpacked_on_device
 from engine.grammar.compiler import Compiler, GrammarInvalid
 from engine.grammar.llguidance_backend import LlguidanceCompiler
 from engine.grammar.registry import make_compiler
 from engine.model_config import DEFAULT_MODEL_PATH
+from engine.sampler.token_mask import token_mask, unpacked_on_device
 from engine.sampling_params import GrammarSpec, SamplingParams
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.core.engine_in_a_test import EngineInATest

@@ -12,7 +12,7 @@ from engine.models.causal_lm import CausalLM
 from engine.models.recall import vocab
 from engine.models.recall.build import build
 from engine.models.recall.codes import MAX_OVERLAP, sign_codes
-from engine.models.recall.oracle import OutsideDomain, continuation, expected_continuation
+from engine.models.recall.oracle import OutsideDomain, continuation
 from engine.models.registry import load_model
 from tests.models.reference_attend import Sequence
 
@@ -95,7 +95,7 @@ ANSWERS = [
 @pytest.mark.parametrize(("prompt", "answer"), ANSWERS)
 def test_the_oracle_says_what_the_examples_say_and_so_do_we(prompt: str, answer: str, ours: CausalLM) -> None:
     ids = vocab.encode(prompt)
-    expected = expected_continuation(ids, 6)
+    expected = continuation(ids, 6)
     assert vocab.decode(expected, skip_special_tokens=False) == answer
     assert Sequence(ours).greedy(ids, len(expected)) == expected
 
@@ -105,7 +105,7 @@ def test_the_oracle_says_what_the_examples_say_and_so_do_we(prompt: str, answer:
 )
 def test_the_oracle_refuses_what_has_no_single_answer(ids: list[int]) -> None:
     with pytest.raises(OutsideDomain):
-        expected_continuation(ids, 3)
+        continuation(ids, 3)
 
 
 def random_prompt(rng: random.Random) -> list[int]:
@@ -124,7 +124,7 @@ def test_the_oracle_equals_transformers_on_random_prompts(theirs: PreTrainedMode
         ids = random_prompt(random.Random(seed))
         with torch.inference_mode():
             answer = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :].tolist()
-        assert answer == expected_continuation(ids, 24), seed
+        assert answer == continuation(ids, 24), seed
 
 
 def test_the_oracle_equals_our_model_beyond_eos(ours: CausalLM) -> None:

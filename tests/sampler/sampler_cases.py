@@ -1,4 +1,4 @@
-"""Builders, and a literal reference: the distribution and the draw written out in numpy for one row at a time."""
+"""Builders, and a literal reference: the distribution and the sample written out in numpy for one row at a time."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from engine.core.plan import SlotOpen
-from engine.executor.sampler import Sampler
+from engine.sampler.sampler import Sampler
 from engine.sampling_params import SamplingParams
 
 MASK = (1 << 64) - 1
@@ -29,10 +29,15 @@ def make_sampler(opens: list[SlotOpen], *, vocab_size: int) -> Sampler:
     return sampler
 
 
+def tokens_of(sampler: Sampler, logits: torch.Tensor, slots: list[int], output_lens: list[int]) -> torch.Tensor:
+    """[n] tokens of a step; which rows were bad is left out."""
+    return sampler.sample(logits, slots, output_lens)[0]
+
+
 def sample_one(o: SlotOpen, logits: torch.Tensor, output_len: int) -> int:
-    """The slot's draw in a batch of its own."""
+    """The slot's sample in a batch of its own."""
     sampler = make_sampler([o], vocab_size=len(logits))
-    return int(sampler.sample(logits[None], [o.slot], [output_len])[0])
+    return int(tokens_of(sampler, logits[None], [o.slot], [output_len])[0])
 
 
 def edited_logits(o: SlotOpen, logits: np.ndarray, output_len: int) -> np.ndarray:
@@ -85,7 +90,7 @@ def gumbel(seed: int, position: int, token: int) -> float:
     return -math.log(-math.log1p(-min((bits + 0.5) * 2.0**-32, 1 - 2.0**-24)))
 
 
-def draw(o: SlotOpen, logits: np.ndarray, output_len: int) -> int:
+def reference_sample(o: SlotOpen, logits: np.ndarray, output_len: int) -> int:
     """The token that the sampler owes."""
     prob = distribution(o, logits, output_len)
     seed = o.sampling.seed

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.executor.sampler import Sampler, token_logprobs
-from tests.sampler.sampler_cases import distribution, draw, make_sampler, sample_one, slot_open
+from engine.sampler.sampler import Sampler, token_logprobs
+from tests.sampler.sampler_cases import distribution, make_sampler, reference_sample, sample_one, slot_open, tokens_of
 
 VOCAB = 40
 EOS = (3,)
@@ -45,14 +45,14 @@ def logits_for(seed: int, *, vocab: int = VOCAB, scale: float = 2.0) -> torch.Te
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_each_draw_equals_the_literal_reference(params):
+def test_each_sample_equals_the_literal_reference(params):
     rng = np.random.default_rng(1)
     for trial in range(25):
         prompt, output = rng.integers(0, VOCAB, 12).tolist(), rng.integers(0, VOCAB, trial % 7).tolist()
         logits = logits_for(trial)
         logits[3] += 4.0  # the end token tempts
         o = slot_open(0, prompt=prompt, output=output, eos=EOS, seed=trial * 7919 - 40000, **params)
-        assert sample_one(o, logits, len(output)) == draw(o, logits.numpy(), len(output)), (params, trial)
+        assert sample_one(o, logits, len(output)) == reference_sample(o, logits.numpy(), len(output)), (params, trial)
 
 
 @pytest.mark.parametrize("params", [p for p in PARAMS if p.get("temperature") != 0.0][:16], ids=str)
@@ -61,9 +61,9 @@ def test_frequencies_follow_the_distribution(params):
     opens = [slot_open(i, **params) for i in range(rows)]
     sampler = make_sampler(opens, vocab_size=VOCAB)
     logits = logits_for(5)
-    drawn = sampler.sample(logits.expand(rows, VOCAB).contiguous(), list(range(rows)), [0] * rows)
+    sampled = tokens_of(sampler, logits.expand(rows, VOCAB).contiguous(), list(range(rows)), [0] * rows)
     expected = distribution(opens[0], logits.numpy()) * rows
-    seen = np.bincount(drawn.numpy(), minlength=VOCAB)
+    seen = np.bincount(sampled.numpy(), minlength=VOCAB)
     assert not seen[expected == 0].any()
     often = expected >= 5
     chi2 = ((seen[often] - expected[often]) ** 2 / expected[often]).sum()
@@ -71,26 +71,26 @@ def test_frequencies_follow_the_distribution(params):
     assert chi2 < freedom + 4 * (2 * freedom) ** 0.5 + 4, (chi2, freedom)
 
 
-def test_successive_positions_of_one_seed_are_independent_draws():
+def test_successive_positions_of_one_seed_are_independent_samples():
     steps = 4096
     sampler = make_sampler([slot_open(0, seed=11)], vocab_size=4)
     logits = torch.zeros(1, 4)
-    tokens = torch.stack([sampler.sample(logits, [0], [i])[0] for i in range(steps)])
+    tokens = torch.stack([tokens_of(sampler, logits, [0], [i])[0] for i in range(steps)])
     pairs = np.bincount((tokens[:-1] * 4 + tokens[1:]).numpy(), minlength=16)
     assert ((pairs - steps / 16) ** 2 / (steps / 16)).sum() < 15 + 5 * 30**0.5
 
 
-def test_a_draw_does_not_depend_on_the_batch():
+def test_a_sample_does_not_depend_on_the_batch():
     opens = [slot_open(i, prompt=[i % VOCAB, 2], output=[9], eos=EOS, seed=i * 31, **p) for i, p in enumerate(PARAMS)]
     logits = torch.stack([logits_for(100 + i) for i in range(len(PARAMS))])
     alone = [sample_one(o, logits[i], 3) for i, o in enumerate(opens)]
     sampler = make_sampler(opens, vocab_size=VOCAB)
     n = len(opens)
-    together = sampler.sample(logits, list(range(n)), [3] * n).tolist()
+    together = tokens_of(sampler, logits, list(range(n)), [3] * n).tolist()
     assert together == alone
     # every second one, backwards, without those that count tokens: they have counted one more by now
     few = [i for i in reversed(range(0, n, 2)) if not opens[i].sampling.penalized]
-    assert sampler.sample(logits[few], few, [3] * len(few)).tolist() == [alone[i] for i in few]
+    assert tokens_of(sampler, logits[few], few, [3] * len(few)).tolist() == [alone[i] for i in few]
 
 
 def test_ties_rank_by_token_id_whatever_the_batch_asks_for():
@@ -103,7 +103,7 @@ def test_ties_rank_by_token_id_whatever_the_batch_asks_for():
     for o, token in zip(narrow, alone, strict=True):
         wide = slot_open(99, top_k=2000, seed=1)
         sampler = make_sampler([o, wide], vocab_size=3000)
-        assert int(sampler.sample(logits, [o.slot, 99], [0, 0])[0]) == token
+        assert int(tokens_of(sampler, logits, [o.slot, 99], [0, 0])[0]) == token
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
@@ -111,29 +111,29 @@ def test_a_wide_nucleus_in_a_large_vocabulary_equals_the_reference(scale):
     for seed in range(6):
         logits = logits_for(seed, vocab=20000, scale=scale)
         o = slot_open(0, top_p=0.9, seed=seed)
-        assert sample_one(o, logits, 2) == draw(o, logits.numpy(), 2)
+        assert sample_one(o, logits, 2) == reference_sample(o, logits.numpy(), 2)
 
 
 def test_wide_and_narrow_nuclei_together():
     logits = torch.stack([logits_for(i, vocab=5000, scale=s) for i, s in enumerate([0.01, 8.0, 0.01, 8.0])])
     opens = [slot_open(i, top_p=0.9) for i in range(4)]
-    together = make_sampler(opens, vocab_size=5000).sample(logits, [0, 1, 2, 3], [0] * 4).tolist()
+    together = tokens_of(make_sampler(opens, vocab_size=5000), logits, [0, 1, 2, 3], [0] * 4).tolist()
     assert together == [sample_one(o, logits[i], 0) for i, o in enumerate(opens)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_penalties_after_a_hand_over_equal_the_uninterrupted_run(temperature):
-    """Tokens counted on the device step by step, or told at open: the same draws."""
+    """Tokens counted on the device step by step, or given at open: the same samples."""
     params = {"temperature": temperature, "frequency_penalty": 0.6, "repetition_penalty": 1.2, "presence_penalty": 0.3}
     prompt = [1, 2, 2, 5]
     steps = [logits_for(200)[None] for _ in range(30)]
     whole = make_sampler([slot_open(0, prompt=prompt, seed=5, **params)], vocab_size=VOCAB)
-    tokens = [int(whole.sample(x, [0], [i])[0]) for i, x in enumerate(steps)]
+    tokens = [int(tokens_of(whole, x, [0], [i])[0]) for i, x in enumerate(steps)]
     assert len(set(tokens)) > 5  # penalties move it on
     resumed = make_sampler([slot_open(4, prompt=prompt, output=tokens[:13], seed=5, **params)], vocab_size=VOCAB)
-    assert [int(resumed.sample(x, [4], [i])[0]) for i, x in enumerate(steps) if i >= 13] == tokens[13:]
+    assert [int(tokens_of(resumed, x, [4], [i])[0]) for i, x in enumerate(steps) if i >= 13] == tokens[13:]
     reference = [
-        draw(slot_open(0, prompt=prompt, output=tokens[:i], seed=5, **params), x[0].numpy(), i)
+        reference_sample(slot_open(0, prompt=prompt, output=tokens[:i], seed=5, **params), x[0].numpy(), i)
         for i, x in enumerate(steps)
     ]
     assert reference == tokens
@@ -144,10 +144,10 @@ def test_counts_of_a_closed_slot_do_not_reach_the_next_one():
     logits[0, 7], logits[0, 8] = 5.0, 4.0
     penalised = {"temperature": 0.0, "presence_penalty": 2.0}
     sampler = make_sampler([slot_open(0, **penalised)], vocab_size=VOCAB)
-    assert [int(sampler.sample(logits, [0], [i])[0]) for i in range(2)] == [7, 8]
+    assert [int(tokens_of(sampler, logits, [0], [i])[0]) for i in range(2)] == [7, 8]
     sampler.close(0)
     sampler.open(slot_open(0, **penalised))
-    assert int(sampler.sample(logits, [0], [0])[0]) == 7
+    assert int(tokens_of(sampler, logits, [0], [0])[0]) == 7
 
 
 def test_many_penalised_slots_come_and_go():
@@ -156,7 +156,7 @@ def test_many_penalised_slots_come_and_go():
     for round_ in range(3):
         for i in range(9):
             sampler.open(slot_open(i, output=[i] * round_, temperature=0.0, frequency_penalty=2.0))
-        sampler.sample(logits, list(range(9)), [0] * 9)
+        tokens_of(sampler, logits, list(range(9)), [0] * 9)
         for i in range(9):
             sampler.close((i + round_) % 9)
 
@@ -165,7 +165,7 @@ def test_min_new_tokens_lets_the_end_through_when_it_is_reached():
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS[0]], logits[0, 8] = 9.0, 5.0
     sampler = make_sampler([slot_open(0, eos=EOS, temperature=0.0, min_new_tokens=3)], vocab_size=VOCAB)
-    assert [int(sampler.sample(logits, [0], [i])[0]) for i in range(5)] == [8, 8, 8, 3, 3]
+    assert [int(tokens_of(sampler, logits, [0], [i])[0]) for i in range(5)] == [8, 8, 8, 3, 3]
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 4}, {"top_p": 0.5}, {"presence_penalty": 1.0}])
@@ -176,8 +176,8 @@ def test_bad_rows_give_token_0_and_leave_the_others_alone(params):
     logits[2] = -torch.inf
     logits[3, 4] = torch.inf
     sampler = make_sampler(opens, vocab_size=VOCAB)
-    tokens, bad = sampler.sample_checked(logits, [0, 1, 2, 3, 4], [0] * 5)
-    assert bad.tolist() == sampler.bad_rows(logits).tolist() == [False, True, True, True, False]
+    tokens, bad = sampler.sample(logits, [0, 1, 2, 3, 4], [0] * 5)
+    assert bad.tolist() == [False, True, True, True, False]
     good = sample_one(opens[0], logits[0], 0)
     assert tokens.tolist() == [good, 0, 0, 0, good]
 
@@ -186,7 +186,7 @@ def test_logits_are_left_as_they_are():
     opens = [slot_open(i, prompt=[1], eos=EOS, **p) for i, p in enumerate(PARAMS)]
     logits = torch.stack([logits_for(i) for i in range(len(PARAMS))])
     before = logits.clone()
-    make_sampler(opens, vocab_size=VOCAB).sample(logits, list(range(len(PARAMS))), [0] * len(PARAMS))
+    tokens_of(make_sampler(opens, vocab_size=VOCAB), logits, list(range(len(PARAMS))), [0] * len(PARAMS))
     assert torch.equal(logits, before)
 
 

@@ -24,18 +24,13 @@ class OutsideDomain(ValueError):
     """The prompt has no single right answer; the message says why."""
 
 
-def expected_continuation(prompt_ids: Sequence[int], n: int) -> list[int]:
-    """The `n` tokens greedy decoding gives after `prompt_ids` (fewer where it says <eos>, which is then the last).
+def continuation(prompt_ids: Sequence[int], n: int, *, ignore_eos: bool = False) -> list[int]:
+    """The `n` tokens that greedy decoding gives after `prompt_ids`; it ends with the first <eos> unless `ignore_eos`.
 
     Exact for prompts that start with <bos>, hold no other <bos> or <pad>, and where every token that the answer asks
     for has been followed by one and the same token (keys given once; values may repeat where nothing asks for them).
     Anything else raises `OutsideDomain`. Holds up to the model's context, temperature 0, any batch, bf16 and fp32.
     """
-    return continuation(prompt_ids, n, ignore_eos=False)
-
-
-def continuation(prompt_ids: Sequence[int], n: int, *, ignore_eos: bool) -> list[int]:
-    """`expected_continuation`; with `ignore_eos` it goes on behind <eos>, always `n` tokens."""
     _check_prompt(prompt_ids)
     followers = _followers(prompt_ids)
     ids = list(prompt_ids)

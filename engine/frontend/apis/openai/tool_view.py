@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.frontend.apis.openai.view import ChatView, delta_of
 from engine.text.sample import TextOutput
-from engine.text.tool_calls import Arguments, CallBegins, Part, Text, ToolCalls
+from engine.text.tool_calls import Arguments, CallBegins, Part, PlainText, ToolCalls
 
 
 class ToolChatView(ChatView):
@@ -22,7 +22,7 @@ class ToolChatView(ChatView):
         reader = self._reader()
         parts = reader.feed(output.text) + reader.end()
         if reader.num_calls:
-            text = "".join(part.text for part in parts if isinstance(part, Text))
+            text = "".join(part.text for part in parts if isinstance(part, PlainText))
             choice["message"] |= {"content": text or None, "tool_calls": self._whole_calls(parts)}
         return _with_reason(choice, reader)
 
@@ -31,7 +31,7 @@ class ToolChatView(ChatView):
         parts = reader.feed(output.text)
         if output.tokens.finish is not None:
             parts += reader.end()
-        plain = "".join(part.text for part in parts if isinstance(part, Text))
+        plain = "".join(part.text for part in parts if isinstance(part, PlainText))
         output = TextOutput(
             text=plain,
             tokens=output.tokens,
@@ -39,7 +39,7 @@ class ToolChatView(ChatView):
             input_logprob_texts=output.input_logprob_texts,
         )
         deltas = super()._deltas(index, output)
-        calls = [delta_of(index, {"tool_calls": [self._delta(p)]}) for p in parts if not isinstance(p, Text)]
+        calls = [delta_of(index, {"tool_calls": [self._delta(p)]}) for p in parts if not isinstance(p, PlainText)]
         if output.tokens.finish is None:
             return deltas + calls
         return [*deltas[:-1], *calls, _with_reason(deltas[-1], reader)]

@@ -1,26 +1,35 @@
-"""Decode steps on a CPU as tapes (engine/kernels/tape.py): recorded at the first step of a batch size, then played.
+"""Decode steps on a CPU as tapes (tape.py): recorded at the first step of a batch size, then played.
 
-A tape knows only what C kernels do, and reuses its workspace in turns. That a model's layers are nothing but kernels, and
-need no more at once, is not believed but seen: the first two steps of a size are computed without the tape as well, which
-is what counts, and unless the second one's bits are equal that size has no tape from then on. Embeddings and positions come from torch each time and are copied to where the tape reads them; pages and lengths
-are told to the attention kernel as in any step.
-
-Must not know requests, nor who attends.
+A tape holds only what C kernels do, and reuses its workspace in turns. Whether a model's layers are nothing but kernels is
+checked: the first two steps of a size are computed without the tape as well, and count. If the second one's bits differ,
+that size has no tape. Embeddings and positions come from torch each time and are copied to where the tape reads them;
+the attention kernel receives pages and lengths as in any step. Knows neither requests nor attention backends.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.core.plan import Plan
 from engine.kernels.tape import Tape, Workspace, tape_library
-from engine.models.causal_lm import Attend, Begun, CausalLM
 
 MOST_ROWS = 64  # of larger batches Python's share is small
 
 log = logging.getLogger(__name__)
+
+Begun = tuple[Tensor, ...]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Layered(Protocol):
+    """The part of a model (engine/models/causal_lm.py) that is used here."""
+
+    def begin(self, input_ids: Tensor, positions: Tensor) -> Begun: ...
+
+    def layers(self, begun: Begun, attend: Attend) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -45,16 +54,16 @@ class DecodeTapes:
     def __init__(self) -> None:
         self._workspace = Workspace(MOST_ROWS)
         self._tapes: dict[int, _Recorded | None] = {}
-        self.num_plays = 0
 
     def forget(self) -> None:
         """The next step may be another model's."""
         self._tapes = {}
 
-    def takes(self, plan: Plan) -> bool:
-        return not plan.extend and len(plan.items) <= MOST_ROWS
+    def takes(self, num_rows: int) -> bool:
+        """Whether a decode step of so many requests can be recorded."""
+        return num_rows <= MOST_ROWS
 
-    def forward(self, model: CausalLM, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, model: Layered, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """`model.forward` of a step that `takes` said yes to; the attention backend has begun it."""
         begun, size = model.begin(input_ids, positions), len(input_ids)
         if size not in self._tapes:
@@ -64,12 +73,11 @@ class DecodeTapes:
         if recorded is None:
             return model.layers(begun, attend)
         played = recorded.play(begun)
-        self.num_plays += 1
         if recorded.seen:
             return played
         return self._compare(size, recorded, played, model.layers(begun, attend))
 
-    def _record(self, model: CausalLM, begun: Begun, attend: Attend) -> _Recorded:
+    def _record(self, model: Layered, begun: Begun, attend: Attend) -> _Recorded:
         own = tuple(x.clone() for x in begun)
         tape = Tape(self._workspace)
         with tape.recording():

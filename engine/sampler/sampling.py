@@ -1,22 +1,22 @@
-"""Draws one token a row from logits under temperature, top_k, top_p, min_p. Pure tensor functions of their arguments.
+"""Samples one token a row from logits under temperature, top_k, top_p, min_p. Pure tensor functions of their arguments.
 
 Order of the filters: temperature, then top_k, then top_p over what top_k left (renormalised), then min_p relative to
 the best token; as in Hugging Face's generate and vLLM. Of equal logits the lower token id ranks first: without a fixed
-order of ties, a draw would depend on how many rows were sorted together.
+order of ties, a sample would depend on how many rows were sorted together.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from engine.executor.gumbel import gumbel_noise
+from engine.sampler.gumbel import gumbel_noise
 
 BLOCK_ELEMENTS = 1 << 18  # rows x vocabulary worked on at once on CPU: what stays in a core's L2 cache
 NUCLEUS_CANDIDATES = (512, 8192)  # ranked on CPU before the whole vocabulary: few nuclei are wider
 
 
 @dataclass(frozen=True, slots=True)
-class DrawParams:
+class FilterParams:
     """Parameters of n rows, each [n, 1] on the device. `top_k` int64 (vocabulary size or more: off); rest float32."""
 
     temperature: torch.Tensor
@@ -24,37 +24,37 @@ class DrawParams:
     top_p: torch.Tensor
     log_min_p: torch.Tensor
 
-    def rows(self, at: slice | torch.Tensor) -> "DrawParams":
-        return DrawParams(self.temperature[at], self.top_k[at], self.top_p[at], self.log_min_p[at])
+    def rows(self, at: slice | torch.Tensor) -> "FilterParams":
+        return FilterParams(self.temperature[at], self.top_k[at], self.top_p[at], self.log_min_p[at])
 
 
-def draw_any(logits: torch.Tensor, best: torch.Tensor, params: DrawParams, keys: torch.Tensor) -> torch.Tensor:
+def sample_any(logits: torch.Tensor, best: torch.Tensor, params: FilterParams, keys: torch.Tensor) -> torch.Tensor:
     """[n] tokens; top_k and top_p are off. logits [n, V] float32; best [n, 1]: row maxima; keys [n, 1] int64."""
     size = _rows_per_block(logits)
     ids = torch.arange(logits.shape[1], device=logits.device)[None]
     blocks = (slice(i, i + size) for i in range(0, len(logits), size))
-    return torch.cat([_draw_block(logits[b], best[b], params.rows(b), keys[b], ids) for b in blocks])
+    return torch.cat([_sample_block(logits[b], best[b], params.rows(b), keys[b], ids) for b in blocks])
 
 
-def draw_top_k(
-    logits: torch.Tensor, best: torch.Tensor, params: DrawParams, keys: torch.Tensor, *, most: int
+def sample_top_k(
+    logits: torch.Tensor, best: torch.Tensor, params: FilterParams, keys: torch.Tensor, *, most: int
 ) -> torch.Tensor:
     """[n] tokens; every row has a top_k, none above `most`."""
     ids, scaled = _ranked(logits, best, params, min(most, logits.shape[1]))
     weights = scaled.double().exp()
     running = weights.cumsum(-1)
     total = running.gather(1, params.top_k.clamp(max=ids.shape[1]) - 1)
-    return _pick(ids, scaled, params, keys, above=running - weights, total=total)
+    return _sample_kept(ids, scaled, params, keys, above=running - weights, total=total)
 
 
-def draw_nucleus(logits: torch.Tensor, best: torch.Tensor, params: DrawParams, keys: torch.Tensor) -> torch.Tensor:
+def sample_top_p(logits: torch.Tensor, best: torch.Tensor, params: FilterParams, keys: torch.Tensor) -> torch.Tensor:
     """[n] tokens; top_k is off, top_p is on."""
     total = (logits - best).div_(params.temperature).exp_().sum(-1, dtype=torch.float64, keepdim=True)
     rows = torch.arange(len(logits), device=logits.device)
     tokens = torch.empty_like(rows)
     for most in _widths(logits):
         one = (logits[rows], best[rows], params.rows(rows), keys[rows], total[rows])
-        tokens[rows], covered = _draw_nucleus_of(*one, most=most)
+        tokens[rows], covered = _top_p_of(*one, most=most)
         if most == logits.shape[1] or covered.all():
             break
         rows = rows[~covered]
@@ -68,25 +68,25 @@ def _widths(logits: torch.Tensor) -> list[int]:
     return [n for n in tries if n < vocab_size] + [vocab_size]
 
 
-def _draw_nucleus_of(
+def _top_p_of(
     logits: torch.Tensor,
     best: torch.Tensor,
-    params: DrawParams,
+    params: FilterParams,
     keys: torch.Tensor,
     total: torch.Tensor,
     *,
     most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n] tokens drawn from the `most` best, and [n] whether these hold the whole nucleus (else draw again)."""
+    """[n] tokens sampled from the `most` best, and [n] whether these hold the whole nucleus (else sample again)."""
     ids, scaled = _ranked(logits, best, params, most)
     weights = scaled.double().exp()
     running = weights.cumsum(-1)
     covered = running[:, -1] >= (params.top_p * total)[:, 0]
-    return _pick(ids, scaled, params, keys, above=running - weights, total=total), covered
+    return _sample_kept(ids, scaled, params, keys, above=running - weights, total=total), covered
 
 
-def _draw_block(
-    logits: torch.Tensor, best: torch.Tensor, params: DrawParams, keys: torch.Tensor, ids: torch.Tensor
+def _sample_block(
+    logits: torch.Tensor, best: torch.Tensor, params: FilterParams, keys: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     scaled = (logits - best).div_(params.temperature)
     scaled.masked_fill_(scaled < params.log_min_p, -torch.inf)
@@ -94,7 +94,7 @@ def _draw_block(
 
 
 def _ranked(
-    logits: torch.Tensor, best: torch.Tensor, params: DrawParams, most: int
+    logits: torch.Tensor, best: torch.Tensor, params: FilterParams, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [n, most], best first, and (logit - best) / temperature of each.
 
@@ -108,10 +108,10 @@ def _ranked(
     return ids, gap.gather(1, ids).neg_().div_(params.temperature)
 
 
-def _pick(
+def _sample_kept(
     ids: torch.Tensor,
     scaled: torch.Tensor,
-    params: DrawParams,
+    params: FilterParams,
     keys: torch.Tensor,
     *,
     above: torch.Tensor,

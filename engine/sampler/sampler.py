@@ -1,7 +1,7 @@
 """From logits to tokens: owns what a slot's sampling needs between steps. Knows slots, not requests or pages.
 
-One step: edit the logits (penalties, logit_bias, min_new_tokens, then a grammar's mask), draw, count what was drawn. A batch that is greedy
-and edits nothing only takes the row maxima. On a GPU nothing here waits for the device.
+One step: edit the logits (penalties, logit_bias, min_new_tokens, then a grammar's mask),
+sample, count what was sampled. A batch that is greedy and edits nothing only takes the row maxima. On a GPU nothing here waits for the device.
 """
 
 import math
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from engine.core.plan import SlotOpen
-from engine.executor.draw import DrawParams, draw_any, draw_nucleus, draw_top_k
-from engine.executor.gumbel import draw_keys
-from engine.executor.penalties import Penalties, PenaltyRows
-from engine.executor.row_max import row_max
-from engine.executor.token_mask import TokenMask
 from engine.kv.upload import upload
+from engine.sampler.gumbel import sample_keys
+from engine.sampler.penalties import Penalties, PenaltyRows
+from engine.sampler.row_max import row_max
+from engine.sampler.sampling import FilterParams, sample_any, sample_top_k, sample_top_p
+from engine.sampler.token_mask import TokenMask
 
 
 class Sampler:
@@ -44,14 +44,7 @@ class Sampler:
         self._batch = None
         self._penalties.close(slot)
 
-    def sample(self, logits: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> torch.Tensor:
-        """[n] int64 tokens. logits [n, V] float32, left as they are; output_lens: tokens each slot generated before.
-
-        Rows without a usable logit (see `bad_rows`) give token 0.
-        """
-        return self.sample_checked(logits, slots, output_lens)[0]
-
-    def sample_checked(
+    def sample(
         self,
         logits: torch.Tensor,
         slots: Sequence[int],
@@ -59,7 +52,11 @@ class Sampler:
         *,
         mask: TokenMask | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sample` and `bad_rows` from one look at the logits: ([n] int64, [n] bool). `mask`: what may be drawn."""
+        """Sample a token for each row: ([n] int64, [n] bool whether the row was bad).
+
+        logits [n, V] float32, left as they are; `output_lens`: tokens that each slot has generated before;
+        `mask`: the tokens that a grammar allows. A row with a NaN or +inf, or with nothing but -inf, is bad: token 0.
+        """
         assert logits.shape == (len(slots), self._vocab_size), (logits.shape, len(slots), self._vocab_size)
         assert logits.dtype == torch.float32, logits.dtype
         batch = self._batch_of(slots)
@@ -70,15 +67,11 @@ class Sampler:
             edited = mask.apply(edited, fallback=logits)
         if edited is not logits:
             values, indices = row_max(edited)
-        tokens = self._drawn(edited, values[:, None], indices, batch, output_lens)
+        tokens = self._sampled(edited, values[:, None], indices, batch, output_lens)
         tokens = tokens.masked_fill(bad, 0)
         if batch.penalties is not None:
             self._penalties.count(tokens, batch.penalties)
         return tokens, bad
-
-    def bad_rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """[n] bool: rows with a NaN or +inf, or with nothing but -inf."""
-        return ~logits.amax(-1).isfinite()
 
     def _edited(self, logits: torch.Tensor, batch: "_Batch", output_lens: Sequence[int]) -> torch.Tensor:
         """`logits` itself when no row changes, else a changed copy."""
@@ -95,7 +88,7 @@ class Sampler:
             logits[rows, ids] = -torch.inf
         return logits
 
-    def _drawn(
+    def _sampled(
         self,
         logits: torch.Tensor,
         best: torch.Tensor,
@@ -105,12 +98,12 @@ class Sampler:
     ) -> torch.Tensor:
         tokens = greedy
         for group in batch.groups:
-            keys = draw_keys(group.seeds, [output_lens[i] for i in group.at])
+            keys = sample_keys(group.seeds, [output_lens[i] for i in group.at])
             keys_t = self._upload(keys, torch.int64)[:, None]
             if group.rows is None:
-                return group.draw(logits, best, keys_t)
-            drawn = group.draw(logits[group.rows], best[group.rows], keys_t)
-            tokens = tokens.index_copy(0, group.rows, drawn)
+                return group.sample(logits, best, keys_t)
+            sampled = group.sample(logits[group.rows], best[group.rows], keys_t)
+            tokens = tokens.index_copy(0, group.rows, sampled)
         return tokens
 
     def _batch_of(self, slots: Sequence[int]) -> "_Batch":
@@ -140,7 +133,7 @@ class Sampler:
         )
 
     def _groups(self, opens: list[SlotOpen]) -> list["_Group"]:
-        """The rows that are drawn, by the way they are drawn."""
+        """The sampled (not greedy) rows, by filter."""
         kinds: dict[str, list[int]] = {"any": [], "top_k": [], "nucleus": []}
         for i, s in enumerate(opens):
             if not s.sampling.greedy:
@@ -162,7 +155,7 @@ class Sampler:
             rows=None if len(at) == len(opens) else self._upload(at, torch.int64),
             seeds=[_seed(opens[i]) for i in at],
             most=max(top_k),
-            params=DrawParams(
+            params=FilterParams(
                 temperature=self._upload([p.temperature for p in params], torch.float32)[:, None],
                 top_k=self._upload(top_k, torch.int64)[:, None],
                 top_p=self._upload([p.top_p for p in params], torch.float32)[:, None],
@@ -185,21 +178,21 @@ class _Bias:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows `at` of a batch (None in `rows`: all of them, in order), drawn in one way."""
+    """Rows `at` of a batch (None in `rows`: all of them, in order), sampled with one filter."""
 
     kind: str
     at: list[int]
     rows: torch.Tensor | None
     seeds: list[int]
     most: int
-    params: DrawParams
+    params: FilterParams
 
-    def draw(self, logits: torch.Tensor, best: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, best: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         if self.kind == "any":
-            return draw_any(logits, best, self.params, keys)
+            return sample_any(logits, best, self.params, keys)
         if self.kind == "top_k":
-            return draw_top_k(logits, best, self.params, keys, most=self.most)
-        return draw_nucleus(logits, best, self.params, keys)
+            return sample_top_k(logits, best, self.params, keys, most=self.most)
+        return sample_top_p(logits, best, self.params, keys)
 
 
 @dataclass(frozen=True, slots=True)

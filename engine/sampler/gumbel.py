@@ -1,7 +1,7 @@
-"""Noise for drawing tokens: a pure function of (seed, position, token id). No generator state, no batch, no device.
+"""Noise for sampling tokens: a pure function of (seed, position, token id). No generator state, no batch, no device.
 
-A draw is argmax(logit / temperature + noise) (the Gumbel-max trick), so it is the same in whatever batch, process or
-retraction the token is drawn, and small numeric differences of the logits move it only when two scores nearly tie.
+A sample is argmax(logit / temperature + noise) (the Gumbel-max trick), so it is the same in whatever batch, process or
+retraction the token is sampled, and small numeric differences of the logits move it only when two scores nearly tie.
 The mixing is SplitMix64's finaliser (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
 """
 
@@ -15,8 +15,8 @@ _MUL_1 = 0xBF58476D1CE4E5B9
 _MUL_2 = 0x94D049BB133111EB
 
 
-def draw_keys(seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """One signed 64-bit key for each draw. `positions`: output tokens before the draw."""
+def sample_keys(seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
+    """One signed 64-bit key for each sample. `positions`: output tokens before it."""
     return [_signed(_mix(_mix(seed & _MASK) + (at + 1) * _GOLDEN)) for seed, at in zip(seeds, positions, strict=True)]
 
 

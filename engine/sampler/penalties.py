@@ -77,7 +77,7 @@ class Penalties:
         logits.index_copy_(0, which.rows, x)
 
     def count(self, tokens: torch.Tensor, which: PenaltyRows) -> None:
-        """Count the tokens just drawn ([n] of the whole batch), on the device."""
+        """Count the tokens just sampled ([n] of the whole batch), on the device."""
         at = (which.states, tokens.index_select(0, which.rows))
         self._counts[at] += 1  # states are distinct: no accumulation needed
         self._seen[at] = True
