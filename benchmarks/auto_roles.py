@@ -21,13 +21,13 @@ from tqdm import tqdm
 
 from deploy.bench.environment import describe
 from deploy.bench.trace import read_trace
-from deploy.plan.config import PlanConfig
-from deploy.plan.goodput import Slo, judged
-from deploy.plan.layout import Layout, parse_layout
-from deploy.plan.role_moves import AutoSpec
-from deploy.plan.step_time import Fitted
-from deploy.plan.study import Study, run_layout, study_of
-from deploy.plan.workload import Lengths, Phase, from_phases, from_trace
+from planner.config import PlanConfig
+from planner.goodput import Slo, judged
+from planner.layout import Layout, parse_layout
+from planner.role_moves import AutoSpec
+from planner.step_time import Fitted
+from planner.study import Study, run_layout, study_of
+from planner.workload import Lengths, Phase, from_phases, from_trace
 from router.roles.controller import Rules
 from router.roles.demand import Goals
 

@@ -35,12 +35,12 @@ from deploy.bench.config import BenchConfig
 from deploy.bench.report import table
 from deploy.bench.run import measure
 from deploy.bench.stats import Record, Summary, summarize
-from deploy.plan.cluster import PlannedCluster
-from deploy.plan.config import PlanConfig
-from deploy.plan.fit import Fit, Handover, fit, fit_handover
-from deploy.plan.hardware import Profile, describe
-from deploy.plan.layout import Layout, parse_layout
-from deploy.plan.study import cluster_spec, study_of
+from planner.cluster import PlannedCluster
+from planner.config import PlanConfig
+from planner.fit import Fit, Handover, fit, fit_handover
+from planner.hardware import Profile, describe
+from planner.layout import Layout, parse_layout
+from planner.study import cluster_spec, study_of
 
 LAYOUTS = ("1U", "1P1D")
 ALONE = {"concurrency": 1, "num_requests": 20, "input_len": 1024, "random_range_ratio": 0.05, "output_len": 16}

@@ -24,7 +24,7 @@ COMMANDS: Mapping[str, Command] = {
     "bootstrap": Command("deploy.commands.bootstrap", "run a bootstrap server on its own"),
     "trace": Command("deploy.commands.trace", "write where the time of requests went, for Perfetto"),
     "bench": Command("deploy.commands.bench", "put load on any OpenAI-compatible server and report latencies"),
-    "plan": Command("deploy.commands.plan", "find the cluster with the best goodput per GPU, by simulation"),
+    "plan": Command("planner.command", "find the cluster with the best goodput per GPU, by simulation"),
 }
 
 # Errors of the operator's making, by class name: the packages that define them are not imported here.

@@ -11,4 +11,5 @@ PACKAGES = (
     "transfer_backends",
     "service",
     "deploy",
+    "planner",
 )

@@ -24,7 +24,7 @@ from tests.packages import PACKAGES, ROOT
 
 REPORT = ROOT / "docs/reports/house.md"
 LONG_FUNCTION = 70  # lines
-DRAWN = ("router", "engine", "transfer_backends", "disagg", "service")  # packages whose arrows are counted
+DRAWN = ("router", "engine", "transfer_backends", "disagg", "service", "planner")  # packages whose arrows are counted
 # The review of b1211d6, before the renovation: its figures, as it gives them.
 BEFORE = {
     "product: lines": "45,533",

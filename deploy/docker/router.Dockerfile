@@ -18,6 +18,7 @@ COPY engine ./engine
 COPY router ./router
 COPY disagg ./disagg
 COPY deploy ./deploy
+COPY planner ./planner
 RUN pip install --no-deps --force-reinstall .
 
 FROM ${PYTHON_IMAGE}

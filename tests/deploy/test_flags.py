@@ -11,9 +11,9 @@ from deploy.bench.config import BenchConfig
 from deploy.commands.trace import TraceConfig
 from deploy.flags import Parser, add_flags, config_from, flags_of, given_argv
 from deploy.launcher.config import ClusterConfig
-from deploy.plan.config import PlanConfig
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
+from planner.config import PlanConfig
 from router.config import RouterConfig
 from service.flags import ConfigError, FlagSet, flag, option_of, spec_of, values_by_name
 

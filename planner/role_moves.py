@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from deploy.plan.placed import Placed
-from deploy.plan.timeline import Timeline
 from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.messages import StateReply
+from planner.placed import Placed
+from planner.timeline import Timeline
 from router.pool.reports import parse_load
 from router.pool.states import Check
 from router.pool.worker import Role, Worker
@@ -45,7 +45,7 @@ class Moved:
 
 
 class Fleet(Protocol):
-    """deploy/plan/cluster.py."""
+    """planner/cluster.py."""
 
     def pools(self) -> dict[str, list[Placed]]: ...
 

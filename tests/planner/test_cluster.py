@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.plan.planned import (
+from tests.planner.planned import (
     CONTROL_S,
     LATENCY_S,
     LINK,

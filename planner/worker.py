@@ -8,11 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.plan.executor import TimedExecutor, WorkerClock
-from deploy.plan.host import Host
-from deploy.plan.step_time import StepTime
-from deploy.plan.timeline import Timeline
-from deploy.plan.transfer import End, Link, Network, Receivers, Senders
 from disagg.config import DisaggConfig
 from disagg.decode_role import DecodeRole
 from disagg.metadata import MetadataBuffers
@@ -33,6 +28,11 @@ from engine.loop.turn_clock import TurnClock
 from engine.messages import GetState, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.resolve import depth, limits
 from engine.sampling_params import SamplingParams
+from planner.executor import TimedExecutor, WorkerClock
+from planner.host import Host
+from planner.step_time import StepTime
+from planner.timeline import Timeline
+from planner.transfer import End, Link, Network, Receivers, Senders
 
 Say = Callable[[list[TokenOutput], float], None]  # (outputs, when)
 NEVER_S = 1e12  # no timeout of a role strikes in a plan: who comes too late is counted by the SLOs

@@ -5,9 +5,9 @@ It stands where engine/executor/executor.py stands. Tokens are all the same: len
 
 from dataclasses import dataclass
 
-from deploy.plan.host import Host
-from deploy.plan.step_time import StepTime, load_of
 from engine.core.plan import ItemResult, Plan, StepResult
+from planner.host import Host
+from planner.step_time import StepTime, load_of
 
 TOKEN = 1
 _DRAWN, _SILENT = ItemResult(token=TOKEN), ItemResult(token=None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deploy.bench.trace import TraceEntry, read_trace
 from deploy.bench.workload import TRACE_BLOCK_TOKENS
-from deploy.plan.config import PlanConfig
+from planner.config import PlanConfig
 
 FIRST_BLOCK = 2  # token ids: 1 is what the executor draws
 FIRST_OWN = 1 << 40  # of blocks that belong to one request alone

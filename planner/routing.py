@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from deploy.plan.workload import Asked
+from planner.workload import Asked
 from router.choice.chooser import Chooser, cost_tokens, make_chooser
 from router.choice.policies import Ask
 from router.choice.prefix_keys import BLOCK_TOKENS

@@ -6,16 +6,16 @@ from functools import cache
 import pytest
 
 from benchmarks.auto_roles import auto_spec, day_and_night, run
-from deploy.plan.cluster import PlannedCluster
-from deploy.plan.goodput import Slo
-from deploy.plan.layout import parse_layout
-from deploy.plan.role_moves import AutoSpec
-from deploy.plan.step_time import Fitted
-from deploy.plan.workload import Asked, Lengths, Phase, from_phases
+from planner.cluster import PlannedCluster
+from planner.goodput import Slo
+from planner.layout import parse_layout
+from planner.role_moves import AutoSpec
+from planner.step_time import Fitted
+from planner.workload import Asked, Lengths, Phase, from_phases
 from router.pool.worker import Role
 from router.roles.controller import Rules
 from router.roles.demand import Goals
-from tests.plan.planned import asked, assert_at_rest, cluster
+from tests.planner.planned import asked, assert_at_rest, cluster
 
 FOREVER = float("inf")
 SLOW = Fitted(

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.plan.config import PlanConfig
-from deploy.plan.run import Outcome
+from planner.config import PlanConfig
+from planner.run import Outcome
 from service.flags import ConfigError
 
 FORMATS = (".png", ".svg", ".pdf")

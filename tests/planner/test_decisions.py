@@ -7,13 +7,13 @@ import pytest
 
 from deploy.bench.stats import Record
 from deploy.bench.trace import TraceEntry
-from deploy.plan.goodput import NEAR, Grid, Point, Search, Slo, point_of
-from deploy.plan.gpus import GPUS, Gpu
-from deploy.plan.layout import Layout, candidates, parse_layout
-from deploy.plan.shape import Shape
-from deploy.plan.step_time import Efficiency, Fitted, Roofline, StepLoad, load_of
-from deploy.plan.workload import FIRST_OWN, Lengths, from_lengths, from_trace
 from engine.core.plan import Plan, PlanItem
+from planner.goodput import NEAR, Grid, Point, Search, Slo, point_of
+from planner.gpus import GPUS, Gpu
+from planner.layout import Layout, candidates, parse_layout
+from planner.shape import Shape
+from planner.step_time import Efficiency, Fitted, Roofline, StepLoad, load_of
+from planner.workload import FIRST_OWN, Lengths, from_lengths, from_trace
 from service.flags import ConfigError
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1, itl_s=None, share=0.9)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from deploy.plan.worker import PlanWorker
+from planner.worker import PlanWorker
 
 
 class Placed:

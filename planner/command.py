@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.flags import Parser, add_flags, config_from
-from deploy.plan.config import PlanConfig, check_plan
+from planner.config import PlanConfig, check_plan
 from service.flags import ConfigError
 
 
@@ -33,10 +33,10 @@ def build_parser() -> Parser:
 
 def _plan(config: PlanConfig) -> int:
     from deploy.bench.environment import describe
-    from deploy.plan.plot import check_plot, draw
-    from deploy.plan.report import report_json, report_text
-    from deploy.plan.run import run_plan
-    from deploy.plan.study import study_of
+    from planner.plot import check_plot, draw
+    from planner.report import report_json, report_text
+    from planner.run import run_plan
+    from planner.study import study_of
 
     if config.plot:
         check_plot(config.plot)

@@ -1,9 +1,9 @@
 """What fits into the memory of a worker's GPUs: weights, then KV. Pure."""
 
-from deploy.plan.shape import Shape
-from deploy.plan.step_time import kv_copies
 from engine.config import EngineConfig
 from engine.resolve import num_pages
+from planner.shape import Shape
+from planner.step_time import kv_copies
 from service.flags import ConfigError
 
 DEGREES = (1, 2, 4, 8, 16, 32)

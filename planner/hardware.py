@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.plan.config import PlanConfig
-from deploy.plan.fit import Fit, Handover, fit, fit_handover, read_pair, read_records
-from deploy.plan.gpus import GPUS, Gpu
-from deploy.plan.shape import Shape
-from deploy.plan.step_time import Efficiency, Fitted, Roofline, StepTime
+from planner.config import PlanConfig
+from planner.fit import Fit, Handover, fit, fit_handover, read_pair, read_records
+from planner.gpus import GPUS, Gpu
+from planner.shape import Shape
+from planner.step_time import Efficiency, Fitted, Roofline, StepTime
 from service.flags import ConfigError
 
 # Assumed where neither a flag nor a profile says better.

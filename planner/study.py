@@ -10,20 +10,20 @@ from pathlib import Path
 from statistics import mean
 
 from deploy.bench.stats import Record
-from deploy.plan.cluster import ClusterSpec, PlannedCluster
-from deploy.plan.config import PlanConfig
-from deploy.plan.goodput import Point, Slo, point_of
-from deploy.plan.hardware import Hardware, hardware_of, profile_of
-from deploy.plan.layout import Layout, candidates, parse_layout
-from deploy.plan.memory import kv_pages
-from deploy.plan.role_moves import AutoSpec
-from deploy.plan.shape import Shape, shape_of
-from deploy.plan.step_time import StepLoad
-from deploy.plan.worker import WorkerSpec
-from deploy.plan.workload import Asked, workload_of
 from engine.config import EngineConfig
 from engine.model_config import load_model_config
 from engine.resolve import resolve
+from planner.cluster import ClusterSpec, PlannedCluster
+from planner.config import PlanConfig
+from planner.goodput import Point, Slo, point_of
+from planner.hardware import Hardware, hardware_of, profile_of
+from planner.layout import Layout, candidates, parse_layout
+from planner.memory import kv_pages
+from planner.role_moves import AutoSpec
+from planner.shape import Shape, shape_of
+from planner.step_time import StepLoad
+from planner.worker import WorkerSpec
+from planner.workload import Asked, workload_of
 from service.flags import ConfigError
 
 GUESSED_BATCH = 32

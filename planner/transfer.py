@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deploy.plan.host import Host
-from deploy.plan.timeline import Timeline
 from disagg.metadata import MetadataBuffers
+from planner.host import Host
+from planner.timeline import Timeline
 from transfer_backends.contract import Gate, RecomputeRequest, Work
 from transfer_backends.kvpoll import KVPoll
 

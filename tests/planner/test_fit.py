@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from deploy.bench.stats import Record
-from deploy.plan.fit import fit, fit_handover, quiet_stretches, read_records
-from deploy.plan.step_time import StepLoad
+from planner.fit import fit, fit_handover, quiet_stretches, read_records
+from planner.step_time import StepLoad
 from service.flags import ConfigError
-from tests.plan.planned import (
+from tests.planner.planned import (
     CONTROL_S,
     LATENCY_S,
     LINK,

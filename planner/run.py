@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from deploy.plan.config import PlanConfig
-from deploy.plan.goodput import Grid, Point, Search
-from deploy.plan.layout import Layout
-from deploy.plan.pool import Pool
-from deploy.plan.study import Study, guess_rate
+from planner.config import PlanConfig
+from planner.goodput import Grid, Point, Search
+from planner.layout import Layout
+from planner.pool import Pool
+from planner.study import Study, guess_rate
 
 
 @dataclass(frozen=True, slots=True, eq=False)

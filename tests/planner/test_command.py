@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from deploy.cli import main
-from deploy.plan.config import PlanConfig
-from deploy.plan.fit import Report, ReportTarget
-from deploy.plan.study import cluster_spec, study_of, try_rate
 from engine.model_config import DEFAULT_MODEL_PATH
-from tests.plan.planned import LINK, STEP_TIME, asked, cluster
-from tests.plan.test_fit import one_after_another, together
+from planner.config import PlanConfig
+from planner.fit import Report, ReportTarget
+from planner.study import cluster_spec, study_of, try_rate
+from tests.planner.planned import LINK, STEP_TIME, asked, cluster
+from tests.planner.test_fit import one_after_another, together
 
 MODEL = ["--model-path", DEFAULT_MODEL_PATH]
 LOAD = ["--num-requests", "40", "--input-len", "400", "--output-len", "20", "--disable-progress"]
@@ -243,14 +243,14 @@ def test_a_trace_with_nonsense_in_it(
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import sys; import deploy.plan.child, deploy.plan.report; sys.exit('torch' in sys.modules)"
+    code = "import sys; import planner.child, planner.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_a_child_that_dies_is_no_riddle(tmp_path: Path) -> None:
     """Its end is an error of the run, and no process is left behind."""
-    from deploy.plan.layout import parse_layout
-    from deploy.plan.pool import Pool
+    from planner.layout import parse_layout
+    from planner.pool import Pool
 
     with Pool(PlanConfig(model_path=str(tmp_path), gpu="L4"), jobs=1) as pool:
         with pytest.raises(RuntimeError, match=r"^the run of 1U at 1 failed"):

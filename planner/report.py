@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from deploy.bench.report import table
-from deploy.plan.config import PlanConfig
-from deploy.plan.run import Outcome
-from deploy.plan.study import Study
+from planner.config import PlanConfig
+from planner.run import Outcome
+from planner.study import Study
 
 LONG = 5  # limits of TTFT
 HEADER = ("layout", "req/s/GPU", "good", "TTFT ms", "TPOT ms", "cached", "busy")

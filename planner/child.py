@@ -1,6 +1,6 @@
 """A process that computes runs of one plan: the flags come as the first line on stdin, then a line a run, until it ends.
 
-usage: python -m deploy.plan.child      (deploy/plan/pool.py is its only caller)
+usage: python -m planner.child      (planner/pool.py is its only caller)
 """
 
 import sys
@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import msgspec
 
-from deploy.plan.config import PlanConfig
-from deploy.plan.layout import parse_layout
-from deploy.plan.study import study_of, try_rate
+from planner.config import PlanConfig
+from planner.layout import parse_layout
+from planner.study import study_of, try_rate
 
 
 class Run(msgspec.Struct):

@@ -1,12 +1,12 @@
 """Small planned clusters for tests: a model of 1 MB a KV page, workers with round step times."""
 
-from deploy.plan.cluster import ClusterSpec, PlannedCluster
-from deploy.plan.layout import Layout, parse_layout
-from deploy.plan.role_moves import AutoSpec
-from deploy.plan.step_time import Fitted
-from deploy.plan.worker import WorkerSpec
-from deploy.plan.workload import Asked
 from engine.config import EngineConfig
+from planner.cluster import ClusterSpec, PlannedCluster
+from planner.layout import Layout, parse_layout
+from planner.role_moves import AutoSpec
+from planner.step_time import Fitted
+from planner.worker import WorkerSpec
+from planner.workload import Asked
 
 PAGE_SIZE, PAGE_BYTES = 16, 1 << 20
 LINK = 1 << 30  # bytes a second: a page takes 1/1024 s

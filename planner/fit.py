@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from deploy.bench.stats import Record
-from deploy.plan.step_time import Fitted
+from planner.step_time import Fitted
 from service.flags import ConfigError
 
 LEAST_PREFILLS, LEAST_GAPS, MOST_STRETCHES = 8, 64, 4000

@@ -8,9 +8,9 @@ from types import TracebackType
 
 import msgspec
 
-from deploy.plan.config import PlanConfig
-from deploy.plan.goodput import Point
-from deploy.plan.layout import Layout
+from planner.config import PlanConfig
+from planner.goodput import Point
+from planner.layout import Layout
 
 
 class Pool:
@@ -53,7 +53,7 @@ class Pool:
 
 
 def _start(config: PlanConfig) -> "subprocess.Popen[bytes]":
-    argv = [sys.executable, "-m", "deploy.plan.child"]
+    argv = [sys.executable, "-P", "-m", "planner.child"]  # -P: a folder "planner" in the user's directory is not ours
     child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None
     child.stdin.write(msgspec.json.encode(config) + b"\n")

@@ -1,15 +1,15 @@
 """How long one step takes: the cost model of the executor. Pure: from what a plan asks for to seconds.
 
 Two models with one face: `Roofline` follows from a GPU's data sheet and the model's shape, `Fitted` from measurements
-(deploy/plan/fit.py). Both see only sums over the step's items (`StepLoad`).
+(planner/fit.py). Both see only sums over the step's items (`StepLoad`).
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from deploy.plan.gpus import Gpu
-from deploy.plan.shape import Shape
 from engine.core.plan import Plan
+from planner.gpus import Gpu
+from planner.shape import Shape
 
 
 @dataclass(slots=True)

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from deploy.plan.gpus import GPUS
 from engine.config import MAX_PAGE_SIZE
 from engine.core.policy import POLICIES as SCHEDULE_POLICIES
+from planner.gpus import GPUS
 from router.config import POLICIES
 from service.flags import ConfigError, FlagSet, flag
 

@@ -1,7 +1,7 @@
 """One run: a layout's workers, the requests of a workload at one rate, and when each of their tokens came.
 
-The router's own policies say where a request goes (deploy/plan/routing.py). A worker may change its role meanwhile
-(deploy/plan/role_moves.py): it gets nothing new, ends what it has, is away, and comes back empty.
+The router's own policies say where a request goes (planner/routing.py). A worker may change its role meanwhile
+(planner/role_moves.py): it gets nothing new, ends what it has, is away, and comes back empty.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from deploy.bench.stats import Record
-from deploy.plan.host import Host
-from deploy.plan.layout import Layout
-from deploy.plan.placed import Placed
-from deploy.plan.role_moves import AutoSpec, RoleMoves
-from deploy.plan.routing import Routing
-from deploy.plan.timeline import Timeline
-from deploy.plan.transfer import Network
-from deploy.plan.worker import PlanWorker, WorkerSpec
-from deploy.plan.workload import Asked
 from engine.messages import AbortRequest, Bootstrap, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
+from planner.host import Host
+from planner.layout import Layout
+from planner.placed import Placed
+from planner.role_moves import AutoSpec, RoleMoves
+from planner.routing import Routing
+from planner.timeline import Timeline
+from planner.transfer import Network
+from planner.worker import PlanWorker, WorkerSpec
+from planner.workload import Asked
 from router.pool.worker import Lease
 
 LATE = "late"

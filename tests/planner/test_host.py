@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from deploy.plan.host import Host
+from planner.host import Host
 
 
 def test_enough_cores_or_none_named_slow_nobody_down() -> None:
