@@ -12,12 +12,21 @@ from tests.machine.needs import complaint
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-E2E = Path(__file__).parent / "e2e"
+TESTS = Path(__file__).parent
+SHARED = ("e2e/shared", "hostile")  # folders whose files share servers: one process of pytest-xdist runs all of each
+LONG = (*SHARED, "e2e", "faults")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole clusters first: at the end, one process would be left alone with files of a minute each."""
-    items.sort(key=lambda item: not item.path.is_relative_to(E2E))
+    items.sort(key=lambda item: next((i for i, folder in enumerate(LONG) if _lies_in(item, folder)), len(LONG)))
+    for item in items:
+        group = next((folder for folder in SHARED if _lies_in(item, folder)), str(item.path))
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _lies_in(item: pytest.Item, folder: str) -> bool:
+    return item.path.is_relative_to(TESTS / folder)
 
 
 def pytest_configure(config: pytest.Config) -> None:

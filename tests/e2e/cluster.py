@@ -20,6 +20,8 @@ READY_S = 120.0
 END_S = 15.0
 SETTLE_S = 60.0
 POLL_S = 0.05
+# Flags of clusters with the shipped model.
+SHIPPED = ("--max-total-tokens", "65536", "--chunked-prefill-size", "256", "--log-level", "warning")
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.client import assert_all_back, session
-from tests.e2e.cluster import Cluster, cluster
-from tests.e2e.conftest import SHIPPED
+from tests.e2e.cluster import SHIPPED, Cluster, cluster
 from tests.e2e.roles import num_served, server_info, streams
 
 BATCH = 4  # requests that a decode worker runs at a time

@@ -19,8 +19,7 @@ import pytest
 from deploy.launcher.ports import free_ports
 from engine.models.recall.oracle import continuation
 from tests.e2e.client import assert_all_back, generate_all, session
-from tests.e2e.cluster import Cluster, Started, Worker, cluster, tandem, wait_until
-from tests.e2e.conftest import SHIPPED
+from tests.e2e.cluster import SHIPPED, Cluster, Started, Worker, cluster, tandem, wait_until
 from tests.e2e.leftovers import Leftovers
 from tests.e2e.workload import recall_body
 

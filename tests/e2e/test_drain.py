@@ -15,8 +15,7 @@ import pytest
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
 from tests.e2e.client import assert_all_back, session
-from tests.e2e.cluster import Cluster, cluster, tandem, wait_until
-from tests.e2e.conftest import SHIPPED
+from tests.e2e.cluster import SHIPPED, Cluster, cluster, tandem, wait_until
 from tests.e2e.leftovers import Leftovers
 from tests.e2e.roles import move, num_served, server_info, streams
 from tests.e2e.test_cluster_life import BOUNDED_S, start_load

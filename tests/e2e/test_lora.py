@@ -201,15 +201,3 @@ async def _one_side_only(c: Cluster, files: Files) -> None:
             assert (status, said["error"]["param"]) == (400, "lora_path"), said
             assert (await unload(http, worker.url, "half"))[0] == 200
         assert (await generate(http, c.router, body("one")))["output_ids"] == files.answers["one"]
-
-
-def test_without_the_flag_adapters_are_refused(nixl: Cluster) -> None:
-    asyncio.run(_refused(nixl))
-
-
-async def _refused(c: Cluster) -> None:
-    async with session() as http:
-        status, said = await post(http, f"{c.router}/generate", body("one", new=1))
-        assert status == 400 and "--enable-lora" in said["error"]["message"]
-        status, said = await load(http, c.workers[0].url, "a", "/a")
-        assert status == 400 and "--enable-lora" in said["error"]["message"]

@@ -16,8 +16,7 @@ import httpx2 as httpx
 import psutil
 
 from tests.e2e.client import assert_all_back, generate_all
-from tests.e2e.cluster import Cluster, cluster, tandem
-from tests.e2e.conftest import SHIPPED
+from tests.e2e.cluster import SHIPPED, Cluster, cluster, tandem
 from tests.e2e.workload import recall_body
 from tests.frontend.conftest import Worker, start_worker
 from tests.hostile import means
@@ -78,7 +77,7 @@ def ask(url: str, call: Call) -> Answer:
 def start_doors(folder: Path) -> Iterator[Doors]:
     """At the end every process still runs, all memory is back, and no log has a traceback of ours."""
     handshake = ("--disaggregation-handshake-timeout", str(HANDSHAKE_S))
-    args = ("--run-dir", str(folder / "logs"), "--workers", "2", *handshake, *SHIPPED)
+    args = ("--run-dir", str(folder / "logs"), "--workers", "2", "--stream", "threaded", *handshake, *SHIPPED)
     with contextlib.ExitStack() as stack:
         c = stack.enter_context(cluster(folder, "--transfer-backend", "nixl", *args))
         urls = {role: c.of(role)[0].url for role in ("prefill", "decode")}

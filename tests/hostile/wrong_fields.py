@@ -1,11 +1,13 @@
-"""Right JSON whose fields are wrong, and the field that the worker's error must name. `test_every_door.py` plays it."""
+"""Right JSON whose fields are wrong, and the field that the error must name: `test_every_door.py`, `test_values.py` play it."""
 
+import json
 from typing import Any
 
 from tests.frontend.conftest import CONTEXT
+from tests.hostile import table
 from tests.hostile.table import CHAT, COMPLETE, GENERATE
 
-TOOL = {"type": "function", "function": {"name": "f"}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 USER = [{"role": "user", "content": "x"}]
 
 # (path, fields, the field to name), for the worker of tests/frontend: its tokenizer has 260 tokens, its context is CONTEXT
@@ -161,3 +163,153 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("/detokenize", {"tokens": [1, [2]]}, "tokens"),
     ("/tokenize", {"prompt": 5}, "prompt"),
 ]
+
+# ---- the same for the shipped model, through a router
+
+IDS = {"input_ids": [1, 20, 280, 20]}
+NAN, INF = "NaN", "Infinity"
+HUGE = 10**40
+
+SAMPLING: list[tuple[str, Any]] = [
+    *(("temperature", v) for v in (-0.5, -1e-9, "hot", [], {}, True, 1e400)),
+    *(("top_p", v) for v in (0, -0.1, 1.0001, 1e300, "1")),
+    *(("top_k", v) for v in (0, -2, 1.5, "5", HUGE)),
+    *(("min_p", v) for v in (-0.1, 1.1)),
+    *(("frequency_penalty", v) for v in (2.1, -2.1, "x")),
+    *(("presence_penalty", v) for v in (2.1, -1e300)),
+    *(("repetition_penalty", v) for v in (0, -1, 2.5)),
+    *(("max_new_tokens", v) for v in (-1, -HUGE, 1.5, "5", 10**9, True)),
+    *(("min_new_tokens", v) for v in (-1, -HUGE, "x")),
+    *(("n", v) for v in (0, -1, 129, 10**12, HUGE, 1.5, True)),
+    *(("sampling_seed", v) for v in (2**63, -(2**63) - 1, HUGE, "x", 0.5)),
+    ("stop", ""),
+    ("stop", "x" * 10_000_000),
+    ("stop", ["x" * 1000] * 10_000),
+    ("stop", [["x"]]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [528]),
+    ("stop_token_ids", [HUGE]),
+    ("stop_token_ids", 5),
+    ("logit_bias", {"20": 101}),
+    ("logit_bias", {"20": 1e300}),
+    ("logit_bias", {"528": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"k17": 1}),
+    ("logit_bias", [1]),
+    ("regex", "("),
+    ("regex", "[a-"),
+    ("regex", ""),
+    ("regex", 5),
+    ("ebnf", "start: nowhere"),
+    ("ebnf", "root ::= ("),
+    ("json_schema", "{"),
+    ("json_schema", '{"type": "nothing"}'),
+    ("json_schema", '{"$ref": "#/nowhere"}'),
+    ("json_schema", "[" * 5000),
+    ("structural_tag", "{}"),
+    ("ignore_eos", "yes"),
+    ("skip_special_tokens", 1),
+    ("stream_interval", 0),
+    ("stream_interval", -5),
+]
+NATIVE: list[tuple[dict[str, Any], str]] = [
+    ({}, "text"),
+    ({"text": ""}, "text"),
+    ({"text": ["k17", ""]}, "text"),
+    ({"text": 5}, "text"),
+    ({"text": "k17", "input_ids": [1]}, "text"),
+    ({"input_ids": []}, "input_ids"),
+    ({"input_ids": [-1]}, "input_ids"),
+    ({"input_ids": [528]}, "input_ids"),
+    ({"input_ids": [HUGE]}, "input_ids"),
+    ({"input_ids": [1.5]}, "input_ids"),
+    ({"input_ids": [[1], []]}, "input_ids"),
+    ({"input_ids": [[1], 2]}, "input_ids"),
+    ({**IDS, "sampling_params": []}, "sampling_params"),
+    ({"input_ids": [[1], [1]], "sampling_params": [{}]}, "sampling_params"),
+    ({"input_ids": [[1], [1]], "sampling_params": [{}, {}, {}]}, "sampling_params"),
+    ({"input_ids": [[1], [1]], "sampling_params": [{"temperature": 1}, {"temperature": -1}]}, "temperature"),
+    ({"input_ids": [[1], [1]], "rid": ["a"]}, "rid"),
+    ({"input_ids": [[1], [1]], "rid": ["a", "a"]}, "rid"),
+    ({**IDS, "rid": "x" * 10_000}, "rid"),
+    ({**IDS, "rid": {"$ne": 1}}, "rid"),
+    ({**IDS, "priority": 2**31}, "priority"),
+    ({**IDS, "priority": -HUGE}, "priority"),
+    ({**IDS, "priority": "high"}, "priority"),
+    ({**IDS, "priority": 0.5}, "priority"),
+    ({**IDS, "return_logprob": True, "logprob_start_len": 5}, "logprob_start_len"),
+    ({**IDS, "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+    ({**IDS, "return_logprob": True, "logprob_start_len": HUGE}, "logprob_start_len"),
+    ({"input_ids": [[1], [1]], "return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len"),
+    ({"input_ids": [[1], [1]], "return_logprob": [True]}, "return_logprob"),
+    ({**IDS, "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
+    ({**IDS, "return_logprob": True, "top_logprobs_num": 10**9}, "top_logprobs_num"),
+    ({**IDS, "return_logprob": True, "token_ids_logprob": [528]}, "token_ids_logprob"),
+    ({**IDS, "return_logprob": True, "token_ids_logprob": [1] * 1000}, "token_ids_logprob"),
+    ({**IDS, "return_hidden_states": True}, "return_hidden_states"),
+    ({**IDS, "stream": "yes"}, "stream"),
+    ({"input_ids": [20] * 40_000}, "max_new_tokens"),
+]
+OPENAI: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {**table.USER, "max_tokens": -1}, "max_tokens"),
+    (CHAT, {**table.USER, "max_tokens": 10**9}, "messages"),  # as OpenAI has it: code context_length_exceeded
+    (CHAT, {**table.USER, "max_completion_tokens": HUGE}, "messages"),
+    (CHAT, {**table.USER, "response_format": {"type": "xml"}}, "response_format"),
+    (CHAT, {**table.USER, "response_format": "json"}, "response_format"),
+    (
+        CHAT,
+        {**table.USER, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+        "response_format",
+    ),
+    (
+        CHAT,
+        {**table.USER, "response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+        "response_format",
+    ),
+    (CHAT, {**table.USER, "tools": {}, "tool_choice": "auto"}, "tools"),
+    (CHAT, {**table.USER, "tools": [5]}, "tools"),
+    (CHAT, {**table.USER, "tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {**table.USER, "tools": [{"function": {"name": "f", "parameters": 5}}]}, "tools"),
+    (CHAT, {**table.USER, "tools": [TOOL], "tool_choice": 5}, "tool_choice"),
+    (
+        CHAT,
+        {**table.USER, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+    ),
+    (CHAT, {**table.USER, "logprobs": True, "top_logprobs": 10**9}, "top_logprobs"),
+    (CHAT, {**table.USER, "top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages"),
+    (CHAT, {"messages": [{"role": "tool"}]}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (COMPLETE, {"prompt": []}, "prompt"),
+    (COMPLETE, {"prompt": [[1], []]}, "prompt"),
+    (COMPLETE, {"prompt": [528]}, "prompt"),
+    (COMPLETE, {"prompt": "k17", "logprobs": 10**9}, "logprobs"),
+    (COMPLETE, {"prompt": "k17", "max_tokens": -5}, "max_tokens"),
+    (COMPLETE, {"prompt": "k17", "echo": 5}, "echo"),
+]
+RAW: list[tuple[str, bytes, str]] = [
+    *(
+        (GENERATE, b'{"text": "k17", "sampling_params": {"temperature": %s}}' % v, "")
+        for v in (b"NaN", b"Infinity", b"-Infinity")
+    ),
+    (GENERATE, b'{"text": "k17", "sampling_params": {"top_p": NaN}}', ""),
+    (GENERATE, b'{"text": "\xff\xfe"}', ""),
+    (GENERATE, b'{"text": "\\ud800"}', ""),
+    (CHAT, b'{"messages": [{"role": "user", "content": "\\udfff"}]}', ""),
+    (COMPLETE, b'{"prompt": "k17", "stop": "\\ud800"}', ""),
+    (COMPLETE, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
+    (CHAT, b'{"messages": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}", ""),
+    (
+        GENERATE,
+        b'{"text": "k17", "sampling_params": {"json_schema": ' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}}",
+        "",
+    ),
+]
+
+
+def cases() -> list[tuple[str, bytes, str]]:
+    """(path, body, the field that the error names; "" where the body is no JSON that could name one)."""
+    native = [({**IDS, "sampling_params": {field: value}}, field) for field, value in SAMPLING]
+    bodies = [(GENERATE, body, field) for body, field in [*native, *NATIVE]] + OPENAI
+    return [(path, json.dumps(body).replace(INF, "1e400").encode(), field) for path, body, field in bodies] + RAW

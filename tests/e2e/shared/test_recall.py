@@ -6,8 +6,7 @@ import random
 import pytest
 
 from tests.e2e.client import assert_all_back, generate_all
-from tests.e2e.cluster import Cluster, cluster
-from tests.e2e.conftest import SHIPPED
+from tests.e2e.cluster import SHIPPED, Cluster, cluster
 from tests.e2e.workload import recall_body
 
 NUM_RECALLS = 40

@@ -1,15 +1,16 @@
-"""Clusters that several files share: the shipped model, behind a router over both real transfer engines, and alone."""
+"""Clusters that the files of this folder share: the shipped model, behind a router over both real transfer engines, and alone.
+
+They end with the folder. Nothing here kills or reconfigures them; a prompt that must not be cached is a file's own.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import Cluster, cluster
-
-SHIPPED = ("--max-total-tokens", "65536", "--chunked-prefill-size", "256", "--log-level", "warning")
+from tests.e2e.cluster import SHIPPED, Cluster, cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def nixl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One prefill, one decode worker; the asynchronous stream, so that depth is 2. Its logs are JSON."""
     folder = tmp_path_factory.mktemp("nixl")
@@ -18,7 +19,7 @@ def nixl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield c
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two prefill and two decode workers: any may serve any. They share a secret, so all they say is authenticated.
 
@@ -37,13 +38,13 @@ def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield c
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def unified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One worker that does both."""
     with cluster(tmp_path_factory.mktemp("unified"), "--unified", *SHIPPED) as c:
         yield c
 
 
-@pytest.fixture(scope="session", params=["nixl", "mooncake"])
+@pytest.fixture(scope="package", params=["nixl", "mooncake"])
 def pd(request: pytest.FixtureRequest) -> Cluster:
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
