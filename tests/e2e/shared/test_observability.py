@@ -17,8 +17,9 @@ from deploy.commands.trace import fetch
 from service.telemetry.records import TracesQuery
 from tests.e2e.client import generate, session
 from tests.e2e.cluster import Cluster, wait_until
+from tests.packages import ROOT
 
-DASHBOARD = Path(__file__).parents[3] / "deploy" / "monitoring" / "grafana-dashboard.json"
+DASHBOARD = ROOT / "deploy" / "monitoring" / "grafana-dashboard.json"
 METRIC = re.compile(r"\b(?:sglang:|vllm:|tandem_|smg_)[a-z0-9_:]+")
 GROUPED = re.compile(r"\b(?:by|without) \(([^)]*)\)")
 SELECTED = re.compile(r"\{([^}]*)\}")
@@ -125,7 +126,7 @@ def test_the_names_that_users_of_other_servers_know(exported: dict[str, dict[str
 
 
 def test_the_documented_names_are_the_exported_ones(exported: dict[str, dict[str, set[str]]]) -> None:
-    text = (DASHBOARD.parents[3] / "docs" / "observability.md").read_text()
+    text = (ROOT / "docs" / "observability.md").read_text()
     known = {name for names in exported.values() for name in names}
     families = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in known}
     written = {
