@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.frontend.apis.native.generate import GenerateBody
+from engine.frontend.apis.native.body import GenerateBody
 from engine.frontend.apis.openai.bodies import ChatBody, CompletionBody
 from engine.frontend.apis.openai.usage import Usage
 from engine.frontend.apis.shared.fields import build_bootstraps, check_prompt_ids, fit_to_context, prompts_of

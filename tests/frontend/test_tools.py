@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.frontend.apis.openai.bodies import ChatBody, ChatMessage, template_messages
-from engine.frontend.apis.openai.openai import chat_constraint
+from engine.frontend.apis.openai.chat import chat_constraint
 from engine.frontend.apis.openai.tools import (
     ChosenFunction,
     Tool,

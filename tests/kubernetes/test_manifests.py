@@ -13,9 +13,9 @@ from deploy.commands import serve as serve_command
 from deploy.flags import config_from
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
-from engine.frontend.access import need_of as worker_need_of
-from engine.frontend.app import _GETS
 from engine.frontend.metrics.names import QUEUES
+from engine.frontend.routes import ROUTES
+from engine.frontend.routes import need_of as worker_need_of
 from router.config import RouterConfig, check_config
 from router.http.access import need_of as router_need_of
 from router.http.control import Control
@@ -36,6 +36,7 @@ from tools.kubernetes.cluster_objects import (
 )
 from tools.kubernetes.render import KEYS, RENDERED, SOURCES, first_line, overlays
 
+WORKER_GETS = {route.path for route in ROUTES if route.method == "GET"}
 OVERLAYS = overlays()
 GPU = ("nvidia-nixl", "nvidia-mooncake-rdma", "multi-node", "autoscaling", "autoscaling-keda")
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
@@ -309,7 +310,7 @@ def test_probes_ask_for_what_is_served_without_a_key(overlay: str) -> None:
             assert probes == ["/liveness", "/readiness", "/liveness"] and set(probes) <= router_paths
             assert all(router_need_of("GET", path) is Access.NONE for path in probes)
         else:
-            assert probes == ["/health", "/health", "/liveness"] and set(probes) <= _GETS.keys()
+            assert probes == ["/health", "/health", "/liveness"] and set(probes) <= WORKER_GETS
             assert all(worker_need_of(path) is Access.NONE for path in probes)
 
 
@@ -426,7 +427,7 @@ def test_prometheus_scrapes_every_service(overlay: str) -> None:
     assert len(services) == 3
     for endpoint in monitor["spec"]["endpoints"]:
         assert all(endpoint["port"] in [port["name"] for port in s["spec"]["ports"]] for s in services)
-        assert endpoint["path"] in _GETS and worker_need_of(endpoint["path"]) is Access.NONE
+        assert endpoint["path"] in WORKER_GETS and worker_need_of(endpoint["path"]) is Access.NONE
     named(overlay, "ConfigMap", "tandem-dashboard")
 
 

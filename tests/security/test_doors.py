@@ -13,8 +13,7 @@ from deploy import cli
 from disagg.config import DisaggConfig
 from disagg.exposure import check_events_exposure, check_exposure, make_allowlist
 from engine.config import EngineConfig, ServerConfig
-from engine.frontend.access import ADMIN_PATHS
-from engine.frontend.app import _GETS, _POSTS
+from engine.frontend.routes import ADMIN_PATHS, ROUTES
 from engine.messages import Bootstrap
 from router.config import RouterConfig
 from router.http.access import need_of
@@ -27,7 +26,7 @@ from tests.frontend.conftest import start_worker, wait_for
 from tests.router.dummies import cluster
 from transfer_backends.contract import TransferConfig
 
-ADMIN_POSTS = tuple(sorted(ADMIN_PATHS & _POSTS.keys()))
+ADMIN_POSTS = tuple(sorted(route.path for route in ROUTES if route.method == "POST" and route.need is Access.ADMIN))
 OF_THE_ROUTER = tuple(sorted({*ADMIN_POSTS, "/workers/role"} - {"/switch_role"}))
 
 
@@ -84,7 +83,7 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
         "/detokenize",
         "/v1/detokenize",
     }
-    assert (_GETS.keys() | _POSTS.keys()) - ADMIN_PATHS - user == {
+    assert {route.path for route in ROUTES} - ADMIN_PATHS - user == {
         "/health",
         "/health_generate",
         "/liveness",

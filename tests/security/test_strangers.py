@@ -17,7 +17,7 @@ import zmq
 
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
-from engine.frontend.access import ADMIN_PATHS
+from engine.frontend.routes import ADMIN_PATHS
 from engine.text.chat_template import ChatTemplate, TemplateRefused
 from service.security import keys, signing, voucher
 from service.security.keys import Access, KeyRing

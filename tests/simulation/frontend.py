@@ -127,7 +127,7 @@ class Frontend:
     # ---- what is asked
 
     async def _health(self, request: Request, reply: Reply) -> None:
-        """As engine/frontend/apis/admin/admin.py."""
+        """As engine/frontend/apis/admin/health.py."""
         if self.client.is_draining:
             reply.whole(503, msgspec.json.encode({"status": DRAINING}), retry_after="1")
             return

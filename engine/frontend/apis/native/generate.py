@@ -1,22 +1,15 @@
-"""SGLang's native POST /generate: text or token ids, one or many, cumulative streaming.
+"""SGLang's native POST /generate: text or token ids, one or many, cumulative streaming."""
 
-Field names, defaults and answer shape are SGLang's (`GenerateReqInput`, `srt/managers/io_struct.py`).
-"""
-
-import time
-from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.native.token_ids import asked_token_ids, hidden_state_lists
+from engine.frontend.apis.native.body import GenerateBody, SamplingBody
+from engine.frontend.apis.native.token_ids import asked_token_ids
+from engine.frontend.apis.native.view import NativeView
 from engine.frontend.apis.shared.constraints import plain_constraint
 from engine.frontend.apis.shared.fields import (
-    Host,
-    Port,
-    Room,
-    SamplingFields,
     build_bootstraps,
     build_sampling,
     check_num_samples,
@@ -28,17 +21,16 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.models import check_lora_path
 from engine.frontend.apis.shared.stream import answer
-from engine.frontend.apis.shared.view import finite
-from engine.frontend.client.answers import absorb
 from engine.frontend.services import SERVICES, Services
-from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob
+from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
-from engine.text.sample import TextOutput
 from service.http.errors import bad_field, decode_body
 from service.security.voucher import VOUCHER_HEADER
 
 DEFAULT_NEW_TOKENS = 128
+
 MAX_TOP_LOGPROBS = 100
+
 INSIDE = "sampling_params."
 
 _REFUSED = (
@@ -49,40 +41,8 @@ _REFUSED = (
     "session_params",
     "custom_logit_processor",
 )
+
 _REFUSED_SAMPLING = ("custom_params",)
-
-
-class SamplingBody(SamplingFields, kw_only=True):
-    max_new_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
-    min_new_tokens: int | None = None
-    sampling_seed: int | None = None
-    beam_width: int | None = None
-    custom_params: Any = None
-
-
-class GenerateBody(msgspec.Struct, kw_only=True):
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
-    sampling_params: SamplingBody | list[SamplingBody] | None = None
-    rid: str | list[str] | None = None
-    stream: bool | None = None
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
-    top_logprobs_num: int | list[int] | None = None
-    token_ids_logprob: list[int | list[int] | None] | None = None
-    priority: int | None = None
-    return_text_in_logprobs: bool | None = None
-    return_hidden_states: bool | list[bool] | None = None
-    lora_path: str | list[str | None] | None = None
-    bootstrap_host: Host = None
-    bootstrap_port: Port = None
-    bootstrap_room: Room = None
-    input_embeds: Any = None
-    image_data: Any = None
-    video_data: Any = None
-    audio_data: Any = None
-    session_params: Any = None
-    custom_logit_processor: Any = None
 
 
 async def generate(request: web.BaseRequest) -> web.StreamResponse:
@@ -114,129 +74,6 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
         weight_version=lambda: s.weight_version,
     )
     return await answer(request, generation, view=view, stream=bool(body.stream))
-
-
-class NativeView:
-    """Every chunk shows its sample from the beginning: clients read the last one, or cut what they have already seen."""
-
-    def __init__(
-        self,
-        *,
-        names: list[str],
-        num_prompt_tokens: list[int],
-        logprobs: list[LogprobOptions | None],
-        hidden_states: list[bool],
-        texts: bool,
-        loras: list[str],
-        single: bool,
-        weight_version: Callable[[], str],
-    ) -> None:
-        self._names = names
-        self._num_prompt_tokens = num_prompt_tokens
-        self._logprobs = logprobs
-        self._hidden_states = hidden_states
-        self._texts = texts
-        self._loras = loras
-        self._single = single
-        self._weight_version = weight_version
-        self._whole: dict[int, TextOutput] = {}
-        self._start_s = time.monotonic()
-
-    def body(self, answers: list[TextOutput]) -> Any:
-        shown = [self._show(i, output) for i, output in enumerate(answers)]
-        return shown[0] if self._single else shown
-
-    def chunks(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
-        if index in self._whole:
-            absorb(self._whole[index], output)
-        else:
-            self._whole[index] = output
-        shown = self._show(index, self._whole[index])
-        return [shown if self._single else {"index": index, **shown}]
-
-    def last(self) -> list[dict[str, Any]]:
-        return []
-
-    def _show(self, index: int, output: TextOutput) -> dict[str, Any]:
-        return {"text": output.text, "output_ids": output.tokens.new_ids, "meta_info": self._meta_info(index, output)}
-
-    def _meta_info(self, index: int, output: TextOutput) -> dict[str, Any]:
-        t = output.tokens
-        meta: dict[str, Any] = {
-            "id": self._names[index],
-            "finish_reason": _finish_reason(t.finish, len(t.new_ids)),
-            "prompt_tokens": self._num_prompt_tokens[index],
-            "completion_tokens": len(t.new_ids),
-            "cached_tokens": t.cached_tokens,
-            "num_retractions": t.retractions,
-            "weight_version": self._weight_version(),
-            "e2e_latency": time.monotonic() - self._start_s,
-            **t.times,
-        }
-        if t.transfer_retries:
-            meta["num_transfer_retries"] = t.transfer_retries
-        if t.cached_by_tier:
-            meta["cached_tokens_details"] = dict(zip(("device", "host", "storage"), t.cached_by_tier, strict=True))
-        if self._loras[index]:
-            meta["lora_path"] = self._loras[index]
-        if self._hidden_states[index]:
-            meta["hidden_states"] = hidden_state_lists(t)
-        options = self._logprobs[index]
-        return meta if options is None else {**meta, **self._logprob_info(output, options)}
-
-    def _logprob_info(self, output: TextOutput, options: LogprobOptions) -> dict[str, Any]:
-        t = output.tokens
-        info: dict[str, Any] = {
-            "input_token_logprobs": self._rows(t.input_logprobs, output.input_logprob_texts),
-            "output_token_logprobs": self._rows(t.logprobs, output.logprob_texts),
-        }
-        if options.top_num:
-            info["input_top_logprobs"] = self._top_rows(t.input_logprobs, output.input_logprob_texts)
-            info["output_top_logprobs"] = self._top_rows(t.logprobs, output.logprob_texts)
-        if options.token_ids:
-            info["input_token_ids_logprobs"] = self._asked_rows(t.input_logprobs, output.input_logprob_texts)
-            info["output_token_ids_logprobs"] = self._asked_rows(t.logprobs, output.logprob_texts)
-        return info
-
-    def _rows(self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]) -> list[list[Any]]:
-        return [
-            [finite(lp.logprob), lp.token_id, text[0] if self._texts else None]
-            for lp, text in zip(logprobs, texts, strict=False)
-        ]
-
-    def _top_rows(
-        self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]
-    ) -> list[list[list[Any]] | None]:
-        return [
-            None if lp.logprob is None else self._entries(lp.top, top_texts)
-            for lp, (_, top_texts) in zip(logprobs, texts, strict=False)
-        ]
-
-    def _asked_rows(
-        self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]
-    ) -> list[list[list[Any]] | None]:
-        return [
-            None if lp.logprob is None else self._entries(lp.asked, more_texts[len(lp.top) :])
-            for lp, (_, more_texts) in zip(logprobs, texts, strict=False)
-        ]
-
-    def _entries(self, pairs: list[tuple[float, int]], texts: list[str]) -> list[list[Any]]:
-        return [[finite(p), i, t if self._texts else None] for (p, i), t in zip(pairs, texts, strict=False)]
-
-
-def _finish_reason(finish: FinishReason | None, num_tokens: int) -> dict[str, Any] | None:
-    if finish is None:
-        return None
-    if finish.kind == "length":
-        return {"type": "length", "length": num_tokens}
-    if finish.kind == "abort":
-        return {
-            "type": "abort",
-            "message": finish.message or "aborted",
-            "status_code": finish.status or None,
-            "err_type": None,
-        }
-    return {"type": finish.kind, "matched": finish.matched}
 
 
 async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], bool]:

@@ -1,0 +1,79 @@
+"""Information about a worker: model, configuration, load, metrics, self-check, traces."""
+
+import time
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.apis.admin.load import get_load, step_summary, v1_loads_entry
+from engine.frontend.apis.admin.reports import load_if_up, state_if_up, step_if_up
+from engine.frontend.services import SERVICES
+from service.http.errors import DRAINING, ApiError, decode_body
+from service.http.stream import json_response
+from service.telemetry.records import Records, TracesQuery, query_error
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def model_info(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
+    return json_response({**s.model_info, **s.scheduler.updated, "max_model_len": s.context_length})
+
+
+async def server_info(request: web.BaseRequest) -> web.Response:
+    """Resolved configuration, what the scheduler said of itself, and its load; the load is missing while it is down."""
+    s = request[SERVICES]
+    load, now = await load_if_up(s), await step_if_up(s)
+    info = {
+        **s.server_info,
+        **s.scheduler.info,
+        "model_path": s.model_path,
+        **s.scheduler.updated,
+        "served_model_name": s.served_name,
+    }
+    return json_response(
+        {
+            **info,
+            "disaggregation_mode": s.mode,
+            **({} if s.switch is None else {"switching_to": s.switch.to_role, "last_switch": s.switch.last}),
+            "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
+            **load,
+            "internal_states": [load] if load else [],
+            **({} if now is None else step_summary(now)),
+        }
+    )
+
+
+async def loads(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
+    entry = v1_loads_entry(
+        await s.client.recent_state(),
+        mode=s.mode,
+        max_running_requests=int(s.server_info.get("max_running_requests", 0)),
+        num_live=s.client.num_live,
+    )
+    return json_response({"timestamp": time.time(), "version": s.server_info.get("version"), "loads": [entry]})
+
+
+async def old_load(request: web.BaseRequest) -> web.Response:
+    return json_response(get_load(await request[SERVICES].client.recent_state()))
+
+
+async def metrics(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
+    body = s.metrics.exposition(await state_if_up(s), await step_if_up(s))
+    return web.Response(body=body, headers={"Content-Type": METRICS_CONTENT_TYPE})
+
+
+async def check(request: web.BaseRequest) -> web.Response:
+    """Every owner of the scheduler checks its own invariants; `ok` is false when one found a problem."""
+    state = await request[SERVICES].scheduler.state(check=True)
+    return json_response({"ok": not state.problems, **msgspec.structs.asdict(state), "problems": state.problems})
+
+
+async def traces(request: web.BaseRequest) -> web.Response:
+    """Records of the last requests, for `tandem trace` (service/telemetry/records.py)."""
+    query = decode_body(await request.read(), TracesQuery)
+    if (wrong := query_error(query)) is not None:
+        raise ApiError(400, wrong, field=wrong.partition(":")[0])
+    return json_response(Records(records=request[SERVICES].tracer.ring.find(query)))

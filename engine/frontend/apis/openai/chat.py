@@ -1,0 +1,120 @@
+"""POST /v1/chat/completions: body -> samples -> view."""
+
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.apis.openai.bodies import (
+    ChatBody,
+    check_chat,
+    template_messages,
+)
+from engine.frontend.apis.openai.samples import body_constraint, sampling_of, start
+from engine.frontend.apis.openai.tool_view import ToolChatView
+from engine.frontend.apis.openai.tools import forced, forced_calls, strict_calls, template_tools, usable
+from engine.frontend.apis.openai.usage import Usage
+from engine.frontend.apis.openai.view import ChatView
+from engine.frontend.apis.shared.constraints import Constraint, only_one
+from engine.frontend.apis.shared.fields import (
+    check_prompt_ids,
+)
+from engine.frontend.apis.shared.models import choose_model
+from engine.frontend.apis.shared.stream import answer
+from engine.frontend.services import SERVICES, Services
+from engine.messages import LogprobOptions
+from engine.text.chat_template import TemplateRefused
+from engine.text.tool_calls import ARRAY, FORMATS, CallFormat, ToolCalls
+from service.http.errors import bad_field, decode_body
+
+
+async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
+    s = request[SERVICES]
+    body = decode_body(await request.read(), ChatBody)
+    model = choose_model(s, body.model, body.lora_path)
+    check_chat(body)
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    format = call_format(s, body)
+    constraint = chat_constraint(body, format)
+    params = sampling_of(s, body, max_tokens=limit, name=name, constraint=constraint)
+    if format is not None and body.skip_special_tokens is None and s.tokenizer.is_special(format.marker):
+        params = msgspec.structs.replace(params, skip_special_tokens=False)  # the reader must see its marker
+    ids = check_prompt_ids(
+        await s.encode(render_chat(s, body), field="messages", add_special_tokens=False),
+        field="messages",
+        vocab_size=s.vocab_size,
+    )
+    logprobs = LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None
+    id = body.rid or s.mint_id("chatcmpl-")
+    generation = start(
+        request,
+        body,
+        id=id,
+        prompts=[ids],
+        params=params,
+        logprobs=logprobs,
+        constraint=constraint,
+        lora=model.lora,
+        field="messages",
+    )
+    view = _chat_view(
+        s,
+        body,
+        format,
+        logprobs=logprobs is not None,
+        id=id,
+        model=model.shown,
+        created=int(time.time()),
+        usage=Usage([len(ids)], n=params.n),
+    )
+    return await answer(request, generation, view=view, stream=bool(body.stream))
+
+
+def render_chat(s: Services, body: ChatBody) -> str:
+    """Prompt text of the messages. Raises ApiError(400)."""
+    if s.template is None:
+        raise bad_field("messages", "this model has no chat template; use /v1/completions")
+    messages = template_messages(body.messages)
+    prefix = messages.pop()["content"] if body.continue_final_message and messages[-1]["role"] == "assistant" else ""
+    extra = {
+        "tools": template_tools([] if body.tool_choice == "none" else body.tools or []),
+        **({"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}),
+        **(body.chat_template_kwargs or {}),
+    }
+    try:
+        return s.template.render(
+            messages, add_generation_prompt=body.add_generation_prompt is not False, extra=extra
+        ) + str(prefix)
+    except TemplateRefused as e:
+        raise bad_field("messages", str(e)) from None
+
+
+def call_format(s: Services, body: ChatBody) -> CallFormat | None:
+    """How the answer's tool calls are written; None: there are none to be read."""
+    if not usable(body.tools, body.tool_choice):
+        return None
+    return ARRAY if forced(body.tool_choice) else FORMATS.get(s.tool_call_parser or "")
+
+
+def chat_constraint(body: ChatBody, format: CallFormat | None) -> Constraint | None:
+    """A forced call is a constraint like any other; strict functions only where nothing else constrains the answer."""
+    tools, plain = usable(body.tools, body.tool_choice), body_constraint(body)
+    if forced(body.tool_choice):
+        only = body.tool_choice != "required" or body.parallel_tool_calls is False
+        return only_one(forced_calls(tools, only_one=only), plain)
+    return plain or (strict_calls(tools, format) if format is not None else None)
+
+
+def _chat_view(s: Services, body: ChatBody, format: CallFormat | None, **kwargs: Any) -> ChatView:
+    if format is None:
+        return ChatView(body, tokenizer=s.tokenizer, **kwargs)
+    names = [tool.function.name for tool in usable(body.tools, body.tool_choice)]
+    return ToolChatView(
+        body,
+        tokenizer=s.tokenizer,
+        reader=lambda: ToolCalls(format, names),
+        mint_id=lambda: s.mint_id("call_"),
+        **kwargs,
+    )

@@ -1,0 +1,64 @@
+"""POST /v1/completions: body -> samples -> view."""
+
+import time
+
+from aiohttp import web
+
+from engine.frontend.apis.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionBody, check_completion
+from engine.frontend.apis.openai.samples import body_constraint, sampling_of, start
+from engine.frontend.apis.openai.usage import Usage
+from engine.frontend.apis.openai.view import CompletionView
+from engine.frontend.apis.shared.fields import check_num_samples, check_prompt_ids, prompts_of
+from engine.frontend.apis.shared.models import choose_model
+from engine.frontend.apis.shared.stream import answer
+from engine.frontend.services import SERVICES, Services
+from engine.messages import LogprobOptions
+from service.http.errors import decode_body
+
+
+async def completions(request: web.BaseRequest) -> web.StreamResponse:
+    s = request[SERVICES]
+    body = decode_body(await request.read(), CompletionBody)
+    model = choose_model(s, body.model, body.lora_path)
+    check_completion(body)
+    prompts = prompts_of(body.prompt, field="prompt")
+    check_num_samples(len(prompts), body.n or 1, field="prompt")
+    limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    constraint = body_constraint(body)
+    params = sampling_of(s, body, max_tokens=limit, name="max_tokens", constraint=constraint)
+    ids = [await _prompt_ids(s, p) for p in prompts]
+    logprobs = None
+    if body.logprobs is not None:
+        logprobs = LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs)
+    id = body.rid or s.mint_id("cmpl-")
+    generation = start(
+        request,
+        body,
+        id=id,
+        prompts=ids,
+        params=params,
+        logprobs=logprobs,
+        constraint=constraint,
+        lora=model.lora,
+        field="prompt",
+        cut=body.max_tokens is None,
+    )
+    view = CompletionView(
+        body,
+        echoes=[_echo(s, p) if body.echo else "" for p in prompts for _ in range(params.n)],
+        logprobs=logprobs is not None,
+        id=id,
+        model=model.shown,
+        created=int(time.time()),
+        usage=Usage([len(p) for p in ids], n=params.n),
+    )
+    return await answer(request, generation, view=view, stream=bool(body.stream))
+
+
+async def _prompt_ids(s: Services, prompt: str | list[int]) -> list[int]:
+    ids = prompt if isinstance(prompt, list) else await s.encode(prompt, field="prompt")
+    return check_prompt_ids(ids, field="prompt", vocab_size=s.vocab_size)
+
+
+def _echo(s: Services, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else s.tokenizer.decode(prompt, skip_special_tokens=False)
