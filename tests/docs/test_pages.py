@@ -5,6 +5,8 @@ import importlib
 import io
 import re
 import shlex
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -80,6 +82,13 @@ def test_commands_parse(page: Path) -> None:
         importlib.import_module(COMMANDS[command].module).build_parser().parse_strict(argv)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_defaults_are_those_of_the_flags(page: Path) -> None:
+    for flag, value in _stated_defaults(page.read_text()):
+        known = _defaults().get(flag)
+        assert known is None or float(value.replace(",", "")) in known, (flag, value, known)
+
+
 def test_named_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
@@ -98,13 +107,38 @@ def test_reports_name_no_folder_of_a_machine() -> None:
             assert not re.findall(r"[\s\"'`=:](?:/work|/home|/root|/Users)/\S*", report.read_text()), report.name
 
 
+def _stated_defaults(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (flag, default) of "`--flag` (2.0)", "`--flag`, 3)" and of tables with a column of defaults."""
+    number = r"([0-9](?:[0-9.,]*[0-9])?)"
+    yield from re.findall(rf"`(--[a-z0-9-]+)`(?: \(|, ){number}(?= s\)|\)| s;|;)", text)
+    yield from re.findall(rf"^\| `(--[a-z0-9-]+)` {number} \|", text, re.MULTILINE)
+    for cell, values in re.findall(r"^\| (`--[^|]*`) \| ([0-9][0-9., ]*)(?=[:|])", text, re.MULTILINE):
+        flags = re.findall(r"`(--[a-z0-9-]+)`", cell)
+        defaults = values.strip().split(", ")
+        yield from zip(flags, defaults * (len(flags) // len(defaults)), strict=True)
+
+
 @cache
-def _flags() -> frozenset[str]:
-    """Every flag that a `tandem` command has."""
-    found: set[str] = set()
+def _help() -> str:
+    """What every `tandem` command prints about its flags, one flag a line."""
+    text = io.StringIO()
     for command in COMMANDS:
-        text = io.StringIO()
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             main([command, "--help"])
-        found |= set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", re.sub(r"-\n\s+", "-", text.getvalue())))
-    return frozenset(found)
+    return re.sub(r"\n {20,}", " ", re.sub(r"-\n\s+", "-", text.getvalue()))
+
+
+@cache
+def _flags() -> frozenset[str]:
+    return frozenset(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", _help()))
+
+
+@cache
+def _defaults() -> dict[str, set[float]]:
+    """Numeric defaults by flag, of all commands that have it."""
+    found: defaultdict[str, set[float]] = defaultdict(set)
+    for flag, described in re.findall(r"^  (--[a-z][a-z0-9-]*)(.*)$", _help(), re.MULTILINE):
+        default = re.search(r"default: ([0-9]+(?:\.[0-9]+)?)[;)]", described)
+        if default:
+            found[flag].add(float(default[1]))
+    return dict(found)
