@@ -22,12 +22,12 @@ from tqdm import tqdm
 from deploy.bench.environment import describe
 from deploy.bench.trace import read_trace
 from planner.config import PlanConfig
-from planner.goodput import Slo, judged
-from planner.layout import Layout, parse_layout
+from planner.goodput import SloTargets, judged
+from planner.layout import ClusterLayout, parse_layout
 from planner.role_moves import AutoSpec
 from planner.step_time import Fitted
 from planner.study import Study, run_layout, study_of
-from planner.workload import Lengths, Phase, from_phases, from_trace
+from planner.workload import Lengths, WorkloadPhase, from_phases, from_trace
 from router.roles.controller import Rules
 from router.roles.demand import Goals
 
@@ -41,7 +41,7 @@ SLOW = Fitted(
     decode_request_s=0.005,
     decode_context_s=0.0,
 )
-SLOW_SLO = Slo(ttft_s=4.0, tpot_s=0.1, itl_s=None, share=0.9)
+SLOW_SLO = SloTargets(ttft_s=4.0, tpot_s=0.1, itl_s=None, share=0.9)
 DAY = Lengths(input_len=800, output_len=4, range_ratio=0.5)
 NIGHT = Lengths(input_len=64, output_len=40, range_ratio=0.5)
 DAYS = 1
@@ -99,8 +99,8 @@ def _loads(args: argparse.Namespace, num_workers: int) -> Iterator[Load]:
 def day_and_night(num_workers: int) -> Load:
     """Phases of `PHASE_S`, whatever the size of the cluster. Rates are those of the day; nights have their own gap."""
     total = DAY_RATE * num_workers
-    day = Phase(lengths=DAY, count=round(PHASE_S * total))
-    night = Phase(lengths=NIGHT, count=round(PHASE_S * NIGHT_RATE * num_workers), gap=DAY_RATE / NIGHT_RATE)
+    day = WorkloadPhase(lengths=DAY, count=round(PHASE_S * total))
+    night = WorkloadPhase(lengths=NIGHT, count=round(PHASE_S * NIGHT_RATE * num_workers), gap=DAY_RATE / NIGHT_RATE)
     study = _study()
     hardware = msgspec.structs.replace(study.hardware, step_times={1: SLOW})
     requests = from_phases([day, night] * DAYS, seed=SEED)
@@ -129,20 +129,20 @@ def _study() -> Study:
     )
 
 
-def auto_spec(slo: Slo, switch_s: float) -> AutoSpec:
+def auto_spec(slo: SloTargets, switch_s: float) -> AutoSpec:
     """The router's defaults, with the objectives of the requests: half of TTFT's may be spent waiting."""
     goals = Goals(ttft_s=slo.ttft_s / 2, itl_s=slo.tpot_s)
     return AutoSpec(rules=Rules(), goals=goals, window_s=5.0, interval_s=1.0, switch_s=switch_s)
 
 
-def _tries(num_workers: int) -> list[tuple[Layout, bool]]:
+def _tries(num_workers: int) -> list[tuple[ClusterLayout, bool]]:
     """Every split as it is, and every one (of eight workers three) as a start."""
     splits = [parse_layout(f"{p}P{num_workers - p}D") for p in reversed(range(1, num_workers))]
     starts = splits if num_workers <= 4 else [splits[0], splits[num_workers // 2 - 1], splits[-1]]
     return [(layout, False) for layout in splits] + [(layout, True) for layout in starts]
 
 
-def run(load: Load, start: Layout, auto: AutoSpec | None) -> dict[str, Any]:
+def run(load: Load, start: ClusterLayout, auto: AutoSpec | None) -> dict[str, Any]:
     """One cluster over one load. `goodput`: good requests a second and worker."""
     began_s = time.perf_counter()
     cluster, records = run_layout(load.study, start, load.rate, auto=auto)

@@ -16,7 +16,7 @@ from deploy.bench.client import Target
 from deploy.bench.config import BenchConfig
 from deploy.bench.load import run_load
 from deploy.bench.run import open_session
-from deploy.bench.stats import Record, summarize
+from deploy.bench.stats import RequestRecord, summarize
 from deploy.bench.workload import make_requests
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -55,7 +55,7 @@ async def interference(server: Server, *, seed: int, prompts: bool) -> dict[str,
 
     (without prompts: of the long ones).
     """
-    config, answers = _config(server, seed, LONG), list[asyncio.Task[Record]]()
+    config, answers = _config(server, seed, LONG), list[asyncio.Task[RequestRecord]]()
     async with open_session(config) as session:
         target = _target(server, session, config)
         async with asyncio.TaskGroup() as group:
@@ -80,7 +80,7 @@ async def warm_up(server: Server) -> None:
         await _closed(_target(server, session, config), config)
 
 
-def figures(records: Sequence[Record], duration_s: float) -> dict[str, float]:
+def figures(records: Sequence[RequestRecord], duration_s: float) -> dict[str, float]:
     """What is compared: rates in tokens/s, times in ms. Raises when a request failed."""
     summary = summarize(records, duration_s=duration_s)
     if summary.errors or summary.ttft_s is None or summary.itl_s is None:
@@ -107,12 +107,14 @@ def _target(server: Server, session: Any, config: BenchConfig) -> Target:
     return Target(server.url, session=session, config=config, model=server.model)
 
 
-async def _closed(target: Target, config: BenchConfig) -> tuple[list[Record], float]:
+async def _closed(target: Target, config: BenchConfig) -> tuple[list[RequestRecord], float]:
     done = await run_load(target.send, make_requests(config), concurrency=config.concurrency, on_done=_ignore)
     return done.records, done.duration_s
 
 
-async def _send_prompts(target: Target, server: Server, *, seed: int, answers: list[asyncio.Task[Record]]) -> None:
+async def _send_prompts(
+    target: Target, server: Server, *, seed: int, answers: list[asyncio.Task[RequestRecord]]
+) -> None:
     """A prompt every second until this is cancelled, or there are no more (a server that slow shows it in its gaps)."""
     prompts = make_requests(_config(server, seed, ARRIVALS))
     started_at = time.perf_counter()
@@ -121,5 +123,5 @@ async def _send_prompts(target: Target, server: Server, *, seed: int, answers: l
         answers.append(asyncio.create_task(target.send(prompt, started_at=started_at)))
 
 
-def _ignore(record: Record) -> None:
+def _ignore(record: RequestRecord) -> None:
     pass

@@ -34,12 +34,12 @@ from deploy.bench import environment
 from deploy.bench.config import BenchConfig
 from deploy.bench.report import table
 from deploy.bench.run import measure
-from deploy.bench.stats import Record, Summary, summarize
+from deploy.bench.stats import RequestRecord, Summary, summarize
 from planner.cluster import PlannedCluster
 from planner.config import PlanConfig
-from planner.fit import Fit, Handover, fit, fit_handover
+from planner.fit import HandoverTime, StepTimeFit, fit, fit_handover
 from planner.hardware import Profile, describe
-from planner.layout import Layout, parse_layout
+from planner.layout import ClusterLayout, parse_layout
 from planner.study import cluster_spec, study_of
 
 LAYOUTS = ("1U", "1P1D")
@@ -56,8 +56,8 @@ class Round:
     schedulers, a token.
     """
 
-    found: Fit
-    handover: Handover
+    found: StepTimeFit
+    handover: HandoverTime
     beside_s: float
     real: dict[str, Summary]
     cores: dict[str, float]
@@ -170,10 +170,10 @@ def _round(urls: dict[str, str], trace: Path, seed: int) -> Round:
     )
 
 
-def _bench(url: str, **load: Any) -> list[Sequence[Record]]:
+def _bench(url: str, **load: Any) -> list[Sequence[RequestRecord]]:
     """The records of each target."""
 
-    async def run() -> list[Sequence[Record]]:
+    async def run() -> list[Sequence[RequestRecord]]:
         async with AsyncExitStack() as stack:
             config = BenchConfig(url=url, prompt="ids", disable_progress=True, **load)
             return [measured.records for measured in await measure(config, stack)]
@@ -185,7 +185,7 @@ def _bench(url: str, **load: Any) -> list[Sequence[Record]]:
 
 
 def _plan(config: PlanConfig, name: str, rate: float) -> Summary:
-    layout: Layout = parse_layout(name)
+    layout: ClusterLayout = parse_layout(name)
     study = replace(study_of(config), history=())
     records = PlannedCluster(cluster_spec(study, layout)).run(study.requests, rate=rate, until_s=float("inf"))
     return summarize(records, duration_s=1.0)

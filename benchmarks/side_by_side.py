@@ -35,7 +35,7 @@ from benchmarks.cpu_use import SCHEDULER
 from deploy.bench import environment
 from deploy.bench.load import Measured
 from deploy.bench.report import table
-from deploy.bench.stats import Record, tpot_s
+from deploy.bench.stats import RequestRecord, tpot_s
 
 PREFILL_CORE, OTHER_CORE = 0, 1
 PROMPT_LENS = (64, 512, 2048)
@@ -149,7 +149,7 @@ def goodput(measured: Measured, *, ttft_s: float, tpot_s: float) -> float:
     return sum(_meets(record, ttft_s, tpot_s) for record in measured.records) / measured.duration_s
 
 
-def _meets(record: Record, most_ttft_s: float, most_tpot_s: float) -> bool:
+def _meets(record: RequestRecord, most_ttft_s: float, most_tpot_s: float) -> bool:
     return record.ttft_s is not None and record.ttft_s <= most_ttft_s and (tpot_s(record) or 0.0) <= most_tpot_s
 
 

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from deploy.bench.stats import Record
+from deploy.bench.stats import RequestRecord
 from engine.messages import AbortRequest, Bootstrap, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
 from planner.host import Host
-from planner.layout import Layout
+from planner.layout import ClusterLayout
 from planner.placed import Placed
 from planner.role_moves import AutoSpec, RoleMoves
 from planner.routing import Routing
 from planner.timeline import Timeline
 from planner.transfer import Network
 from planner.worker import PlanWorker, WorkerSpec
-from planner.workload import Asked
+from planner.workload import PlannedRequest
 from router.pool.worker import Lease
 
 LATE = "late"
@@ -32,7 +32,7 @@ class ClusterSpec:
     `cores`: of the host that all share (None: nobody shares); its CPU seconds a request and an output token beside the steps.
     """
 
-    layout: Layout
+    layout: ClusterLayout
     workers: dict[str, WorkerSpec]
     control_s: float
     latency_s: float
@@ -43,11 +43,11 @@ class ClusterSpec:
     policy: str = "least_load"
 
 
-class _Life:
+class _LiveRequest:
     """One request on its way. `open_legs`: workers that have not ended it yet."""
 
-    def __init__(self, asked: Asked, record: Record, legs: list[Placed], leases: list[Lease]) -> None:
-        self.asked = asked
+    def __init__(self, request: PlannedRequest, record: RequestRecord, legs: list[Placed], leases: list[Lease]) -> None:
+        self.request = request
         self.record = record
         self.legs = legs
         self.leases = leases
@@ -75,29 +75,29 @@ class PlannedCluster:
         for role in spec.layout.roles:
             self.join(role)
         self.moves = None if auto is None else RoleMoves(spec=auto, fleet=self, timeline=self._timeline)
-        self._lives: dict[str, _Life] = {}
+        self._lives: dict[str, _LiveRequest] = {}
         self._num_left = 0
 
-    def run(self, requests: Sequence[Asked], *, rate: float, until_s: float) -> list[Record]:
+    def run(self, requests: Sequence[PlannedRequest], *, rate: float, until_s: float) -> list[RequestRecord]:
         """Requests at `rate` a second for the whole cluster; those without an answer at `until_s` say "late"."""
         records = [
-            Record(idx=i, sent_s=asked.at / rate, prompt_tokens=asked.input_len, error=LATE)
-            for i, asked in enumerate(requests)
+            RequestRecord(idx=i, sent_s=request.at / rate, prompt_tokens=request.input_len, error=LATE)
+            for i, request in enumerate(requests)
         ]
         self._num_left = len(records)
         if self.moves is not None:
             self.moves.start()
-        for asked, record in zip(requests, records, strict=True):
-            self._timeline.at(record.sent_s + self._spec.outside_s, partial(self._send, asked, record))
+        for request, record in zip(requests, records, strict=True):
+            self._timeline.at(record.sent_s + self._spec.outside_s, partial(self._send, request, record))
         self._timeline.run_until(until_s, done=lambda: self._num_left == 0)
         return records
 
-    def warm(self, history: Sequence[Asked]) -> None:
+    def warm(self, history: Sequence[PlannedRequest]) -> None:
         """Prefixes of earlier requests are where prompts are computed, one after another."""
         role, pool = next(iter(self._pools.items()))
-        for asked in history:
-            placed, lease = self._routing.choose(role, pool, asked)
-            placed.worker.remember(asked.tokens())
+        for request in history:
+            placed, lease = self._routing.choose(role, pool, request)
+            placed.worker.remember(request.tokens())
             self._routing.release(lease)
 
     @property
@@ -139,18 +139,18 @@ class PlannedCluster:
         )
         return placed
 
-    def _send(self, asked: Asked, record: Record) -> None:
-        chosen = [self._routing.choose(role, pool, asked) for role, pool in self._pools.items()]
+    def _send(self, request: PlannedRequest, record: RequestRecord) -> None:
+        chosen = [self._routing.choose(role, pool, request) for role, pool in self._pools.items()]
         legs = [placed for placed, _ in chosen]
         self._host.finish("frontends", at_s=self._timeline.now_s, work_s=self._spec.host_request_s)
         rid, room = f"r{record.idx}", None
         if len(legs) > 1:
             room = Bootstrap("planned", 1, record.idx + 1)
-        self._lives[rid] = _Life(asked, record, legs, [lease for _, lease in chosen])
+        self._lives[rid] = _LiveRequest(request, record, legs, [lease for _, lease in chosen])
         message = GenerateRequest(
             rid=rid,
-            input_ids=asked.tokens(),
-            sampling=SamplingParams(max_new_tokens=asked.output_len, ignore_eos=True, temperature=0.0),
+            input_ids=request.tokens(),
+            sampling=SamplingParams(max_new_tokens=request.output_len, ignore_eos=True, temperature=0.0),
             bootstrap=room,
             stream=True,
         )
@@ -168,7 +168,7 @@ class PlannedCluster:
             if output.finish is not None:
                 self._end_leg(life, placed, output)
 
-    def _end_leg(self, life: _Life, placed: Placed, output: TokenOutput) -> None:
+    def _end_leg(self, life: _LiveRequest, placed: Placed, output: TokenOutput) -> None:
         life.open_legs.remove(placed)
         self._routing.release(life.leases[life.legs.index(placed)])
         assert output.finish is not None
@@ -184,7 +184,7 @@ class PlannedCluster:
         placed.give_back()
 
 
-def _note(life: _Life, output: TokenOutput, now_s: float) -> None:
+def _note(life: _LiveRequest, output: TokenOutput, now_s: float) -> None:
     record = life.record
     if output.new_ids:
         if record.ttft_s is None:

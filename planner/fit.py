@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from deploy.bench.stats import Record
+from deploy.bench.stats import RequestRecord
 from planner.step_time import Fitted
 from service.flags import ConfigError
 
@@ -37,7 +37,7 @@ ROUNDS = 5  # of least squares, each with the last one's times as weights
 class ReportTarget(msgspec.Struct):
     """Of a bench report: what the server's requests saw."""
 
-    records: list[Record]
+    records: list[RequestRecord]
 
 
 class Report(msgspec.Struct):
@@ -60,7 +60,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handover:
+class HandoverTime:
     """From prefill to decode, beside the computing: seconds a request, and seconds a token of its prompt."""
 
     request_s: float
@@ -68,7 +68,7 @@ class Handover:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class StepTimeFit:
     """`outside_s`: of a TTFT, what is no step. Errors: median of |predicted - measured| / measured."""
 
     step_time: Fitted
@@ -79,17 +79,17 @@ class Fit:
     num_gaps: int
 
 
-def read_records(path: str) -> list[Record]:
+def read_records(path: str) -> list[RequestRecord]:
     """The records of the first target of a report; raises `ConfigError` naming the flag and the file."""
     return _read(path, flag="--fit", targets=1)[0]
 
 
-def read_pair(path: str) -> list[list[Record]]:
+def read_pair(path: str) -> list[list[RequestRecord]]:
     """Those of both targets of a report of `tandem bench --compare`."""
     return _read(path, flag="--fit-pair", targets=2)
 
 
-def fit(reports: Sequence[Sequence[Record]]) -> Fit:
+def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
     """`reports`: the records of each run. Raises `ConfigError` when they say too little."""
     alone = [pair for records in reports for pair in _prefills(records)]
     stretches = [stretch for records in reports for stretch in quiet_stretches(records)]
@@ -125,7 +125,7 @@ def fit(reports: Sequence[Sequence[Record]]) -> Fit:
         for s in stretches
         if s.seconds > 0
     ]
-    return Fit(
+    return StepTimeFit(
         step_time=model,
         outside_s=constant - prefill_step,
         prefill_error=median(prefill_errors),
@@ -135,7 +135,7 @@ def fit(reports: Sequence[Sequence[Record]]) -> Fit:
     )
 
 
-def fit_handover(unified: Sequence[Record], pair: Sequence[Record]) -> Handover:
+def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]) -> HandoverTime:
     """The same requests, each alone, on a unified worker and through a prefill and a decode worker, in turns; prompts of one
 
     chunk. Raises `ConfigError` when they say too little.
@@ -149,10 +149,10 @@ def fit_handover(unified: Sequence[Record], pair: Sequence[Record]) -> Handover:
             "--random-range-ratio 0.1`"
         )
     token_s = max(0.0, median((b - a) / (n - m) for (m, a), (n, b) in combinations(more, 2) if m != n))
-    return Handover(request_s=max(0.0, median(s - token_s * tokens for tokens, s in more)), token_s=token_s)
+    return HandoverTime(request_s=max(0.0, median(s - token_s * tokens for tokens, s in more)), token_s=token_s)
 
 
-def quiet_stretches(records: Sequence[Record]) -> list[Stretch]:
+def quiet_stretches(records: Sequence[RequestRecord]) -> list[Stretch]:
     """Gaps in which no request was between its sending and its first token, in stretches; of very many, some, evenly taken."""
     begins = sorted(r.sent_s for r in records)
     firsts = sorted(r.sent_s + _ttft(r) for r in records)
@@ -169,7 +169,7 @@ def quiet_stretches(records: Sequence[Record]) -> list[Stretch]:
 # ---- inside
 
 
-def _read(path: str, *, flag: str, targets: int) -> list[list[Record]]:
+def _read(path: str, *, flag: str, targets: int) -> list[list[RequestRecord]]:
     try:
         report = msgspec.json.decode(Path(path).read_bytes(), type=Report)
     except OSError as error:
@@ -183,19 +183,19 @@ def _read(path: str, *, flag: str, targets: int) -> list[list[Record]]:
     return answered[:targets]
 
 
-def _ttft(record: Record) -> float:
+def _ttft(record: RequestRecord) -> float:
     assert record.ttft_s is not None
     return record.ttft_s
 
 
-def _token_times(record: Record) -> list[float]:
+def _token_times(record: RequestRecord) -> list[float]:
     times = [record.sent_s + _ttft(record)]
     for gap in record.itl_s:
         times.append(times[-1] + gap)
     return times
 
 
-def _alone(records: Sequence[Record]) -> list[Record]:
+def _alone(records: Sequence[RequestRecord]) -> list[RequestRecord]:
     """Those during whose wait for the first token nobody else was there."""
     begins = sorted(r.sent_s for r in records)
     ends = sorted(r.sent_s + r.e2e_s for r in records)
@@ -203,7 +203,7 @@ def _alone(records: Sequence[Record]) -> list[Record]:
     return [record for record, num in zip(records, there, strict=True) if num == 1]
 
 
-def _prefills(records: Sequence[Record]) -> list[tuple[int, float]]:
+def _prefills(records: Sequence[RequestRecord]) -> list[tuple[int, float]]:
     """(tokens computed, TTFT) of those that were alone."""
     return [(r.prompt_tokens - r.cached_tokens, _ttft(r)) for r in _alone(records)]
 
@@ -223,7 +223,7 @@ def _stretches(times: Sequence[float], is_quiet: Callable[[float, float], bool])
         yield times[begin:]
 
 
-def _measured(records: Sequence[Record], tokens: Sequence[Sequence[float]], times: Sequence[float]) -> Stretch:
+def _measured(records: Sequence[RequestRecord], tokens: Sequence[Sequence[float]], times: Sequence[float]) -> Stretch:
     requests = context = 0
     for record, theirs in zip(records, tokens, strict=True):
         for begin_s in times[:-1]:

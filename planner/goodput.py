@@ -7,7 +7,7 @@ al., OSDI'24).
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from deploy.bench.stats import Record, percentile, tpot_s
+from deploy.bench.stats import RequestRecord, percentile, tpot_s
 
 JUDGED_FROM = 0.1  # the first requests find an idle cluster: they load it and are not judged
 NEAR = 1.08  # the search ends when the best rate is known within this factor
@@ -15,7 +15,7 @@ MOST_STEPS = 8  # doublings or halvings on the way to the first bracket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slo:
+class SloTargets:
     """Limits in seconds. `share`: of requests that must be within them, and of a request's gaps within `itl_s`."""
 
     ttft_s: float
@@ -23,7 +23,7 @@ class Slo:
     itl_s: float | None
     share: float
 
-    def is_met_by(self, record: Record) -> bool:
+    def is_met_by(self, record: RequestRecord) -> bool:
         if record.error is not None or record.ttft_s is None or record.ttft_s > self.ttft_s:
             return False
         if (tpot_s(record) or 0.0) > self.tpot_s:
@@ -57,11 +57,11 @@ class Point:
         return self.rate * self.good_share
 
 
-def judged(records: Sequence[Record]) -> Sequence[Record]:
+def judged(records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
     return records[int(len(records) * JUDGED_FROM) :]
 
 
-def point_of(records: Sequence[Record], *, rate: float, slo: Slo, busy: dict[str, float]) -> Point:
+def point_of(records: Sequence[RequestRecord], *, rate: float, slo: SloTargets, busy: dict[str, float]) -> Point:
     seen = judged(records)
     ttft = [record.ttft_s for record in seen if record.ttft_s is not None]
     tpot = [found for record in seen if record.error is None and (found := tpot_s(record)) is not None]

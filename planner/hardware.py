@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from planner.config import PlanConfig
-from planner.fit import Fit, Handover, fit, fit_handover, read_pair, read_records
+from planner.fit import HandoverTime, StepTimeFit, fit, fit_handover, read_pair, read_records
 from planner.gpus import GPUS, Gpu
 from planner.shape import Shape
 from planner.step_time import Efficiency, Fitted, Roofline, StepTime
@@ -33,7 +33,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     step_time: Fitted | None = None
     outside_s: float | None = None
     source: str = ""
-    handover: Handover | None = None
+    handover: HandoverTime | None = None
     tp_size: int = 1
     gpu: Gpu | None = None
     compute_efficiency: float | None = None
@@ -160,7 +160,7 @@ def _gpu_flag(config: PlanConfig) -> str:
     return f"--gpu {config.gpu}" if config.gpu else "--gpu-profile"
 
 
-def _link_bytes_per_s(config: PlanConfig, gpu: Gpu | None, handover: Handover | None, shape: Shape) -> float | None:
+def _link_bytes_per_s(config: PlanConfig, gpu: Gpu | None, handover: HandoverTime | None, shape: Shape) -> float | None:
     if config.transfer_gb_s is not None:
         return config.transfer_gb_s * GB
     if handover is not None and handover.token_s > 0:
@@ -168,7 +168,7 @@ def _link_bytes_per_s(config: PlanConfig, gpu: Gpu | None, handover: Handover | 
     return gpu.link_gb_s * GB if gpu else None
 
 
-def _latency_s(config: PlanConfig, handover: Handover | None) -> float:
+def _latency_s(config: PlanConfig, handover: HandoverTime | None) -> float:
     """What a measured hand-over takes besides bytes and messages."""
     if config.transfer_latency_s is not None:
         return config.transfer_latency_s
@@ -177,7 +177,7 @@ def _latency_s(config: PlanConfig, handover: Handover | None) -> float:
     return max(0.0, handover.request_s - MESSAGES * config.control_latency_s)
 
 
-def describe(found: Fit, handover: Handover | None = None) -> str:
+def describe(found: StepTimeFit, handover: HandoverTime | None = None) -> str:
     """One line: from how much, how well."""
     pair = (
         ""

@@ -10,7 +10,7 @@ MOST_WORKERS, MOST_GPUS = 999, 32  # of a pool; of a worker
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Layout:
+class ClusterLayout:
     """`prefill` and `decode` workers, or `unified` ones. `mixed`: their decodes ride along in prefill steps.
 
     `tp`: GPUs of each worker (tensor parallelism).
@@ -40,7 +40,7 @@ class Layout:
         return ["prefill"] * self.prefill + ["decode"] * self.decode + ["unified"] * self.unified
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> ClusterLayout:
     """ "2P3D", "4U" or "4U-mixed", each with or without "-tp2"."""
     found = re.fullmatch(r"(?:(\d+)P(\d+)D|(\d+)U(-mixed)?)(?:-tp(\d+))?", text, re.IGNORECASE)
     if found is None:
@@ -50,8 +50,8 @@ def parse_layout(text: str) -> Layout:
     if not all(1 <= size <= MOST_WORKERS for size in pools) or not 1 <= int(tp or 1) <= MOST_GPUS:
         raise _unknown(text)
     if unified:
-        return Layout(unified=int(unified), mixed=mixed is not None, tp=int(tp or 1))
-    return Layout(prefill=int(prefill), decode=int(decode), tp=int(tp or 1))
+        return ClusterLayout(unified=int(unified), mixed=mixed is not None, tp=int(tp or 1))
+    return ClusterLayout(prefill=int(prefill), decode=int(decode), tp=int(tp or 1))
 
 
 def _unknown(text: str) -> ConfigError:
@@ -61,7 +61,7 @@ def _unknown(text: str) -> ConfigError:
     )
 
 
-def candidates(num_workers: int, *, tps: Sequence[int] = (1,)) -> list[Layout]:
+def candidates(num_workers: int, *, tps: Sequence[int] = (1,)) -> list[ClusterLayout]:
     """All of as many GPUs as `num_workers` of the largest degree have, so that their goodput per GPU can be compared: larger
 
     pools queue better than small ones. A degree that does not divide them is left out.
@@ -70,6 +70,6 @@ def candidates(num_workers: int, *, tps: Sequence[int] = (1,)) -> list[Layout]:
     return [layout for tp in tps if gpus % tp == 0 for layout in _of_size(gpus // tp, tp)]
 
 
-def _of_size(workers: int, tp: int) -> list[Layout]:
-    split = [Layout(prefill=p, decode=workers - p, tp=tp) for p in range(1, workers)]
-    return [Layout(unified=workers, tp=tp), Layout(unified=workers, mixed=True, tp=tp), *split]
+def _of_size(workers: int, tp: int) -> list[ClusterLayout]:
+    split = [ClusterLayout(prefill=p, decode=workers - p, tp=tp) for p in range(1, workers)]
+    return [ClusterLayout(unified=workers, tp=tp), ClusterLayout(unified=workers, mixed=True, tp=tp), *split]

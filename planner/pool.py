@@ -10,10 +10,10 @@ import msgspec
 
 from planner.config import PlanConfig
 from planner.goodput import Point
-from planner.layout import Layout
+from planner.layout import ClusterLayout
 
 
-class Pool:
+class RunPool:
     """A context manager: its processes end with the block, and with this process (their stdin closes)."""
 
     def __init__(self, config: PlanConfig, *, jobs: int) -> None:
@@ -23,10 +23,10 @@ class Pool:
             self._idle.put(child)
         self._threads = ThreadPoolExecutor(jobs)
 
-    def submit(self, layout: Layout, rate: float) -> "Future[Point]":
+    def submit(self, layout: ClusterLayout, rate: float) -> "Future[Point]":
         return self._threads.submit(self._run, layout, rate)
 
-    def __enter__(self) -> "Pool":
+    def __enter__(self) -> "RunPool":
         return self
 
     def __exit__(
@@ -38,7 +38,7 @@ class Pool:
         for child in self._children:
             child.communicate()
 
-    def _run(self, layout: Layout, rate: float) -> Point:
+    def _run(self, layout: ClusterLayout, rate: float) -> Point:
         child = self._idle.get()
         try:
             assert child.stdin is not None and child.stdout is not None

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from planner.workload import Asked
+from planner.workload import PlannedRequest
 from router.choice.chooser import Chooser, cost_tokens, make_chooser
 from router.choice.policies import Ask
 from router.choice.prefix_keys import BLOCK_TOKENS
@@ -35,10 +35,10 @@ class Routing(Generic[T]):
         config = RouterConfig(policy=self.policy, decode_policy="least_load")
         self._chooser = make_chooser(config, draw=random.Random(SEED).randrange)
 
-    def choose(self, role: str, pool: Sequence[T], asked: Asked) -> tuple[T, Lease]:
+    def choose(self, role: str, pool: Sequence[T], request: PlannedRequest) -> tuple[T, Lease]:
         """One of `pool`, and what is to be given to `release` when it has ended the request."""
         by_worker = {self._worker(role, one).worker_id: one for one in pool}
-        ask = Ask(prompt_tokens=asked.input_len, output_tokens=asked.output_len, keys=self._keys(asked))
+        ask = Ask(prompt_tokens=request.input_len, output_tokens=request.output_len, keys=self._keys(request))
         choice = self._chooser.choose([self._workers[one] for one in pool], ask)
         return by_worker[choice.worker.worker_id], self._table.charge(choice.worker, cost_tokens(choice, ask))
 
@@ -53,8 +53,8 @@ class Routing(Generic[T]):
             self._workers[one] = worker
         return self._workers[one]
 
-    def _keys(self, asked: Asked) -> Sequence[bytes]:
+    def _keys(self, request: PlannedRequest) -> Sequence[bytes]:
         """A block's number stands for all that came before it as well, so its parts need no other name."""
         if self.policy != "cache_aware":
             return ()
-        return [b"%d.%d" % (token, part) for token, count in asked.blocks for part in range(count // BLOCK_TOKENS)]
+        return [b"%d.%d" % (token, part) for token, count in request.blocks for part in range(count // BLOCK_TOKENS)]

@@ -8,8 +8,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from planner.config import PlanConfig
 from planner.goodput import Grid, Point, Search
-from planner.layout import Layout
-from planner.pool import Pool
+from planner.layout import ClusterLayout
+from planner.pool import RunPool
 from planner.study import Study, guess_rate
 
 
@@ -17,7 +17,7 @@ from planner.study import Study, guess_rate
 class Outcome:
     """All that was learnt of one layout. `best`: None when no rate was good enough."""
 
-    layout: Layout
+    layout: ClusterLayout
     points: list[Point]
     best: Point | None
 
@@ -31,12 +31,12 @@ def run_plan(config: PlanConfig, study: Study) -> list[Outcome]:
     """The outcome of each layout, in the order of the flags. `study`: that of `config`."""
     searches = {layout: _search(config, study, layout) for layout in study.layouts}
     with (
-        Pool(config, jobs=min(config.jobs, len(searches))) as pool,
+        RunPool(config, jobs=min(config.jobs, len(searches))) as pool,
         tqdm(unit="run", disable=config.disable_progress or None) as bar,
     ):
-        running: dict[Future[Point], Layout] = {}
+        running: dict[Future[Point], ClusterLayout] = {}
 
-        def ask(layout: Layout) -> None:
+        def ask(layout: ClusterLayout) -> None:
             rate = searches[layout].next_rate()
             if rate is not None:
                 running[pool.submit(layout, rate)] = layout
@@ -54,13 +54,13 @@ def run_plan(config: PlanConfig, study: Study) -> list[Outcome]:
     return [Outcome(layout, sorted(s.points, key=lambda p: p.rate), s.best) for layout, s in searches.items()]
 
 
-def _search(config: PlanConfig, study: Study, layout: Layout) -> Search | Grid:
+def _search(config: PlanConfig, study: Study, layout: ClusterLayout) -> Search | Grid:
     if config.rates:
         return Grid(rates=sorted(config.rates), share=study.slo.share)
     return Search(guess=guess_rate(study, layout), share=study.slo.share)
 
 
-def _news(searches: Mapping[Layout, Search | Grid]) -> str:
+def _news(searches: Mapping[ClusterLayout, Search | Grid]) -> str:
     best = {layout.name: search.best.rate for layout, search in searches.items() if search.best}
     name = max(best, key=best.__getitem__, default=None)
     return "" if name is None else f"best so far {name}: {best[name]:.3g} req/s a GPU"

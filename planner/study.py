@@ -9,21 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from deploy.bench.stats import Record
+from deploy.bench.stats import RequestRecord
 from engine.config import EngineConfig
 from engine.model_config import load_model_config
 from engine.resolve import resolve
 from planner.cluster import ClusterSpec, PlannedCluster
 from planner.config import PlanConfig
-from planner.goodput import Point, Slo, point_of
+from planner.goodput import Point, SloTargets, point_of
 from planner.hardware import Hardware, hardware_of, profile_of
-from planner.layout import Layout, candidates, parse_layout
+from planner.layout import ClusterLayout, candidates, parse_layout
 from planner.memory import kv_pages
 from planner.role_moves import AutoSpec
 from planner.shape import Shape, shape_of
 from planner.step_time import StepLoad
 from planner.worker import WorkerSpec
-from planner.workload import Asked, workload_of
+from planner.workload import PlannedRequest, workload_of
 from service.flags import ConfigError
 
 GUESSED_BATCH = 32
@@ -39,19 +39,19 @@ class Study:
     mixed_chunk_size: int
     shape: Shape
     hardware: Hardware
-    slo: Slo
+    slo: SloTargets
     control_s: float
     cores: float | None
     step_cores: int
     host_request_s: float
     host_token_s: float
     policy: str
-    requests: Sequence[Asked]
-    history: Sequence[Asked]
+    requests: Sequence[PlannedRequest]
+    history: Sequence[PlannedRequest]
     num_pages: dict[int, int]
-    layouts: Sequence[Layout]
+    layouts: Sequence[ClusterLayout]
 
-    def kv_tokens(self, layout: Layout) -> int:
+    def kv_tokens(self, layout: ClusterLayout) -> int:
         """That a worker holds."""
         return self.num_pages[layout.tp] * self.engine.page_size
 
@@ -67,7 +67,7 @@ def study_of(config: PlanConfig) -> Study:
     hardware = hardware_of(config, shape, tps=tps, profile=profile)
     history, requests = workload_of(config)
     engine = resolve(_engine(config), model, cuda=True)
-    longest = max(asked.input_len + asked.output_len for asked in requests)
+    longest = max(request.input_len + request.output_len for request in requests)
     assert engine.context_length is not None, "resolved"
     if longest > engine.context_length:
         raise ConfigError(
@@ -79,7 +79,7 @@ def study_of(config: PlanConfig) -> Study:
         mixed_chunk_size=config.mixed_chunk_size,
         shape=shape,
         hardware=hardware,
-        slo=Slo(
+        slo=SloTargets(
             ttft_s=config.slo_ttft_s,
             tpot_s=config.slo_tpot_s,
             itl_s=config.slo_itl_s,
@@ -108,7 +108,7 @@ def study_of(config: PlanConfig) -> Study:
     )
 
 
-def _layouts(config: PlanConfig, *, tps: Sequence[int]) -> list[Layout]:
+def _layouts(config: PlanConfig, *, tps: Sequence[int]) -> list[ClusterLayout]:
     """Those that say nothing of GPUs a worker are tried with each of `tps`."""
     if not config.layouts:
         return candidates(config.num_workers, tps=tps)
@@ -117,8 +117,8 @@ def _layouts(config: PlanConfig, *, tps: Sequence[int]) -> list[Layout]:
 
 
 def run_layout(
-    study: Study, layout: Layout, rate: float, *, auto: AutoSpec | None = None
-) -> tuple[PlannedCluster, list[Record]]:
+    study: Study, layout: ClusterLayout, rate: float, *, auto: AutoSpec | None = None
+) -> tuple[PlannedCluster, list[RequestRecord]]:
     """One run at `rate` requests a second and GPU, until the last that could still be good is over.
 
     `auto`: workers change their roles, as the router's --auto-roles would have it.
@@ -130,7 +130,7 @@ def run_layout(
     return cluster, cluster.run(study.requests, rate=total, until_s=until_s)
 
 
-def try_rate(study: Study, layout: Layout, rate: float) -> Point:
+def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
     """What a run with fixed roles says."""
     cluster, records = run_layout(study, layout, rate)
     busy = defaultdict[str, list[float]](list)
@@ -139,11 +139,11 @@ def try_rate(study: Study, layout: Layout, rate: float) -> Point:
     return point_of(records, rate=rate, slo=study.slo, busy={role: min(1.0, mean(s)) for role, s in busy.items()})
 
 
-def guess_rate(study: Study, layout: Layout) -> float:
+def guess_rate(study: Study, layout: ClusterLayout) -> float:
     """Where a search begins, in requests a second and GPU: below what the devices could compute without a pause."""
     size = len(study.requests)
-    tokens = sum(asked.input_len for asked in study.requests) / size
-    outputs = sum(asked.output_len for asked in study.requests) / size
+    tokens = sum(request.input_len for request in study.requests) / size
+    outputs = sum(request.output_len for request in study.requests) / size
     time = study.hardware.step_times[layout.tp]
     prefill = StepLoad(prefill_tokens=int(tokens), prefill_pairs=tokens**2 / 2, prefill_context=int(tokens), draws=1)
     context = int(GUESSED_BATCH * (tokens + outputs / 2))
@@ -154,7 +154,7 @@ def guess_rate(study: Study, layout: Layout) -> float:
     return GUESSED_LOAD * min(layout.prefill / prefill_s, layout.decode / decode_s) / layout.num_gpus
 
 
-def cluster_spec(study: Study, layout: Layout) -> ClusterSpec:
+def cluster_spec(study: Study, layout: ClusterLayout) -> ClusterSpec:
     engine = study.engine
     engine = replace(engine, enable_mixed_chunk=layout.mixed)
     if layout.mixed:

@@ -37,7 +37,7 @@ class End:
 
 
 @dataclass(slots=True, eq=False)
-class Room:
+class PlannedRoom:
     """A transfer. `*_state`: what each side may know by now; a side's end is None until it has opened the room."""
 
     prefill: End | None = None
@@ -59,33 +59,33 @@ class Network:
         self._control_s = control_s
         self._latency_s = latency_s
         self._host = host
-        self._rooms: dict[int, Room] = {}
+        self._rooms: dict[int, PlannedRoom] = {}
 
-    def room(self, number: int) -> Room:
-        return self._rooms.setdefault(number, Room())
+    def room(self, number: int) -> PlannedRoom:
+        return self._rooms.setdefault(number, PlannedRoom())
 
     def forget(self, number: int) -> None:
         self._rooms.pop(number, None)
 
-    def shake_hands(self, room: Room) -> None:
+    def shake_hands(self, room: PlannedRoom) -> None:
         """Both are there: decode asks and is answered."""
         if room.prefill is not None and room.decode is not None:
             self._after_messages(2, room.decode, lambda: self._decode_moves(room, KVPoll.WaitingForInput))
 
-    def provide(self, room: Room, *, num_pages: int, row: int) -> None:
+    def provide(self, room: PlannedRoom, *, num_pages: int, row: int) -> None:
         """Decode's pages travel to prefill."""
         room.decode_row = row
         assert room.decode is not None
         self._after_messages(1, room.decode, lambda: self._learn_pages(room, num_pages))
 
-    def send(self, room: Room, *, num_pages: int, row: int | None) -> None:
+    def send(self, room: PlannedRoom, *, num_pages: int, row: int | None) -> None:
         """Prefill has computed them; `row`: the last ones, with their metadata."""
         room.prefill_state = KVPoll.Transferring
         assert room.prefill is not None
         begin_s = max(room.prefill.now(), self._timeline.now_s)
         self._timeline.at(begin_s, lambda: self._move_bytes(room, num_pages * self._page_bytes, row))
 
-    def fail(self, room: Room) -> None:
+    def fail(self, room: PlannedRoom) -> None:
         for side in ("prefill_state", "decode_state"):
             if getattr(room, side) is not KVPoll.Success:
                 setattr(room, side, KVPoll.Failed)
@@ -98,17 +98,17 @@ class Network:
     def _after_messages(self, count: int, end: End, act: Callable[[], None]) -> None:
         self._timeline.at(max(end.now(), self._timeline.now_s) + count * self._control_s, act)
 
-    def _decode_moves(self, room: Room, to: KVPoll) -> None:
+    def _decode_moves(self, room: PlannedRoom, to: KVPoll) -> None:
         if room.decode_state is not KVPoll.Failed and room.decode is not None:
             room.decode_state = to
             room.decode.wake()
 
-    def _learn_pages(self, room: Room, num_pages: int) -> None:
+    def _learn_pages(self, room: PlannedRoom, num_pages: int) -> None:
         if room.prefill_state is KVPoll.Bootstrapping and room.prefill is not None:
             room.num_pages, room.prefill_state = num_pages, KVPoll.WaitingForInput
             room.prefill.wake()
 
-    def _move_bytes(self, room: Room, size_bytes: int, row: int | None) -> None:
+    def _move_bytes(self, room: PlannedRoom, size_bytes: int, row: int | None) -> None:
         assert room.prefill is not None and room.decode is not None
         one, other = room.prefill.link, room.decode.link
         begin_s = max(self._timeline.now_s, one.free_s, other.free_s)
@@ -120,7 +120,7 @@ class Network:
         if row is not None:
             self._timeline.at(end_s + self._latency_s, lambda: self._land(room, row))
 
-    def _land(self, room: Room, row: int) -> None:
+    def _land(self, room: PlannedRoom, row: int) -> None:
         if room.prefill_state is KVPoll.Failed or room.prefill is None or room.decode is None:
             return
         _copy_row(room.prefill.metadata, row, room.decode.metadata, room.decode_row)
@@ -130,11 +130,11 @@ class Network:
 
 
 @dataclass(slots=True, eq=False)
-class Sender:
+class PlannedSender:
     """Implements transfer_backends.contract.KVSender."""
 
     network: Network
-    room: Room
+    room: PlannedRoom
     number: int
 
     @property
@@ -178,11 +178,11 @@ class Sender:
 
 
 @dataclass(slots=True, eq=False)
-class Receiver:
+class PlannedReceiver:
     """Implements transfer_backends.contract.KVReceiver."""
 
     network: Network
-    room: Room
+    room: PlannedRoom
     number: int
 
     def poll(self) -> KVPoll:
@@ -212,18 +212,18 @@ class Receiver:
 
 
 @dataclass(slots=True)
-class Senders:
+class PlannedSenders:
     """The prefill role's manager (disagg.prefill_role.Senders), and its directory: a room is known where it is."""
 
     network: Network
     end: End
     counters: dict[str, int] = field(default_factory=Counter)
 
-    def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> Sender:
+    def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> PlannedSender:
         found = self.network.room(room)
         found.prefill = self.end
         self.network.shake_hands(found)
-        return Sender(self.network, found, room)
+        return PlannedSender(self.network, found, room)
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
         return []
@@ -239,18 +239,18 @@ class Senders:
 
 
 @dataclass(slots=True)
-class Receivers:
+class PlannedReceivers:
     """The decode role's manager (disagg.decode_role.Receivers)."""
 
     network: Network
     end: End
     counters: dict[str, int] = field(default_factory=Counter)
 
-    def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> Receiver:
+    def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> PlannedReceiver:
         found = self.network.room(room)
         found.decode = self.end
         self.network.shake_hands(found)
-        return Receiver(self.network, found, room)
+        return PlannedReceiver(self.network, found, room)
 
     def check(self) -> list[str]:
         return []

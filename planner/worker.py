@@ -32,7 +32,7 @@ from planner.executor import TimedExecutor, WorkerClock
 from planner.host import Host
 from planner.step_time import StepTime
 from planner.timeline import Timeline
-from planner.transfer import End, Link, Network, Receivers, Senders
+from planner.transfer import End, Link, Network, PlannedReceivers, PlannedSenders
 
 Say = Callable[[list[TokenOutput], float], None]  # (outputs, when)
 NEVER_S = 1e12  # no timeout of a role strikes in a plan: who comes too late is counted by the SLOs
@@ -117,12 +117,12 @@ class PlanWorker:
         if self.spec.role == "decode":
             return DecodeRole(
                 scheduler=self.scheduler,
-                manager=Receivers(network, self._end),
+                manager=PlannedReceivers(network, self._end),
                 metadata=self._metadata,
                 moves_bytes=True,
                 prealloc_timeout_s=NEVER_S,
             )
-        senders = Senders(network, self._end)
+        senders = PlannedSenders(network, self._end)
         bounds = Bounds(vocab_size=1, context_length=1)  # of what decode may ask for: nothing is asked
         return PrefillRole(
             scheduler=self.scheduler,

@@ -18,7 +18,7 @@ FIRST_OWN = 1 << 40  # of blocks that belong to one request alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PlannedRequest:
     """One request. `at`: arrival, in mean gaps between two requests. `blocks`: (token id, how many of it), in order."""
 
     at: float
@@ -48,7 +48,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class WorkloadPhase:
     """`count` requests of such lengths, with Poisson arrivals, on average `gap` of the workload's gaps apart."""
 
     lengths: Lengths
@@ -56,7 +56,7 @@ class Phase:
     gap: float = 1.0
 
 
-def workload_of(config: PlanConfig) -> tuple[list[Asked], list[Asked]]:
+def workload_of(config: PlanConfig) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
     """(history, requests) of a plan; raises `ConfigError` for a trace that cannot be read."""
     if config.trace is not None:
         return from_trace(read_trace(config.trace), count=config.num_requests)
@@ -70,7 +70,7 @@ def workload_of(config: PlanConfig) -> tuple[list[Asked], list[Asked]]:
     return [], from_lengths(lengths, count=config.num_requests, seed=config.seed)
 
 
-def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[Asked], list[Asked]]:
+def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
     """(at most `count` requests before the middle one, `count` from there on): what caches have seen, and what comes.
 
     Arrivals of one tick of the trace's clock are spread evenly until the next tick.
@@ -81,21 +81,21 @@ def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[Asked
     chosen = ordered[first : begin + count]
     times = _spread([entry.timestamp_ms for entry in chosen])
     times = times[: begin - first] + _without_gaps(times[begin - first :])
-    asked = [
-        Asked(at=at, blocks=_trace_blocks(entry, number), output_len=max(1, entry.output_length))
+    requests = [
+        PlannedRequest(at=at, blocks=_trace_blocks(entry, number), output_len=max(1, entry.output_length))
         for number, (at, entry) in enumerate(zip(times, chosen, strict=True))
     ]
-    return asked[: begin - first], asked[begin - first :]
+    return requests[: begin - first], requests[begin - first :]
 
 
-def from_lengths(lengths: Lengths, *, count: int, seed: int) -> list[Asked]:
+def from_lengths(lengths: Lengths, *, count: int, seed: int) -> list[PlannedRequest]:
     """`count` requests with Poisson arrivals."""
-    return from_phases([Phase(lengths=lengths, count=count)], seed=seed)
+    return from_phases([WorkloadPhase(lengths=lengths, count=count)], seed=seed)
 
 
-def from_phases(phases: Sequence[Phase], *, seed: int) -> list[Asked]:
+def from_phases(phases: Sequence[WorkloadPhase], *, seed: int) -> list[PlannedRequest]:
     """One phase after the other: day and night."""
-    rng, at, found = random.Random(seed), 0.0, list[Asked]()
+    rng, at, found = random.Random(seed), 0.0, list[PlannedRequest]()
     for phase in phases:
         for _ in range(phase.count):
             found.append(_drawn(rng, phase.lengths, number=len(found), at=at))
@@ -103,12 +103,12 @@ def from_phases(phases: Sequence[Phase], *, seed: int) -> list[Asked]:
     return found
 
 
-def _drawn(rng: random.Random, lengths: Lengths, *, number: int, at: float) -> Asked:
+def _drawn(rng: random.Random, lengths: Lengths, *, number: int, at: float) -> PlannedRequest:
     size = max(1, _draw(rng, lengths.input_len, lengths.range_ratio))
     prefix = min(lengths.prefix_len, size)
     blocks = ((FIRST_BLOCK + number % lengths.prefix_groups, prefix), (FIRST_OWN + number, size - prefix))
     output_len = max(1, _draw(rng, lengths.output_len, lengths.range_ratio))
-    return Asked(at=at, blocks=tuple(b for b in blocks if b[1]), output_len=output_len)
+    return PlannedRequest(at=at, blocks=tuple(b for b in blocks if b[1]), output_len=output_len)
 
 
 def _draw(rng: random.Random, longest: int, ratio: float) -> int:

@@ -12,8 +12,8 @@ import msgspec
 
 from deploy.bench.config import BenchConfig
 from deploy.bench.sse import SseParser
-from deploy.bench.stats import Record
-from deploy.bench.workload import Request
+from deploy.bench.stats import RequestRecord
+from deploy.bench.workload import BenchRequest
 from service.flags import ConfigError
 
 DONE = b"[DONE]"
@@ -24,7 +24,7 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class StreamUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
     prompt_tokens_details: PromptDetails | None = None
@@ -35,22 +35,22 @@ class Delta(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class Choice(msgspec.Struct):
+class StreamChoice(msgspec.Struct):
     text: str | None = None
     delta: Delta | None = None
     message: Delta | None = None
     finish_reason: str | None = None
 
 
-class Event(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     """A streamed chunk or a whole answer: the fields that are measured; the rest is skipped unread."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[StreamChoice] = []
+    usage: StreamUsage | None = None
     error: msgspec.Raw = msgspec.Raw()
 
 
-_DECODER = msgspec.json.Decoder(Event)
+_DECODER = msgspec.json.Decoder(StreamChunk)
 
 
 class StreamFailed(Exception):
@@ -72,10 +72,10 @@ class Target:
         self._config = config
         self._model = model
 
-    async def send(self, request: Request, *, started_at: float) -> Record:
+    async def send(self, request: BenchRequest, *, started_at: float) -> RequestRecord:
         """Send `request` and read its answer to the end. `started_at`: the run's start on `time.perf_counter`."""
         sent_at = time.perf_counter()
-        record = Record(idx=request.idx, sent_s=sent_at - started_at)
+        record = RequestRecord(idx=request.idx, sent_s=sent_at - started_at)
         if request.at_s is not None:
             record.late_s = max(0.0, record.sent_s - request.at_s)
         try:
@@ -92,7 +92,7 @@ class Target:
         record.e2e_s = time.perf_counter() - sent_at
         return record
 
-    async def _exchange(self, request: Request, record: Record, sent_at: float) -> None:
+    async def _exchange(self, request: BenchRequest, record: RequestRecord, sent_at: float) -> None:
         async with self._session.post(self._endpoint, json=self.body(request)) as reply:
             if reply.status != 200:
                 raise StreamFailed(f"http {reply.status}", (await reply.text(errors="replace")))
@@ -101,7 +101,7 @@ class Target:
             else:
                 _note(record, _decode(await reply.read()))
 
-    def body(self, request: Request) -> dict[str, Any]:
+    def body(self, request: BenchRequest) -> dict[str, Any]:
         """The JSON body of `request`."""
         body: dict[str, Any] = {
             "model": self._model,
@@ -130,7 +130,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
         ) from None
 
 
-async def _read_stream(reply: aiohttp.ClientResponse, record: Record, sent_at: float) -> None:
+async def _read_stream(reply: aiohttp.ClientResponse, record: RequestRecord, sent_at: float) -> None:
     parser, last_at, finished = SseParser(), None, False
     async for chunk in reply.content.iter_any():
         now = time.perf_counter()
@@ -152,7 +152,7 @@ async def _read_stream(reply: aiohttp.ClientResponse, record: Record, sent_at: f
         raise StreamFailed("cut short", "the stream ended without [DONE]")
 
 
-def _decode(data: bytes) -> Event:
+def _decode(data: bytes) -> StreamChunk:
     try:
         event = _DECODER.decode(data)
     except msgspec.MsgspecError as error:
@@ -162,7 +162,7 @@ def _decode(data: bytes) -> Event:
     return event
 
 
-def _note(record: Record, event: Event) -> bool:
+def _note(record: RequestRecord, event: StreamChunk) -> bool:
     """Count an event; returns whether it brought text."""
     has_text = any(_text(choice) for choice in event.choices)
     if event.usage is not None:
@@ -175,6 +175,6 @@ def _note(record: Record, event: Event) -> bool:
     return has_text
 
 
-def _text(choice: Choice) -> str:
+def _text(choice: StreamChoice) -> str:
     part = choice.delta or choice.message
     return choice.text or (part and (part.content or part.reasoning_content)) or ""

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
-from deploy.bench.stats import Record
-from deploy.bench.workload import Request
+from deploy.bench.stats import RequestRecord
+from deploy.bench.workload import BenchRequest
 
-Send = Callable[..., Awaitable[Record]]  # (request, *, started_at) -> Record
-OnDone = Callable[[Record], None]
+Send = Callable[..., Awaitable[RequestRecord]]  # (request, *, started_at) -> Record
+OnDone = Callable[[RequestRecord], None]
 
 
 @dataclass
 class Measured:
     """Records of one target and the seconds in which it was under load."""
 
-    records: list[Record] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
     duration_s: float = 0.0
 
 
-async def run_load(send: Send, requests: Sequence[Request], *, concurrency: int, on_done: OnDone) -> Measured:
+async def run_load(send: Send, requests: Sequence[BenchRequest], *, concurrency: int, on_done: OnDone) -> Measured:
     """Send all `requests`: at their times when they have one, else `concurrency` at once."""
     started_at = time.perf_counter()
     if requests and requests[0].at_s is not None:
@@ -34,7 +34,7 @@ async def run_load(send: Send, requests: Sequence[Request], *, concurrency: int,
 
 
 async def run_in_turns(
-    sends: Sequence[Send], requests: Sequence[Request], *, rounds: int, concurrency: int, on_done: OnDone
+    sends: Sequence[Send], requests: Sequence[BenchRequest], *, rounds: int, concurrency: int, on_done: OnDone
 ) -> list[Measured]:
     """Each round puts the same share of the requests on every target, one target at a time.
 
@@ -53,21 +53,21 @@ async def run_in_turns(
     return totals
 
 
-def shares(requests: Sequence[Request], rounds: int) -> list[list[Request]]:
+def shares(requests: Sequence[BenchRequest], rounds: int) -> list[list[BenchRequest]]:
     """Cut into at most `rounds` consecutive parts of nearly equal size; times restart at 0 in each part."""
     bounds = [len(requests) * i // rounds for i in range(rounds + 1)]
     return [_restarted(requests[a:b]) for a, b in itertools.pairwise(bounds) if a < b]
 
 
-def _restarted(requests: Sequence[Request]) -> list[Request]:
+def _restarted(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
     first = requests[0].at_s
     return [r if r.at_s is None or first is None else replace(r, at_s=r.at_s - first) for r in requests]
 
 
 async def _closed_loop(
-    send: Send, requests: Sequence[Request], *, concurrency: int, started_at: float, on_done: OnDone
-) -> list[Record]:
-    records: list[Record] = []
+    send: Send, requests: Sequence[BenchRequest], *, concurrency: int, started_at: float, on_done: OnDone
+) -> list[RequestRecord]:
+    records: list[RequestRecord] = []
     waiting = iter(requests)
 
     async def client() -> None:
@@ -82,10 +82,12 @@ async def _closed_loop(
     return records
 
 
-async def _open_loop(send: Send, requests: Sequence[Request], *, started_at: float, on_done: OnDone) -> list[Record]:
-    records: list[Record] = []
+async def _open_loop(
+    send: Send, requests: Sequence[BenchRequest], *, started_at: float, on_done: OnDone
+) -> list[RequestRecord]:
+    records: list[RequestRecord] = []
 
-    async def one(request: Request) -> None:
+    async def one(request: BenchRequest) -> None:
         record = await send(request, started_at=started_at)
         records.append(record)
         on_done(record)

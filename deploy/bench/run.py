@@ -13,9 +13,9 @@ from deploy.bench.client import Target, first_model
 from deploy.bench.config import BenchConfig
 from deploy.bench.load import Measured, run_in_turns, run_load
 from deploy.bench.report import ratio_table, summary_table
-from deploy.bench.stats import Record, Summary, ratios, summarize
+from deploy.bench.stats import RequestRecord, Summary, ratios, summarize
 from deploy.bench.trace import read_trace
-from deploy.bench.workload import Request, make_requests
+from deploy.bench.workload import BenchRequest, make_requests
 
 
 async def measure(config: BenchConfig, stack: AsyncExitStack) -> list[Measured]:
@@ -79,7 +79,7 @@ class _Progress:
         self._bar = bar
         self._errors = 0
 
-    def __call__(self, record: Record) -> None:
+    def __call__(self, record: RequestRecord) -> None:
         if record.error:
             self._errors += 1
             self._bar.set_postfix(errors=self._errors, refresh=False)
@@ -95,23 +95,23 @@ def _urls(config: BenchConfig) -> list[str]:
     return [config.url, config.compare] if config.compare else [config.url]
 
 
-def _warmup(requests: Sequence[Request], count: int) -> list[Request]:
+def _warmup(requests: Sequence[BenchRequest], count: int) -> list[BenchRequest]:
     """Short requests with prompts of their own: nothing measured may be in a cache because of them."""
     return [_reversed(request) for request in requests[:count]]
 
 
-def _reversed(request: Request) -> Request:
+def _reversed(request: BenchRequest) -> BenchRequest:
     words = request.prompt
     prompt = " ".join(reversed(words.split())) if isinstance(words, str) else tuple(reversed(words))
-    return Request(idx=-1, prompt=prompt, prompt_len=request.prompt_len, output_len=min(request.output_len, 4))
+    return BenchRequest(idx=-1, prompt=prompt, prompt_len=request.prompt_len, output_len=min(request.output_len, 4))
 
 
-def _ignore(record: Record) -> None:
+def _ignore(record: RequestRecord) -> None:
     pass
 
 
-def _error_examples(records: Sequence[Record]) -> list[str]:
-    first: dict[str, Record] = {}
+def _error_examples(records: Sequence[RequestRecord]) -> list[str]:
+    first: dict[str, RequestRecord] = {}
     for record in records:
         if record.error:
             first.setdefault(record.error, record)

@@ -15,7 +15,7 @@ PERCENTS = (50, 90, 99)
 LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
 
 
-class Record(msgspec.Struct, kw_only=True):
+class RequestRecord(msgspec.Struct, kw_only=True):
     """What happened to one request. Times in seconds; `sent_s` counts from the start of the run.
 
     `late_s`: how much later than planned it was sent (open loop). `error`: its kind, None for an answer in full.
@@ -82,7 +82,7 @@ def distribution(values: Sequence[float]) -> Distribution | None:
     return Distribution(len(values), sum(values) / len(values), p50, p90, p99, max(values))
 
 
-def summarize(records: Sequence[Record], *, duration_s: float) -> Summary:
+def summarize(records: Sequence[RequestRecord], *, duration_s: float) -> Summary:
     """Sum up the records of one target that was busy for `duration_s` seconds."""
     good = [record for record in records if record.error is None]
     prompt_tokens = sum(record.prompt_tokens for record in good)
@@ -107,7 +107,7 @@ def summarize(records: Sequence[Record], *, duration_s: float) -> Summary:
     )
 
 
-def tpot_s(record: Record) -> float | None:
+def tpot_s(record: RequestRecord) -> float | None:
     """Seconds per output token after the first; None where there is no such token."""
     if record.ttft_s is None or record.output_tokens < 2:
         return None

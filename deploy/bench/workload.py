@@ -16,7 +16,7 @@ NUM_KEYS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class BenchRequest:
     """One request. `at_s`: seconds after the start to send it at; None: as soon as a place is free (closed loop)."""
 
     idx: int
@@ -26,14 +26,14 @@ class Request:
     at_s: float | None = None
 
 
-def make_requests(config: BenchConfig, trace: Sequence[TraceEntry] = ()) -> list[Request]:
+def make_requests(config: BenchConfig, trace: Sequence[TraceEntry] = ()) -> list[BenchRequest]:
     """The requests of a run; the same flags give the same list."""
     rng = random.Random(config.seed)
     requests = replay(config, trace, rng) if config.trace else synthetic(config, rng)
     return poisson(requests, config.request_rate, rng) if config.request_rate else requests
 
 
-def synthetic(config: BenchConfig, rng: random.Random) -> list[Request]:
+def synthetic(config: BenchConfig, rng: random.Random) -> list[BenchRequest]:
     """Random prompts; request i of group g starts with the group's prefix."""
     prefixes = [_draw(config, rng, config.shared_prefix_len) for _ in range(config.shared_prefix_groups)]
     requests = []
@@ -42,11 +42,11 @@ def synthetic(config: BenchConfig, rng: random.Random) -> list[Request]:
         own = _draw(config, rng, length - config.shared_prefix_len)
         ids = prefixes[idx % len(prefixes)] + own
         output_len = max(_length(config.output_len, config, rng), 1)
-        requests.append(Request(idx=idx, prompt=_prompt(config, ids), prompt_len=length, output_len=output_len))
+        requests.append(BenchRequest(idx=idx, prompt=_prompt(config, ids), prompt_len=length, output_len=output_len))
     return requests
 
 
-def poisson(requests: Sequence[Request], rate: float, rng: random.Random) -> list[Request]:
+def poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) -> list[BenchRequest]:
     """The same requests with exponential gaps of mean 1/rate seconds; the first is sent at once."""
     at_s, timed = 0.0, []
     for request in requests:
@@ -55,7 +55,7 @@ def poisson(requests: Sequence[Request], rate: float, rng: random.Random) -> lis
     return timed
 
 
-def replay(config: BenchConfig, trace: Sequence[TraceEntry], rng: random.Random) -> list[Request]:
+def replay(config: BenchConfig, trace: Sequence[TraceEntry], rng: random.Random) -> list[BenchRequest]:
     """A trace's requests, scaled, in order of arrival; the first is sent at once."""
     entries = sorted(trace, key=lambda entry: entry.timestamp_ms)[: config.num_requests]
     start_ms = entries[0].timestamp_ms if entries else 0.0
@@ -66,7 +66,7 @@ def replay(config: BenchConfig, trace: Sequence[TraceEntry], rng: random.Random)
         at_s = (entry.timestamp_ms - start_ms) / 1000 * config.time_scale + jitter_s
         output_len = max(1, round(entry.output_length * config.length_scale))
         prompt = _prompt(config, ids)
-        requests.append(Request(idx=idx, prompt=prompt, prompt_len=len(ids), output_len=output_len, at_s=at_s))
+        requests.append(BenchRequest(idx=idx, prompt=prompt, prompt_len=len(ids), output_len=output_len, at_s=at_s))
     return sorted(requests, key=lambda request: (request.at_s, request.idx))
 
 

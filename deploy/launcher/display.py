@@ -19,7 +19,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class ProcessProgress:
     """One process as seen now. `healthy_s`: seconds from start to healthy, None before."""
 
     name: str
@@ -29,7 +29,7 @@ class Progress:
 
 
 class Display(Protocol):
-    def update(self, states: Sequence[Progress]) -> None: ...
+    def update(self, states: Sequence[ProcessProgress]) -> None: ...
 
     def message(self, text: str) -> None: ...
 
@@ -41,7 +41,7 @@ def make_display(out: TextIO = sys.stderr) -> Display:
     return LiveDisplay(out) if out.isatty() else PlainDisplay(out)
 
 
-def render(states: Sequence[Progress]) -> list[str]:
+def render(states: Sequence[ProcessProgress]) -> list[str]:
     """One line of text for each process."""
     width = max((len(state.name) for state in states), default=0)
     return [_line(state, width) for state in states]
@@ -54,7 +54,7 @@ class LiveDisplay:
         self._out = out
         self._num_lines = 0
 
-    def update(self, states: Sequence[Progress]) -> None:
+    def update(self, states: Sequence[ProcessProgress]) -> None:
         columns = shutil.get_terminal_size().columns
         lines = [line[: columns - 1] for line in render(states)]  # a wrapped line could not be rewritten
         up = f"\x1b[{self._num_lines}A" if self._num_lines else ""
@@ -77,7 +77,7 @@ class PlainDisplay:
         self._out = out
         self._said: set[tuple[str, bool]] = set()
 
-    def update(self, states: Sequence[Progress]) -> None:
+    def update(self, states: Sequence[ProcessProgress]) -> None:
         for state in states:
             event = (state.name, state.healthy_s is not None)
             if event not in self._said:
@@ -91,11 +91,11 @@ class PlainDisplay:
         pass
 
 
-def _healthy(state: Progress) -> str:
+def _healthy(state: ProcessProgress) -> str:
     return f"{state.name}: healthy after {state.healthy_s:.1f} s"
 
 
-def _line(state: Progress, width: int) -> str:
+def _line(state: ProcessProgress, width: int) -> str:
     if state.healthy_s is not None:
         return f"{state.name:<{width}}  [{'█' * BAR_CELLS}]  healthy after {state.healthy_s:.1f} s"
     text = _LOG_HEAD.sub("", _ANSI.sub("", state.text))

@@ -32,7 +32,7 @@ class ProcessSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ports:
+class ClusterPorts:
     """Ports that were free when asked. Pairs: (HTTP, bootstrap server); a decode worker's is for when it becomes prefill."""
 
     front: int
@@ -45,16 +45,16 @@ def num_ports(config: ClusterConfig) -> int:
     return 0 if config.unified else 2 * (config.prefill + config.decode)
 
 
-def assign_ports(config: ClusterConfig, *, front: int, free: Sequence[int]) -> Ports:
+def assign_ports(config: ClusterConfig, *, front: int, free: Sequence[int]) -> ClusterPorts:
     """Deal `num_ports(config)` free ports out to the workers."""
     pairs = tuple(zip(free[::2], free[1::2], strict=True))
-    return Ports(front=front, prefill=pairs[: config.prefill], decode=pairs[config.prefill :])
+    return ClusterPorts(front=front, prefill=pairs[: config.prefill], decode=pairs[config.prefill :])
 
 
 def plan_cluster(
     config: ClusterConfig,
     *,
-    ports: Ports,
+    ports: ClusterPorts,
     cores: int,
     worker_args: Sequence[str] = (),
     router_args: Sequence[str] = (),
@@ -93,13 +93,13 @@ def _worker(name: str, role: str, port: int, args: Sequence[str], env: dict[str,
     return ProcessSpec(name=name, role=role, argv=argv, url=_url(LOOPBACK, port), env=env)
 
 
-def _unified(config: ClusterConfig, ports: Ports, args: Sequence[str]) -> ProcessSpec:
+def _unified(config: ClusterConfig, ports: ClusterPorts, args: Sequence[str]) -> ProcessSpec:
     argv = _tandem("serve", "--disaggregation-mode=null", f"--host={config.host}", f"--port={ports.front}", *args)
     url = front_url(config, ports.front)
     return ProcessSpec(name="unified-0", role="unified", argv=argv, url=url, env=WORKER_ENV)
 
 
-def _router(config: ClusterConfig, ports: Ports, args: Sequence[str]) -> ProcessSpec:
+def _router(config: ClusterConfig, ports: ClusterPorts, args: Sequence[str]) -> ProcessSpec:
     argv = [f"--host={config.host}", f"--port={ports.front}", "--pd-disaggregation"]
     for http, bootstrap in ports.prefill:
         argv += ["--prefill", _url(LOOPBACK, http), str(bootstrap)]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from deploy.launcher.display import Display, Progress
+from deploy.launcher.display import Display, ProcessProgress
 from deploy.launcher.plan import ProcessSpec
 from deploy.launcher.probe import is_healthy
 from deploy.launcher.process import Child, Guard
@@ -113,10 +113,10 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
         self._healthy_s[child.spec.name] = self._elapsed_s()
 
-    def _progress(self) -> list[Progress]:
+    def _progress(self) -> list[ProcessProgress]:
         elapsed_s = self._elapsed_s()
         return [
-            Progress(
+            ProcessProgress(
                 name=child.spec.name,
                 text=child.last_line(),
                 elapsed_s=elapsed_s,

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from deploy.bench.config import BenchConfig
 from deploy.bench.run import measure
-from deploy.bench.stats import Record, summarize
+from deploy.bench.stats import RequestRecord, summarize
 from deploy.commands.bench import _bench as bench
 
 TOKENS = 3
@@ -105,7 +105,7 @@ def against_server(scenario: Callable[[Server], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-async def records_of(server: Server, **flags: Any) -> list[Record]:
+async def records_of(server: Server, **flags: Any) -> list[RequestRecord]:
     config = BenchConfig(
         **({"url": server.url, "num_requests": 6, "input_len": 8, "warmup": 0, "disable_progress": True} | flags)
     )

@@ -14,7 +14,7 @@ from deploy.bench.config import BenchConfig, check_bench
 from deploy.bench.load import shares
 from deploy.bench.report import summary_table, table
 from deploy.bench.sse import SseParser
-from deploy.bench.stats import Record, percentile, ratios, summarize
+from deploy.bench.stats import RequestRecord, percentile, ratios, summarize
 from deploy.bench.trace import TraceEntry, parse_trace, read_trace
 from deploy.bench.workload import block_tokens, make_requests
 from service.flags import ConfigError
@@ -26,8 +26,8 @@ def test_percentiles_interpolate() -> None:
     assert percentile([7.0], 99) == 7.0
 
 
-def record(idx: int, ttft_s: float, gaps: list[float], *, error: str | None = None) -> Record:
-    return Record(
+def record(idx: int, ttft_s: float, gaps: list[float], *, error: str | None = None) -> RequestRecord:
+    return RequestRecord(
         idx=idx,
         sent_s=0.0,
         ttft_s=ttft_s,

@@ -8,14 +8,14 @@ import pytest
 
 from deploy.launcher import summary
 from deploy.launcher.config import ClusterConfig
-from deploy.launcher.display import PlainDisplay, Progress, render
+from deploy.launcher.display import PlainDisplay, ProcessProgress, render
 from deploy.launcher.guard import watch
-from deploy.launcher.plan import Ports, ProcessSpec, assign_ports, num_ports, plan_cluster
+from deploy.launcher.plan import ClusterPorts, ProcessSpec, assign_ports, num_ports, plan_cluster
 from deploy.launcher.ports import free_ports
 from service.flags import ConfigError
 from service.http.listening import require_free
 
-PORTS = Ports(front=8000, prefill=((1, 11), (2, 12)), decode=((3, 13),))
+PORTS = ClusterPorts(front=8000, prefill=((1, 11), (2, 12)), decode=((3, 13),))
 
 
 def by_name(specs: list[ProcessSpec]) -> dict[str, ProcessSpec]:
@@ -48,7 +48,7 @@ def test_two_prefill_one_decode_and_a_router_that_knows_them() -> None:
 
 def test_unified_is_one_worker_at_the_front_port() -> None:
     config = ClusterConfig(unified=True, host="0.0.0.0")
-    (spec,) = plan_cluster(config, ports=Ports(front=8000, prefill=(), decode=()), cores=4)
+    (spec,) = plan_cluster(config, ports=ClusterPorts(front=8000, prefill=(), decode=()), cores=4)
     assert num_ports(config) == 0
     assert spec.url == "http://127.0.0.1:8000" and "--host=0.0.0.0" in spec.argv and spec.role == "unified"
 
@@ -57,7 +57,7 @@ def test_ports_are_dealt_out_once_each() -> None:
     config = ClusterConfig(prefill=2, decode=3)
     dealt = assign_ports(config, front=9, free=range(100, 100 + num_ports(config)))
     decode = ((104, 105), (106, 107), (108, 109))
-    assert dealt == Ports(front=9, prefill=((100, 101), (102, 103)), decode=decode)
+    assert dealt == ClusterPorts(front=9, prefill=((100, 101), (102, 103)), decode=decode)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,13 @@ def test_guard_remembers_what_was_not_forgotten() -> None:
 
 
 def test_a_percentage_in_the_log_fills_the_bar() -> None:
-    (line,) = render([Progress(name="decode-0", text="Loading weights:  50%|█████     | 4/8", elapsed_s=1.0)])
+    (line,) = render([ProcessProgress(name="decode-0", text="Loading weights:  50%|█████     | 4/8", elapsed_s=1.0)])
     assert line.startswith("decode-0  [██████████░░░░░░░░░░]   1.0 s  Loading weights")
-    (plain,) = render([Progress(name="w", text="2026-11-21 00:38:10,053 worker INFO model loaded", elapsed_s=0.0)])
+    (plain,) = render(
+        [ProcessProgress(name="w", text="2026-11-21 00:38:10,053 worker INFO model loaded", elapsed_s=0.0)]
+    )
     assert plain.endswith("0.0 s  model loaded")
-    (done,) = render([Progress(name="decode-0", text="", elapsed_s=2.0, healthy_s=1.5)])
+    (done,) = render([ProcessProgress(name="decode-0", text="", elapsed_s=2.0, healthy_s=1.5)])
     assert done.endswith("healthy after 1.5 s")
 
 
@@ -100,7 +102,7 @@ def test_plain_display_says_each_thing_once() -> None:
     out = io.StringIO()
     display = PlainDisplay(out)
     for healthy_s in (None, None, 1.0, 1.0):
-        display.update([Progress(name="w", text="", elapsed_s=0.0, healthy_s=healthy_s)])
+        display.update([ProcessProgress(name="w", text="", elapsed_s=0.0, healthy_s=healthy_s)])
     assert out.getvalue() == "w: starting\nw: healthy after 1.0 s\n"
 
 

@@ -2,11 +2,11 @@
 
 from engine.config import EngineConfig
 from planner.cluster import ClusterSpec, PlannedCluster
-from planner.layout import Layout, parse_layout
+from planner.layout import ClusterLayout, parse_layout
 from planner.role_moves import AutoSpec
 from planner.step_time import Fitted
 from planner.worker import WorkerSpec
-from planner.workload import Asked
+from planner.workload import PlannedRequest
 
 PAGE_SIZE, PAGE_BYTES = 16, 1 << 20
 LINK = 1 << 30  # bytes a second: a page takes 1/1024 s
@@ -33,7 +33,7 @@ def cluster(
     policy: str = "least_load",
     auto: AutoSpec | None = None,
 ) -> PlannedCluster:
-    layout: Layout = parse_layout(name)
+    layout: ClusterLayout = parse_layout(name)
     engine = EngineConfig(
         device="cuda",
         stream="cuda",
@@ -70,9 +70,9 @@ def cluster(
     )
 
 
-def asked(at: float, input_len: int, output_len: int, *, block: int = 0) -> Asked:
+def request_at(at: float, input_len: int, output_len: int, *, block: int = 0) -> PlannedRequest:
     """`block`: requests of one block share their prefix."""
-    return Asked(at=at, blocks=((block + 2, input_len),), output_len=output_len)
+    return PlannedRequest(at=at, blocks=((block + 2, input_len),), output_len=output_len)
 
 
 def assert_at_rest(planned: PlannedCluster) -> None:

@@ -11,9 +11,9 @@ from tests.planner.planned import (
     OUTSIDE_S,
     PAGE_BYTES,
     STEP_TIME,
-    asked,
     assert_at_rest,
     cluster,
+    request_at,
 )
 
 FOREVER = float("inf")
@@ -31,7 +31,7 @@ def decode_s(*contexts: int) -> float:
 
 def test_one_request_on_a_unified_worker() -> None:
     planned = cluster("1U")
-    (record,) = planned.run([asked(0, 100, 4)], rate=1, until_s=FOREVER)
+    (record,) = planned.run([request_at(0, 100, 4)], rate=1, until_s=FOREVER)
     assert record.error is None and (record.prompt_tokens, record.output_tokens) == (100, 4)
     assert record.ttft_s == pytest.approx(OUTSIDE_S + prefill_s(100))
     assert record.itl_s == pytest.approx([decode_s(101), decode_s(102), decode_s(103)])
@@ -44,7 +44,7 @@ def test_one_request_through_prefill_and_decode() -> None:
     The first token was drawn by prefill: decode says it before it computes its own first step.
     """
     planned = cluster("1P1D")
-    (record,) = planned.run([asked(0, 100, 3)], rate=1, until_s=FOREVER)
+    (record,) = planned.run([request_at(0, 100, 3)], rate=1, until_s=FOREVER)
     transfer_s = 7 * PAGE_BYTES / LINK + LATENCY_S + CONTROL_S
     assert record.ttft_s == pytest.approx(OUTSIDE_S + 3 * CONTROL_S + prefill_s(100) + transfer_s)
     assert record.itl_s == pytest.approx([decode_s(101), decode_s(102)])
@@ -54,7 +54,7 @@ def test_one_request_through_prefill_and_decode() -> None:
 def test_a_long_prompt_travels_while_it_is_computed() -> None:
     """Chunks of 2048: only the last one's pages are left to move when the last chunk is done, if the link keeps up."""
     planned = cluster("1P1D", link=64 * LINK)
-    (record,) = planned.run([asked(0, 3 * 2048, 2)], rate=1, until_s=FOREVER)
+    (record,) = planned.run([request_at(0, 3 * 2048, 2)], rate=1, until_s=FOREVER)
     whole = [
         STEP_TIME.prefill_step_s
         + 2048 * STEP_TIME.prefill_token_s
@@ -68,14 +68,14 @@ def test_a_long_prompt_travels_while_it_is_computed() -> None:
 def test_transfers_share_a_link() -> None:
     """Two prompts are ready at about the same time, on two prefill workers; one decode worker takes one after the other."""
     planned = cluster("2P1D", link=LINK / 64)
-    one, other = planned.run([asked(0, 512, 2), asked(0, 512, 2, block=1)], rate=1, until_s=FOREVER)
+    one, other = planned.run([request_at(0, 512, 2), request_at(0, 512, 2, block=1)], rate=1, until_s=FOREVER)
     assert one.ttft_s is not None and other.ttft_s is not None
     assert other.ttft_s - one.ttft_s == pytest.approx(32 * PAGE_BYTES / (LINK / 64), rel=0.02)
 
 
 def test_prefill_does_not_stop_the_decodes_of_another_worker() -> None:
     """What disaggregation is for: a long prompt makes a gap in a unified worker's answers, and none in decode's."""
-    requests = [asked(0, 64, 200), asked(0.2, 2048, 1, block=1)]
+    requests = [request_at(0, 64, 200), request_at(0.2, 2048, 1, block=1)]
     longest = {}
     for name in ("1U", "1P1D"):
         record, _ = cluster(name).run(requests, rate=1, until_s=FOREVER)
@@ -86,7 +86,7 @@ def test_prefill_does_not_stop_the_decodes_of_another_worker() -> None:
 
 def test_on_one_core_a_long_prompt_slows_decode_down() -> None:
     """What a pair on a laptop suffers: half a core for each, as long as the prompt is computed."""
-    requests = [asked(0, 64, 200), asked(0.2, 2048, 1, block=1)]
+    requests = [request_at(0, 64, 200), request_at(0.2, 2048, 1, block=1)]
     slow, fast = (cluster("1P1D", cores=cores).run(requests, rate=1, until_s=FOREVER)[0] for cores in (1, 2))
     assert max(fast.itl_s) < 2 * decode_s(264)
     doubled = sum(gap == pytest.approx(2 * decode_s(140), rel=0.02) for gap in slow.itl_s)
@@ -96,7 +96,7 @@ def test_on_one_core_a_long_prompt_slows_decode_down() -> None:
 def test_what_serves_beside_the_steps_takes_its_part_of_the_cores() -> None:
     """A step's token costs as much again in HTTP: on one core the next step has half of it meanwhile."""
     alone, beside = (
-        cluster("1U", cores=1, host_token_s=seconds).run([asked(0, 64, 100)], rate=1, until_s=FOREVER)[0]
+        cluster("1U", cores=1, host_token_s=seconds).run([request_at(0, 64, 100)], rate=1, until_s=FOREVER)[0]
         for seconds in (0.0, decode_s(100))
     )
     assert sum(beside.itl_s) == pytest.approx(2 * sum(alone.itl_s), rel=0.05)
@@ -104,8 +104,8 @@ def test_what_serves_beside_the_steps_takes_its_part_of_the_cores() -> None:
 
 def test_the_router_s_cache_aware_policy_brings_prompts_back_to_their_prefix() -> None:
     """Four conversations on four workers, later turns in another order: least_load scatters them, cache_aware does not."""
-    first = [asked(i, 1600, 2, block=i) for i in range(4)]
-    later = [asked(4 + i, 2400, 2, block=(3 * i + 1) % 4) for i in range(8)]
+    first = [request_at(i, 1600, 2, block=i) for i in range(4)]
+    later = [request_at(4 + i, 2400, 2, block=(3 * i + 1) % 4) for i in range(8)]
     cached = {}
     for policy in ("least_load", "cache_aware"):
         planned = cluster("4U", policy=policy)
@@ -117,15 +117,15 @@ def test_the_router_s_cache_aware_policy_brings_prompts_back_to_their_prefix() -
 
 def test_cache_aware_deals_out_history_by_prefix() -> None:
     planned = cluster("2U", policy="cache_aware")
-    planned.warm([asked(0, 640, 1, block=block) for block in (0, 1, 0, 1)])
-    records = planned.run([asked(i, 1280, 1, block=1 - i) for i in range(2)], rate=1, until_s=FOREVER)
+    planned.warm([request_at(0, 640, 1, block=block) for block in (0, 1, 0, 1)])
+    records = planned.run([request_at(i, 1280, 1, block=1 - i) for i in range(2)], rate=1, until_s=FOREVER)
     assert [record.cached_tokens for record in records] == [640, 640]
 
 
 def test_an_equal_prefix_is_not_computed_again_and_history_counts() -> None:
     planned = cluster("1U")
-    planned.warm([asked(0, 320, 1)])
-    (record,) = planned.run([asked(0, 640, 2)], rate=1, until_s=FOREVER)
+    planned.warm([request_at(0, 320, 1)])
+    (record,) = planned.run([request_at(0, 640, 2)], rate=1, until_s=FOREVER)
     assert record.cached_tokens == 320
     tokens = 320
     pairs = tokens * (320 + 321 / 2)
@@ -138,7 +138,9 @@ def test_an_equal_prefix_is_not_computed_again_and_history_counts() -> None:
 def test_every_request_ends_whatever_the_memory(name: str) -> None:
     """More than memory holds at once: waits and retractions, and in the end all is back. No device is busy twice."""
     draw = random.Random(5)
-    requests = [asked(i * 0.5, draw.randint(1, 900), draw.randint(1, 120), block=draw.randint(0, 9)) for i in range(60)]
+    requests = [
+        request_at(i * 0.5, draw.randint(1, 900), draw.randint(1, 120), block=draw.randint(0, 9)) for i in range(60)
+    ]
     planned = cluster(name, num_pages=80, max_running=12)
     records = planned.run(requests, rate=40, until_s=FOREVER)
     assert [r.error for r in records] == [None] * 60
@@ -152,7 +154,9 @@ def test_every_request_ends_whatever_the_memory(name: str) -> None:
 def test_a_request_that_no_worker_can_hold_fails_alone(name: str) -> None:
     """Of a pair decode refuses it; prefill, where prompt and one token fit, is told to forget it."""
     planned = cluster(name, num_pages=40)
-    records = planned.run([asked(0, 100, 5), asked(0, 600, 100), asked(0, 100, 5)], rate=1, until_s=FOREVER)
+    records = planned.run(
+        [request_at(0, 100, 5), request_at(0, 600, 100), request_at(0, 100, 5)], rate=1, until_s=FOREVER
+    )
     assert [r.error is None for r in records] == [True, False, True]
     assert records[1].error is not None and "KV capacity of 640" in records[1].error
     assert_at_rest(planned)
@@ -162,7 +166,7 @@ def test_requests_go_where_the_fewest_tokens_are_in_flight() -> None:
     """Of two at once each worker gets one. When both are done, both are idle: the first is taken, which knows the prefix."""
     planned = cluster("2U")
     one, other, later = planned.run(
-        [asked(0, 640, 4), asked(0, 320, 4, block=1), asked(10, 800, 4)], rate=1, until_s=FOREVER
+        [request_at(0, 640, 4), request_at(0, 320, 4, block=1), request_at(10, 800, 4)], rate=1, until_s=FOREVER
     )
     assert other.ttft_s == pytest.approx(OUTSIDE_S + prefill_s(320)) and one.ttft_s == pytest.approx(
         OUTSIDE_S + prefill_s(640)
@@ -171,11 +175,11 @@ def test_requests_go_where_the_fewest_tokens_are_in_flight() -> None:
 
 
 def test_who_is_not_done_in_time_is_late() -> None:
-    records = cluster("1U").run([asked(0, 100, 5), asked(0, 100, 9999, block=1)], rate=1, until_s=1.0)
+    records = cluster("1U").run([request_at(0, 100, 5), request_at(0, 100, 9999, block=1)], rate=1, until_s=1.0)
     assert [r.error for r in records] == [None, "late"]
 
 
 def test_the_same_run_twice() -> None:
-    requests = [asked(i, 50 * (i % 7 + 1), i % 5 + 1) for i in range(40)]
+    requests = [request_at(i, 50 * (i % 7 + 1), i % 5 + 1) for i in range(40)]
     one, other = (cluster("2P2D").run(requests, rate=30, until_s=FOREVER) for _ in range(2))
     assert one == other

@@ -14,7 +14,7 @@ from engine.model_config import DEFAULT_MODEL_PATH
 from planner.config import PlanConfig
 from planner.fit import Report, ReportTarget
 from planner.study import cluster_spec, study_of, try_rate
-from tests.planner.planned import LINK, STEP_TIME, asked, cluster
+from tests.planner.planned import LINK, STEP_TIME, cluster, request_at
 from tests.planner.test_fit import one_after_another, together
 
 MODEL = ["--model-path", DEFAULT_MODEL_PATH]
@@ -64,7 +64,7 @@ def test_measured_step_times_are_fitted_saved_and_used(tmp_path: Path, capsys: p
 
 def test_a_measured_hand_over_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = cluster("1P1D", link=LINK / 4).run(
-        [asked(i, 60 + 61 * (i * 7 % 20), 12, block=i) for i in range(20)], rate=1, until_s=float("inf")
+        [request_at(i, 60 + 61 * (i * 7 % 20), 12, block=i) for i in range(20)], rate=1, until_s=float("inf")
     )
     single, both, other = tmp_path / "single.json", tmp_path / "both.json", tmp_path / "other.json"
     single.write_bytes(msgspec.json.encode(Report([ReportTarget(one_after_another())])))
@@ -250,9 +250,9 @@ def test_planning_needs_no_torch() -> None:
 def test_a_child_that_dies_is_no_riddle(tmp_path: Path) -> None:
     """Its end is an error of the run, and no process is left behind."""
     from planner.layout import parse_layout
-    from planner.pool import Pool
+    from planner.pool import RunPool
 
-    with Pool(PlanConfig(model_path=str(tmp_path), gpu="L4"), jobs=1) as pool:
+    with RunPool(PlanConfig(model_path=str(tmp_path), gpu="L4"), jobs=1) as pool:
         with pytest.raises(RuntimeError, match=r"^the run of 1U at 1 failed"):
             pool.submit(parse_layout("1U"), 1.0).result(timeout=60)
         children = pool._children

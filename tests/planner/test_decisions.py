@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from deploy.bench.stats import Record
+from deploy.bench.stats import RequestRecord
 from deploy.bench.trace import TraceEntry
 from engine.core.plan import Plan, PlanItem
-from planner.goodput import NEAR, Grid, Point, Search, Slo, point_of
+from planner.goodput import NEAR, Grid, Point, Search, SloTargets, point_of
 from planner.gpus import GPUS, Gpu
-from planner.layout import Layout, candidates, parse_layout
+from planner.layout import ClusterLayout, candidates, parse_layout
 from planner.shape import Shape
 from planner.step_time import Efficiency, Fitted, Roofline, StepLoad, load_of
 from planner.workload import FIRST_OWN, Lengths, from_lengths, from_trace
 from service.flags import ConfigError
 
-SLO = Slo(ttft_s=1.0, tpot_s=0.1, itl_s=None, share=0.9)
+SLO = SloTargets(ttft_s=1.0, tpot_s=0.1, itl_s=None, share=0.9)
 
 
 def item(tokens: int, start: int, *, extend: bool, sample: bool = True) -> PlanItem:
@@ -138,7 +138,7 @@ def test_distributions() -> None:
 
 
 def test_layouts() -> None:
-    assert parse_layout("2p3D") == Layout(prefill=2, decode=3) and parse_layout("4U-mixed").mixed
+    assert parse_layout("2p3D") == ClusterLayout(prefill=2, decode=3) and parse_layout("4U-mixed").mixed
     for layout in candidates(4):
         assert parse_layout(layout.name) == layout and layout.num_workers == 4 == len(layout.roles)
     assert [layout.name for layout in candidates(3)] == ["3U", "3U-mixed", "1P2D", "2P1D"]
@@ -163,9 +163,9 @@ def test_what_is_no_layout(text: str) -> None:
 # ---- good enough
 
 
-def answered(**changed: Any) -> Record:
+def answered(**changed: Any) -> RequestRecord:
     fields: dict[str, Any] = {"ttft_s": 0.9, "e2e_s": 0.9 + 10 * 0.1, "output_tokens": 11, "itl_s": [0.1] * 10}
-    return Record(idx=0, sent_s=0.0, **fields | changed)
+    return RequestRecord(idx=0, sent_s=0.0, **fields | changed)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_what_a_good_request_is(changed: dict[str, Any], good: bool) -> None:
 
 
 def test_gaps_count_where_asked_for() -> None:
-    strict = Slo(ttft_s=1.0, tpot_s=0.1, itl_s=0.15, share=0.9)
+    strict = SloTargets(ttft_s=1.0, tpot_s=0.1, itl_s=0.15, share=0.9)
     assert strict.is_met_by(answered(itl_s=[0.1] * 19 + [9.0])) and not strict.is_met_by(
         answered(itl_s=[0.1] * 8 + [0.2] * 2)
     )

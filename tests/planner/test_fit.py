@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.bench.stats import Record
+from deploy.bench.stats import RequestRecord
 from planner.fit import fit, fit_handover, quiet_stretches, read_records
 from planner.step_time import StepLoad
 from service.flags import ConfigError
@@ -18,20 +18,20 @@ from tests.planner.planned import (
     PAGE_BYTES,
     PAGE_SIZE,
     STEP_TIME,
-    asked,
     cluster,
+    request_at,
 )
 
 FOREVER = float("inf")
 
 
-def one_after_another() -> list[Record]:
-    requests = [asked(i, 60 + 61 * (i * 7 % 20), 12, block=i) for i in range(20)]
+def one_after_another() -> list[RequestRecord]:
+    requests = [request_at(i, 60 + 61 * (i * 7 % 20), 12, block=i) for i in range(20)]
     return cluster("1U").run(requests, rate=1, until_s=FOREVER)
 
 
-def together() -> list[Record]:
-    requests = [asked(i // 8, 40 + 50 * (i % 8), 60, block=i) for i in range(32)]
+def together() -> list[RequestRecord]:
+    requests = [request_at(i // 8, 40 + 50 * (i % 8), 60, block=i) for i in range(32)]
     return cluster("1U").run(requests, rate=2, until_s=FOREVER)
 
 
@@ -44,7 +44,7 @@ def test_fit_finds_the_model_that_was_measured() -> None:
 
 
 def test_gaps_while_a_prompt_is_computed_are_left_out() -> None:
-    requests = [asked(0, 100, 30), asked(0.03, 1000, 2, block=1)]
+    requests = [request_at(0, 100, 30), request_at(0.03, 1000, 2, block=1)]
     records = cluster("1U").run(requests, rate=1, until_s=FOREVER)
     assert max(records[0].itl_s) > 0.1  # the second prompt's step
     found = quiet_stretches(records)
@@ -52,7 +52,7 @@ def test_gaps_while_a_prompt_is_computed_are_left_out() -> None:
     assert {one.requests for one in found} == {1, 2}
 
 
-def in_clumps(record: Record) -> Record:
+def in_clumps(record: RequestRecord) -> RequestRecord:
     """As a client sees it whose connection delivers four tokens at once."""
     gaps, clumped, held = record.itl_s, list[float](), 0.0
     for number, gap in enumerate(gaps):
@@ -71,7 +71,7 @@ def test_tokens_that_come_in_clumps_are_no_shorter_steps() -> None:
 
 def test_what_the_hand_over_adds() -> None:
     """Four messages and a latency a request; a token's bytes over the link."""
-    requests = [asked(i, 60 + 61 * (i * 7 % 20), 12, block=i) for i in range(20)]
+    requests = [request_at(i, 60 + 61 * (i * 7 % 20), 12, block=i) for i in range(20)]
     records = cluster("1P1D", link=LINK / 4).run(requests, rate=1, until_s=FOREVER)
     found = fit_handover(one_after_another(), records)
     assert found.token_s == pytest.approx(PAGE_BYTES / PAGE_SIZE / (LINK / 4), rel=0.02)
@@ -87,7 +87,7 @@ def test_too_little_is_refused() -> None:
         fit([[record_without_gaps(r) for r in one_after_another()]])
 
 
-def record_without_gaps(record: Record) -> Record:
+def record_without_gaps(record: RequestRecord) -> RequestRecord:
     return msgspec.structs.replace(record, itl_s=[])
 
 

@@ -7,15 +7,15 @@ import pytest
 
 from benchmarks.auto_roles import auto_spec, day_and_night, run
 from planner.cluster import PlannedCluster
-from planner.goodput import Slo
+from planner.goodput import SloTargets
 from planner.layout import parse_layout
 from planner.role_moves import AutoSpec
 from planner.step_time import Fitted
-from planner.workload import Asked, Lengths, Phase, from_phases
+from planner.workload import Lengths, PlannedRequest, WorkloadPhase, from_phases
 from router.pool.worker import Role
 from router.roles.controller import Rules
 from router.roles.demand import Goals
-from tests.planner.planned import asked, assert_at_rest, cluster
+from tests.planner.planned import assert_at_rest, cluster, request_at
 
 FOREVER = float("inf")
 SLOW = Fitted(
@@ -26,7 +26,7 @@ SLOW = Fitted(
     decode_request_s=0.005,
     decode_context_s=0.0,
 )
-SLO = Slo(ttft_s=4.0, tpot_s=0.1, itl_s=None, share=0.9)
+SLO = SloTargets(ttft_s=4.0, tpot_s=0.1, itl_s=None, share=0.9)
 AUTO = AutoSpec(
     rules=Rules(sustain_s=4.0, cooldown_s=20.0, move_s=4.0),
     goals=Goals(ttft_s=2.0, itl_s=0.1),
@@ -35,8 +35,8 @@ AUTO = AutoSpec(
     switch_s=2.0,
 )
 # Prompts of 0.4 s, five a second: two workers' work and a little more. Then answers of 40 tokens: 16 a worker within 0.1 s.
-DAY = Phase(lengths=Lengths(input_len=800, output_len=4), count=400)
-NIGHT = Phase(lengths=Lengths(input_len=64, output_len=40), count=700, gap=0.5)
+DAY = WorkloadPhase(lengths=Lengths(input_len=800, output_len=4), count=400)
+NIGHT = WorkloadPhase(lengths=Lengths(input_len=64, output_len=40), count=700, gap=0.5)
 RATE = 5.0
 
 
@@ -79,8 +79,8 @@ def test_the_right_split_is_left_alone() -> None:
 
 def test_a_worker_ends_what_it_has_before_it_goes() -> None:
     """Decode is idle but for three long answers, one on each: the worker that prefill gets takes its answer to the end first."""
-    requests: list[Asked] = [asked(0, 16, 600, block=i) for i in range(3)]
-    requests += [asked(1 + i / 8, 800, 2, block=10 + i) for i in range(100)]
+    requests: list[PlannedRequest] = [request_at(0, 16, 600, block=i) for i in range(3)]
+    requests += [request_at(1 + i / 8, 800, 2, block=10 + i) for i in range(100)]
     planned = cluster("1P3D", step_time=SLOW, auto=AUTO)
     records = planned.run(requests, rate=1.0, until_s=FOREVER)
     assert planned.moves is not None and planned.moves.done
@@ -96,7 +96,9 @@ def test_a_worker_ends_what_it_has_before_it_goes() -> None:
 def test_workers_report_the_time_that_they_computed() -> None:
     """What the loop counts as busy is what the device was: a step is waited for in the turn that launched it."""
     planned = cluster("1P1D", step_time=SLOW, auto=AUTO)
-    planned.run([*(asked(i / 2, 400, 20, block=i) for i in range(20)), asked(30, 1, 1)], rate=1.0, until_s=FOREVER)
+    planned.run(
+        [*(request_at(i / 2, 400, 20, block=i) for i in range(20)), request_at(30, 1, 1)], rate=1.0, until_s=FOREVER
+    )
     for worker in planned.workers():
         assert worker.state is not None and worker.executor.busy_s > 1.0
         assert worker.state.counters["busy_s"] == pytest.approx(worker.executor.busy_s, rel=0.02)
