@@ -24,7 +24,7 @@ from deploy.bench.report import table
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.request import Request
-from engine.model_config import load_model_config
+from engine.model_files.model_config import load_model_config
 from engine.sampling_params import SamplingParams
 
 PAGE_SIZE = 16

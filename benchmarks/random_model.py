@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.model_config import DEFAULT_MODEL_PATH
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 STD = 0.02

@@ -35,7 +35,7 @@ from engine.core.request import Request
 from engine.executor.executor import Runner
 from engine.executor.model_runner import Forward, StepOutput
 from engine.loop.pipeline import Pipeline
-from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import SamplingParams
 
 BATCHES = (1, 8, 32, 128)

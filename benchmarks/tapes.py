@@ -26,7 +26,7 @@ from engine.attention.cpu_backend import CpuBackend
 from engine.kernels.decode_tapes import make_decode_tapes
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
-from engine.model_config import load_model_config
+from engine.model_files.model_config import load_model_config
 from engine.models.causal_lm import CausalLM
 from engine.models.registry import load_model
 

@@ -25,7 +25,7 @@ from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
 from engine.frontend.role_switch import RoleSwitchState
 from engine.ipc import IpcPaths
 from engine.lora.names import named_paths
-from engine.model_config import load_model_config
+from engine.model_files.model_config import load_model_config
 from engine.text.tokenizer import load_tokenizer
 from service.flags import ConfigError
 from service.http.listening import require_free

@@ -33,7 +33,7 @@ from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import Watchdog
 from engine.lora.names import named_paths
 from engine.messages import SchedulerReady
-from engine.model_config import ModelConfig, load_model_config
+from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.text.incremental import tail_texts
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError

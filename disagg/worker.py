@@ -26,7 +26,7 @@ from disagg.role_session import RoleSession, SessionPlan, check_next_session, ne
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.server import WorkerDied, open_worker_gate, run_frontend
-from engine.model_source import with_local_model
+from engine.model_files.source import with_local_model
 from engine.random_seed import with_random_seed
 from engine.threads import with_threads
 from service.flags import ConfigError, values_by_name

@@ -26,7 +26,7 @@ from engine.kv.identity import fingerprint, kv_identity
 from engine.kv.kv_pool import KVPool
 from engine.kv_events_config import parse_kv_events_config
 from engine.loop.disk_pump import DiskPump
-from engine.model_config import ModelConfig
+from engine.model_files.model_config import ModelConfig
 from engine.models.causal_lm import CausalLM
 from engine.models.registry import load_model
 from engine.resolve import depth, limits, priorities, resolve, step_budget

@@ -28,7 +28,7 @@ from engine.kv.page_backup import PageBackup
 from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank
 from engine.lora.store import LoraStore
-from engine.model_config import ModelConfig
+from engine.model_files.model_config import ModelConfig
 from engine.models.causal_lm import CausalLM
 from engine.models.checkpoint import DTYPES
 from engine.resolve import num_pages

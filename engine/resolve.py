@@ -10,7 +10,7 @@ from engine.core.limits import Limits
 from engine.core.policy import Priorities
 from engine.core.step_budget import StepBudget
 from engine.lora.names import check_lora, lora_enabled
-from engine.model_config import ModelConfig
+from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
 
 MAX_CPU_KV_BYTES = 4 << 30

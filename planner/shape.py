@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.model_config import ModelConfig
+from engine.model_files.model_config import ModelConfig
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

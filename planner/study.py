@@ -11,7 +11,7 @@ from statistics import mean
 
 from deploy.bench.stats import RequestRecord
 from engine.config import EngineConfig
-from engine.model_config import load_model_config
+from engine.model_files.model_config import load_model_config
 from engine.resolve import resolve
 from planner.cluster import ClusterSpec, PlannedCluster
 from planner.config import PlanConfig

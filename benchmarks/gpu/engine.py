@@ -13,7 +13,7 @@ from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.core.request import Request
 from engine.executor.decode_graphs import Capture, Work
 from engine.loop.pipeline import Pipeline
-from engine.model_config import ModelConfig
+from engine.model_files.model_config import ModelConfig
 from engine.models.causal_lm import CausalLM
 from engine.models.decoder import DenseDecoder
 from engine.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from benchmarks.gpu.target import Target
 from benchmarks.random_model import write_model
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 
 WAYS: dict[str, dict[str, Any]] = {
     "graphs": {},

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.model_config import ModelConfig, load_model_config
+from engine.model_files.model_config import ModelConfig, load_model_config
 
 FLUSH_BYTES = 256 << 20  # more than any L2: what a step left there does not help the next
 Work = Any  # Callable[[], object]

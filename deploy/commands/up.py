@@ -108,8 +108,8 @@ def set_local_model(args: argparse.Namespace) -> None:
     given = {name: getattr(args, name) for name in _MODEL_FLAGS if hasattr(args, name)}
     if not given:
         return  # the model that ships with Tandem
-    from engine.model_config import load_model_config
-    from engine.model_source import with_local_model
+    from engine.model_files.model_config import load_model_config
+    from engine.model_files.source import with_local_model
 
     local = with_local_model(EngineConfig(**given))
     load_model_config(local.model_path)

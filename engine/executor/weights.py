@@ -14,7 +14,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kv.identity import fingerprint
-from engine.model_config import ModelConfig, load_model_config
+from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.models.causal_lm import CausalLM
 from engine.models.registry import load_model
 from service.flags import ConfigError

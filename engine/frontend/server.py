@@ -27,7 +27,7 @@ from engine.frontend.services import ANY_MODEL, Services
 from engine.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.lora.names import lora_enabled, named_paths
 from engine.messages import GetStep, Shutdown, ToFrontend, ToScheduler
-from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from engine.text.chat_template import load_chat_template
 from engine.text.sample import SampleText

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.core.page_keys import KVIdentity
 from engine.kv.kv_pool import KVPool
-from engine.model_config import ModelConfig
+from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
 
 LAYOUT_VERSION = 1  # of engine/kv/kv_pool.py

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.elementwise import LANES, elementwise_for
-from engine.model_config import FrequencyFactors, Llama3Scaling, ModelConfig
+from engine.model_files.model_config import FrequencyFactors, Llama3Scaling, ModelConfig
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosine and signed sine of a step's positions, as `Rope.at` gives them
 

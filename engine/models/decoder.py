@@ -10,7 +10,7 @@ from engine.layers.gated_mlp import GatedMLP
 from engine.layers.linear import Linear, LinearSite, SiteShape
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import NormedRope, Rope, Turn
-from engine.model_config import ModelConfig
+from engine.model_files.model_config import ModelConfig
 from engine.models.causal_lm import Attend, Begun
 from engine.models.checkpoint import Checkpoint
 

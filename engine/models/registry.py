@@ -1,6 +1,6 @@
 """Which class runs which architecture, and the one way to get a loaded model.
 
-A new family: a class that implements `CausalLM`, a line here, and a line in `engine.model_config.FAMILIES`.
+A new family: a class that implements `CausalLM`, a line here, and a line in `engine.model_files.model_config.FAMILIES`.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.model_config import ModelConfig
+from engine.model_files.model_config import ModelConfig
 from engine.models.causal_lm import CausalLM
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder

@@ -10,7 +10,7 @@ from disagg.role_session import SessionPlan, next_session, plan_session
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.draining import Patience
 from engine.frontend.role_switch import RoleSwitchState
-from engine.model_config import DEFAULT_MODEL_PATH
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from service.flags import ConfigError
 
 

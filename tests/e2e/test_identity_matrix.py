@@ -12,7 +12,7 @@ from itertools import product
 
 import pytest
 
-from engine.model_config import DEFAULT_MODEL_PATH
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from engine.models.recall.oracle import continuation
 from tests.e2e.two_engines import System, disaggregated, run, unified
 from tests.e2e.workload import recall_prompt

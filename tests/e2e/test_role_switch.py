@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 
-from engine.model_config import DEFAULT_MODEL_PATH
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from tests.e2e.cluster import SHIPPED, tandem, wait_until
 
 BOUNDED_S = 60.0

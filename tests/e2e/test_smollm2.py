@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.model_config import load_model_config
-from engine.model_source import smollm2_file
+from engine.model_files.model_config import load_model_config
+from engine.model_files.source import smollm2_file
 from engine.models.checkpoint import Checkpoint
 from engine.models.registry import load_model
 from engine.text.tokenizer import Tokenizer, load_tokenizer

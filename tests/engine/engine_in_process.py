@@ -11,7 +11,7 @@ from engine.core.request import Request
 from engine.executor.decode_graphs import Capture
 from engine.loop.pipeline import Pipeline
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
-from engine.model_config import load_model_config
+from engine.model_files.model_config import load_model_config
 from engine.sampling_params import SamplingParams
 
 

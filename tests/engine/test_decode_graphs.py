@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.executor.graph_sizes import graph_sizes
-from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.resolve import resolve
 from service.flags import ConfigError
 

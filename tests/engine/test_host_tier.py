@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.kv.identity import fingerprint
-from engine.model_config import load_model_config
+from engine.model_files.model_config import load_model_config
 from engine.resolve import host_pages, resolve
 from service.flags import ConfigError
 from tests.engine.engine_in_process import EngineInProcess

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from disagg.layerwise import MIN_PIECE_BYTES, groups_of
-from engine.model_config import DEFAULT_MODEL_PATH
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from tests.engine.engine_in_process import EngineInProcess
 
 PROMPT = list(range(16, 80))

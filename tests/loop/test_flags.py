@@ -3,7 +3,7 @@
 import pytest
 
 from engine.config import EngineConfig
-from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.resolve import resolve, step_budget
 from service.flags import ConfigError
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import engine.core.new_token_ratio as new_token_ratio
 from engine.messages import LogprobOptions
-from engine.model_config import load_model_config
+from engine.model_files.model_config import load_model_config
 from engine.models.registry import load_model
 from tests.engine.engine_in_process import EngineInProcess
 from tests.lora.tiny_adapters import make_tiny_adapter, merge

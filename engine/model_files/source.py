@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.hub import download, is_model_id
-from engine.model_config import DEFAULT_MODEL_PATH
+from engine.model_files.hub import download, is_model_id
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from service.flags import ConfigError
 
 SMOLLM2 = "smollm2"

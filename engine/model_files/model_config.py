@@ -6,17 +6,15 @@ and 5); the metadata of a GGUF file is put into the same words first. Must not k
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.gguf.config import config_fields
 from engine.gguf.file import open_gguf
+from engine.model_files.fields import Fields, read_fields
 from service.flags import ConfigError
 
-DEFAULT_MODEL_PATH = str(Path(__file__).parent / "models" / "recall" / "checkpoint")
+DEFAULT_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "checkpoint")
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -117,18 +115,18 @@ def load_model_config(model_path: str) -> ModelConfig:
     path = Path(model_path)
     if path.is_dir():
         return _model_config(
-            _read_fields(path / "config.json", required=True),
-            _read_fields(path / "generation_config.json", required=False),
+            read_fields(path / "config.json", required=True),
+            read_fields(path / "generation_config.json", required=False),
         )
     if path.is_file():
-        return _model_config(_Fields(path, config_fields(open_gguf(path))), _Fields(path, {}))
+        return _model_config(Fields(path, config_fields(open_gguf(path))), Fields(path, {}))
     raise ConfigError(
         f"--model-path {model_path}: no such directory or file; give a checkpoint directory, a .gguf file, "
         "a model of the Hugging Face hub (ORGANIZATION/NAME), or smollm2"
     )
 
 
-def _model_config(fields: "_Fields", generation: "_Fields") -> ModelConfig:
+def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
     family_name, family = _family(fields)
     _refuse_unsupported(fields)
     heads = fields.count("num_attention_heads")
@@ -174,7 +172,7 @@ def _model_config(fields: "_Fields", generation: "_Fields") -> ModelConfig:
     )
 
 
-def _family(fields: "_Fields") -> tuple[str, Family]:
+def _family(fields: Fields) -> tuple[str, Family]:
     names = fields.get("architectures")
     known = ", ".join(sorted(FAMILIES))
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
@@ -185,7 +183,7 @@ def _family(fields: "_Fields") -> tuple[str, Family]:
     raise fields.error("architectures", f"{names[0]} is not supported; supported: {known}")
 
 
-def _refuse_unsupported(fields: "_Fields") -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     if fields.get("quantization_config"):
         raise fields.error("quantization_config", "quantized checkpoints are not supported; use a bf16 or fp32 one")
     if fields.text("hidden_act", default="silu") != "silu":
@@ -194,7 +192,7 @@ def _refuse_unsupported(fields: "_Fields") -> None:
         raise fields.error("mlp_bias", "a bias in the MLP is not supported")
 
 
-def _rope(fields: "_Fields", *, context: int, pairs: int) -> tuple[float, RopeScaling | None]:
+def _rope(fields: Fields, *, context: int, pairs: int) -> tuple[float, RopeScaling | None]:
     """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4)."""
     new = fields.get("rope_parameters")
     name = "rope_parameters" if new else "rope_scaling"
@@ -222,7 +220,7 @@ def _rope(fields: "_Fields", *, context: int, pairs: int) -> tuple[float, RopeSc
     return theta, scaling
 
 
-def _window(fields: "_Fields", *, family: Family, context: int) -> int | None:
+def _window(fields: Fields, *, family: Family, context: int) -> int | None:
     if family.gated_window and not fields.flag("use_sliding_window", default=False):
         return None
     window = fields.get("sliding_window", family.default_window)
@@ -238,7 +236,7 @@ def _window(fields: "_Fields", *, family: Family, context: int) -> int | None:
     return window
 
 
-def _dtype(fields: "_Fields") -> str:
+def _dtype(fields: Fields) -> str:
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     dtype = fields.text(name, default="float32").removeprefix("torch.")
     if dtype not in DTYPES:
@@ -246,87 +244,10 @@ def _dtype(fields: "_Fields") -> str:
     return dtype
 
 
-def _token_ids(fields: "_Fields", name: str, *, vocab: int) -> list[int]:
+def _token_ids(fields: Fields, name: str, *, vocab: int) -> list[int]:
     value = fields.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
             raise fields.error(name, f"{token!r} is not a token id (0 to {vocab - 1})")
     return ids
-
-
-class _Fields:
-    """A JSON object of a file, read with types; every error names the file and the field."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
-        self._path = path
-        self._values = values
-
-    def error(self, name: str, message: str) -> ConfigError:
-        return ConfigError(f"{self._path}: {name}: {message}")
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._values.get(name, default)
-
-    def inside(self, name: str) -> "_Fields":
-        """The object in field `name` (absent or null: an empty one)."""
-        value = self.get(name) or {}
-        if not isinstance(value, dict):
-            raise self.error(name, f"must be an object, got {value!r}")
-        return _Fields(self._path, value)
-
-    def count(self, name: str, *, default: int | None = None) -> int:
-        value = self._value(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(name, f"must be a positive integer, got {value!r}")
-        return value
-
-    def number(self, name: str, *, default: float | None = None) -> float:
-        value = self._value(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise self.error(name, f"must be a number, got {value!r}")
-        return float(value)
-
-    def positive_numbers(self, name: str, *, count: int) -> tuple[float, ...]:
-        value = self._value(name, None)
-        numbers = isinstance(value, list) and all(isinstance(v, int | float) and 0 < v < math.inf for v in value)
-        if not numbers or len(value) != count:
-            raise self.error(name, f"must be a list of {count} positive numbers")
-        return tuple(float(v) for v in value)
-
-    def flag(self, name: str, *, default: bool) -> bool:
-        value = self._value(name, default)
-        if not isinstance(value, bool):
-            raise self.error(name, f"must be true or false, got {value!r}")
-        return value
-
-    def text(self, name: str, *, default: str) -> str:
-        value = self._value(name, default)
-        if not isinstance(value, str):
-            raise self.error(name, f"must be a string, got {value!r}")
-        return value
-
-    def _value(self, name: str, default: Any) -> Any:
-        value = self._values.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise self.error(name, "is missing; is this a complete Hugging Face checkpoint?")
-        return value
-
-
-def _read_fields(path: Path, *, required: bool) -> _Fields:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if not required:
-            return _Fields(path, {})
-        raise ConfigError(
-            f"{path}: missing; --model-path must hold config.json, *.safetensors and tokenizer.json"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; check the path and its permissions") from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{path}: is not JSON; download the file again") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must be a JSON object; download the file again")
-    return _Fields(path, value)
