@@ -30,6 +30,7 @@ SCRIPT = """
 import json, sys
 from engine.config import EngineConfig
 from engine.model_files.source import with_local_model
+from service.flags import ConfigError
 try:
     config = with_local_model(EngineConfig(**json.loads(sys.argv[1])))
     print(json.dumps({"path": config.model_path, "name": config.served_model_name, "revision": config.revision}))
