@@ -14,7 +14,7 @@ import pytest
 
 from deploy.cli import COMMANDS, main
 from tests.docs.pages import PAGES, REPORTS, anchors, without_blocks
-from tests.packages import ROOT
+from tests.packages import PACKAGES, ROOT
 
 MOST_WORDS = 25_000
 ARCHITECTURE_LINES = 150
@@ -99,6 +99,16 @@ def test_named_make_targets_exist() -> None:
 def test_pages_are_short() -> None:
     assert sum(len(page.read_text().split()) for page in PAGES) <= MOST_WORDS
     assert len((ROOT / "docs/architecture.md").read_text().splitlines()) <= ARCHITECTURE_LINES
+
+
+def test_the_map_names_every_folder() -> None:
+    rows = [line for line in (ROOT / "docs/architecture.md").read_text().splitlines() if line.startswith("| `")]
+    for package in PACKAGES:
+        for init in (ROOT / package).glob("*/__init__.py"):
+            name = init.parent.name
+            assert any(
+                f"`{package}/{name}/`" in row or (f"| `{package}/` |" in row and f"`{name}/`" in row) for row in rows
+            ), f"{package}/{name}/"
 
 
 def test_reports_name_no_folder_of_a_machine() -> None:
