@@ -1,7 +1,7 @@
 """Control-plane messages between a decode and a prefill worker, and their frames.
 
     decode  -> prefill: Register, TransferInfo, Recompute, Abort, Ping, Pong, Bye
-    prefill -> decode:  Registered, Refused, Status, Nudge, Drained, Ping, Pong, Bye
+    prefill -> decode:  Registered, Refused, Status, Nudge (`PollRequest`), Drained, Ping, Pong, Bye
 
 One ZMQ frame is one message: msgpack of a tagged struct out of a closed union. Who may speak at all is the connection's
 affair (`curve.py`). Every message names who sent it and for whom it is by incarnation (a uuid per process start):
@@ -124,7 +124,7 @@ class Status(_Message, frozen=True):
     retry: Retry = 0
 
 
-class Nudge(_Message, frozen=True):
+class PollRequest(_Message, frozen=True, tag="Nudge"):
     """Writes to decode's memory do not end by themselves: its engine has to be driven often (`Caps.target_must_poll`) for a while."""
 
 
@@ -158,7 +158,18 @@ class Bye(_Message, frozen=True):
 
 
 Message = (
-    Register | Registered | Refused | TransferInfo | Recompute | Status | Nudge | Abort | Drained | Ping | Pong | Bye
+    Register
+    | Registered
+    | Refused
+    | TransferInfo
+    | Recompute
+    | Status
+    | PollRequest
+    | Abort
+    | Drained
+    | Ping
+    | Pong
+    | Bye
 )
 _DECODER = msgspec.msgpack.Decoder(Message)
 _ENCODER = msgspec.msgpack.Encoder()

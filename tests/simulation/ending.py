@@ -74,11 +74,10 @@ class WorkerEnding:
         if not manager.is_quiet and self._process.clock() < deadline_s:
             self._process.after(STEP_S, "closing", self._wait, deadline_s)
             return
-        if not manager._driver.busy if isinstance(manager, PrefillManager) else manager.is_quiet:
-            with manager.core():
-                manager.say_goodbye()
-        manager.turn(0)
-        manager._port.close()
+        if not manager.driver.busy if isinstance(manager, PrefillManager) else manager.is_quiet:
+            manager.say_bye()
+        manager.control.turn(0)
+        manager.control.port.close()
         self._process.exit()
 
 

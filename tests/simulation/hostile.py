@@ -27,8 +27,8 @@ from transfer_backends.wire import (
     Drained,
     Layout,
     Message,
-    Nudge,
     Ping,
+    PollRequest,
     Pong,
     Refused,
     Register,
@@ -131,7 +131,7 @@ class Hostile:
             lambda: Abort(src, dst, room, attempt, "x" * draw.choice([0, 2000])),
             lambda: Drained(src, dst, room, attempt),
             lambda: Status(src, dst, room, attempt, draw.randint(0, 4), draw.choice([0, 2**62])),
-            lambda: Nudge(src, dst),
+            lambda: PollRequest(src, dst),
             lambda: Ping(src, dst, draw.choice([0, 2**62])),
             lambda: Pong(src, dst, 1),
             lambda: Registered(src, dst, ProcessMark("h", 1, 1)),
@@ -144,10 +144,10 @@ class Hostile:
         """Of others, where it may know them: any with a secret (its frames will not pass), else those in other hands."""
         prefills = [w.manager for w in self._cluster.workers() if isinstance(w.manager, PrefillManager)]
         rooms = [
-            key[0]
+            room.key[0]
             for manager in prefills
-            for key, rec in manager._rooms._rooms.items()
-            if self._cluster.options.secret or rec.offer is not None
+            for room in manager.core.rooms
+            if self._cluster.options.secret or room.offer is not None
         ]
         return self._draw.choice([*rooms, 1, 2**63 - 1, self._draw.getrandbits(62) + 1])
 

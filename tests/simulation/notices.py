@@ -15,7 +15,6 @@ from tests.simulation.network import RESET_S
 from tests.simulation.options import Options
 from tests.simulation.worker import CONTROL_TURN_S, Worker
 from tests.simulation.world import Violation, World
-from transfer_backends.decode.sessions import Phase
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
 from transfer_backends.prefill.manager import PrefillManager
 
@@ -60,7 +59,7 @@ class Notices:
 
     def look(self, worker: Worker) -> None:
         """After an event of `worker`: which rooms have failed in it?"""
-        name, machine = worker.process.name, worker.manager._rooms.machine
+        name, machine = worker.process.name, worker.manager.core.machine
         if name not in self._workers or machine.num_moves == self._moves[name]:
             return
         self._moves[name] = machine.num_moves
@@ -69,24 +68,24 @@ class Notices:
         for key in sorted(news):
             other = self._other_side(worker, key)
             if other is not None:
-                self._expect(worker, other, key, str(worker.manager._rooms.failure(key)))
+                self._expect(worker, other, key, str(worker.manager.core.rooms.failure(key)))
 
     def _on_death(self, worker: Worker) -> None:
         del self._workers[worker.process.name]
         for other in list(self._workers.values()):
-            for key in list(other.manager._rooms.machine):
+            for key in list(other.manager.core.machine):
                 if _partner(other, key) == worker.process.name and _is_open(other, key):
                     self._expect(worker, other, key, "it has died")
 
     def _other_side(self, worker: Worker, key: RoomKey) -> Worker | None:
         """Who must be told: both sides know each other, and the room lives over there."""
         other = self._workers.get(_partner(worker, key) or "")
-        if other is None or key not in other.manager._rooms.machine or not _is_open(other, key):
+        if other is None or key not in other.manager.core.machine or not _is_open(other, key):
             return None
         return other if _partner(other, key) in (None, worker.process.name) else None
 
     def _expect(self, teller: Worker, hearer: Worker, key: RoomKey, why: str) -> None:
-        room = hearer.manager._rooms._rooms[key]
+        room = hearer.manager.core.rooms.get(key)
         wanted = Expectation(teller, hearer, key, room, self._world.now_s, why)
         self._world.after(self._bound_s, "judge a notice", self._judge, wanted)
 
@@ -95,7 +94,7 @@ class Notices:
             self.judged["excused notices"] += 1
             return
         self.judged["notices in time"] += 1
-        if wanted.hearer.manager._rooms._rooms.get(wanted.key) is not wanted.room:
+        if wanted.hearer.manager.core.rooms.get(wanted.key) is not wanted.room:
             return
         if _knows(wanted.hearer, wanted.key, wanted.teller.process.name):
             return
@@ -113,22 +112,19 @@ class Notices:
 
 def _partner(worker: Worker, key: RoomKey) -> str | None:
     """The process at the other end of a room, when it can be told now; None: unknown."""
-    rooms: Any = worker.manager._rooms
-    rec = rooms._rooms[key]
+    room: Any = worker.manager.core.rooms.get(key)
     if isinstance(worker.manager, PrefillManager):
-        return None if rec.offer is None else str(rec.offer.incarnation)
-    session = rec.session
-    return session.incarnation if session is not None and session.phase is Phase.LIVE else None
+        return None if room.offer is None else str(room.offer.incarnation)
+    return room.peer.incarnation if room.peer is not None and room.peer.live else None
 
 
 def _is_open(worker: Worker, key: RoomKey) -> bool:
-    return worker.manager._rooms.machine.state(key) not in FINAL
+    return worker.manager.core.machine.state(key) not in FINAL
 
 
 def _knows(hearer: Worker, key: RoomKey, teller: str) -> bool:
     """The room is over, or has nothing to do with `teller` any more, and its role has let go of it."""
-    rooms = hearer.manager._rooms
-    if key not in rooms.machine:
+    if key not in hearer.manager.core.machine:
         return True
     if _is_open(hearer, key):
         return _partner(hearer, key) not in (None, teller) or _seeks_another(hearer, key)
@@ -137,8 +133,8 @@ def _knows(hearer: Worker, key: RoomKey, teller: str) -> bool:
 
 def _seeks_another(hearer: Worker, key: RoomKey) -> bool:
     """Decode, before it gave pages away: it looks for the next life of its prefill worker."""
-    rec: Any = hearer.manager._rooms._rooms[key]
-    return not isinstance(hearer.manager, PrefillManager) and rec.session is None
+    room: Any = hearer.manager.core.rooms.get(key)
+    return not isinstance(hearer.manager, PrefillManager) and room.peer is None
 
 
 def _role_holds(hearer: Worker, key: RoomKey) -> bool:

@@ -1,7 +1,6 @@
 """What a worker must look like at rest: nothing open, all memory back, the dead forgotten, right KV in the cache."""
 
 from tests.simulation.worker import Worker
-from transfer_backends.decode.manager import DecodeManager
 
 
 def leftovers(worker: Worker) -> list[str]:
@@ -14,7 +13,7 @@ def leftovers(worker: Worker) -> list[str]:
         "quarantined pages": counts["quarantined"],
         "locked cached pages": worker.scheduler.memory.cache.num_pages - worker.scheduler.memory.cache.num_evictable,
         "metadata rows": worker.metadata.num_used,
-        "rooms": len(worker.manager._rooms.machine),
+        "rooms": len(worker.manager.core.machine),
         "exposed pages": sum(worker.exposed["kv"].values()) + sum(worker.exposed["aux"].values()),
         "open HTTP requests": worker.frontend.num_open,
         "held requests": worker.loop._control.num_held,
@@ -27,10 +26,7 @@ def leftovers(worker: Worker) -> list[str]:
 
 def _dead_peers(worker: Worker) -> list[str]:
     """Incarnations that are gone and still known: tables must forget them."""
-    if isinstance(worker.manager, DecodeManager):
-        known = list(worker.manager._rooms.sessions._sessions)
-    else:
-        known = list(worker.manager._rooms.peers._peers)
+    known = [peer.incarnation for peer in worker.manager.core.peers]
     return [name for name in known if worker.around.find(name) is None]
 
 

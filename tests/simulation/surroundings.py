@@ -21,7 +21,7 @@ from tests.simulation.options import Options
 from tests.simulation.transfer_engine import AUX_BASE, KV_BASE
 from tests.simulation.world import Process, World
 from transfer_backends.contract import KVArgs, LayerGroup, Region, TransferConfig
-from transfer_backends.decode.sessions import LookUp
+from transfer_backends.decode.lookup import LookUp
 from transfer_backends.liveness import Liveness, ProcessMark
 
 SLOT_BYTES = 8

@@ -16,7 +16,7 @@ from router.pool.workers import WorkerTable
 from service.security.keys import open_gate
 from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route
-from transfer_backends.decode.rooms import DecodeRooms
+from transfer_backends.decode.core import DecodeCore
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.wire import Registered
@@ -24,16 +24,16 @@ from transfer_backends.wire import Registered
 
 def test_a_room_that_found_its_prefill_worker_by_another_rooms_look_up_stops_looking() -> None:
     """Its own retry was still due: it attached a second time, or its handshake 'timed out' in mid transfer."""
-    rooms = DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
-    first, second = rooms.open(1, 0, "b", 0.0), rooms.open(2, 0, "b", 0.0)
-    rooms.on_lookup_failed("b", 1, "not yet", permanent=False, now_s=0.0)  # both will try again
-    rooms.on_route("b", 1, Route("p:1", "p"), 0.001)
-    rooms.on_message(1, Registered("p", "d", ProcessMark("h", 1, 1)), 0.002)
-    assert rooms.machine.state(first) is rooms.machine.state(second) is KVPoll.WaitingForInput
-    rooms.provide(first, [1, 2], 0, 0.003)
+    core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+    first, second = core.open(1, 0, "b", 0.0), core.open(2, 0, "b", 0.0)
+    core.lookups.on_lookup_failed("b", 1, "not yet", permanent=False, now_s=0.0)  # both will try again
+    core.lookups.on_route("b", 1, Route("p:1", "p"), 0.001)
+    core.on_message(1, Registered("p", "d", ProcessMark("h", 1, 1)), 0.002)
+    assert core.machine.state(first) is core.machine.state(second) is KVPoll.WaitingForInput
+    core.rooms.provide(first, [1, 2], 0, 0.003)
     for now_s in (0.1, 1.0, CONFIG.handshake_timeout_s + 1.0):
-        rooms.tick(now_s)
-    assert rooms.machine.state(first) is rooms.machine.state(second) is KVPoll.WaitingForInput
+        core.tick(now_s)
+    assert core.machine.state(first) is core.machine.state(second) is KVPoll.WaitingForInput
 
 
 def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port() -> None:

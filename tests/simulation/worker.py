@@ -144,7 +144,7 @@ class Worker:
             layers=self.executor if self.executor.layers > 1 else None,
         )
         self.executor.wake = manager.wake_sender
-        manager._driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
+        manager.driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
         self._set_up(manager)
         return manager
 
@@ -277,19 +277,19 @@ class Worker:
         return pause_s
 
     def _control(self) -> float:
-        self.manager.turn(0)
+        self.manager.control.turn(0)
         self.check_manager()
-        if self.manager._has_effects() or self.manager._port.has_events:  # type: ignore[attr-defined]
+        if self.manager.control.has_effects or self.manager.control.port.has_events:  # type: ignore[attr-defined]
             return self._lag_s()
         return CONTROL_TURN_S
 
     def _drive(self) -> float | None:
         assert isinstance(self.manager, PrefillManager)
-        moved = self.manager._driver.step()
+        moved = self.manager.driver.step()
         self.check_manager()
         if moved:
             return self._lag_s()
-        return CONTROL_TURN_S if self.manager._driver.busy or self.manager._rooms.wants_driver else None
+        return CONTROL_TURN_S if self.manager.driver.busy or self.manager.core.wants_driver else None
 
     # ---- surroundings
 
@@ -320,8 +320,8 @@ class Worker:
     def transfers(self) -> bool:
         """Bytes are on their way, from here or to here."""
         if isinstance(self.manager, PrefillManager):
-            return self.manager._driver.busy
-        return self.manager._rooms.num_exposed > 0
+            return self.manager.driver.busy
+        return self.manager.core.rooms.num_exposed > 0
 
     # ---- memory, for the transfer engine
 

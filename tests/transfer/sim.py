@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig, Work
-from transfer_backends.decode.rooms import DecodeRooms
-from transfer_backends.decode.sessions import Connect, Disconnect, LookUp
+from transfer_backends.decode.connections import Connect, Disconnect
+from transfer_backends.decode.core import DecodeCore
+from transfer_backends.decode.lookup import LookUp
 from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError, RoomKey
 from transfer_backends.liveness import Liveness, ProcessMark
-from transfer_backends.prefill.peers import ConnectPeer, DropPeer, FencePeer
-from transfer_backends.prefill.room import Post
-from transfer_backends.prefill.rooms import PrefillRooms
+from transfer_backends.prefill.core import PrefillCore
+from transfer_backends.prefill.paths import ConnectPeer, DropPeer, FencePeer
+from transfer_backends.prefill.posts import Post
 from transfer_backends.wire import decode as decode_frame
 from transfer_backends.wire import encode
 
@@ -55,7 +56,7 @@ class Write:
 @dataclass
 class Prefill:
     name: str
-    rooms: PrefillRooms
+    core: PrefillCore
     writes: list[Write] = field(default_factory=list)
     tasks: list[tuple[float, Any]] = field(default_factory=list)  # connects and fences under way
     senders: dict[RoomKey, int] = field(default_factory=dict)  # pages sent so far
@@ -65,7 +66,7 @@ class Prefill:
 @dataclass
 class Decode:
     name: str
-    rooms: DecodeRooms
+    core: DecodeCore
     free: list[int] = field(default_factory=lambda: list(range(1, NUM_PAGES)))
     held: dict[RoomKey, list[int]] = field(default_factory=dict)
     live: set[RoomKey] = field(default_factory=set)
@@ -102,12 +103,12 @@ class World:
         self.num_lives += 1
         name = f"p{self.num_lives}"
         mark = ProcessMark("host", self.num_lives, 1)
-        return Prefill(name, PrefillRooms(incarnation=name, mark=mark, kv_args=ARGS, caps=CAPS, config=CONFIG))
+        return Prefill(name, PrefillCore(incarnation=name, mark=mark, kv_args=ARGS, caps=CAPS, config=CONFIG))
 
     def new_decode(self, number: int) -> Decode:
         self.num_lives += 1
         name = f"d{self.num_lives}"
-        core = DecodeRooms(incarnation=name, kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+        core = DecodeCore(incarnation=name, kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
         return Decode(name, core)
 
     # ---- one step
@@ -139,18 +140,18 @@ class World:
                 if decode is not None:
                     assert write.post.key in decode.held, f"{write.post.key}: written after its pages were taken back"
         for worker in (*self.prefills, *self.decodes):
-            assert worker.rooms.check() == []
+            assert worker.core.check() == []
 
     def flush(self) -> None:
         for prefill in self.prefills:
-            outbox = prefill.rooms.effects.outbox
+            outbox = prefill.core.effects.queue
             while outbox:
                 link, message = outbox.popleft()
                 assert isinstance(link, Link)
                 if link.open:
                     link.back.append(encode(message))
         for decode in self.decodes:
-            queue = decode.rooms.effects.queue
+            queue = decode.core.effects.queue
             while queue:
                 self.do(decode, queue.popleft())
 
@@ -162,7 +163,7 @@ class World:
         elif isinstance(item, Connect):
             target = next((p for p in self.prefills if p.name == item.control), None)
             if target is None:
-                decode.rooms.on_link_closed(item.link, self.now_s)
+                decode.core.on_link_closed(item.link, self.now_s)
             else:
                 self.links.append(Link(target, decode, item.link))
         elif isinstance(item, Disconnect):
@@ -176,7 +177,7 @@ class World:
             proof = Liveness.ALIVE if alive else Liveness.DEAD
             if self.draw.random() < 0.3:
                 proof = Liveness.UNKNOWN
-            decode.rooms.on_proof(item.incarnation, proof, self.now_s)
+            decode.core.proofs.on_proof(item.incarnation, proof, self.now_s)
 
     # ---- what happens in a step
 
@@ -191,9 +192,9 @@ class World:
     def deliver_one(self, link: Link) -> None:
         try:
             if link.there and self.draw.random() < 0.5:
-                link.prefill.rooms.on_message(link, decode_frame(link.there.popleft()), self.now_s)
+                link.prefill.core.on_message(link, decode_frame(link.there.popleft()), self.now_s)
             elif link.back:
-                link.decode.rooms.on_message(link.number, decode_frame(link.back.popleft()), self.now_s)
+                link.decode.core.on_message(link.number, decode_frame(link.back.popleft()), self.now_s)
         except PeerProtocolError:
             self.protocol_errors += 1
 
@@ -202,13 +203,13 @@ class World:
             self.run_engine(prefill)
 
     def run_engine(self, prefill: Prefill) -> None:
-        core = prefill.rooms
-        while core.effects.commands:
-            prefill.tasks.append((self.now_s + self.draw.uniform(0, 0.2), core.effects.commands.popleft()))
+        core = prefill.core
+        while core.paths.commands:
+            prefill.tasks.append((self.now_s + self.draw.uniform(0, 0.2), core.paths.commands.popleft()))
         for task in [task for task in prefill.tasks if task[0] <= self.now_s]:
             prefill.tasks.remove(task)
             self.end_task(prefill, task[1])
-        post = core.next_post(self.now_s)
+        post = core.outbox.next_post(self.now_s)
         if post is not None:
             bad = self.faults and self.draw.random() < 0.05
             prefill.writes.append(Write(post, self.now_s + self.draw.choice([0.0, 0.1, 0.3, 1.5]), not bad))
@@ -216,17 +217,17 @@ class World:
             write.told = True
             if write.ok:
                 prefill.writes.remove(write)
-            core.on_op_final(write.post, ok=write.ok, error="injected", now_s=self.now_s)
+            core.completions.on_op_final(write.post, ok=write.ok, error="injected", now_s=self.now_s)
 
     def end_task(self, prefill: Prefill, task: Any) -> None:
         ok = not (self.faults and self.draw.random() < 0.2)
         if isinstance(task, FencePeer):
             self.end_lingering(prefill, task.incarnation)  # a failed fence ends the connection, and its writes with it
-            prefill.rooms.on_fenced(task.incarnation, ok=ok, now_s=self.now_s)
+            prefill.core.completions.on_fenced(task.incarnation, ok=ok, now_s=self.now_s)
         elif isinstance(task, ConnectPeer) and ok:
-            prefill.rooms.peers.on_connected(task.incarnation)
+            prefill.core.registration.on_connected(task.incarnation)
         elif isinstance(task, ConnectPeer):
-            prefill.rooms.peers.on_connect_failed(task.incarnation, "injected", self.now_s)
+            prefill.core.registration.on_connect_failed(task.incarnation, "injected", self.now_s)
         else:
             assert isinstance(task, DropPeer)
 
@@ -242,17 +243,19 @@ class World:
         else:
             owner = next((p for p in self.prefills if p.name not in item.any_but), None)
         if owner is None:
-            decode.rooms.on_lookup_failed(item.bootstrap, item.room, "unknown room", permanent=False, now_s=self.now_s)
+            decode.core.lookups.on_lookup_failed(
+                item.bootstrap, item.room, "unknown room", permanent=False, now_s=self.now_s
+            )
         else:
-            decode.rooms.on_route(item.bootstrap, item.room, Route(owner.name, owner.name, True), self.now_s)
+            decode.core.lookups.on_route(item.bootstrap, item.room, Route(owner.name, owner.name, True), self.now_s)
 
     def ticks(self) -> None:
         for entry in [entry for entry in self.half_open if entry[0] <= self.now_s]:
             self.half_open.remove(entry)
             if entry[1].prefill in self.prefills:
-                entry[1].prefill.rooms.on_link_closed(entry[1], self.now_s)
+                entry[1].prefill.core.on_link_closed(entry[1], self.now_s)
         for worker in (*self.prefills, *self.decodes):
-            worker.rooms.tick(self.now_s)
+            worker.core.tick(self.now_s)
 
     # ---- roles
 
@@ -260,8 +263,8 @@ class World:
         if self.faults and self.draw.random() < 0.5:
             self.begin()
         for prefill in self.prefills:
-            for asked in prefill.rooms.take_recompute_requests():
-                key = prefill.rooms.open(asked.room, asked.room_attempt, self.now_s)
+            for asked in prefill.core.inbox.take_recompute_requests():
+                key = prefill.core.rooms.open(asked.room, asked.room_attempt, self.now_s)
                 prefill.senders[key] = 0
                 self.asked += 1
             for key in list(prefill.senders):
@@ -276,57 +279,57 @@ class World:
         prefill, decode = self.draw.choice(self.prefills), self.draw.choice(self.decodes)
         if self.draw.random() < 0.25:  # decode asks by itself
             key = (key[0], 1)
-            decode.rooms.open(*key, "b", self.now_s)
+            decode.core.open(*key, "b", self.now_s)
             decode.live.add(key)
             return
         if self.draw.random() < 0.95:
-            prefill.rooms.open(*key, self.now_s)
+            prefill.core.rooms.open(*key, self.now_s)
             prefill.senders[key] = 0
         if self.draw.random() < 0.95:
-            decode.rooms.open(*key, "b", self.now_s)
+            decode.core.open(*key, "b", self.now_s)
             decode.live.add(key)
 
     def prefill_role(self, prefill: Prefill, key: RoomKey) -> None:
-        core = prefill.rooms
+        core = prefill.core
         state = core.machine.state(key)
-        if core.released(key):
-            core.close(key, self.now_s)
+        if core.rooms.released(key):
+            core.rooms.close(key, self.now_s)
             del prefill.senders[key]
             self.ended += 1
         elif state in FINAL:
             return
         elif self.faults and self.draw.random() < 0.02:
-            core.abort(key, "user")
-        elif state is not KVPoll.Bootstrapping and not core._rooms[key].all_queued:
+            core.rooms.abort(key, "user")
+        elif state is not KVPoll.Bootstrapping and not core.rooms.get(key).all_queued:
             self.send_some(prefill, key)
 
     def send_some(self, prefill: Prefill, key: RoomKey) -> None:
-        total, sent = prefill.rooms.num_pages(key), prefill.senders[key]
+        total, sent = prefill.core.rooms.num_pages(key), prefill.senders[key]
         assert total is not None
         n = self.draw.randint(0, total - sent)
         src = self.draw.sample(range(NUM_PAGES), n)
         prefill.senders[key] += n
         last = sent + n == total
         metadata_row = 1 if last else None
-        prefill.rooms.send(key, src, start=sent, last=last, metadata_row=metadata_row, now_s=self.now_s)
+        prefill.core.rooms.send(key, src, start=sent, last=last, metadata_row=metadata_row, now_s=self.now_s)
 
     def decode_role(self, decode: Decode, key: RoomKey) -> None:
-        core = decode.rooms
+        core = decode.core
         state = core.machine.state(key)
-        if core.drained(key):
+        if core.rooms.drained(key):
             self.succeeded += state is KVPoll.Success
-            core.close(key)
+            core.rooms.close(key)
             decode.live.discard(key)
             decode.free.extend(decode.held.pop(key, []))
             self.ended += 1
         elif state in FINAL:
             return
         elif self.faults and self.draw.random() < 0.02:
-            core.abort(key, "user", self.now_s)
+            core.rooms.abort(key, "user", self.now_s)
         elif state is KVPoll.WaitingForInput and key not in decode.held and len(decode.free) >= 8:
             n = self.draw.randint(0, 8)
             decode.held[key] = [decode.free.pop() for _ in range(n)]
-            core.provide(key, decode.held[key], 1, self.now_s, Work(tokens=[1]) if key[1] else None)
+            core.rooms.provide(key, decode.held[key], 1, self.now_s, Work(tokens=[1]) if key[1] else None)
 
     # ---- faults
 
@@ -337,7 +340,7 @@ class World:
             link.back.clear()
             delay_s = self.draw.choice([0.0, 0.1, 3.0])  # a half-open connection: prefill may hear of it much later
             self.half_open.append((self.now_s + delay_s, link))
-            link.decode.rooms.on_link_closed(link.number, self.now_s)
+            link.decode.core.on_link_closed(link.number, self.now_s)
 
     def break_link(self) -> None:
         links = [link for link in self.links if link.open]

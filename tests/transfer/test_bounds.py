@@ -5,40 +5,42 @@ import pytest
 
 from tests.transfer.sim import ARGS, CAPS
 from transfer_backends.contract import RecomputeRequest, Route, TransferConfig, Work
-from transfer_backends.decode.rooms import DecodeRooms
+from transfer_backends.decode.core import DecodeCore
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import UNMARKED
+from transfer_backends.prefill.core import PrefillCore
 from transfer_backends.prefill.inbox import MAX_REASON_CHARS, Inbox, Offer
-from transfer_backends.prefill.peers import PeerTable
 from transfer_backends.wire import Refused, Register, WireRegion, layout_of
 
 
-def core(**config: int) -> DecodeRooms:
+def decode_core(**config: int) -> DecodeCore:
     settings = TransferConfig(**config)  # type: ignore[arg-type]
-    return DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=settings)
+    return DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=settings)
 
 
 def test_one_prefill_worker_more_than_fit_is_refused_and_those_that_are_known_go_on() -> None:
-    rooms = core(max_peers=2)
+    core = decode_core(max_peers=2)
     for room in range(1, 4):
-        rooms.open(room, 0, f"server-{room}:1", 0.0)
-        rooms.on_route(f"server-{room}:1", room, Route(f"h{room}:1", f"p{room}"), 0.0)
-    assert rooms.machine.state((3, 0)) is KVPoll.Failed and "no more fit (max_peers)" in (rooms.failure((3, 0)) or "")
-    assert [rooms.machine.state((room, 0)) for room in (1, 2)] == [KVPoll.Bootstrapping] * 2
-    rooms.open(4, 0, "server-2:1", 0.0)
-    assert rooms.machine.state((4, 0)) is KVPoll.Bootstrapping and len(rooms.sessions) == 2
-    assert rooms.drained((3, 0))
-    rooms.close((3, 0))
+        core.open(room, 0, f"server-{room}:1", 0.0)
+        core.lookups.on_route(f"server-{room}:1", room, Route(f"h{room}:1", f"p{room}"), 0.0)
+    assert core.machine.state((3, 0)) is KVPoll.Failed and "no more fit (max_peers)" in (
+        core.rooms.failure((3, 0)) or ""
+    )
+    assert [core.machine.state((room, 0)) for room in (1, 2)] == [KVPoll.Bootstrapping] * 2
+    core.open(4, 0, "server-2:1", 0.0)
+    assert core.machine.state((4, 0)) is KVPoll.Bootstrapping and len(core.peers) == 2
+    assert core.rooms.drained((3, 0))
+    core.rooms.close((3, 0))
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_latest_bootstrap_servers_are_remembered(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    monkeypatch.setattr("transfer_backends.decode.rooms.MAX_SERVERS", 3)
-    rooms = core()
+    monkeypatch.setattr("transfer_backends.decode.lookup.MAX_SERVERS", 3)
+    core = decode_core()
     for room in range(1, 9):
-        rooms.open(room, 0, f"server-{room}:1", 0.0)
-        rooms.on_route(f"server-{room}:1", room, Route("h:1", "p", shared), 0.0)
-    table = rooms._shared if shared else rooms._routes
+        core.open(room, 0, f"server-{room}:1", 0.0)
+        core.lookups.on_route(f"server-{room}:1", room, Route("h:1", "p", shared), 0.0)
+    table = core.lookups._shared if shared else core.lookups._routes
     assert list(table) == [f"server-{room}:1" for room in (6, 7, 8)]
 
 
@@ -79,19 +81,17 @@ def test_what_decode_asks_is_bounded_in_tokens_and_taken_once(monkeypatch: pytes
     monkeypatch.setattr("transfer_backends.prefill.inbox.MAX_TOKENS", 5)
     inbox = Inbox(TransferConfig())
     asked = [RecomputeRequest(room, 1, Work(tokens=[7, 7, 7])) for room in (1, 2, 3)]
-    assert inbox.ask(asked[0], offer(), 0.0) and not inbox.ask(asked[1], offer(), 0.0)
+    assert inbox.keep_request(asked[0], offer(), 0.0) and not inbox.keep_request(asked[1], offer(), 0.0)
     assert (
         inbox.take_recompute_requests() == asked[:1]
-        and inbox.ask(asked[2], offer(), 0.0)
+        and inbox.keep_request(asked[2], offer(), 0.0)
         and inbox.num_recompute_requests == 1
     )
 
 
-def peers(**config: float) -> PeerTable:
-    layout = layout_of(ARGS, backend="sim")
+def prefill_core(**config: float) -> PrefillCore:
     settings = TransferConfig(**config)  # type: ignore[arg-type]
-    items = (ARGS.kv.item_bytes, ARGS.aux.item_bytes)
-    return PeerTable(incarnation="p", mark=UNMARKED, layout=layout, items=items, config=settings)
+    return PrefillCore(incarnation="p", mark=UNMARKED, kv_args=ARGS, caps=CAPS, config=settings)
 
 
 def registration(name: str) -> Register:
@@ -100,24 +100,22 @@ def registration(name: str) -> Register:
 
 
 def test_decode_peers_of_prefill_are_bounded_and_a_lost_one_makes_room() -> None:
-    table = peers(max_peers=2)
+    core = prefill_core(max_peers=2)
     for name in ("a", "b", "c"):
-        table.register(name.encode(), registration(name), 0.0)
-    said = [message for _, message in table.effects.outbox]
-    assert len(table) == 2 and isinstance(said[-1], Refused) and "max_peers" in said[-1].reason
-    lost = table.lose(b"a")
-    assert lost is not None
-    table.retire(lost)
-    table.register(b"c", registration("c"), 1.0)
-    assert len(table) == 2 and table.get("c") is not None and table.check() == []
+        core.on_message(name.encode(), registration(name), 0.0)
+    said = [message for _, message in core.effects.queue]
+    assert len(core.peers) == 2 and isinstance(said[-1], Refused) and "max_peers" in said[-1].reason
+    core.on_link_closed(b"a", 0.5)
+    core.on_message(b"c", registration("c"), 1.0)
+    assert len(core.peers) == 2 and core.peers.get("c") is not None and core.check() == []
 
 
 def test_a_decode_peer_that_cannot_be_reached_is_forgotten() -> None:
-    table = peers(handshake_timeout_s=3.0)
-    table.register(b"a", registration("a"), 0.0)
-    table.on_connect_failed("a", "no route", 1.0)
-    assert len(table) == 1
-    table.on_connect_failed("a", "no route", 1.0)
-    table.tick(2.0)
-    table.on_connect_failed("a", "no route", 3.0)
-    assert len(table) == 0 and table.links() == []
+    core = prefill_core(handshake_timeout_s=3.0)
+    core.on_message(b"a", registration("a"), 0.0)
+    core.registration.on_connect_failed("a", "no route", 1.0)
+    assert len(core.peers) == 1
+    core.registration.on_connect_failed("a", "no route", 1.0)
+    core.tick(2.0)
+    core.registration.on_connect_failed("a", "no route", 3.0)
+    assert len(core.peers) == 0 and core.peers.linked() == []

@@ -210,7 +210,7 @@ def test_abort(prefill: Prefill, decode: ChildWorker, side: str, stage: str) -> 
         until(lambda: decode.poll(room) >= KVPoll.Transferring)
     elif stage == "between chunks":
         sender.send(src[:10], start=0, last=False)
-        until(lambda: prefill.manager.counters.get("posts", 0) and prefill.manager._rooms.num_inflight == 0)
+        until(lambda: prefill.manager.counters.get("posts", 0) and prefill.manager.core.outbox.num_inflight == 0)
     elif stage == "last queued":
         sender.send(src, start=0, last=True, metadata_row=1)
     if side == "prefill":

@@ -17,13 +17,13 @@ from service.security.curve import guard_connector
 from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from transfer_backends.contract import LookupFailed, RecomputeRequest, Route, TransferConfig, Work
+from transfer_backends.control_thread import TICK_S
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import IllegalTransition, KVPoll, RoomInUse
 from transfer_backends.liveness import Liveness, liveness, own_mark
 from transfer_backends.prefill.driver import IDLE_S
 from transfer_backends.prefill.manager import PrefillManager
-from transfer_backends.shell import TICK_S
 from transfer_backends.wire import (
     PROTOCOL_VERSION,
     Abort,
@@ -185,7 +185,7 @@ def test_indices_before_the_request_and_orphans(pairs: Any) -> None:
     for receiver in (early, orphan):
         until(lambda r=receiver: r.poll() is KVPoll.WaitingForInput)
         receiver.provide([1], 0)
-    until(lambda: len(pair.prefill._rooms._inbox) == 2)
+    until(lambda: len(pair.prefill.core.inbox) == 2)
     sender = pair.prefill.sender(1)
     assert sender.poll() is KVPoll.WaitingForInput and sender.num_pages == 1
     sender.send([1], start=0, last=True, metadata_row=0)
@@ -459,7 +459,7 @@ def test_decode_asks_prefill_to_compute(pairs: Any) -> None:
     receiver.close()
     again = ask(pair, 9, [3], work)  # decode forgot the room, prefill has not
     until(lambda: again.poll() is KVPoll.Failed and again.drained())
-    assert "attempt 1 was there already" in again.failure() and pair.prefill.take_recompute_requests() == []
+    assert "attempt 1 exists already" in again.failure() and pair.prefill.take_recompute_requests() == []
     again.close()
 
 
@@ -473,7 +473,7 @@ def ask(pair: Pair, room: int, pages: list[int], work: Work) -> Any:
 def test_what_decode_aborts_before_prefill_takes_it_fails_when_it_does(pairs: Any) -> None:
     pair = pairs()
     receiver = ask(pair, 9, [1, 2], Work(tokens=[5]))
-    until(lambda: pair.prefill._rooms.num_recompute_requests)
+    until(lambda: pair.prefill.core.inbox.num_recompute_requests)
     receiver.abort("the client left")
     until(receiver.drained)
     receiver.close()
@@ -497,7 +497,7 @@ def test_more_than_prefill_keeps_is_refused(pairs: Any) -> None:
     pair = pairs(max_orphans=1)
     first, second = (ask(pair, room, [room], Work(tokens=[5])) for room in (1, 2))
     until(lambda: second.poll() is KVPoll.Failed and second.drained())
-    assert "too much at once" in second.failure() and first.poll() is KVPoll.WaitingForInput
+    assert "too much to compute" in second.failure() and first.poll() is KVPoll.WaitingForInput
     assert [asked.room for asked in pair.prefill.take_recompute_requests()] == [1]
     second.close()
     first.abort("over")
@@ -584,9 +584,9 @@ def test_who_is_idle_wakes_once_a_tick_and_no_oftener(pairs: Any) -> None:
     pair = pairs()
     pair.works(1)
     turns: Counter[str] = Counter()
-    for name, waker in (("prefill", pair.prefill), ("decode", pair.decode)):
+    for name, waker in (("prefill", pair.prefill.control), ("decode", pair.decode.control)):
         waker.turn = partial(_counted, waker.turn, turns, name)
-    sender = pair.prefill._driver
+    sender = pair.prefill.driver
     sender.step = partial(_counted, sender.step, turns, "sender")
     begin = time.monotonic()
     until(lambda: min(turns[name] for name in ("prefill", "decode")) > 20)

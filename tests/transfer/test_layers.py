@@ -9,8 +9,8 @@ from tests.transfer.sim import ARGS, CONFIG
 from tests.transfer.test_tries import KEY, PAGES, Prefill
 from transfer_backends.contract import NOTHING_YET, Gate, LayerGroup, Progress
 from transfer_backends.kvpoll import KVPoll
-from transfer_backends.prefill.peers import FencePeer
-from transfer_backends.prefill.room import Chunk, Post, num_groups, num_open
+from transfer_backends.prefill.paths import FencePeer
+from transfer_backends.prefill.posts import Chunk, Post, num_groups, num_open
 
 LAYERS = replace(ARGS, groups=(LayerGroup(2, 256), LayerGroup(3, 512), LayerGroup(7, 1024)))
 STEP = 5
@@ -40,7 +40,7 @@ def test_what_a_gate_lets_through(progress: Progress, begun: int, layers: int) -
 def gated() -> Prefill:
     """All four pages are being written by step 5."""
     pair = Prefill(LAYERS, sends=False)
-    pair.core.send(KEY, SRC, start=0, last=False, metadata_row=None, now_s=0.0, gate=Gate(STEP, by_layer=True))
+    pair.core.rooms.send(KEY, SRC, start=0, last=False, metadata_row=None, now_s=0.0, gate=Gate(STEP, by_layer=True))
     return pair
 
 
@@ -62,13 +62,13 @@ def test_each_group_of_layers_leaves_once_and_the_row_last() -> None:
     pair = gated()
     assert pair.posts() == [] and pair.states == (KVPoll.Transferring, KVPoll.WaitingForInput)
     for layers, begin, size in ((2, 0, 256), (3, 256, 256), (7, 512, 512)):
-        pair.core.on_progress(Progress(STEP, layers), 1.0)
+        pair.core.outbox.on_progress(Progress(STEP, layers), 1.0)
         posts = pair.posts()
         assert spans(posts) == [(page, begin, size) for page in SRC]
         for post in posts:
             pair.final(post, ok=True)
     assert pair.states == (KVPoll.Transferring, KVPoll.Transferring)
-    pair.core.send(KEY, [], start=4, last=True, metadata_row=1, now_s=2.0)
+    pair.core.rooms.send(KEY, [], start=4, last=True, metadata_row=1, now_s=2.0)
     (row,) = pair.posts()
     assert row.kv_bytes == 0
     pair.final(row, ok=True)
@@ -77,20 +77,20 @@ def test_each_group_of_layers_leaves_once_and_the_row_last() -> None:
 
 def test_what_is_written_long_ago_leaves_in_whole_pages() -> None:
     pair = gated()
-    pair.core.on_progress(Progress(STEP + 1, 0), 1.0)
+    pair.core.outbox.on_progress(Progress(STEP + 1, 0), 1.0)
     assert spans(pair.posts()) == [(page, 0, 1024) for page in SRC]
 
 
 def test_a_second_try_sends_all_layers_again_and_waits_for_the_others() -> None:
     pair = gated()
-    pair.core.on_progress(Progress(STEP, 2), 1.0)
+    pair.core.outbox.on_progress(Progress(STEP, 2), 1.0)
     for post in pair.posts():
         pair.final(post, ok=False)
-    assert isinstance(pair.core.effects.commands.popleft(), FencePeer)
-    pair.core.on_fenced("d", ok=True, now_s=1.0)
+    assert isinstance(pair.core.paths.commands.popleft(), FencePeer)
+    pair.core.completions.on_fenced("d", ok=True, now_s=1.0)
     again = pair.posts()
-    assert spans(again) == [(page, 0, 256) for page in SRC] and {post.retry for post in again} == {1}
-    pair.core.on_progress(Progress(STEP, 7), 1.0)
+    assert spans(again) == [(page, 0, 256) for page in SRC] and {post.write_try for post in again} == {1}
+    pair.core.outbox.on_progress(Progress(STEP, 7), 1.0)
     assert spans(pair.posts()) == [(page, 256, 768) for page in SRC]
 
 
@@ -98,19 +98,19 @@ def test_a_long_step_is_no_stalled_transfer() -> None:
     """The clock of `transfer_timeout_s` runs while there is something to write."""
     pair = gated()
     late_s = 10 * CONFIG.transfer_timeout_s
-    pair.core._check_deadline(pair.core._rooms[KEY], late_s)
+    pair.core.check_deadline(pair.core.rooms.get(KEY), late_s)
     assert pair.states[0] is KVPoll.Transferring
-    pair.core.on_progress(Progress(STEP, 2), late_s)
-    assert pair.core.next_post(late_s) is not None
-    pair.core._check_deadline(pair.core._rooms[KEY], late_s + 0.9 * CONFIG.transfer_timeout_s)
+    pair.core.outbox.on_progress(Progress(STEP, 2), late_s)
+    assert pair.core.outbox.next_post(late_s) is not None
+    pair.core.check_deadline(pair.core.rooms.get(KEY), late_s + 0.9 * CONFIG.transfer_timeout_s)
     assert pair.states[0] is KVPoll.Transferring
-    pair.core._check_deadline(pair.core._rooms[KEY], late_s + CONFIG.transfer_timeout_s)
+    pair.core.check_deadline(pair.core.rooms.get(KEY), late_s + CONFIG.transfer_timeout_s)
     assert pair.states[0] is KVPoll.Failed
 
 
 def test_gates_that_could_never_open_are_refused() -> None:
     pair, gate = Prefill(LAYERS, sends=False), Gate(STEP, by_layer=True)
     with pytest.raises(ValueError, match="the last chunk has a gate"):
-        pair.core.send(KEY, SRC, start=0, last=True, metadata_row=1, now_s=0.0, gate=gate)
+        pair.core.rooms.send(KEY, SRC, start=0, last=True, metadata_row=1, now_s=0.0, gate=gate)
     with pytest.raises(ValueError, match="nothing says where layers end"):
-        Prefill(sends=False).core.send(KEY, SRC, start=0, last=False, metadata_row=None, now_s=0.0, gate=gate)
+        Prefill(sends=False).core.rooms.send(KEY, SRC, start=0, last=False, metadata_row=None, now_s=0.0, gate=gate)

@@ -3,41 +3,41 @@
 from tests.transfer.rig import ChildWorker, until
 from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route
-from transfer_backends.decode.rooms import DecodeRooms
-from transfer_backends.decode.sessions import EAGER_S
+from transfer_backends.decode.connections import EAGER_S
+from transfer_backends.decode.core import DecodeCore
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.prefill.peers import NUDGE_EVERY_S
-from transfer_backends.prefill.rooms import PrefillRooms
-from transfer_backends.wire import Nudge, Register, Registered, WireRegion, layout_of
+from transfer_backends.prefill.core import PrefillCore
+from transfer_backends.prefill.paths import POLL_REQUEST_EVERY_S
+from transfer_backends.wire import PollRequest, Register, Registered, WireRegion, layout_of
 
 MARK = ProcessMark("host", 1, 1)
 NUM_PAGES, PAGE_BYTES = 1024, 32768
 
 
 def test_a_peer_is_nudged_while_its_writes_are_pending_and_not_more_often_than_that_takes() -> None:
-    core = PrefillRooms(incarnation="p", mark=MARK, kv_args=ARGS, caps=CAPS, config=CONFIG)
+    core = PrefillCore(incarnation="p", mark=MARK, kv_args=ARGS, caps=CAPS, config=CONFIG)
     regions = (WireRegion(r.base_ptr, r.num_items, r.item_bytes, None) for r in (ARGS.kv, ARGS.aux))
     core.on_message("link", Register("d", "p", layout_of(ARGS, backend=CAPS.name), *regions, b""), 0.0)
-    core.effects.outbox.clear()
-    for now_s in (1.0, 1.0 + NUDGE_EVERY_S / 2, 1.0 + NUDGE_EVERY_S):
-        core.peers.on_pending("d", now_s)
-    assert list(core.effects.outbox) == [("link", Nudge("p", "d"))] * 2
-    core.peers.on_pending("nobody", 9.0)  # its operation outlived it
-    assert core.effects.counters["nudges"] == 2 and NUDGE_EVERY_S < EAGER_S / 2
+    core.effects.queue.clear()
+    for now_s in (1.0, 1.0 + POLL_REQUEST_EVERY_S / 2, 1.0 + POLL_REQUEST_EVERY_S):
+        core.paths.on_pending("d", now_s)
+    assert list(core.effects.queue) == [("link", PollRequest("p", "d"))] * 2
+    core.paths.on_pending("nobody", 9.0)  # its operation outlived it
+    assert core.effects.counters["nudges"] == 2 and POLL_REQUEST_EVERY_S < EAGER_S / 2
 
 
 def test_decode_is_eager_after_a_nudge_and_while_it_connects_but_not_because_a_room_is_open() -> None:
-    core = DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+    core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
     core.open(7, 0, "b", 0.0)
-    assert not core.sessions.eager(0.0)
-    core.on_route("b", 7, Route("p:1", "p"), 0.0)
-    assert core.sessions.eager(0.0)  # prefill's probe is to arrive
+    assert not core.connections.eager(0.0)
+    core.lookups.on_route("b", 7, Route("p:1", "p"), 0.0)
+    assert core.connections.eager(0.0)  # prefill's probe is to arrive
     core.on_message(1, Registered("p", "d", MARK), 1.0)
-    core.provide((7, 0), [5, 6], 1, 1.0)
-    assert core.num_exposed == 1 and not core.sessions.eager(1.0)
-    core.on_message(1, Nudge("p", "d"), 2.0)
-    assert core.sessions.eager(2.0 + 0.9 * EAGER_S) and not core.sessions.eager(2.0 + 1.1 * EAGER_S)
+    core.rooms.provide((7, 0), [5, 6], 1, 1.0)
+    assert core.rooms.num_exposed == 1 and not core.connections.eager(1.0)
+    core.on_message(1, PollRequest("p", "d"), 2.0)
+    assert core.connections.eager(2.0 + 0.9 * EAGER_S) and not core.connections.eager(2.0 + 1.1 * EAGER_S)
 
 
 def test_over_tcp_nixl_s_writes_wait_for_decode_and_decode_is_told() -> None:

@@ -16,7 +16,7 @@ def test_safe_under_faults_and_live_after(seed: int) -> None:
         world.step()
         assert world.now_s - healed_at_s < 60, "not everything ended within a minute after the faults"
     assert all(len(decode.free) == NUM_PAGES - 1 for decode in world.decodes)
-    assert all(decode.rooms.num_exposed == 0 for decode in world.decodes)
+    assert all(decode.core.rooms.num_exposed == 0 for decode in world.decodes)
     assert world.succeeded > 20 and world.asked > 10
 
 
@@ -27,9 +27,9 @@ def test_without_aborts_of_links_everything_succeeds() -> None:
         key = (world.next_room, 0)
         world.next_room += 1
         prefill, decode = world.prefills[key[0] % 2], world.decodes[key[0] % 2]
-        prefill.rooms.open(*key, world.now_s)
+        prefill.core.rooms.open(*key, world.now_s)
         prefill.senders[key] = 0
-        decode.rooms.open(*key, "b", world.now_s)
+        decode.core.open(*key, "b", world.now_s)
         decode.live.add(key)
         for _ in range(150):
             world.step()

@@ -45,12 +45,12 @@ def engine_of(pair: Pair) -> Posting:
 def test_the_row_leaves_with_the_last_pages_and_decode_hears_of_both_at_once() -> None:
     """At time 5: nothing was told before, and that alone is no reason to tell of progress."""
     pair = Prefill(sends=False)
-    pair.core.send(KEY, [1, 8, 2, 9], start=0, last=True, metadata_row=1, now_s=5.0)
-    posts = pair.core.next_posts(5.0)
+    pair.core.rooms.send(KEY, [1, 8, 2, 9], start=0, last=True, metadata_row=1, now_s=5.0)
+    posts = pair.core.outbox.next_posts(5.0)
     assert len(posts) == 3 and [post.kv_bytes == 0 for post in posts] == [False, False, True]
     for post in posts:
-        pair.core.on_op_final(post, ok=True, error="", now_s=5.0)
-    (said,) = [message for _, message in pair.core.effects.outbox]
+        pair.core.completions.on_op_final(post, ok=True, error="", now_s=5.0)
+    (said,) = [message for _, message in pair.core.effects.queue]
     assert isinstance(said, Status) and said.state == KVPoll.Success
 
 

@@ -10,10 +10,12 @@ from tests.transfer.pool import Pool
 from tests.transfer.rig import until
 from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import Route, TransferConfig
+from transfer_backends.decode.connections import Connect
+from transfer_backends.decode.core import DecodeCore
 from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER, LookUpLine
 from transfer_backends.decode.manager import DecodeManager
-from transfer_backends.decode.rooms import MAX_FAREWELLS, DecodeRooms
-from transfer_backends.decode.sessions import DEAD_S, MAX_DEAD, Connect, Prove
+from transfer_backends.decode.proof import DEAD_S, MAX_DEAD, Prove
+from transfer_backends.decode.rooms import MAX_PENDING_ABORTS
 from transfer_backends.engines.fake import FakeEngine
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.liveness import UNMARKED, Liveness
@@ -23,8 +25,8 @@ from transfer_backends.wire import Abort, Registered, TransferInfo
 PATIENT = TransferConfig(handshake_timeout_s=60.0, heartbeat_interval_s=0.1)  # whoever waits for it fails the test
 
 
-def decode_core() -> DecodeRooms:
-    return DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+def decode_core() -> DecodeCore:
+    return DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
 
 
 def a_decode(look_up: Callable[[str, int], Route]) -> DecodeManager:
@@ -170,65 +172,67 @@ def test_a_restart_is_noticed_on_the_first_message() -> None:
 def test_the_dead_are_not_dialled_again() -> None:
     core = decode_core()
     core.open(1, 0, "b", 0.0)
-    core.on_route("b", 1, Route("p:1", "p", shared=True), 0.0)
+    core.lookups.on_route("b", 1, Route("p:1", "p", shared=True), 0.0)
     core.on_link_closed(1, 0.0)
     assert Prove("p", UNMARKED, "p:1") in core.effects.queue
     core.effects.queue.clear()
-    core.on_proof("p", Liveness.UNKNOWN, 0.0)
+    core.proofs.on_proof("p", Liveness.UNKNOWN, 0.0)
     core.tick(0.1)
-    core.on_route("b", 1, Route("p:1", "p", shared=True), 0.1)
+    core.lookups.on_route("b", 1, Route("p:1", "p", shared=True), 0.1)
     assert any(isinstance(item, Connect) for item in core.effects.queue)  # nothing is proven
     core.on_link_closed(2, 0.2)
-    core.on_proof("p", Liveness.DEAD, 0.2)
+    core.proofs.on_proof("p", Liveness.DEAD, 0.2)
     core.effects.queue.clear()
-    core.on_route("b", 1, Route("p:1", "p", shared=True), 0.3)
+    core.lookups.on_route("b", 1, Route("p:1", "p", shared=True), 0.3)
     assert core.machine.state((1, 0)) is KVPoll.Failed and not core.effects.queue
-    core.close((1, 0))
+    core.rooms.close((1, 0))
     core.open(2, 0, "b", 0.3)
-    core.on_route("b", 2, Route("p:1", "p", shared=True), 0.2 + DEAD_S)  # a false alarm: it is listed all that time
+    core.lookups.on_route(
+        "b", 2, Route("p:1", "p", shared=True), 0.2 + DEAD_S
+    )  # a false alarm: it is listed all that time
     assert any(isinstance(item, Connect) for item in core.effects.queue)
     for number in range(2 * MAX_DEAD):
-        core.on_proof(f"x{number}", Liveness.DEAD, 100.0)
-    assert len(core.sessions._dead) == MAX_DEAD and not core.sessions.is_dead("p", 100.0)
-    core.on_proof("late", Liveness.DEAD, 100.0 + DEAD_S)
-    assert list(core.sessions._dead) == ["late"]
+        core.proofs.on_proof(f"x{number}", Liveness.DEAD, 100.0)
+    assert len(core.proofs._dead) == MAX_DEAD and not core.proofs.is_dead("p", 100.0)
+    core.proofs.on_proof("late", Liveness.DEAD, 100.0 + DEAD_S)
+    assert list(core.proofs._dead) == ["late"]
 
 
 def test_who_answers_is_not_dead_whatever_a_late_proof_says() -> None:
     core, route = decode_core(), Route("p:1", "p", shared=True)
     core.open(1, 0, "b", 0.0)
-    core.on_route("b", 1, route, 0.0)
+    core.lookups.on_route("b", 1, route, 0.0)
     core.on_link_closed(1, 0.0)  # asks for a proof
-    core.on_route("b", 1, route, 0.1)
-    core.on_proof("p", Liveness.DEAD, 0.2)  # while it connects anew
+    core.lookups.on_route("b", 1, route, 0.1)
+    core.proofs.on_proof("p", Liveness.DEAD, 0.2)  # while it connects anew
     core.on_message(2, Registered("p", "d", UNMARKED), 0.3)
-    core.on_proof("p", Liveness.DEAD, 0.4)
+    core.proofs.on_proof("p", Liveness.DEAD, 0.4)
     core.open(2, 0, "b", 0.5)
-    core.on_route("b", 2, route, 0.5)
+    core.lookups.on_route("b", 2, route, 0.5)
     assert [core.machine.state((room, 0)) for room in (1, 2)] == [KVPoll.WaitingForInput] * 2
 
 
 def test_a_farewell_finds_its_worker_and_holds_nothing() -> None:
     core = decode_core()
     key = core.open(1, 0, "b", 0.0)
-    core.abort(key, "user", 0.0)
-    core.close(key)
-    assert (core.num_rooms, core.num_farewells) == (0, 1) and core.check() == []
+    core.rooms.abort(key, "user", 0.0)
+    core.rooms.close(key)
+    assert (len(core.rooms), core.rooms.num_pending_aborts) == (0, 1) and core.check() == []
     core.effects.queue.clear()
-    core.on_route("b", 1, Route("p:1", "p", shared=True), 0.1)
+    core.lookups.on_route("b", 1, Route("p:1", "p", shared=True), 0.1)
     core.on_message(1, Registered("p", "d", UNMARKED), 0.2)
     said = [item[1] for item in core.effects.queue if isinstance(item, tuple)]
-    assert [type(message) for message in said[1:]] == [Abort] and core.num_farewells == 0
+    assert [type(message) for message in said[1:]] == [Abort] and core.rooms.num_pending_aborts == 0
     assert not any(isinstance(message, TransferInfo) for message in said)
 
 
 def test_farewells_are_bounded_and_expire() -> None:
     core = decode_core()
-    for room in range(1, MAX_FAREWELLS + 11):
+    for room in range(1, MAX_PENDING_ABORTS + 11):
         key = core.open(room, 0, "b", 0.0)
-        core.abort(key, "user", 0.0)
-        core.close(key)
-    assert core.num_farewells == MAX_FAREWELLS and core.num_rooms == 0 and core.check() == []
-    core.on_lookup_failed("b", 1, "nobody is registered", permanent=False, now_s=CONFIG.handshake_timeout_s)
+        core.rooms.abort(key, "user", 0.0)
+        core.rooms.close(key)
+    assert core.rooms.num_pending_aborts == MAX_PENDING_ABORTS and len(core.rooms) == 0 and core.check() == []
+    core.lookups.on_lookup_failed("b", 1, "nobody is registered", permanent=False, now_s=CONFIG.handshake_timeout_s)
     core.tick(CONFIG.handshake_timeout_s)
-    assert core.num_farewells == len(core.machine) == 0
+    assert core.rooms.num_pending_aborts == len(core.machine) == 0

@@ -6,12 +6,12 @@ import pytest
 
 from tests.transfer.sim import ARGS, CAPS, CONFIG
 from transfer_backends.contract import KVArgs, Route
-from transfer_backends.decode.rooms import DecodeRooms
+from transfer_backends.decode.core import DecodeCore
 from transfer_backends.kvpoll import KVPoll, PeerProtocolError
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.prefill.peers import ConnectPeer, FencePeer
-from transfer_backends.prefill.room import Post
-from transfer_backends.prefill.rooms import PrefillRooms
+from transfer_backends.prefill.core import PrefillCore
+from transfer_backends.prefill.paths import ConnectPeer, FencePeer
+from transfer_backends.prefill.posts import Post
 from transfer_backends.wire import Abort, Drained, Registered, Status
 
 KEY = (7, 0)
@@ -19,18 +19,18 @@ PAGES = [5, 6, 20, 3]
 MARK = ProcessMark("host", 1, 1)
 
 
-def decode_core() -> DecodeRooms:
+def decode_core() -> DecodeCore:
     """With a session, and room 7's pages given to prefill "p"."""
-    core = DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+    core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
     core.open(*KEY, "b", 0.0)
-    core.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+    core.lookups.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
     core.on_message(1, Registered("p", "d", MARK), 0.0)
-    core.provide(KEY, PAGES, 1, 0.0)
+    core.rooms.provide(KEY, PAGES, 1, 0.0)
     core.effects.queue.clear()
     return core
 
 
-def told(core: DecodeRooms, state: KVPoll, num_pages: int, retry: int) -> None:
+def told(core: DecodeCore, state: KVPoll, num_pages: int, retry: int) -> None:
     core.on_message(1, Status("p", "d", *KEY, int(state), num_pages, "", retry), 1.0)
 
 
@@ -38,76 +38,76 @@ def test_decode_drops_what_is_said_of_an_earlier_try() -> None:
     core = decode_core()
     told(core, KVPoll.Transferring, 3, 0)
     told(core, KVPoll.Transferring, 0, 1)
-    assert (core.retries(KEY), core.effects.counters["retried"]) == (1, 1)
+    assert (core.rooms.retries(KEY), core.effects.counters["retried"]) == (1, 1)
     for state in (KVPoll.Success, KVPoll.Failed):
         told(core, state, len(PAGES), 0)
-        assert core.machine.state(KEY) is KVPoll.Transferring and core.num_exposed == 1
+        assert core.machine.state(KEY) is KVPoll.Transferring and core.rooms.num_exposed == 1
     assert core.effects.counters["late_messages"] == 2
     told(core, KVPoll.Success, len(PAGES), 1)
-    assert core.machine.state(KEY) is KVPoll.Success and core.drained(KEY)
-    core.close(KEY)
+    assert core.machine.state(KEY) is KVPoll.Success and core.rooms.drained(KEY)
+    core.rooms.close(KEY)
 
 
 def test_an_acknowledgement_of_an_earlier_try_frees_nothing() -> None:
     core = decode_core()
     told(core, KVPoll.Transferring, 0, 1)
-    core.abort(KEY, "user", 1.0)
+    core.rooms.abort(KEY, "user", 1.0)
     (abort,) = [item[1] for item in core.effects.queue if isinstance(item, tuple)]
     assert isinstance(abort, Abort) and abort.retry == 1
     core.on_message(1, Drained("p", "d", *KEY, 0), 1.0)
     told(core, KVPoll.Success, len(PAGES), 0)
-    assert not core.drained(KEY) and core.num_exposed == 1
+    assert not core.rooms.drained(KEY) and core.rooms.num_exposed == 1
     core.on_message(1, Drained("p", "d", *KEY, 1), 1.0)
-    assert core.drained(KEY)
-    core.close(KEY)
+    assert core.rooms.drained(KEY)
+    core.rooms.close(KEY)
     assert core.check() == []
 
 
 def test_a_try_before_there_are_pages_is_a_lie() -> None:
-    core = DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+    core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
     core.open(*KEY, "b", 0.0)
-    core.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+    core.lookups.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
     core.on_message(1, Registered("p", "d", MARK), 0.0)
     with pytest.raises(PeerProtocolError, match="before it had pages"):
         told(core, KVPoll.Transferring, 0, 1)
-    assert core.retries(KEY) == 0
+    assert core.rooms.retries(KEY) == 0
 
 
 class Prefill:
     """A prefill core with decode's pages of room 7, joined to a real decode core by hand. `sends`: all is handed over."""
 
     def __init__(self, args: KVArgs = ARGS, *, sends: bool = True) -> None:
-        self.decode = DecodeRooms(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
-        self.core = PrefillRooms(incarnation="p", mark=MARK, kv_args=args, caps=CAPS, config=CONFIG)
+        self.decode = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
+        self.core = PrefillCore(incarnation="p", mark=MARK, kv_args=args, caps=CAPS, config=CONFIG)
         self.decode.open(*KEY, "b", 0.0)
-        self.decode.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+        self.decode.lookups.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
         self.exchange()
-        assert isinstance(self.core.effects.commands.popleft(), ConnectPeer)
-        self.core.peers.on_connected("d")
+        assert isinstance(self.core.paths.commands.popleft(), ConnectPeer)
+        self.core.registration.on_connected("d")
         self.exchange()
-        self.core.open(*KEY, 0.0)
-        self.decode.provide(KEY, PAGES, 1, 0.0)
+        self.core.rooms.open(*KEY, 0.0)
+        self.decode.rooms.provide(KEY, PAGES, 1, 0.0)
         self.exchange()
         if sends:
-            self.core.send(KEY, [1, 8, 2, 9], start=0, last=True, metadata_row=1, now_s=0.0)
+            self.core.rooms.send(KEY, [1, 8, 2, 9], start=0, last=True, metadata_row=1, now_s=0.0)
 
     def exchange(self) -> None:
         for item in list(self.decode.effects.queue):
             if isinstance(item, tuple):
                 self.core.on_message("link", item[1], 0.0)
         self.decode.effects.queue.clear()
-        for _, message in list(self.core.effects.outbox):
+        for _, message in list(self.core.effects.queue):
             self.decode.on_message(1, message, 0.0)
-        self.core.effects.outbox.clear()
+        self.core.effects.queue.clear()
 
     def posts(self) -> list[Post]:
         found: list[Post] = []
-        while (post := self.core.next_post(0.0)) is not None:
+        while (post := self.core.outbox.next_post(0.0)) is not None:
             found.append(post)
         return found
 
     def final(self, post: Post, *, ok: bool) -> None:
-        self.core.on_op_final(post, ok=ok, error="injected", now_s=0.0)
+        self.core.completions.on_op_final(post, ok=ok, error="injected", now_s=0.0)
         self.exchange()
 
     @property
@@ -119,22 +119,22 @@ def test_a_late_completion_counts_for_nothing() -> None:
     """The first of three writes fails; the others of that try end well, before and after decode heard of the next."""
     pair = Prefill()
     first = pair.posts()
-    assert len(first) == 3 and {post.retry for post in first} == {0}
+    assert len(first) == 3 and {post.write_try for post in first} == {0}
     pair.final(first[0], ok=False)
-    assert pair.decode.retries(KEY) == 1 and pair.posts() == []
+    assert pair.decode.rooms.retries(KEY) == 1 and pair.posts() == []
     pair.final(first[1], ok=True)
     pair.final(first[2], ok=True)
     assert pair.core.effects.counters["late_completions"] == 2
-    assert pair.states == (KVPoll.Transferring, KVPoll.Transferring) and pair.decode.num_exposed == 1
+    assert pair.states == (KVPoll.Transferring, KVPoll.Transferring) and pair.decode.rooms.num_exposed == 1
     assert pair.posts() == []  # not before the fence
-    assert isinstance(pair.core.effects.commands.popleft(), FencePeer)
-    pair.core.on_fenced("d", ok=True, now_s=0.0)
+    assert isinstance(pair.core.paths.commands.popleft(), FencePeer)
+    pair.core.completions.on_fenced("d", ok=True, now_s=0.0)
     second = pair.posts()
-    assert len(second) == 3 and {post.retry for post in second} == {1}
+    assert len(second) == 3 and {post.write_try for post in second} == {1}
     for post in second:
         assert pair.states == (KVPoll.Transferring, KVPoll.Transferring)
         pair.final(post, ok=True)
-    assert pair.states == (KVPoll.Success, KVPoll.Success) and pair.decode.num_exposed == 0
+    assert pair.states == (KVPoll.Success, KVPoll.Success) and pair.decode.rooms.num_exposed == 0
 
 
 def test_an_abort_after_prefill_forgot_the_room_is_acknowledged_with_its_try() -> None:
@@ -142,11 +142,11 @@ def test_an_abort_after_prefill_forgot_the_room_is_acknowledged_with_its_try() -
     posts = pair.posts()
     pair.final(posts[0], ok=False)
     pair.final(posts[1], ok=True)
-    pair.core.abort(KEY, "user")
-    pair.core.on_op_final(posts[2], ok=True, error="", now_s=0.0)
-    pair.core.on_fenced("d", ok=True, now_s=0.0)
-    pair.core.close(KEY, 0.0)
-    pair.core.effects.outbox.clear()  # decode hears nothing of it
-    pair.decode.abort(KEY, "user", 0.0)
+    pair.core.rooms.abort(KEY, "user")
+    pair.core.completions.on_op_final(posts[2], ok=True, error="", now_s=0.0)
+    pair.core.completions.on_fenced("d", ok=True, now_s=0.0)
+    pair.core.rooms.close(KEY, 0.0)
+    pair.core.effects.queue.clear()  # decode hears nothing of it
+    pair.decode.rooms.abort(KEY, "user", 0.0)
     pair.exchange()
-    assert pair.decode.drained(KEY)
+    assert pair.decode.rooms.drained(KEY)

@@ -185,7 +185,7 @@ class Target:
 
         def is_empty() -> bool:
             prefill, decoding = self.prefill.counters, self.decode.counters
-            offers = len(self.prefill._rooms._inbox)
+            offers = len(self.prefill.core.inbox)
             return (prefill["rooms"], decoding["rooms"], offers, decoding["exposed_rooms"]) == (0, 0, 0, 0) and (
                 prefill["peers"] <= 1 >= decoding["peers"]
             )

@@ -13,12 +13,12 @@ from typing import Any
 from tools.fuzz.frames import Ends, offer, register, to_decode, to_prefill
 from tools.fuzz.source import Source
 from transfer_backends.contract import Caps, KVArgs, Region, Route, TransferConfig
-from transfer_backends.decode.rooms import DecodeRooms
-from transfer_backends.decode.sessions import Connect
+from transfer_backends.decode.connections import Connect
+from transfer_backends.decode.core import DecodeCore
 from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, PeerProtocolError, RoomInUse, RoomKey
 from transfer_backends.liveness import Liveness, ProcessMark
-from transfer_backends.prefill.peers import ConnectPeer, FencePeer
-from transfer_backends.prefill.rooms import PrefillRooms
+from transfer_backends.prefill.core import PrefillCore
+from transfer_backends.prefill.paths import ConnectPeer, FencePeer
 from transfer_backends.wire import PROTOCOL_VERSION, Layout, MalformedFrame, Register, WireRegion, decode, encode
 
 NUM_PAGES, NUM_ROWS, PAGE_BYTES, ROW_BYTES = 32, 8, 1024, 64
@@ -75,8 +75,8 @@ class Story:
     steps: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.prefill = PrefillRooms(incarnation=PREFILL, mark=MARK, kv_args=ARGS, caps=CAPS, config=CONFIG)
-        self.decode = DecodeRooms(incarnation=DECODES[0], kv_args=ARGS, caps=CAPS, descriptor=b"d", config=CONFIG)
+        self.prefill = PrefillCore(incarnation=PREFILL, mark=MARK, kv_args=ARGS, caps=CAPS, config=CONFIG)
+        self.decode = DecodeCore(incarnation=DECODES[0], kv_args=ARGS, caps=CAPS, descriptor=b"d", config=CONFIG)
         self.links: set[int] = set()
         self.named: dict[str, list[WireRegion]] = {}
         for number, ends in enumerate(TO_PREFILL[:-1]):
@@ -100,9 +100,9 @@ class Story:
         """Both cores' own checks, and that what peers can fill has an end."""
         problems = self.prefill.check() + self.decode.check()
         assert not problems, problems
-        inbox = self.prefill._inbox
+        inbox = self.prefill.inbox
         assert len(inbox) <= CONFIG.max_orphans and len(inbox._tombstones) <= CONFIG.max_tombstones
-        assert len(self.prefill.peers) <= CONFIG.max_peers and len(self.decode.sessions) <= CONFIG.max_peers
+        assert len(self.prefill.peers) <= CONFIG.max_peers and len(self.decode.peers) <= CONFIG.max_peers
 
     def step(self, source: Source) -> None:
         kind = source.below(16)
@@ -138,7 +138,7 @@ class Story:
 
     def rooms_of_others(self, incarnation: str) -> dict[RoomKey, KVPoll]:
         """Rooms at prefill that another decode worker has, and their states: what this one says must not move them."""
-        rooms = ((key, rec.offer) for key, rec in self.prefill._rooms.items())
+        rooms = ((room.key, room.offer) for room in self.prefill.rooms)
         return {
             key: self.prefill.machine.state(key) for key, offer in rooms if offer and offer.incarnation != incarnation
         }
@@ -163,43 +163,43 @@ class Story:
             getattr(self, what)(room)
 
     def open(self, room: int) -> None:
-        self.prefill.open(room, 0, self.now_s)
+        self.prefill.rooms.open(room, 0, self.now_s)
         self.decode.open(room, 0, BOOTSTRAP, self.now_s)
 
     def provide(self, room: int) -> None:
-        self.decode.provide((room, 0), [1, 2, 3], 0, self.now_s)
+        self.decode.rooms.provide((room, 0), [1, 2, 3], 0, self.now_s)
 
     def send(self, room: int) -> None:
-        given = self.prefill.num_pages((room, 0))
+        given = self.prefill.rooms.num_pages((room, 0))
         if given is not None and given <= NUM_PAGES:
-            self.prefill.send((room, 0), range(given), start=0, last=True, metadata_row=0, now_s=self.now_s)
+            self.prefill.rooms.send((room, 0), range(given), start=0, last=True, metadata_row=0, now_s=self.now_s)
 
     def abort(self, room: int) -> None:
-        self.prefill.abort((room, 0), "fuzz")
-        self.decode.abort((room, 0), "fuzz", self.now_s)
+        self.prefill.rooms.abort((room, 0), "fuzz")
+        self.decode.rooms.abort((room, 0), "fuzz", self.now_s)
 
     def close(self, room: int) -> None:
-        if self.prefill.released((room, 0)):
-            self.prefill.close((room, 0), self.now_s)
-        if self.decode.drained((room, 0)):
-            self.decode.close((room, 0))
+        if self.prefill.rooms.released((room, 0)):
+            self.prefill.rooms.close((room, 0), self.now_s)
+        if self.decode.rooms.drained((room, 0)):
+            self.decode.rooms.close((room, 0))
 
     def engine(self, room: int) -> None:
         """The oldest operation ends: well, for even rooms."""
         if self.posts:
-            self.prefill.on_op_final(self.posts.pop(0), ok=room % 2 == 0, error="fuzz", now_s=self.now_s)
+            self.prefill.completions.on_op_final(self.posts.pop(0), ok=room % 2 == 0, error="fuzz", now_s=self.now_s)
 
     def take(self, room: int) -> None:
         """The role takes what decode wants computed, opens its rooms and computes."""
-        for asked in self.prefill.take_recompute_requests():
+        for asked in self.prefill.inbox.take_recompute_requests():
             with contextlib.suppress(RoomInUse, IllegalTransition):
-                key = self.prefill.open(asked.room, asked.room_attempt, self.now_s)
-                given = self.prefill.num_pages(key) or 0
+                key = self.prefill.rooms.open(asked.room, asked.room_attempt, self.now_s)
+                given = self.prefill.rooms.num_pages(key) or 0
                 if given <= NUM_PAGES:
-                    self.prefill.send(key, range(given), start=0, last=True, metadata_row=0, now_s=self.now_s)
+                    self.prefill.rooms.send(key, range(given), start=0, last=True, metadata_row=0, now_s=self.now_s)
 
     def route(self, room: int) -> None:
-        self.decode.on_route(BOOTSTRAP, room, Route("127.0.0.1:1", PREFILL, shared=room == 6), self.now_s)
+        self.decode.lookups.on_route(BOOTSTRAP, room, Route("127.0.0.1:1", PREFILL, shared=room == 6), self.now_s)
 
     def drop(self, room: int) -> None:
         self.prefill.on_link_closed(f"link-{room % NUM_LINKS}", self.now_s)
@@ -215,14 +215,14 @@ class Story:
 
     def settle(self) -> None:
         """What shells and engine owe."""
-        self.prefill.effects.outbox.clear()
-        while self.prefill.effects.commands:
-            command = self.prefill.effects.commands.popleft()
+        self.prefill.effects.queue.clear()
+        while self.prefill.paths.commands:
+            command = self.prefill.paths.commands.popleft()
             if isinstance(command, ConnectPeer):
-                self.prefill.peers.on_connected(command.incarnation)
+                self.prefill.registration.on_connected(command.incarnation)
             elif isinstance(command, FencePeer):
-                self.prefill.on_fenced(command.incarnation, ok=True, now_s=self.now_s)
-        while (post := self.prefill.next_post(self.now_s)) is not None:
+                self.prefill.completions.on_fenced(command.incarnation, ok=True, now_s=self.now_s)
+        while (post := self.prefill.outbox.next_post(self.now_s)) is not None:
             self.posts.append(post)
             self.num_writes += 1
             self.assert_inside(post)
@@ -247,7 +247,7 @@ class Story:
     def end(self) -> None:
         """The peers are gone, time passes, the roles give up: all of it has to be gone, too."""
         for post in self.posts:
-            self.prefill.on_op_final(post, ok=True, error="", now_s=self.now_s)
+            self.prefill.completions.on_op_final(post, ok=True, error="", now_s=self.now_s)
         self.posts.clear()
         for link in range(NUM_LINKS):
             self.prefill.on_link_closed(f"link-{link}", self.now_s)
@@ -258,29 +258,29 @@ class Story:
         for _ in range(12):
             self.wind_down()
         assert not list(self.prefill.machine) and not list(self.decode.machine), "rooms are left"
-        assert len(self.prefill.peers) == 0 and len(self.decode.sessions) == 0, "peers are left"
-        assert len(self.prefill._inbox) == 0 and self.prefill.num_recompute_requests == 0, "offers are left"
-        assert self.decode.num_exposed == 0 and self.prefill.num_inflight == 0
+        assert len(self.prefill.peers) == 0 and len(self.decode.peers) == 0, "peers are left"
+        assert len(self.prefill.inbox) == 0 and self.prefill.inbox.num_recompute_requests == 0, "offers are left"
+        assert self.decode.rooms.num_exposed == 0 and self.prefill.outbox.num_inflight == 0
 
     def wind_down(self) -> None:
         self.tick(3.0)
-        self.decode.on_proof(PREFILL, Liveness.DEAD, self.now_s)
+        self.decode.proofs.on_proof(PREFILL, Liveness.DEAD, self.now_s)
         self.settle()
-        for asked in self.prefill.take_recompute_requests():
+        for asked in self.prefill.inbox.take_recompute_requests():
             with contextlib.suppress(RoomInUse):
-                self.prefill.open(asked.room, asked.room_attempt, self.now_s)
+                self.prefill.rooms.open(asked.room, asked.room_attempt, self.now_s)
         for link in sorted(self.links):
             self.decode.on_link_closed(link, self.now_s)
         for key in list(self.prefill.machine):
             if self.prefill.machine.state(key) not in FINAL:
-                self.prefill.abort(key, "over")
-            if self.prefill.released(key):
-                self.prefill.close(key, self.now_s)
+                self.prefill.rooms.abort(key, "over")
+            if self.prefill.rooms.released(key):
+                self.prefill.rooms.close(key, self.now_s)
         for key in list(self.decode.machine):
             if self.decode.machine.state(key) not in FINAL:
-                self.decode.abort(key, "over", self.now_s)
-            if self.decode.drained(key) and not self.decode._rooms[key].closed:
-                self.decode.close(key)
+                self.decode.rooms.abort(key, "over", self.now_s)
+            if self.decode.rooms.drained(key) and not self.decode.rooms.get(key).closed:
+                self.decode.rooms.close(key)
 
 
 def _spans(post: Any, side: str) -> list[tuple[int, int]]:

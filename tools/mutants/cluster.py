@@ -26,11 +26,18 @@ from router.requests.live import LiveRequest, LiveRequests
 from router.requests.rooms import RoomMinter
 from tools.mutants.core import CORE
 from tools.mutants.planting import Bugs
+from transfer_backends.decode.core import DecodeCore
+from transfer_backends.decode.lookup import LookUps
+from transfer_backends.decode.proof import Proofs
 from transfer_backends.decode.rooms import DecodeRooms
-from transfer_backends.decode.sessions import SessionTable
 from transfer_backends.kvpoll import FINAL, KVPoll
-from transfer_backends.prefill.peers import PeerTable, Phase
-from transfer_backends.prefill.room import Room, num_open, plan_posts
+from transfer_backends.prefill.completions import Completions
+from transfer_backends.prefill.offers import Offers
+from transfer_backends.prefill.paths import Paths, PathState
+from transfer_backends.prefill.posts import num_open, plan_ops
+from transfer_backends.prefill.registration import Registration
+from transfer_backends.prefill.reports import Reports
+from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
 
 CLUSTER = Bugs()
@@ -46,27 +53,27 @@ def _(original, rooms, key):
 
 CLUSTER.skip(
     "drop the abort acknowledgement",
-    PrefillRooms._tell_drained,
+    Reports.drained,
     "Prefill never says that the writes of an aborted room have ended.",
 )
 
 
 @CLUSTER.bug(
     "acknowledge an abort while writes are in flight",
-    PrefillRooms._on_abort,
+    Offers.on_abort,
     "Prefill answers an abort before its writes have ended.",
 )
-def _(original, rooms, peer, message, now_s):
-    original(rooms, peer, message, now_s)
-    room = rooms._rooms.get((message.room, message.attempt))
-    if room is not None and room.undrained:
-        room.undrained = False
-        rooms._say_drained(peer, room.key, room.retry)
+def _(original, offers, peer, message, now_s):
+    original(offers, peer, message, now_s)
+    room = offers._rooms.get((message.room, message.attempt))
+    if room is not None and room.owes_drained:
+        room.owes_drained = False
+        offers._reports.acknowledge(peer, room.key, room.write_try)
 
 
 @CLUSTER.bug(
     "acknowledge after a failed write without a fence",
-    Room.quiet,
+    PrefillRoom.quiet,
     "A failed write counts as ended although its bytes may still land.",
 )
 def _(original, room):
@@ -84,40 +91,40 @@ def _(original, rooms, key):
 
 @CLUSTER.bug(
     "take a lost connection for the end of all writes",
-    DecodeRooms._lose,
+    DecodeCore._lose,
     "A connection that is lost ends the exposure of all its rooms.",
 )
-def _(original, rooms, session, why, now_s):
-    for room in rooms._rooms_of(session):
-        rooms._expose(room, False)
-    original(rooms, session, why, now_s)
+def _(original, core, peer, why, now_s):
+    for room in core.rooms.of(peer):
+        core.rooms.expose(room, False)
+    original(core, peer, why, now_s)
 
 
 @CLUSTER.bug(
     "do not wait for a dead writer's last bytes",
-    SessionTable.on_proof,
+    Proofs.on_proof,
     "Pages are free at the proof of death, before the writer's last bytes have landed.",
 )
-def _(original, sessions, incarnation, proof, now_s):
-    settle_s, sessions._settle_s = sessions._settle_s, 0.0
-    original(sessions, incarnation, proof, now_s)
-    sessions._settle_s = settle_s
+def _(original, proofs, incarnation, proof, now_s):
+    settle_s, proofs._settle_s = proofs._settle_s, 0.0
+    original(proofs, incarnation, proof, now_s)
+    proofs._settle_s = settle_s
 
 
 @CLUSTER.bug(
     "accept a registration for an earlier life",
-    PeerTable.register,
+    Registration.register,
     "Prefill accepts a registration that was meant for the process before it.",
 )
-def _(original, peers, link, message, now_s):
-    return original(peers, link, msgspec.structs.replace(message, dst=""), now_s)
+def _(original, registration, link, message, now_s):
+    return original(registration, link, msgspec.structs.replace(message, dst=""), now_s)
 
 
-@CLUSTER.bug("never fence", PeerTable.on_op_final, "No fence follows a failed write.")
-def _(original, peers, peer, *, ok):
-    peer.num_ops -= 1
-    if not ok and peer.phase is Phase.LIVE:
-        peer.phase = Phase.FENCING
+@CLUSTER.bug("never fence", Paths.on_op_final, "No fence follows a failed write.")
+def _(original, paths, peer, *, ok):
+    peer.path.num_ops -= 1
+    if not ok and peer.path.state is PathState.OPEN:
+        peer.path.state = PathState.FENCING
 
 
 # ---- what is written, and when
@@ -125,12 +132,12 @@ def _(original, peers, peer, *, ok):
 
 @CLUSTER.bug(
     "say Success before the last write is done",
-    PrefillRooms._on_written,
+    Completions._on_written,
     "A room succeeds while one of its writes is in flight.",
 )
-def _(original, rooms, room, post, now_s):
+def _(original, completions, room, post, now_s):
     num_ops, room.num_ops = room.num_ops, 0
-    original(rooms, room, post, now_s)
+    original(completions, room, post, now_s)
     room.num_ops = num_ops
 
 
@@ -141,7 +148,7 @@ def _(original, chunk, progress, args):
 
 @CLUSTER.bug(
     "begin a second try behind the layers that left in the first",
-    Room.clear,
+    PrefillRoom.clear,
     "A second try leaves out the layers that the first one posted.",
 )
 def _(original, room):
@@ -150,46 +157,46 @@ def _(original, room):
     room.left_groups = left
 
 
-@CLUSTER.bug("send what decode has cached, too", plan_posts, "Pages that decode did not ask for shift all the others.")
-def _(original, chunk, room, *args, **kwargs):
-    cached = chunk.src[: max(0, room.offer.skip_pages - chunk.start)]
-    return original(replace(chunk, src=np.concatenate([cached, chunk.src])), room, *args, **kwargs)
+@CLUSTER.bug("send what decode has cached, too", plan_ops, "Pages that decode did not ask for shift all the others.")
+def _(original, chunk, offer, *args, **kwargs):
+    cached = chunk.src[: max(0, offer.skip_pages - chunk.start)]
+    return original(replace(chunk, src=np.concatenate([cached, chunk.src])), offer, *args, **kwargs)
 
 
 @CLUSTER.bug(
     "count the writes of an older try",
-    PrefillRooms._on_written,
+    Completions._on_written,
     "A completion of an earlier try counts for the one that runs.",
 )
-def _(original, rooms, room, post, now_s):
-    original(rooms, room, replace(post, retry=max(post.retry, room.retry)), now_s)
+def _(original, completions, room, post, now_s):
+    original(completions, room, replace(post, write_try=max(post.write_try, room.write_try)), now_s)
 
 
 # ---- what the two sides tell one another
 
 CLUSTER.skip(
     "ignore page indices that come before the request",
-    PrefillRooms._accept,
+    PrefillRooms.accept,
     "Page indices that overtake the request are lost.",
     called_by=PrefillRooms.open,
 )
 CLUSTER.skip(
     "look a room up once and never again",
-    DecodeRooms._seek,
+    LookUps.seek,
     "A failed look-up is not repeated.",
-    called_by=DecodeRooms._check_deadline,
+    called_by=DecodeCore._check_deadline,
 )
 CLUSTER.skip(
     "do not tell decode that a transfer has failed",
-    PrefillRooms._tell,
+    Reports.status,
     "Decode learns of a failed transfer by its own timeout alone.",
-    called_by=PrefillRooms._fail,
+    called_by=PrefillRooms.fail,
 )
 CLUSTER.skip(
     "do not tell prefill of an abort",
-    DecodeRooms._say_abort,
+    DecodeRooms.send_abort,
     "Prefill goes on with a room that decode has given up.",
-    called_by=DecodeRooms._tell_abort,
+    called_by=DecodeRooms.report_abort,
 )
 CLUSTER.skip(
     "end without leaving the bootstrap server",

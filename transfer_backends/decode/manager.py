@@ -1,35 +1,37 @@
-"""Decode's manager: runs `DecodeRooms` under a control thread; look-ups and proofs of death run in small thread pools.
-
-The role calls `receiver(...)` from the scheduler's loop; nothing it does there blocks.
-"""
+"""Decode's manager: runs a `DecodeCore` under a control thread; look-ups and proofs of death run in small thread pools."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transfer_backends.contract import Clock, KVArgs, LookupFailed, TransferConfig, Work
-from transfer_backends.control_port import Event, Frame, LinkClosed
+from transfer_backends.control_thread import TICK_S, ControlThread
+from transfer_backends.decode.connections import Connect, Disconnect
+from transfer_backends.decode.core import DecodeCore
+from transfer_backends.decode.lookup import LookUp
 from transfer_backends.decode.lookup_line import MAX_LOOKUPS_A_SERVER
-from transfer_backends.decode.rooms import DecodeRooms
-from transfer_backends.decode.sessions import Command, Connect, Disconnect, LookUp, Prove
+from transfer_backends.decode.proof import Prove
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_pair import FakeReceiver
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
+from transfer_backends.peers import Link
 from transfer_backends.ports import Engine, KVReceiver, Lookup, LookupAny
-from transfer_backends.shell import TICK_S, Shell
-from transfer_backends.wire import Bye, Message, encode
 
-EAGER_POLL_S = 0.001  # of an engine that needs it, while somebody waits for that
-NUM_LOOKUP_THREADS = 8 * MAX_LOOKUPS_A_SERVER  # started when needed; that many servers may hang and slow nobody
+EAGER_POLL_S = 0.001  # of an engine that needs it, while a peer waits for that
+NUM_LOOKUP_THREADS = (
+    8 * MAX_LOOKUPS_A_SERVER
+)  # started when needed; that many servers may hang and slow no other look-up
 CLOSE_S = 5.0
-NO_HANDSHAKE = "it refused the connection; start every worker with the same --cluster-secret-file (or all without)"
+
+Command = Connect | Disconnect | LookUp | Prove
 
 
-class DecodeManager(Shell):
+class DecodeManager:
     """Receives KV pages into this worker's pool.
 
     `kv_args` describes memory that must stay mapped until the process ends if `close` returned False. `lookup` finds the
     prefill worker behind a bootstrap address; it may block (its own timeout should be a few seconds) and runs off-thread.
     `lookup_any`: for rooms that any prefill worker may serve; default: `lookup`.
+    The role calls the manager from the scheduler's loop; only `close` blocks.
     """
 
     def __init__(
@@ -45,56 +47,67 @@ class DecodeManager(Shell):
     ) -> None:
         self.incarnation = environment.incarnation()
         self._engine = engine
+        self._clock = clock
         self._lookup = lookup
         self._lookup_any = lookup_any or (lambda bootstrap, room, _: lookup(bootstrap, room))
         engine.register([kv_args.kv, kv_args.aux])
-        self._rooms = DecodeRooms(
+        self.core = DecodeCore(
             incarnation=self.incarnation,
             kv_args=kv_args,
             caps=engine.caps,
             descriptor=engine.descriptor(),
             config=config,
         )
-        self._links = environment.connect(secret=config.secret)
-        super().__init__(name="decode", port=self._links, machine=self._rooms.machine, config=config, clock=clock)
-        self._lookups = environment.pool(NUM_LOOKUP_THREADS, "decode-lookup")
-        self._proofs = environment.pool(2, "decode-proof")
+        self._port = environment.connect(secret=config.secret)
+        self.control = ControlThread(
+            self.core,
+            self._port,
+            name="decode",
+            clock=clock,
+            execute=self._execute,
+            on_turn=self._poll_engine,
+            pause_s=self._pause_s,
+        )
+        self._lookup_pool = environment.pool(NUM_LOOKUP_THREADS, "decode-lookup")
+        self._proof_pool = environment.pool(2, "decode-proof")
         self._liveness = environment.liveness
 
     def start(self) -> None:
-        self._thread.start()
+        self.control.start()
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """`wakeup` is called (from any thread, must not block) whenever a state that `poll` shows has changed."""
+        self.control.wakeup = wakeup
 
     def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> KVReceiver:
         """`bootstrap`: "host:port" of the bootstrap server. Raises `RoomInUse`, or ValueError for a bad room."""
         if fake:
             return FakeReceiver()
-        with self.core() as now_s:
-            key = self._rooms.open(room, room_attempt, bootstrap, now_s)
-        return Receiver(self, key)
+        with self.control.locked() as now_s:
+            key = self.core.open(room, room_attempt, bootstrap, now_s)
+        return Receiver(self.core, self.control, key)
 
     def check(self) -> list[str]:
-        with self._lock:
-            problems = self._rooms.check()
-        faults = self._faults["control_errors"]
-        return problems + ([f"{faults} internal errors, see the log"] if faults else [])
+        return self.control.check()
 
     @property
     def counters(self) -> dict[str, int]:
-        with self._lock:
+        with self.control.lock:
+            rooms = self.core.rooms
             gauges = {
-                "rooms": self._rooms.num_rooms,
-                "farewells": self._rooms.num_farewells,
-                "peers": len(self._rooms.sessions),
-                "exposed_rooms": self._rooms.num_exposed,
+                "rooms": len(rooms),
+                "farewells": rooms.num_pending_aborts,
+                "peers": len(self.core.peers),
+                "exposed_rooms": rooms.num_exposed,
             }
-            return {**self._rooms.effects.counters, **self._faults, **gauges}
+            return {**self.core.effects.counters, **self.control.faults, **gauges}
 
     def close(self) -> bool:
         """Abort what is open, wait (some seconds) for it to drain, end the threads.
 
         False: some room did not drain, a peer may still write into the pool; the engine stays up then.
         """
-        if not self._first_close():
+        if not self.control.first_close():
             return self.is_quiet
         self.fail_open()
         deadline_s = time.monotonic() + CLOSE_S
@@ -102,82 +115,53 @@ class DecodeManager(Shell):
             time.sleep(0.001)
         drained = self.is_quiet
         if drained:
-            with self.core():
-                self.say_goodbye()
-        self._end()
-        for pool in (self._lookups, self._proofs):
+            self.say_bye()
+        self.control.close()
+        for pool in (self._lookup_pool, self._proof_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         if drained:
             self._engine.close()
         return drained
 
     def fail_open(self) -> None:
-        """First step of `close`: every live transfer ends, prefill is told."""
-        with self.core() as now_s:
-            for key in list(self._rooms.machine):
-                self._rooms.abort(key, "the decode worker is shutting down", now_s)
+        """First step of `close`: end every live transfer and tell prefill."""
+        with self.control.locked() as now_s:
+            for key in list(self.core.machine):
+                self.core.rooms.abort(key, "the decode worker is shutting down", now_s)
 
     @property
     def is_quiet(self) -> bool:
         """No peer can write into the pool."""
-        return self._rooms.num_exposed == 0
+        return self.core.is_quiet
 
-    def say_goodbye(self) -> None:
-        """Last step, in `core()`."""
-        for session in self._rooms.sessions.live():
-            self._rooms.sessions.say(session, Bye(self.incarnation, session.incarnation))
+    def say_bye(self) -> None:
+        """Last step of `close`."""
+        with self.control.locked():
+            self.core.say_bye()
 
     # ---- control thread
 
-    def _has_effects(self) -> bool:
-        return bool(self._rooms.effects.queue)
-
     def _pause_s(self) -> float:
-        eager = self._engine.caps.target_must_poll and self._rooms.sessions.eager(self._clock())
+        eager = self._engine.caps.target_must_poll and self.core.connections.eager(self._clock())
         return EAGER_POLL_S if eager else TICK_S
 
-    def _on_event(self, event: Event, now_s: float) -> None:
-        if isinstance(event, Frame):
-            self._read(event.data, lambda message: self._rooms.on_message(event.link, message, now_s))
-        elif isinstance(event, LinkClosed):
-            self._rooms.on_link_closed(
-                event.link, now_s, reason=NO_HANDSHAKE if event.refused else "the connection was lost"
-            )
-
-    def _tick(self, now_s: float) -> None:
-        self._rooms.tick(now_s)
-
-    def _flush(self) -> None:
+    def _poll_engine(self) -> None:
         if self._engine.caps.target_must_poll:
             self._engine.progress()
-        while True:
-            with self._lock:
-                work = list(self._rooms.effects.queue)
-                self._rooms.effects.queue.clear()
-            if not work:
-                return
-            lost = [link for item in work if (link := self._do(item)) is not None]
-            if lost:
-                with self.core() as now_s:
-                    for link in lost:
-                        self._rooms.on_link_closed(link, now_s)
 
-    def _do(self, item: Command | tuple[int, Message]) -> int | None:
-        """Returns the link when it turned out to be lost."""
-        if isinstance(item, tuple):
-            link, message = item
-            return None if self._links.send(link, encode(message)) else link
-        if isinstance(item, Connect):
-            return None if self._links.connect(item.link, item.control) else item.link
-        if isinstance(item, Disconnect):
-            self._links.disconnect(item.link)
-        elif isinstance(item, LookUp):
-            self._lookups.submit(self._look_up, item)
+    def _execute(self, command: Command) -> Link | None:
+        """Return the link if it turned out to be lost."""
+        if isinstance(command, Connect):
+            return None if self._port.connect(command.link, command.control) else command.link
+        if isinstance(command, Disconnect):
+            self._port.disconnect(command.link)
+        elif isinstance(command, LookUp):
+            self._lookup_pool.submit(self._look_up, command)
         else:
-            self._proofs.submit(self._prove, item)
+            self._proof_pool.submit(self._prove, command)
         return None
 
-    # ---- off-thread
+    # ---- thread pools
 
     def _look_up(self, item: LookUp) -> None:
         try:
@@ -190,26 +174,26 @@ class DecodeManager(Shell):
         except Exception as error:
             self._on_lookup_failed(item, f"bootstrap look-up: {type(error).__name__}: {error}", permanent=False)
         else:
-            with self.core() as now_s:
-                self._rooms.on_route(item.bootstrap, item.room, route, now_s)
+            with self.control.locked() as now_s:
+                self.core.lookups.on_route(item.bootstrap, item.room, route, now_s)
 
     def _on_lookup_failed(self, item: LookUp, error: str, *, permanent: bool) -> None:
-        with self.core() as now_s:
-            self._rooms.on_lookup_failed(item.bootstrap, item.room, error, permanent=permanent, now_s=now_s)
+        with self.control.locked() as now_s:
+            self.core.lookups.on_lookup_failed(item.bootstrap, item.room, error, permanent=permanent, now_s=now_s)
 
     def _prove(self, item: Prove) -> None:
         proof = self._liveness(item.mark, item.control)
-        with self.core() as now_s:
-            self._rooms.on_proof(item.incarnation, proof, now_s)
+        with self.control.locked() as now_s:
+            self.core.proofs.on_proof(item.incarnation, proof, now_s)
 
 
 class Receiver:
     """`KVReceiver` of a real transfer."""
 
-    def __init__(self, manager: DecodeManager, key: RoomKey) -> None:
-        self._manager = manager
+    def __init__(self, core: DecodeCore, control: ControlThread, key: RoomKey) -> None:
+        self._rooms = core.rooms
+        self._control = control
         self._key = key
-        self._rooms = manager._rooms
         self._last = KVPoll.Bootstrapping
 
     def poll(self) -> KVPoll:
@@ -218,15 +202,15 @@ class Receiver:
         return self._last
 
     def provide(self, dst_pages: Sequence[int], metadata_row: int, *, skip_pages: int = 0) -> None:
-        with self._manager.core() as now_s:
+        with self._control.locked() as now_s:
             self._rooms.provide(self._key, dst_pages, metadata_row, now_s, skip_pages=skip_pages)
 
     def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
-        with self._manager.core() as now_s:
+        with self._control.locked() as now_s:
             self._rooms.provide(self._key, dst_pages, metadata_row, now_s, work)
 
     def abort(self, reason: str) -> None:
-        with self._manager.core() as now_s:
+        with self._control.locked() as now_s:
             self._rooms.abort(self._key, reason, now_s)
 
     def failure(self) -> str | None:
@@ -239,5 +223,5 @@ class Receiver:
         return self._rooms.drained(self._key)
 
     def close(self) -> None:
-        with self._manager.core():
+        with self._control.locked():
             self._rooms.close(self._key)

@@ -1,6 +1,6 @@
-"""The sender thread: drives an engine on the prefill side, takes work from the core, polls operations to their end.
+"""The sender thread: takes operations from the core, runs them on an engine, and polls each to its end.
 
-Never gives up an operation that is pending: only DONE or FAILED ends it, however long that takes. Knows no messages.
+It never gives up a pending operation: only DONE or FAILED ends one, however long that takes. It knows no messages.
 """
 
 import logging
@@ -14,9 +14,9 @@ from typing import Any
 from transfer_backends.contract import OpState
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.ports import Engine, LayerClock
-from transfer_backends.prefill.peers import Command, ConnectPeer, FencePeer
-from transfer_backends.prefill.room import Post
-from transfer_backends.prefill.rooms import PrefillRooms
+from transfer_backends.prefill.core import PrefillCore
+from transfer_backends.prefill.paths import Command, ConnectPeer, FencePeer
+from transfer_backends.prefill.posts import Post
 
 FIRST_NAP_S = 0.0001
 LONG_NAP_S = 0.002  # while operations are pending and something moves
@@ -42,15 +42,15 @@ class EngineDriver:
         self,
         *,
         engine: Engine,
-        rooms: PrefillRooms,
-        core: Callable[[], AbstractContextManager[float]],
+        core: PrefillCore,
+        locked: Callable[[], AbstractContextManager[float]],
         layers: LayerClock | None = None,
     ) -> None:
-        """`core()` locks `rooms` and yields the time. `layers`: how far the steps have got that pages wait for."""
+        """`locked()` locks `core` and yields the time. `layers`: how far the steps are that pages wait for."""
         self._layers = layers
         self._engine = engine
-        self._rooms = rooms
         self._core = core
+        self._locked = locked
         self._peers: dict[str, Any] = {}
         self._running: list[Running] = []
         self._dropping: list[str] = []
@@ -67,7 +67,7 @@ class EngineDriver:
         self._event.set()
 
     def close(self, timeout_s: float) -> bool:
-        """Ends the thread; True when no operation was left pending."""
+        """End the thread; return True if no operation was left pending."""
         self._stop = True
         self._event.set()
         if self._thread.ident is not None:
@@ -94,7 +94,9 @@ class EngineDriver:
             return
         self._naps += 1
         nap_s = min(FIRST_NAP_S * 2 ** min(self._naps, 10), LONG_NAP_S)
-        if self._rooms.window_full:  # a look costs its own threads a core, and has nothing to gain yet
+        if (
+            self._core.outbox.window_full
+        ):  # polling takes a core from the engine's own threads, and nothing has ended yet
             nap_s = max(nap_s, self._engine.caps.full_window_s)
         self._event.wait(STALE_NAP_S if self._naps > STALE_AFTER_NAPS else nap_s)
 
@@ -104,14 +106,14 @@ class EngineDriver:
         return bool(self._running)
 
     def step(self) -> bool:
-        """One turn of the sender thread; True when something moved."""
-        with self._core() as now_s:
+        """Run one turn of the sender thread; return True if something moved."""
+        with self._locked() as now_s:
             if self._layers is not None:
-                self._rooms.on_progress(self._layers.progress(), now_s)
-            self._nudge(now_s)
-            commands = list(self._rooms.effects.commands)
-            self._rooms.effects.commands.clear()
-            posts = self._rooms.next_posts(now_s)
+                self._core.outbox.on_progress(self._layers.progress(), now_s)
+            self._request_polls(now_s)
+            commands = list(self._core.paths.commands)
+            self._core.paths.commands.clear()
+            posts = self._core.outbox.next_posts(now_s)
         for command in commands:
             self._execute(command)
         self._post(posts)
@@ -119,20 +121,20 @@ class EngineDriver:
         self._drop_quiet()
         return moved or bool(posts or commands)
 
-    def _nudge(self, now_s: float) -> None:
-        """The peers whose writes had not ended by the last polls, where they end only as those peers poll, too."""
+    def _request_polls(self, now_s: float) -> None:
+        """Ask peers with pending writes to poll their engine, if writes end only as they do."""
         if self._engine.caps.target_must_poll:
             for incarnation in {running.task.incarnation for running in self._running}:
-                self._rooms.peers.on_pending(incarnation, now_s)
+                self._core.paths.on_pending(incarnation, now_s)
 
     def _post(self, posts: list[Post]) -> None:
-        """One after another; of a try of which one was refused no more is begun."""
+        """Start each in turn. After a refusal start nothing more of that try."""
         refused: set[tuple[RoomKey, int]] = set()
         for post in posts:
-            if (post.key, post.retry) in refused:
+            if (post.key, post.write_try) in refused:
                 self._finish([(post, False)], error="a write before it was refused")
             elif not self._start(post, partial(self._post_one, post)):
-                refused.add((post.key, post.retry))
+                refused.add((post.key, post.write_try))
 
     def _post_one(self, post: Post, peer: Any) -> Any:
         return self._engine.post(peer, post.pieces)
@@ -157,7 +159,7 @@ class EngineDriver:
         self._start(command, self._engine.probe)
 
     def _start(self, task: Task, begin: Callable[[Any], Any]) -> bool:
-        """False: it was refused, and has been told of."""
+        """Return False if the engine refused; the core knows then."""
         incarnation = task.incarnation
         try:
             self._running.append(Running(task, begin(self._peers[incarnation])))
@@ -181,23 +183,23 @@ class EngineDriver:
         return bool(ended)
 
     def _finish(self, tasks: list[tuple[Task, bool]], *, error: str = "") -> None:
-        """Each with whether it went well. The core hears of all at once: what ends together is one news to its peers."""
+        """Pass results (task, whether it succeeded) to the core: all at once, so that a peer gets one message for them."""
         for task, ok in tasks:
             if not ok and not isinstance(task, Post):
                 self._disconnect(task.incarnation)
-        with self._core() as now_s:
+        with self._locked() as now_s:
             for task, ok in tasks:
-                self._tell(task, ok=ok, error=error, now_s=now_s)
+                self._report(task, ok=ok, error=error, now_s=now_s)
 
-    def _tell(self, task: Task, *, ok: bool, error: str, now_s: float) -> None:
+    def _report(self, task: Task, *, ok: bool, error: str, now_s: float) -> None:
         if isinstance(task, Post):
-            self._rooms.on_op_final(task, ok=ok, error=error, now_s=now_s)
+            self._core.completions.on_op_final(task, ok=ok, error=error, now_s=now_s)
         elif isinstance(task, FencePeer):
-            self._rooms.on_fenced(task.incarnation, ok=ok, now_s=now_s)
+            self._core.completions.on_fenced(task.incarnation, ok=ok, now_s=now_s)
         elif ok:
-            self._rooms.peers.on_connected(task.incarnation)
+            self._core.registration.on_connected(task.incarnation)
         else:
-            self._rooms.peers.on_connect_failed(task.incarnation, error, now_s)
+            self._core.registration.on_connect_failed(task.incarnation, error, now_s)
 
     def _drop_quiet(self) -> None:
         """Disconnect dropped peers once none of their operations is pending."""

@@ -1,7 +1,7 @@
-"""What prefill keeps for rooms that no local request holds: offers that came too early, reasons of ended rooms, and
+"""What prefill keeps for rooms that no local request holds. Pure.
 
-what decode asked to have computed until the role takes it. Pure. All are filled by peers, so all are bounded; the tables
-of offers and reasons expire, too.
+Offers that arrived before their request, the reasons of ended rooms, and what decode wants computed until the role takes it.
+Peers fill all of these, so all are bounded; offers and reasons also expire.
 """
 
 from collections import OrderedDict
@@ -12,13 +12,13 @@ from transfer_backends.kvpoll import RoomKey
 from transfer_backends.merge import I64
 
 MAX_PAGES = 1 << 22  # page ids kept in all offers
-MAX_TOKENS = 1 << 22  # token ids in all that is asked
-MAX_REASON_CHARS = 256  # of an ended room's reason, which may be a peer's words
+MAX_TOKENS = 1 << 22  # token ids kept in all requests for recomputation
+MAX_REASON_CHARS = 256  # of an ended room's reason, which may be a peer's text
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Where decode (its incarnation) wants the pages after the first `skip_pages` and the metadata row."""
+    """Where a decode worker wants the pages after the first `skip_pages`, and the metadata row."""
 
     incarnation: str
     pages: I64
@@ -41,42 +41,42 @@ class Inbox:
         self._offers: OrderedDict[RoomKey, tuple[Offer, float]] = OrderedDict()
         self._num_pages = 0
         self._tombstones: OrderedDict[RoomKey, Tombstone] = OrderedDict()
-        self._asked: list[RecomputeRequest] = []
+        self._requests: list[RecomputeRequest] = []
         self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._offers)
 
     def owner(self, key: RoomKey) -> str | None:
-        """Incarnation that offered the room."""
+        """Return the incarnation that offered the room."""
         entry = self._offers.get(key)
         return None if entry is None else entry[0].incarnation
 
     def keep(self, key: RoomKey, offer: Offer, now_s: float) -> bool:
-        """False when there is no room for it."""
+        """Keep an offer; False when the inbox is full."""
         full = len(self._offers) >= self._config.max_orphans or self._num_pages + len(offer.pages) > MAX_PAGES
         if not full:
             self._offers[key] = (offer, now_s + self._config.bootstrap_timeout_s)
             self._num_pages += len(offer.pages)
         return not full
 
-    def ask(self, asked: RecomputeRequest, offer: Offer, now_s: float) -> bool:
-        """Keep what decode wants computed, with its offer, until `take_recompute_requests`. False when there is no room for it."""
-        if self._num_tokens + len(asked.work.tokens) > MAX_TOKENS:
+    def keep_request(self, request: RecomputeRequest, offer: Offer, now_s: float) -> bool:
+        """Keep a request and its offer until `take_recompute_requests`; False when the inbox is full."""
+        if self._num_tokens + len(request.work.tokens) > MAX_TOKENS:
             return False
-        if not self.keep((asked.room, asked.room_attempt), offer, now_s):
+        if not self.keep((request.room, request.room_attempt), offer, now_s):
             return False
-        self._asked.append(asked)
-        self._num_tokens += len(asked.work.tokens)
+        self._requests.append(request)
+        self._num_tokens += len(request.work.tokens)
         return True
 
     @property
     def num_recompute_requests(self) -> int:
-        return len(self._asked)
+        return len(self._requests)
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
-        """In order of arrival. One that was aborted meanwhile is among them: its room fails as soon as it is opened."""
-        taken, self._asked, self._num_tokens = self._asked, [], 0
+        """Take all, in order of arrival. The room of one that decode has aborted since fails when it is opened."""
+        taken, self._requests, self._num_tokens = self._requests, [], 0
         return taken
 
     def take(self, key: RoomKey) -> Offer | None:
@@ -93,6 +93,7 @@ class Inbox:
         return keys
 
     def bury(self, key: RoomKey, reason: str, *, by_peer: bool, now_s: float) -> None:
+        """Remember why a room ended, for late messages about it."""
         self._tombstones.pop(key, None)
         self._tombstones[key] = Tombstone(reason[:MAX_REASON_CHARS], by_peer, now_s + self._config.bootstrap_timeout_s)
         while len(self._tombstones) > self._config.max_tombstones:
@@ -102,10 +103,11 @@ class Inbox:
         return self._tombstones.get(key)
 
     def exhume(self, key: RoomKey) -> Tombstone | None:
+        """Take the tombstone away: the room is used again."""
         return self._tombstones.pop(key, None)
 
     def expire(self, now_s: float) -> list[tuple[RoomKey, Offer]]:
-        """Offers that nobody claimed in time; taken out."""
+        """Take out the offers whose request has not come in time."""
         expired = []
         while self._offers:
             key, (offer, expires_at_s) = next(iter(self._offers.items()))

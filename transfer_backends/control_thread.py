@@ -1,0 +1,201 @@
+"""The thread that runs one side's control plane, and the lock around that side's core.
+
+The scheduler's calls hold the lock for microseconds; the sockets belong to this thread alone.
+"""
+
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from transfer_backends.contract import Clock
+from transfer_backends.control_port import Event, Frame, LinkClosed, PeersRefused
+from transfer_backends.kvpoll import PeerProtocolError, TransferMachine
+from transfer_backends.peers import Effects, Link, PeerTable, Send
+from transfer_backends.wire import MalformedFrame, Message, decode, encode
+
+TICK_S = 0.02
+LOG_EVERY_S = 5.0
+JOIN_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class Port(Protocol):
+    """A `ListenPort` or a `ConnectPort`."""
+
+    @property
+    def wake(self) -> Callable[[], None]: ...
+    def poll(self, timeout_s: float) -> list[Event]: ...
+    def send(self, link: Any, data: bytes) -> bool: ...
+    def close(self) -> None: ...
+
+
+class Core(Protocol):
+    """One side of all transfers: a `PrefillCore` or a `DecodeCore`."""
+
+    @property
+    def machine(self) -> TransferMachine: ...
+    @property
+    def effects(self) -> Effects: ...
+    @property
+    def peers(self) -> PeerTable[Any]: ...
+    def on_message(self, link: Any, message: Message, now_s: float) -> None: ...
+    def on_link_closed(self, link: Any, now_s: float, *, refused: bool = False) -> None: ...
+    def tick(self, now_s: float) -> None: ...
+    def check(self) -> list[str]: ...
+
+
+class ControlThread:
+    """Runs a core under real time: reads messages and passes them on, ticks, sends what the core has to say."""
+
+    def __init__(
+        self,
+        core: Core,
+        port: Port,
+        *,
+        name: str,
+        clock: Clock,
+        execute: Callable[[Any], Link | None] = lambda command: None,
+        on_turn: Callable[[], None] = lambda: None,
+        pause_s: Callable[[], float] = lambda: TICK_S,
+    ) -> None:
+        """`name`: of the side, in the thread's name and in log lines. `clock`: seconds.
+
+        `execute` runs a command of the core's effects; it returns the link if that turned out to be lost.
+        `on_turn` runs at the end of each turn. `pause_s`: longest wait for an event.
+        """
+        self.port = port
+        self.wakeup: Callable[[], None] = lambda: None  # called when a state has changed; from any thread
+        self.faults: Counter[str] = Counter()
+        self._core = core
+        self._name = name
+        self._clock = clock
+        self._execute = execute
+        self._on_turn = on_turn
+        self._pause_s = pause_s
+        self.lock = threading.Lock()  # for reads; `locked` for calls that may change something
+        self._stop = threading.Event()
+        self._closed = False
+        self._next_tick_s = 0.0
+        self._next_log_s = 0.0
+        self._num_unlogged = 0
+        self._thread = threading.Thread(target=self._run, name=f"{name}-control", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[float]:
+        """Lock the core; yield the time. Then wake this thread and the role if something changed for them."""
+        machine = self._core.machine
+        with self.lock:
+            before = machine.num_moves
+            try:
+                yield self._clock()
+            finally:
+                changed = machine.num_moves != before
+                pending = self.has_effects
+        if pending and threading.current_thread() is not self._thread:
+            self.port.wake()
+        if changed:
+            self.wakeup()
+
+    @property
+    def has_effects(self) -> bool:
+        return bool(self._core.effects.queue)
+
+    def turn(self, timeout_s: float) -> None:
+        """Run one turn: wait for events, handle all that came, tick when due, send what is owed."""
+        events = self.port.poll(timeout_s)
+        with self.locked() as now_s:
+            for event in events:
+                self._on_event(event, now_s)
+            if now_s >= self._next_tick_s:
+                self._next_tick_s = now_s + TICK_S
+                self._core.tick(now_s)
+        self._flush()
+        self._on_turn()
+
+    def check(self) -> list[str]:
+        """What is inconsistent; empty when all is well."""
+        with self.lock:
+            problems = self._core.check()
+        errors = self.faults["control_errors"]
+        return problems + ([f"{errors} internal errors of the control thread, see the log"] if errors else [])
+
+    def first_close(self) -> bool:
+        """Return True the first time."""
+        with self.lock:
+            first, self._closed = not self._closed, True
+        return first
+
+    def close(self) -> None:
+        """Send what is owed, end the thread, close the port."""
+        self._stop.set()
+        self.port.wake()
+        if self._thread.ident is None:
+            self.port.close()
+        else:
+            self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.turn(self._pause_s())
+            except Exception:  # a bug of ours must not end the control plane of all other rooms
+                self._fault("control_errors", "control thread: an error was survived", exc_info=True)
+        with contextlib.suppress(Exception):
+            self._flush()
+        self.port.close()
+
+    def _on_event(self, event: Event, now_s: float) -> None:
+        if isinstance(event, Frame):
+            self._read(event, now_s)
+        elif isinstance(event, LinkClosed):
+            self._core.on_link_closed(event.link, now_s, refused=event.refused)
+        elif isinstance(event, PeersRefused):
+            text = "a stranger at the control plane was refused (do all workers have the same --cluster-secret-file?)"
+            self._fault("refused_connections", text, count=event.count)
+        else:
+            self._core.peers.on_some_link_closed()
+
+    def _read(self, frame: Frame, now_s: float) -> None:
+        """Decode a frame and pass it on; count and drop junk and protocol errors."""
+        try:
+            self._core.on_message(frame.link, decode(frame.data), now_s)
+        except MalformedFrame as error:
+            self._fault("junk_frames", f"a malformed control frame was dropped: {error}")
+        except PeerProtocolError as error:
+            self._fault("protocol_errors", f"a control message was dropped: {error}")
+
+    def _flush(self) -> None:
+        while effects := self._take_effects():
+            lost = [link for effect in effects if (link := self._do(effect)) is not None]
+            if lost:
+                with self.locked() as now_s:
+                    for link in lost:
+                        self._core.on_link_closed(link, now_s)
+
+    def _take_effects(self) -> list[Any]:
+        with self.lock:
+            taken = list(self._core.effects.queue)
+            self._core.effects.queue.clear()
+        return taken
+
+    def _do(self, effect: Any) -> Link | None:
+        """Return the link if it turned out to be lost."""
+        if not isinstance(effect, Send):
+            return self._execute(effect)
+        return None if self.port.send(effect.link, encode(effect.message)) else effect.link
+
+    def _fault(self, counter: str, text: str, *, count: int = 1, exc_info: bool = False) -> None:
+        self.faults[counter] += count
+        self._num_unlogged += count
+        now_s = self._clock()
+        if now_s >= self._next_log_s:
+            self._next_log_s = now_s + LOG_EVERY_S
+            log.warning("%s: %s (%d since the last such line)", self._name, text, self._num_unlogged, exc_info=exc_info)
+            self._num_unlogged = 0

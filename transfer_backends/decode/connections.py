@@ -1,0 +1,115 @@
+"""The connections to prefill workers: made, registered, lost. Pure."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from transfer_backends.contract import Route, TransferConfig
+from transfer_backends.kvpoll import RoomKey
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.peers import Backoff, Link, Peer, PeerTable
+from transfer_backends.wire import Register
+
+FIRST_PROOF_S = 0.02
+LONGEST_PROOF_S = 1.0
+MAX_GONE = 32
+EAGER_S = 0.25  # after a poll request; the next one comes sooner while it is needed
+
+
+@dataclass(eq=False, kw_only=True)
+class PrefillPeer(Peer):
+    """`mark` names its process; None before it first registered us. `unsent_aborts`: rooms to abort once it is live.
+
+    `proof`: when to find out next whether a lost peer lives; `settled_at_s`: its last bytes have landed then (running time).
+    """
+
+    route: Route
+    mark: ProcessMark | None = None
+    unsent_aborts: list[RoomKey] = field(default_factory=list)
+    proof: Backoff = field(default_factory=lambda: Backoff(FIRST_PROOF_S, LONGEST_PROOF_S))
+    settled_at_s: float | None = None
+
+    @property
+    def connecting(self) -> bool:
+        return not self.registered and not self.lost
+
+
+@dataclass(frozen=True)
+class Connect:
+    link: Link
+    control: str
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    """After what was sent on the link before."""
+
+    link: Link
+
+
+class Connections:
+    """`gone`: the last incarnations that were dropped; a request for recomputation need not go there."""
+
+    def __init__(
+        self, peers: PeerTable[PrefillPeer], *, register: Callable[[str], Register], config: TransferConfig
+    ) -> None:
+        """`register(dst)` makes the registration message for the prefill incarnation `dst`."""
+        self.gone: deque[str] = deque(maxlen=MAX_GONE)
+        self._peers = peers
+        self._queue = peers.effects.queue
+        self._register = register
+        self._config = config
+        self._next_link = 1
+        self._eager_until_s = 0.0
+
+    def obtain(self, route: Route, now_s: float) -> PrefillPeer:
+        """Return the peer behind the route; connect to it if it is new."""
+        peer = self._peers.get(route.incarnation)
+        if peer is None:
+            peer = PrefillPeer(route.incarnation, self._peers.heartbeat(now_s), deadline_s=0.0, route=route)
+            self._peers.add(peer)
+            self.connect(peer, now_s)
+        return peer
+
+    def connect(self, peer: PrefillPeer, now_s: float) -> None:
+        peer.deadline_s = now_s + self._config.handshake_timeout_s
+        peer.registered = False
+        self._peers.join(peer, self._next_link)
+        self._queue.append(Connect(self._next_link, peer.route.control))
+        self._next_link += 1
+        self._peers.send(peer, self._register(peer.incarnation))
+
+    def on_registered(self, peer: PrefillPeer, mark: ProcessMark) -> list[RoomKey]:
+        """Return the rooms whose abort was waiting for this."""
+        peer.registered = True
+        peer.mark = mark
+        peer.proof.reset()
+        peer.heartbeat.heard()
+        aborts, peer.unsent_aborts = peer.unsent_aborts, []
+        return aborts
+
+    def disconnect(self, peer: PrefillPeer) -> None:
+        if peer.link is not None:
+            self._queue.append(Disconnect(peer.link))
+            self._peers.part(peer)
+
+    def drop(self, peer: PrefillPeer) -> None:
+        """Forget the peer: it refused, never registered us, or has ended."""
+        self.disconnect(peer)
+        self._peers.drop(peer)
+        self.gone.append(peer.incarnation)
+
+    def overdue(self, now_s: float) -> list[PrefillPeer]:
+        """The peers that have not answered the registration in time."""
+        return [peer for peer in self._peers if peer.connecting and now_s >= peer.deadline_s]
+
+    def on_poll_request(self, now_s: float) -> None:
+        self._eager_until_s = now_s + EAGER_S
+
+    def eager(self, now_s: float) -> bool:
+        """Whether to poll the engine often: a path is being tried out, or a prefill worker waits for its writes to end.
+
+        Not whenever something may be written: within a machine and over RDMA writes end without us, and each poll interrupts
+        a decode step.
+        """
+        return now_s < self._eager_until_s or any(peer.connecting for peer in self._peers)

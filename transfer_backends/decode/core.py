@@ -1,0 +1,221 @@
+"""Decode's side of all transfers: its parts put together, the messages of prefill workers, the passing of time. Pure.
+
+Told of local calls, look-up results, messages, lost links and time. Answers by states (`rooms`) and by effects: messages to send
+and commands (`effects`). Runs the same under threads and in a simulation. Knows no sockets, threads, clocks or engines.
+
+    role's thread     rooms          provide, abort, close; states
+    control thread    this module    messages (`statuses`: those of rooms), lost links, deadlines
+                      connections    to prefill workers; their registration
+    thread pools      lookups        the prefill worker of a room
+                      proofs         whether a lost prefill worker is dead
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from transfer_backends.contract import Caps, KVArgs, Region, TransferConfig
+from transfer_backends.decode.connections import Connections, PrefillPeer
+from transfer_backends.decode.lookup import LookUps
+from transfer_backends.decode.lookup_line import LookUpLine
+from transfer_backends.decode.proof import Proofs
+from transfer_backends.decode.room import DecodeRoom
+from transfer_backends.decode.rooms import DecodeRooms
+from transfer_backends.decode.statuses import Statuses
+from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError, RoomKey, TransferMachine
+from transfer_backends.liveness import Liveness
+from transfer_backends.peers import Effects, Link, PeerTable
+from transfer_backends.wire import (
+    Bye,
+    Drained,
+    Message,
+    Ping,
+    PollRequest,
+    Pong,
+    Refused,
+    Register,
+    Registered,
+    Status,
+    WireRegion,
+    layout_of,
+)
+
+SCAN_S_A_ROOM = 50e-6  # the more rooms, the rarer the look at their deadlines, so that ticks stay cheap
+REFUSED = "it refused the connection; start every worker with the same --cluster-secret-file (or all without)"
+
+
+class DecodeCore:
+    def __init__(
+        self, *, incarnation: str, kv_args: KVArgs, caps: Caps, descriptor: bytes, config: TransferConfig
+    ) -> None:
+        layout = layout_of(kv_args, backend=caps.name)
+        kv, aux = _wire(kv_args.kv), _wire(kv_args.aux)
+        line = LookUpLine()
+        self.peers: PeerTable[PrefillPeer] = PeerTable(incarnation=incarnation, config=config)
+        self.connections = Connections(
+            self.peers,
+            register=lambda dst: Register(incarnation, dst, layout, kv, aux, descriptor),
+            config=config,
+        )
+        self.proofs = Proofs(self.peers, self.connections, settle_s=caps.settle_s)
+        self.rooms = DecodeRooms(self.peers, line, args=kv_args, config=config)
+        self.lookups = LookUps(self.rooms, self.peers, self.connections, self.proofs, line)
+        self._config = config
+        self._next_scan_s = 0.0
+        statuses = Statuses(self.rooms, self.peers)
+        self._handlers: dict[type, Callable[[PrefillPeer, Any, float], None]] = {
+            Registered: self._on_registered,
+            Refused: self._on_refused,
+            Status: statuses.on_status,
+            Drained: statuses.on_drained,
+            PollRequest: lambda peer, message, now_s: self.connections.on_poll_request(now_s),
+            Ping: self._on_ping,
+            Pong: lambda peer, message, now_s: None,
+            Bye: self._on_bye,
+        }
+
+    @property
+    def machine(self) -> TransferMachine:
+        return self.rooms.machine
+
+    @property
+    def effects(self) -> Effects:
+        return self.peers.effects
+
+    @property
+    def is_quiet(self) -> bool:
+        """No peer can write into the pool."""
+        return self.rooms.num_exposed == 0
+
+    def open(self, room: int, room_attempt: int, bootstrap: str, now_s: float) -> RoomKey:
+        """Open a room and look for its prefill worker."""
+        opened = self.rooms.open(room, room_attempt, bootstrap, now_s)
+        self.lookups.seek(opened, now_s)
+        return opened.key
+
+    def say_bye(self) -> None:
+        for peer in self.peers:
+            if peer.live:
+                self.peers.send(peer, Bye(*self.peers.address(peer)))
+
+    # ---- messages and links
+
+    def on_message(self, link: Link, message: Message, now_s: float) -> None:
+        """Raises `PeerProtocolError` (nothing changed) for what the peer may not say now."""
+        peer = self.peers.by_link(link)
+        if peer is None:
+            return
+        mine = message.dst == self.peers.incarnation
+        if not mine or (message.src != peer.incarnation and not isinstance(message, Refused)):
+            raise PeerProtocolError(f"{type(message).__name__} from or for another incarnation")
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise PeerProtocolError(f"{type(message).__name__} is not for a decode worker")
+        peer.heartbeat.heard()
+        handler(peer, message, now_s)
+
+    def on_link_closed(self, link: Link, now_s: float, *, refused: bool = False) -> None:
+        peer = self.peers.by_link(link)
+        if peer is not None:
+            self._lose(peer, REFUSED if refused else "the connection was lost", now_s)
+
+    def _lose(self, peer: PrefillPeer, why: str, now_s: float) -> None:
+        self.lookups.drop_routes(peer.incarnation)
+        rooms = self.rooms.of(peer)
+        self.proofs.on_lost(peer, now_s)
+        why = f"prefill worker {peer.route.control}: {why}"
+        for room in rooms:
+            state = self.machine.state(room.key)
+            if state is KVPoll.Bootstrapping:
+                self.lookups.seek_again(room, why, now_s)
+            elif state not in FINAL:
+                self.rooms.fail(room, why, now_s, report=False)
+        if peer in self.peers and peer.lost and not any(room.exposed for room in rooms):
+            self.connections.drop(peer)
+
+    def _on_registered(self, peer: PrefillPeer, message: Registered, now_s: float) -> None:
+        if peer.registered:
+            raise PeerProtocolError("registered twice")
+        self.proofs.exhume(peer.incarnation)
+        for key in self.connections.on_registered(peer, message.mark):
+            self.rooms.send_abort(peer, key, "aborted before the handshake")
+        for room in self.rooms.of(peer):
+            if self.machine.state(room.key) is KVPoll.Bootstrapping:
+                self.machine.move(room.key, KVPoll.WaitingForInput)
+            elif room.exposed:
+                self.rooms.send_abort(peer, room.key, room.reason or "")
+
+    def _on_refused(self, peer: PrefillPeer, message: Refused, now_s: float) -> None:
+        """Stale: the incarnation we knew is over, or forgot us; a look-up finds out which one is there now."""
+        if peer.mark is not None or message.stale:
+            self._lose(peer, message.reason, now_s)
+            if message.src != peer.incarnation:  # its address belongs to another process: that is proof
+                self.proofs.on_proof(peer.incarnation, Liveness.DEAD, now_s)
+            return
+        self.lookups.drop_routes(peer.incarnation)
+        self.connections.drop(peer)
+        for room in self.rooms.of(peer):
+            if self.machine.state(room.key) not in FINAL:
+                self.rooms.fail(room, f"prefill worker refused: {message.reason}", now_s, report=False)
+
+    def _on_bye(self, peer: PrefillPeer, message: Bye, now_s: float) -> None:
+        """Sent after the last operation of that manager was final."""
+        rooms = self.rooms.of(peer)
+        self._lose(peer, "it shut down", now_s)
+        self.proofs.bury(peer.incarnation, now_s)
+        for room in rooms:
+            self.rooms.expose(room, False)
+        if peer in self.peers:
+            self.connections.drop(peer)
+
+    def _on_ping(self, peer: PrefillPeer, message: Ping, now_s: float) -> None:
+        self.peers.send(peer, Pong(*self.peers.address(peer), message.seq))
+
+    # ---- time
+
+    def tick(self, now_s: float) -> None:
+        silent, dead, overdue = self.peers.beat(now_s), self.proofs.tick(now_s), self.connections.overdue(now_s)
+        for peer in overdue:
+            self._lose(peer, "it has not answered the registration", now_s)
+        for peer in silent:
+            self._on_silent(peer, now_s)
+        for peer in dead:
+            for room in self.rooms.of(peer):
+                self.rooms.expose(room, False)
+        if now_s >= self._next_scan_s:
+            self._next_scan_s = now_s + SCAN_S_A_ROOM * len(self.machine)
+            for room in self.rooms:
+                self._check_deadline(room, now_s)
+
+    def _on_silent(self, peer: PrefillPeer, now_s: float) -> None:
+        """The peer may still live and write: fail its rooms, keep the link. Its acknowledgements may yet come."""
+        for room in self.rooms.of(peer):
+            if self.machine.state(room.key) not in FINAL:
+                self.rooms.fail(room, f"prefill worker {peer.route.control} does not answer", now_s)
+
+    def _check_deadline(self, room: DecodeRoom, now_s: float) -> None:
+        state, config = self.machine.state(room.key), self._config
+        if room.retry.due(now_s) and now_s < room.deadline_s:
+            self.lookups.seek(room, now_s)
+        seeking = state is KVPoll.Bootstrapping or room.seeking
+        if seeking and now_s >= room.deadline_s:
+            reason = f"handshake timed out after {config.handshake_timeout_s:g} s: {room.error}"
+            self.lookups.give_up(room, reason, now_s)
+        elif state is KVPoll.WaitingForInput and room.num_pages is not None:
+            self._limit(room, config.waiting_timeout_s, "prefill sent nothing", now_s)
+        elif state is KVPoll.Transferring:
+            self._limit(room, config.transfer_timeout_s, "the transfer made no progress", now_s)
+        elif room.exposed and room.stuck_at_s is not None and now_s >= room.stuck_at_s:
+            room.stuck_at_s = None
+            self.effects.counters["stuck_rooms"] += 1
+
+    def _limit(self, room: DecodeRoom, timeout_s: float, what: str, now_s: float) -> None:
+        if now_s - room.progress_at_s >= timeout_s:
+            self.rooms.fail(room, f"{what} for {timeout_s:g} s", now_s)
+
+    def check(self) -> list[str]:
+        """What is inconsistent; empty when all is well."""
+        return self.peers.check() + self.rooms.check()
+
+
+def _wire(region: Region) -> WireRegion:
+    return WireRegion(region.base_ptr, region.num_items, region.item_bytes, region.device)

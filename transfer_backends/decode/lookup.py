@@ -1,0 +1,178 @@
+"""Finding the prefill worker of a room: look-ups, the routes they found, and the search again after a failure. Pure.
+
+A bootstrap server that knows one prefill worker is looked up once; its route serves all rooms. A *shared* server knows several:
+each room has a look-up of its own.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from transfer_backends.contract import Route
+from transfer_backends.decode.connections import Connections, PrefillPeer
+from transfer_backends.decode.lookup_line import LookUpLine
+from transfer_backends.decode.proof import Proofs
+from transfer_backends.decode.room import DecodeRoom
+from transfer_backends.decode.rooms import DecodeRooms
+from transfer_backends.kvpoll import KVPoll
+from transfer_backends.peers import PeerTable
+
+MAX_SERVERS = 4096  # bootstrap servers that are remembered: requests name them
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Ask the bootstrap server off-thread; answer `on_route` or `on_lookup_failed`.
+
+    `any_but`: the room's own prefill worker, or any other whose incarnation is not one of these. None: its own only.
+    """
+
+    bootstrap: str
+    room: int
+    any_but: tuple[str, ...] | None = None
+
+
+class LookUps:
+    def __init__(
+        self,
+        rooms: DecodeRooms,
+        peers: PeerTable[PrefillPeer],
+        connections: Connections,
+        proofs: Proofs,
+        line: LookUpLine,
+    ) -> None:
+        self._rooms = rooms
+        self._machine = rooms.machine
+        self._peers = peers
+        self._connections = connections
+        self._proofs = proofs
+        self._line = line
+        self._routes: dict[str, Route] = {}  # of bootstrap servers that know one prefill worker
+        self._shared: dict[str, None] = {}  # bootstrap servers that know several
+
+    def seek(self, room: DecodeRoom, now_s: float) -> None:
+        """Find the prefill worker: by a known route, a look-up under way at the same server, or a new one."""
+        room.retry.at_s = None
+        route = self._routes.get(room.bootstrap)
+        if route is not None:
+            self._attach(room, route, now_s)
+            return
+        under_way = any(other.looking for other in self._seekers(room.bootstrap, None))
+        room.looking = True
+        if not under_way or room.bootstrap in self._shared:
+            self._look_up(room)
+
+    def seek_again(self, room: DecodeRoom, error: str, now_s: float) -> None:
+        """The search has failed: look again later. A room that recomputes gives up."""
+        if room.recomputes:
+            self.give_up(room, error, now_s)
+            return
+        room.peer = None
+        room.looking = False
+        room.error = room.failure = error
+        room.retry.plan(now_s)
+
+    def give_up(self, room: DecodeRoom, reason: str, now_s: float) -> None:
+        room.end_search()
+        if self._machine.state(room.key) is not KVPoll.Failed:
+            self._rooms.fail(room, reason, now_s)
+        self._rooms.forget_if_closed(room)
+
+    def drop_routes(self, incarnation: str) -> None:
+        for bootstrap in [b for b, route in self._routes.items() if route.incarnation == incarnation]:
+            del self._routes[bootstrap]
+
+    # ---- answers; each look-up has one
+
+    def on_route(self, bootstrap: str, room: int, route: Route, now_s: float) -> None:
+        self._use_route(bootstrap, room, route, now_s)
+        self._next_in_line(bootstrap)
+
+    def on_lookup_failed(self, bootstrap: str, room: int, error: str, *, permanent: bool, now_s: float) -> None:
+        for waiting in self._seekers(bootstrap, room if bootstrap in self._shared else None):
+            self.seek_again(waiting, error, now_s)
+            if permanent:
+                self.give_up(waiting, error, now_s)
+        self._next_in_line(bootstrap)
+
+    # ---- inside
+
+    def _look_up(self, room: DecodeRoom) -> None:
+        if self._line.begin(room.bootstrap, room.key):
+            any_but = tuple(self._connections.gone) if room.recomputes else None
+            self._peers.effects.queue.append(LookUp(room.bootstrap, room.key[0], any_but))
+
+    def _next_in_line(self, bootstrap: str) -> None:
+        """A look-up was answered: the next room in line may have its own."""
+        self._line.end(bootstrap)
+        while (key := self._line.take(bootstrap)) is not None:
+            room = self._rooms.get(key)
+            assert room is not None, "a room that is forgotten leaves the line"
+            if room.looking and room.peer is None:
+                self._look_up(room)
+                return
+
+    def _use_route(self, bootstrap: str, number: int, route: Route, now_s: float) -> None:
+        if not route.shared:
+            self._shared.pop(bootstrap, None)
+            _remember(self._routes, bootstrap, route)
+            for room in self._seekers(bootstrap, None):
+                self._attach(room, route, now_s)
+            return
+        waiting = [] if bootstrap in self._shared else self._seekers(bootstrap, None)
+        _remember(self._shared, bootstrap, None)
+        for room in self._seekers(bootstrap, number):
+            self._attach(room, route, now_s)
+        for room in waiting:
+            if room.looking:
+                self.seek(room, now_s)
+
+    def _attach(self, room: DecodeRoom, route: Route, now_s: float) -> None:
+        """The room's prefill worker is found: connect to it unless it is known to be gone."""
+        room.end_search()
+        if self._proofs.is_dead(route.incarnation, now_s):
+            self._on_dead_owner(room, route, now_s)
+            return
+        if self._peers.get(route.incarnation) is None and self._peers.is_full:
+            reason = f"decode talks to {len(self._peers)} prefill workers, no more fit (max_peers)"
+            self.give_up(room, reason, now_s)
+            return
+        peer = self._connections.obtain(route, now_s)
+        if peer.lost or peer.heartbeat.silent:
+            self.drop_routes(peer.incarnation)
+            self.seek_again(room, f"prefill worker {route.control} does not answer", now_s)
+            return
+        room.peer = peer
+        room.error = f"prefill worker {route.control} has not answered the registration"
+        if room.failure is not None:
+            room.error += f" (the try before: {room.failure})"
+        if self._machine.state(room.key) is KVPoll.Failed:
+            self._rooms.report_abort(room, peer)
+        elif peer.live:
+            self._machine.move(room.key, KVPoll.WaitingForInput)
+
+    def _on_dead_owner(self, room: DecodeRoom, route: Route, now_s: float) -> None:
+        """A room with a route of its own has lost its request. Another one waits: a new incarnation may register soon."""
+        self.drop_routes(route.incarnation)
+        error = f"prefill worker {route.control} has ended"
+        if route.shared:
+            self.give_up(room, error, now_s)
+        else:
+            self.seek_again(room, error, now_s)
+
+    def _seekers(self, bootstrap: str, number: int | None) -> list[DecodeRoom]:
+        """The rooms that look for a worker at that server; with `number`, only those of that bootstrap_room."""
+        return [
+            room
+            for room in self._rooms
+            if room.peer is None and room.bootstrap == bootstrap and room.seeking and number in (None, room.key[0])
+        ]
+
+
+def _remember(table: dict[str, V], name: str, value: V) -> None:
+    """Keep the latest `MAX_SERVERS`."""
+    table.pop(name, None)
+    table[name] = value
+    while len(table) > MAX_SERVERS:
+        del table[next(iter(table))]

@@ -1,0 +1,91 @@
+"""Proof that a lost prefill worker is dead: only then may pages it could write be used again. Pure.
+
+    LOST --proof of death, settled--> dropped
+      +-----alive--> CONNECTING (the same incarnation answers again)
+
+An incarnation names one process, so one that has died or said goodbye is not connected to again while a bootstrap server may
+still list it. Not for ever: a refusing port may be a firewall's doing, and that worker lives.
+"""
+
+from dataclasses import dataclass
+
+from transfer_backends.decode.connections import Connections, PrefillPeer
+from transfer_backends.liveness import UNMARKED, Liveness, ProcessMark
+from transfer_backends.peers import PeerTable
+from transfer_backends.running_time import RunningTime
+
+MAX_DEAD = 256
+DEAD_S = 60.0  # longer than the lease by which a bootstrap server lists a worker
+
+
+@dataclass(frozen=True)
+class Prove:
+    """Find out off-thread whether the process lives; answer `on_proof`."""
+
+    incarnation: str
+    mark: ProcessMark
+    control: str
+
+
+class Proofs:
+    def __init__(self, peers: PeerTable[PrefillPeer], connections: Connections, *, settle_s: float) -> None:
+        self._peers = peers
+        self._effects = peers.effects
+        self._connections = connections
+        self._settle_s = settle_s
+        self._ran = RunningTime()
+        self._dead: dict[str, float] = {}  # incarnations that have ended, and until when that is remembered
+
+    def is_dead(self, incarnation: str, now_s: float) -> bool:
+        return now_s < self._dead.get(incarnation, now_s)
+
+    def bury(self, incarnation: str, now_s: float) -> None:
+        """Remember that the incarnation has ended."""
+        self._dead.pop(incarnation, None)
+        self._dead[incarnation] = now_s + DEAD_S
+        while self._dead and (len(self._dead) > MAX_DEAD or next(iter(self._dead.values())) <= now_s):
+            del self._dead[next(iter(self._dead))]
+
+    def exhume(self, incarnation: str) -> None:
+        """The incarnation answers after all."""
+        self._dead.pop(incarnation, None)
+
+    def on_lost(self, peer: PrefillPeer, now_s: float) -> None:
+        """The peer's link closed. Drop a peer that never registered us; of another, prove what became of it."""
+        self._effects.counters["sessions_lost"] += 1
+        if peer.mark is None:
+            self._connections.drop(peer)
+            self._effects.queue.append(Prove(peer.incarnation, UNMARKED, peer.route.control))
+            return
+        self._connections.disconnect(peer)
+        peer.proof.plan(now_s)
+
+    def on_proof(self, incarnation: str, proof: Liveness, now_s: float) -> None:
+        peer = self._peers.get(incarnation)
+        if proof is Liveness.DEAD and (peer is None or not peer.live):  # else the proof has come late
+            self.bury(incarnation, now_s)
+        if peer is None or not peer.lost or peer.settled_at_s is not None:
+            return
+        if proof is Liveness.DEAD:
+            peer.settled_at_s = self._ran.at(now_s) + self._settle_s
+        elif proof is Liveness.ALIVE:
+            self._connections.connect(peer, now_s)
+        else:
+            peer.proof.plan(now_s)
+
+    def tick(self, now_s: float) -> list[PrefillPeer]:
+        """Ask for the proofs that are due; drop and return the peers that are dead and have settled."""
+        self._ran.tick(now_s)
+        dead = [peer for peer in self._peers if peer.lost and self._is_settled(peer, now_s)]
+        for peer in dead:
+            self._connections.drop(peer)
+        return dead
+
+    def _is_settled(self, peer: PrefillPeer, now_s: float) -> bool:
+        if peer.settled_at_s is not None:
+            return self._ran.at(now_s) >= peer.settled_at_s
+        if peer.proof.due(now_s):
+            assert peer.mark is not None
+            peer.proof.at_s = None
+            self._effects.queue.append(Prove(peer.incarnation, peer.mark, peer.route.control))
+        return False

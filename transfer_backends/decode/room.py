@@ -1,0 +1,47 @@
+"""What decode knows of one transfer: its prefill worker, or how it is sought, and whether its pages are exposed. Pure."""
+
+from dataclasses import dataclass, field
+
+from transfer_backends.decode.connections import PrefillPeer
+from transfer_backends.kvpoll import RoomKey
+from transfer_backends.peers import Backoff
+
+FIRST_RETRY_S = 0.02
+LONGEST_RETRY_S = 0.5
+
+
+@dataclass(eq=False)
+class DecodeRoom:
+    """`exposed`: prefill may write to the given pages. `closed`: the role has closed it, and prefill must still be told.
+
+    recomputes: its request to prefill is decode's own. Any prefill worker will do, and a failed handshake is final: decode
+    can help itself.
+    looking: for its prefill worker, by a look-up    retry: when to look again
+    error: what the handshake waits for, or why its last try failed; `failure`: the latter alone
+    write_try: the latest that prefill reported    stuck_at_s: the pages count as stuck if exposed then
+    """
+
+    key: RoomKey
+    bootstrap: str
+    deadline_s: float
+    recomputes: bool = False
+    peer: PrefillPeer | None = None
+    looking: bool = False
+    retry: Backoff = field(default_factory=lambda: Backoff(FIRST_RETRY_S, LONGEST_RETRY_S))
+    error: str = "the bootstrap server has not answered"
+    failure: str | None = None
+    num_pages: int | None = None
+    write_try: int = 0
+    exposed: bool = False
+    reason: str | None = None
+    progress_at_s: float = 0.0
+    stuck_at_s: float | None = None
+    closed: bool = False
+
+    @property
+    def seeking(self) -> bool:
+        """Its prefill worker is being looked for, or will be."""
+        return self.looking or self.retry.at_s is not None
+
+    def end_search(self) -> None:
+        self.looking, self.retry.at_s = False, None

@@ -1,0 +1,78 @@
+"""What prefill reports of our rooms: progress, Success, failure, and that nothing can write any more. Pure.
+
+Prefill may write a room's pages more than once; `write_try` is the latest try that it reported. A report of an earlier one is
+late: it is counted and dropped, so it can neither complete the transfer nor end the exposure of its pages.
+"""
+
+from transfer_backends.decode.connections import PrefillPeer
+from transfer_backends.decode.room import DecodeRoom
+from transfer_backends.decode.rooms import DecodeRooms
+from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError
+from transfer_backends.peers import PeerTable
+from transfer_backends.wire import Drained, Status
+
+
+class Statuses:
+    """Each method raises `PeerProtocolError` (nothing changed) for what the peer may not say now."""
+
+    def __init__(self, rooms: DecodeRooms, peers: PeerTable[PrefillPeer]) -> None:
+        self._rooms = rooms
+        self._machine = rooms.machine
+        self._counters = peers.effects.counters
+
+    def on_status(self, peer: PrefillPeer, message: Status, now_s: float) -> None:
+        room = self._addressed(peer, message)
+        if room is None:
+            return
+        to, state = KVPoll(message.state), self._machine.state(room.key)
+        if state in FINAL:
+            self._on_late(room, to)
+        elif to is KVPoll.Failed:
+            self._rooms.fail(room, message.reason or "prefill failed", now_s, report=False)
+        elif room.num_pages is None or to not in (KVPoll.Transferring, KVPoll.Success):
+            raise PeerProtocolError(f"room {room.key}: {to.name} in {state.name}")
+        else:
+            self._advance(room, to, message.num_pages, now_s)
+
+    def on_drained(self, peer: PrefillPeer, message: Drained, now_s: float) -> None:
+        room = self._addressed(peer, message)
+        if room is None:
+            return
+        if self._machine.state(room.key) not in FINAL:
+            raise PeerProtocolError(f"room {room.key}: Drained in {self._machine.state(room.key).name}")
+        self._rooms.expose(room, False)
+
+    def _addressed(self, peer: PrefillPeer, message: Status | Drained) -> DecodeRoom | None:
+        """Return the message's room, which now knows its try. None (counted) if the message is late.
+
+        It is late if the room has been closed or is another peer's, or if the message is about an earlier try.
+        """
+        room = self._rooms.get((message.room, message.attempt))
+        if room is None or room.peer is not peer or message.retry < room.write_try:
+            self._counters["late_messages"] += 1
+            return None
+        if message.retry > room.write_try and room.num_pages is None:
+            raise PeerProtocolError(f"room {room.key}: try {message.retry} before it had pages to write")
+        self._counters["retried"] += message.retry - room.write_try
+        room.write_try = message.retry
+        return room
+
+    def _on_late(self, room: DecodeRoom, to: KVPoll) -> None:
+        """The status crossed our abort on its way. Success means that nothing is written any more."""
+        self._counters["late_messages"] += 1
+        if to is KVPoll.Success:
+            self._rooms.expose(room, False)
+
+    def _advance(self, room: DecodeRoom, to: KVPoll, num_pages: int, now_s: float) -> None:
+        room.progress_at_s = now_s
+        if self._machine.state(room.key) is KVPoll.WaitingForInput:
+            self._machine.move_by_peer(room.key, KVPoll.Transferring)
+        if to is not KVPoll.Success:
+            return
+        self._rooms.expose(room, False)
+        if num_pages != room.num_pages:
+            reason = f"prefill wrote {num_pages} pages, {room.num_pages} were given: the two prompts differ"
+            self._rooms.fail(room, reason, now_s, report=False)
+            return
+        self._machine.move_by_peer(room.key, KVPoll.Success)
+        self._counters["succeeded"] += 1

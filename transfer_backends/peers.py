@@ -1,0 +1,174 @@
+"""The workers of the other side: who they are, how to reach them, whether they answer. Pure, and the same on both sides.
+
+A peer is one incarnation of a process; a restarted worker is another peer. Its link is the connection that its messages use
+now. A peer whose link has closed is *lost*: it returns by a new link, or its side drops it.
+
+    CONNECTING --registered--> LIVE --link closed--> LOST --new link--> CONNECTING or LIVE
+
+Rooms are not known here. What else a side knows of a peer is in its subclass: `DecodePeer` in prefill/paths.py, `PrefillPeer` in
+decode/proof.py.
+"""
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from transfer_backends.contract import TransferConfig
+from transfer_backends.heartbeat import Heartbeat
+from transfer_backends.wire import Message, Ping
+
+Link = Hashable
+NUM_LINK_CHECKS = 3  # pings on every link after one of them closed: a send to the closed one fails
+
+
+class Send(NamedTuple):
+    link: Link
+    message: Message
+
+
+@dataclass
+class Effects:
+    """What the control thread must do, in order (`Send`, or a command of its side), and counters to show."""
+
+    queue: deque[Any] = field(default_factory=deque)
+    counters: Counter[str] = field(default_factory=Counter)
+
+
+class Backoff:
+    """Waits that double from `first_s` to `longest_s`. `at_s`: when the next try is due; None: none is planned."""
+
+    def __init__(self, first_s: float, longest_s: float) -> None:
+        self.at_s: float | None = None
+        self._first_s = self._wait_s = first_s
+        self._longest_s = longest_s
+
+    def plan(self, now_s: float) -> None:
+        self.at_s = now_s + self._wait_s
+        self._wait_s = min(2 * self._wait_s, self._longest_s)
+
+    def due(self, now_s: float) -> bool:
+        return self.at_s is not None and now_s >= self.at_s
+
+    def reset(self) -> None:
+        self._wait_s = self._first_s
+
+
+@dataclass(eq=False)
+class Peer:
+    """`registered`: the registration was answered. `deadline_s`: of the registration."""
+
+    incarnation: str
+    heartbeat: Heartbeat
+    deadline_s: float
+    link: Link | None = None
+    registered: bool = False
+
+    @property
+    def lost(self) -> bool:
+        return self.link is None
+
+    @property
+    def live(self) -> bool:
+        return self.registered and not self.lost
+
+
+P = TypeVar("P", bound=Peer)
+
+
+class PeerTable(Generic[P]):
+    """All peers, by incarnation and by link, and the messages to them."""
+
+    def __init__(self, *, incarnation: str, config: TransferConfig) -> None:
+        """`incarnation`: of this process."""
+        self.incarnation = incarnation
+        self.effects = Effects()
+        self._config = config
+        self._peers: dict[str, P] = {}
+        self._by_link: dict[Link, P] = {}
+        self._link_checks = 0
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __iter__(self) -> Iterator[P]:
+        return iter(list(self._peers.values()))
+
+    def __contains__(self, peer: P) -> bool:
+        return self._peers.get(peer.incarnation) is peer
+
+    def get(self, incarnation: str) -> P | None:
+        return self._peers.get(incarnation)
+
+    def by_link(self, link: Link) -> P | None:
+        return self._by_link.get(link)
+
+    def linked(self) -> list[P]:
+        """The peers that are not lost, in the order of their links."""
+        return list(self._by_link.values())
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._peers) >= self._config.max_peers
+
+    def heartbeat(self, now_s: float) -> Heartbeat:
+        """Of a new peer."""
+        config = self._config
+        return Heartbeat(
+            interval_s=config.heartbeat_interval_s, max_failures=config.heartbeat_max_failures, now_s=now_s
+        )
+
+    def add(self, peer: P) -> None:
+        self._peers[peer.incarnation] = peer
+
+    def join(self, peer: P, link: Link) -> None:
+        """Use `link` from now on."""
+        self.part(peer)
+        peer.link = link
+        self._by_link[link] = peer
+
+    def part(self, peer: P) -> None:
+        """The peer's link is closed, or another's now."""
+        if peer.link is not None:
+            del self._by_link[peer.link]
+            peer.link = None
+
+    def drop(self, peer: P) -> None:
+        """Forget the peer."""
+        self.part(peer)
+        del self._peers[peer.incarnation]
+
+    def send(self, peer: P, message: Message) -> None:
+        """Send unless the peer is lost."""
+        if peer.link is not None:
+            self.effects.queue.append(Send(peer.link, message))
+
+    def address(self, peer: P) -> tuple[str, str]:
+        """`src` and `dst` of a message to the peer."""
+        return self.incarnation, peer.incarnation
+
+    def beat(self, now_s: float) -> list[P]:
+        """Ping the live peers that are due; return those that are silent."""
+        silent = []
+        for peer in self:
+            if peer.live and peer.heartbeat.due(now_s):
+                self.send(peer, Ping(*self.address(peer), peer.heartbeat.seq))
+                if peer.heartbeat.silent:
+                    silent.append(peer)
+        return silent
+
+    def on_some_link_closed(self) -> None:
+        """One link is gone, not known which: find it by a ping on each."""
+        self._link_checks = NUM_LINK_CHECKS
+
+    def check_links(self) -> None:
+        """Run once a tick."""
+        if self._link_checks:
+            self._link_checks -= 1
+            for peer in self.linked():
+                self.send(peer, Ping(*self.address(peer), 0))
+
+    def check(self) -> list[str]:
+        """What is inconsistent; empty when all is well."""
+        linked = {peer.link: peer for peer in self._peers.values() if peer.link is not None}
+        return [] if linked == self._by_link else ["the table of links and the table of peers differ"]

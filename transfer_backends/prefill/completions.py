@@ -1,0 +1,99 @@
+"""What follows when an operation of the engine has ended. Pure.
+
+A failed write is not yet a failed transfer: while the peer lives, prefill writes all of it again to the same pages
+(`transfer_retries`), after the fence has shown that nothing of the last try can still land. Operations and messages carry
+the number of their write try; a result of an earlier try is dropped (docs/architecture.md, "Tries").
+"""
+
+from transfer_backends.contract import TransferConfig
+from transfer_backends.kvpoll import FINAL, KVPoll
+from transfer_backends.peers import PeerTable
+from transfer_backends.prefill.outbox import Outbox
+from transfer_backends.prefill.paths import DecodePeer, Paths
+from transfer_backends.prefill.posts import Post
+from transfer_backends.prefill.reports import Reports
+from transfer_backends.prefill.room import PrefillRoom
+from transfer_backends.prefill.rooms import PrefillRooms
+
+PROGRESS_EVERY_S = 0.25  # each report wakes both sides' threads beside a step that computes
+
+
+class Completions:
+    def __init__(
+        self,
+        rooms: PrefillRooms,
+        outbox: Outbox,
+        paths: Paths,
+        peers: PeerTable[DecodePeer],
+        reports: Reports,
+        *,
+        config: TransferConfig,
+    ) -> None:
+        self._rooms = rooms
+        self._machine = rooms.machine
+        self._outbox = outbox
+        self._paths = paths
+        self._peers = peers
+        self._counters = peers.effects.counters
+        self._reports = reports
+        self._config = config
+
+    def on_op_final(self, post: Post, *, ok: bool, error: str, now_s: float) -> None:
+        """The operation will never write again (`ok`: its bytes have landed)."""
+        room, peer = self._rooms.get(post.key), self._peers.get(post.incarnation)
+        assert room is not None and peer is not None, "a room and its peer outlive their operations"
+        self._outbox.on_op_final(room, post)
+        room.dirty |= not ok
+        if self._machine.state(room.key) in FINAL:  # its pages may be free now; else there is nothing new to see
+            self._machine.touch()
+        self._paths.on_op_final(peer, ok=ok)
+        if ok:
+            self._on_written(room, post, now_s)
+        else:
+            self._counters["failed_posts"] += 1
+            if self._machine.state(room.key) not in FINAL and not room.awaits_fence:
+                self._try_again(room, peer, error, now_s)
+        self._reports.drained(room)
+        self._paths.retire(peer)
+
+    def on_fenced(self, incarnation: str, *, ok: bool, now_s: float) -> None:
+        peer = self._peers.get(incarnation)
+        if peer is not None and self._paths.on_fenced(peer, ok=ok, now_s=now_s):
+            self.settle(peer)
+
+    def settle(self, peer: DecodePeer) -> None:
+        """No earlier operation to the peer can write any more."""
+        for room in self._rooms.of(peer.incarnation):
+            if room.num_ops == 0:
+                room.dirty = False
+                self._machine.touch()
+                self._reports.drained(room)
+                if room.awaits_fence:
+                    room.start_over()
+                    self._outbox.add(room)
+        self._paths.retire(peer)
+
+    def _on_written(self, room: PrefillRoom, post: Post, now_s: float) -> None:
+        self._counters["bytes"] += post.pieces.size_bytes
+        if post.write_try != room.write_try:
+            self._counters["late_completions"] += 1
+            return
+        room.done_bytes += post.kv_bytes
+        room.progress_at_s = now_s
+        if self._machine.state(room.key) is not KVPoll.Transferring:
+            return
+        if room.all_posted and room.num_ops == 0:
+            self._rooms.succeed(room)
+        elif now_s - room.reported_at_s >= PROGRESS_EVERY_S:
+            self._reports.progress(room, now_s)
+
+    def _try_again(self, room: PrefillRoom, peer: DecodePeer, error: str, now_s: float) -> None:
+        """Begin the next try if the peer lives. Decode learns the try's number at once; its pages stay exposed."""
+        if room.write_try >= self._config.transfer_retries or peer.lost or peer.heartbeat.silent:
+            times = f" ({room.write_try + 1} times)" if room.write_try else ""
+            self._rooms.fail(room, f"writing to the decode worker failed{times}: {error}")
+            return
+        room.begin_next_try()
+        room.progress_at_s = now_s
+        self._counters["retried"] += 1
+        self._reports.progress(room, now_s)

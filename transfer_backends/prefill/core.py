@@ -1,0 +1,163 @@
+"""Prefill's side of all transfers: its parts put together, the messages of decode workers, the passing of time. Pure.
+
+Told of local calls, messages, results of operations and time. Answers by states (`rooms`) and by effects: messages to send
+(`effects`) and commands for the engine (`paths.commands`). Runs the same under threads and in a simulation. Knows no
+sockets, threads, clocks or engines.
+
+    role's thread     rooms          open, send, abort, close; states
+    sender thread     outbox         what to post next, and its window
+                      completions    what follows when an operation has ended
+                      paths          connections to the memory of decode workers; registration: their answers
+    control thread    this module    messages (`offers`: those of rooms), lost links, deadlines
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from transfer_backends.contract import Caps, KVArgs, TransferConfig
+from transfer_backends.kvpoll import KVPoll, PeerProtocolError, TransferMachine
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.peers import Effects, Link, PeerTable
+from transfer_backends.prefill.completions import Completions
+from transfer_backends.prefill.inbox import Inbox
+from transfer_backends.prefill.offers import Offers
+from transfer_backends.prefill.outbox import Outbox
+from transfer_backends.prefill.paths import DecodePeer, Paths
+from transfer_backends.prefill.registration import Registration
+from transfer_backends.prefill.reports import Reports
+from transfer_backends.prefill.room import PrefillRoom
+from transfer_backends.prefill.rooms import PrefillRooms
+from transfer_backends.wire import Abort, Bye, Message, Ping, Pong, Recompute, Register, TransferInfo, layout_of
+
+SCAN_S_A_ROOM = 50e-6  # the more rooms, the rarer the look at their deadlines, so that ticks stay cheap
+
+
+class PrefillCore:
+    def __init__(
+        self, *, incarnation: str, mark: ProcessMark, kv_args: KVArgs, caps: Caps, config: TransferConfig
+    ) -> None:
+        layout, items = layout_of(kv_args, backend=caps.name), (kv_args.kv.item_bytes, kv_args.aux.item_bytes)
+        self.peers: PeerTable[DecodePeer] = PeerTable(incarnation=incarnation, config=config)
+        self.paths = Paths(self.peers, settle_s=caps.settle_s)
+        self.registration = Registration(self.peers, self.paths, mark=mark, layout=layout, items=items, config=config)
+        self.inbox = Inbox(config)
+        self.outbox = Outbox(self.peers, args=kv_args, caps=caps)
+        self._reports = Reports(self.peers, page_bytes=kv_args.kv.item_bytes)
+        self.rooms = PrefillRooms(self.peers, self.inbox, self.outbox, self._reports, args=kv_args)
+        self.completions = Completions(self.rooms, self.outbox, self.paths, self.peers, self._reports, config=config)
+        self._config = config
+        self._next_scan_s = 0.0
+        offers = Offers(self.rooms, self.inbox, self._reports)
+        self._handlers: dict[type, Callable[[DecodePeer, Any, float], None]] = {
+            TransferInfo: offers.on_transfer_info,
+            Recompute: offers.on_recompute,
+            Abort: offers.on_abort,
+            Ping: self._on_ping,
+            Pong: lambda peer, message, now_s: None,
+            Bye: lambda peer, message, now_s: self._lose(peer, "the decode worker shut down", now_s),
+        }
+
+    @property
+    def machine(self) -> TransferMachine:
+        return self.rooms.machine
+
+    @property
+    def effects(self) -> Effects:
+        return self.peers.effects
+
+    @property
+    def wants_driver(self) -> bool:
+        """The sender thread has something to do."""
+        return bool(self.paths.commands) or self.outbox.has_work
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing that was posted can still read or write."""
+        return self.outbox.num_inflight == 0 and all(room.quiet for room in self.rooms)
+
+    def say_bye(self) -> None:
+        """Tell the peers into whose memory nothing can still write."""
+        busy = {room.offer.incarnation for room in self.rooms if room.offer is not None and not room.quiet}
+        for peer in self.peers.linked():
+            if peer.incarnation not in busy:
+                self.peers.send(peer, Bye(*self.peers.address(peer)))
+
+    # ---- messages and links
+
+    def on_message(self, link: Link, message: Message, now_s: float) -> None:
+        """Raises `PeerProtocolError` (nothing changed) for what the peer may not say now."""
+        if isinstance(message, Register):
+            known = self.registration.register(link, message, now_s)
+            if known is not None:
+                self.rooms.fail_all_of(known.incarnation, "the decode worker connected anew")
+            return
+        peer = self.peers.by_link(link)
+        if peer is None or message.dst != self.peers.incarnation or message.src != peer.incarnation:
+            if not isinstance(message, Bye):
+                self.registration.refuse(link, message.src, "not registered with this prefill worker", stale=True)
+            return
+        if not peer.registered:
+            raise PeerProtocolError(f"{type(message).__name__} before the registration was answered")
+        peer.heartbeat.heard()
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise PeerProtocolError(f"{type(message).__name__} is not for a prefill worker")
+        handler(peer, message, now_s)
+
+    def on_link_closed(self, link: Link, now_s: float, *, refused: bool = False) -> None:
+        peer = self.peers.by_link(link)
+        if peer is not None:
+            self._lose(peer, "the decode worker's connection was lost", now_s)
+
+    def _lose(self, peer: DecodePeer, reason: str, now_s: float) -> None:
+        self.effects.counters["peers_lost"] += 1
+        self.peers.part(peer)
+        self.rooms.fail_all_of(peer.incarnation, reason)
+        for key in self.inbox.take_all_of(peer.incarnation):
+            self.inbox.bury(key, reason, by_peer=True, now_s=now_s)
+        self.paths.retire(peer)
+
+    def _on_ping(self, peer: DecodePeer, message: Ping, now_s: float) -> None:
+        self.peers.send(peer, Pong(*self.peers.address(peer), message.seq))
+
+    # ---- time
+
+    def tick(self, now_s: float) -> None:
+        settled = self.paths.tick(now_s)
+        for peer in self.peers.beat(now_s):
+            self.rooms.fail_all_of(peer.incarnation, "the decode worker does not answer")
+        for peer in settled:
+            self.completions.settle(peer)
+        if now_s >= self._next_scan_s:
+            self._next_scan_s = now_s + SCAN_S_A_ROOM * len(self.rooms)
+            for room in self.rooms:
+                self.check_deadline(room, now_s)
+        self._expire(now_s)
+        self.peers.check_links()
+
+    def check_deadline(self, room: PrefillRoom, now_s: float) -> None:
+        state, config = self.machine.state(room.key), self._config
+        if state is KVPoll.Bootstrapping and now_s - room.opened_at_s >= config.bootstrap_timeout_s:
+            timeout_s = config.bootstrap_timeout_s
+            self.rooms.fail(room, f"no decode worker gave its pages within {timeout_s:g} s (bootstrap timeout)")
+        busy = state is KVPoll.Transferring and (room.num_ops or room.posts or room.chunks or room.awaits_fence)
+        stalled = busy and not self.outbox.waits_for_compute(room)
+        if stalled and now_s - room.progress_at_s >= config.transfer_timeout_s:
+            self.rooms.fail(room, f"the transfer made no progress for {config.transfer_timeout_s:g} s")
+
+    def _expire(self, now_s: float) -> None:
+        for key, offer in self.inbox.expire(now_s):
+            self.effects.counters["orphans_expired"] += 1
+            reason = f"no request for it came to prefill within {self._config.bootstrap_timeout_s:g} s"
+            self.inbox.bury(key, reason, by_peer=True, now_s=now_s)
+            peer = self.peers.get(offer.incarnation)
+            if peer is not None:
+                self._reports.reject(peer, key, reason)
+
+    def check(self) -> list[str]:
+        """What is inconsistent; empty when all is well."""
+        problems = self.peers.check() + self.paths.check() + self.inbox.check() + self.rooms.check()
+        inflight = self.outbox.num_inflight
+        if inflight < 0 or (inflight and not any(room.num_ops for room in self.rooms)):
+            problems.append(f"{inflight} pieces in flight without a room")
+        return problems

@@ -1,0 +1,120 @@
+"""What decode says of its rooms: where it wants the pages, what it wants computed, what it gives up. Pure."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from transfer_backends.contract import ABORTED_BY_DECODE, RecomputeRequest, Work
+from transfer_backends.kvpoll import FINAL, KVPoll, PeerProtocolError, RoomKey
+from transfer_backends.prefill.inbox import Inbox, Offer
+from transfer_backends.prefill.paths import DecodePeer
+from transfer_backends.prefill.reports import Reports
+from transfer_backends.prefill.rooms import PrefillRooms
+from transfer_backends.wire import Abort, MalformedFrame, Recompute, TransferInfo, unpack_ids
+
+M = TypeVar("M", TransferInfo, Recompute)
+T = TypeVar("T")
+
+
+class Offers:
+    """Each method raises `PeerProtocolError` (nothing changed) for what the peer may not say now."""
+
+    def __init__(self, rooms: PrefillRooms, inbox: Inbox, reports: Reports) -> None:
+        self._rooms = rooms
+        self._machine = rooms.machine
+        self._inbox = inbox
+        self._reports = reports
+
+    def on_transfer_info(self, peer: DecodePeer, message: TransferInfo, now_s: float) -> None:
+        key = (message.room, message.attempt)
+        offer = self._read(_offer_of, peer, message)
+        room, tombstone = self._rooms.get(key), self._inbox.tombstone(key)
+        if room is None and tombstone is None:
+            self._keep(peer, key, offer, now_s)
+        elif room is None:
+            assert tombstone is not None
+            self._reports.reject(peer, key, f"prefill: {tombstone.reason}")
+        elif self._machine.state(key) is KVPoll.Bootstrapping:
+            self._rooms.accept(room, offer)
+        elif room.offer is None:
+            self._reports.reject(peer, key, f"prefill: {room.reason}")
+        elif room.offer.incarnation == peer.incarnation:
+            raise PeerProtocolError(f"room {key}: a second transfer info")
+        else:
+            self._reports.reject(peer, key, f"bootstrap_room {message.room} is in use by another decode worker")
+
+    def on_recompute(self, peer: DecodePeer, message: Recompute, now_s: float) -> None:
+        key = (message.room, message.attempt)
+        offer = self._read(_offer_of, peer, message)
+        request = self._read(_request_of, peer, message)
+        known = self._rooms.get(key) or self._inbox.tombstone(key) or self._inbox.owner(key)
+        if known is not None:
+            self._reports.reject(peer, key, f"bootstrap_room {message.room}: attempt {message.attempt} exists already")
+        elif self._inbox.keep_request(request, offer, now_s):
+            self._machine.touch()
+        else:
+            self._reports.reject(peer, key, "prefill has too much to compute for decode workers already")
+
+    def on_abort(self, peer: DecodePeer, message: Abort, now_s: float) -> None:
+        key = (message.room, message.attempt)
+        room = self._rooms.get(key)
+        if room is None:
+            self._abort_unopened(peer, key, message, now_s)
+            return
+        if room.offer is not None and room.offer.incarnation != peer.incarnation:
+            self._reports.acknowledge(peer, key, message.retry)  # nothing of this room goes to that peer
+            raise PeerProtocolError(f"room {key}: aborted by a decode worker it does not belong to")
+        if self._machine.state(key) not in FINAL:
+            self._rooms.fail(room, f"{ABORTED_BY_DECODE}: {message.reason}", report=False)
+        if room.quiet:
+            room.owes_drained = False
+            self._reports.acknowledge(peer, key, room.write_try)
+        else:
+            room.owes_drained = True
+
+    def _abort_unopened(self, peer: DecodePeer, key: RoomKey, message: Abort, now_s: float) -> None:
+        if self._inbox.owner(key) in (None, peer.incarnation):
+            self._inbox.take(key)
+            if self._inbox.tombstone(key) is None:
+                reason = f"{ABORTED_BY_DECODE}: {message.reason}"
+                self._inbox.bury(key, reason, by_peer=True, now_s=now_s)
+        self._reports.acknowledge(peer, key, message.retry)
+
+    def _keep(self, peer: DecodePeer, key: RoomKey, offer: Offer, now_s: float) -> None:
+        """Keep an offer that arrived before its request."""
+        owner = self._inbox.owner(key)
+        if owner == peer.incarnation:
+            raise PeerProtocolError(f"room {key}: a second transfer info")
+        if owner is not None:
+            self._reports.reject(peer, key, f"bootstrap_room {key[0]} is in use by another decode worker")
+        elif not self._inbox.keep(key, offer, now_s):
+            reason = f"prefill keeps {len(self._inbox)} transfers whose request has not come: no more"
+            self._reports.reject(peer, key, reason)
+
+    def _read(self, read: Callable[[DecodePeer, M], T], peer: DecodePeer, message: M) -> T:
+        """Reject the room if the message cannot be read."""
+        try:
+            return read(peer, message)
+        except (MalformedFrame, ValueError) as error:
+            self._reports.reject(peer, (message.room, message.attempt), str(error))
+            raise PeerProtocolError(str(error)) from None
+
+
+def _offer_of(peer: DecodePeer, message: TransferInfo | Recompute) -> Offer:
+    memory, pages = peer.path.memory, unpack_ids(message.pages)
+    if len(pages) and not (pages.min() >= 0 and pages.max() < memory.kv.num_items):
+        raise ValueError(f"room {message.room}: a page is outside decode's pool of {memory.kv.num_items}")
+    if len(np.unique(pages)) != len(pages):
+        raise ValueError(f"room {message.room}: a page is given twice")
+    if message.aux_idx >= memory.aux.num_items:
+        raise ValueError(f"room {message.room}: aux_idx {message.aux_idx} is outside {memory.aux.num_items} rows")
+    return Offer(peer.incarnation, pages, message.aux_idx, message.skip_pages)
+
+
+def _request_of(peer: DecodePeer, message: Recompute) -> RecomputeRequest:
+    tokens = unpack_ids(message.tokens)
+    if not len(tokens) or tokens.min() < 0:
+        raise ValueError(f"room {message.room}: {len(tokens)} tokens to compute, or a negative one")
+    work = Work(tokens=tokens.tolist(), skip_pages=message.skip_pages, priority=message.priority, share=message.share)
+    return RecomputeRequest(message.room, message.attempt, work)

@@ -1,0 +1,132 @@
+"""What is posted next: rooms in turn, each chunk when its gate opens, within the engine's window. Pure."""
+
+from collections import deque
+
+from transfer_backends.contract import NOTHING_YET, Caps, KVArgs, Progress
+from transfer_backends.kvpoll import RoomKey
+from transfer_backends.peers import PeerTable
+from transfer_backends.prefill.paths import DecodePeer
+from transfer_backends.prefill.posts import Post, num_groups, num_open, plan_ops
+from transfer_backends.prefill.room import PrefillRoom
+
+TOGETHER_BYTES = 4 << 20  # posted in one go: a millisecond of copying, and another turn may cost half of that
+
+
+class Outbox:
+    def __init__(self, peers: PeerTable[DecodePeer], *, args: KVArgs, caps: Caps) -> None:
+        self.num_inflight = 0  # pieces posted and not final
+        self.window_full = False  # the next post has to wait until one ends
+        self._num_inflight_bytes = 0
+        self._peers = peers
+        self._args = args
+        self._caps = caps
+        self._ready: deque[PrefillRoom] = deque()  # rooms with something to post, in turn
+        self._progress = NOTHING_YET
+        self._gated: dict[RoomKey, PrefillRoom] = {}  # rooms that wait for a step to write something, in order
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._ready)
+
+    def add(self, room: PrefillRoom) -> None:
+        """The room has something to post, or will have once a gate opens."""
+        self._ready.append(room)
+
+    def next_posts(self, now_s: float) -> list[Post]:
+        """Take one operation, and those that follow it while all of it is small.
+
+        So the metadata row leaves with the last pages of a short prompt, and both have ended when the rooms next hear of them.
+        """
+        posts: list[Post] = []
+        size_bytes = 0
+        while size_bytes < TOGETHER_BYTES and (post := self.next_post(now_s)) is not None:
+            posts.append(post)
+            size_bytes += post.pieces.size_bytes
+        return posts
+
+    def next_post(self, now_s: float) -> Post | None:
+        """Take one operation to post now, if the window has room for one. It counts as posted."""
+        self.window_full = False
+        for _ in range(len(self._ready)):
+            room = self._ready.popleft()
+            post = self._head(room)
+            if post is None:
+                continue
+            peer = self._peer_of(room)
+            if not peer.path.open:
+                self._ready.append(room)
+                continue
+            if not self._fits(post):
+                self._ready.appendleft(room)
+                self.window_full = True
+                return None
+            room.posts.popleft()
+            self._count_posted(room, post, peer, now_s)
+            self._ready.append(room)
+            return post
+        return None
+
+    def on_progress(self, progress: Progress, now_s: float) -> None:
+        """The engine has written more: rooms that waited for it may post."""
+        assert progress >= self._progress, "a stream does not go back"
+        if progress == self._progress:
+            return
+        self._progress = progress
+        for room in self._gated.values():
+            room.progress_at_s = now_s
+            self._ready.append(room)
+        self._gated.clear()
+
+    def on_op_final(self, room: PrefillRoom, post: Post) -> None:
+        room.num_ops -= 1
+        self.num_inflight -= len(post.pieces)
+        self._num_inflight_bytes -= post.pieces.size_bytes
+
+    def waits_for_compute(self, room: PrefillRoom) -> bool:
+        """Whether only a step of the engine can give the room something to post."""
+        gated = room.chunks and num_open(room.chunks[0], self._progress, self._args) <= room.left_groups
+        return bool(gated) and not (room.posts or room.num_ops)
+
+    def _peer_of(self, room: PrefillRoom) -> DecodePeer:
+        peer = self._peers.get(room.offer.incarnation) if room.offer else None
+        assert peer is not None, "a room's peer outlives its queue"
+        return peer
+
+    def _head(self, room: PrefillRoom) -> Post | None:
+        while not room.posts and room.chunks:
+            chunk = room.chunks[0]
+            until = num_open(chunk, self._progress, self._args)
+            if until <= room.left_groups:
+                self._gated[room.key] = room
+                return None
+            self._plan(room, until)
+            room.left_groups = until
+            if until == num_groups(chunk, self._args):
+                room.chunks.popleft()
+                room.left_groups = 0
+        return room.posts[0] if room.posts else None
+
+    def _plan(self, room: PrefillRoom, until: int) -> None:
+        """Plan the first chunk up to group `until`."""
+        assert room.offer is not None
+        peer, groups = self._peer_of(room), (room.left_groups, until)
+        memory = peer.path.memory
+        for pieces, kv_bytes in plan_ops(
+            room.chunks[0], room.offer, memory, groups=groups, args=self._args, caps=self._caps
+        ):
+            room.posts.append(Post(room.key, peer.incarnation, pieces, kv_bytes, room.write_try))
+
+    def _fits(self, post: Post) -> bool:
+        pieces = self.num_inflight + len(post.pieces)
+        size = self._num_inflight_bytes + post.pieces.size_bytes
+        fits = pieces <= self._caps.max_inflight and size <= self._caps.max_inflight_bytes
+        return fits or self.num_inflight == 0
+
+    def _count_posted(self, room: PrefillRoom, post: Post, peer: DecodePeer, now_s: float) -> None:
+        room.num_ops += 1
+        peer.path.num_ops += 1
+        self.num_inflight += len(post.pieces)
+        self._num_inflight_bytes += post.pieces.size_bytes
+        self._peers.effects.counters["posts"] += 1
+        if room.num_ops == 1:
+            room.progress_at_s = now_s

@@ -1,0 +1,166 @@
+"""The engine's paths into the memory of decode workers: connect, fence, drop. Pure.
+
+    CONNECTING --connected--> OPEN --op failed--> FENCING --fenced--> OPEN
+                                                     +--fence failed--> CONNECTING (after a back-off)
+
+A path is *quiet* when none of its operations can still write. A lost peer is dropped once its path is quiet.
+A peer has one path today: it has one region of KV and one descriptor.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from transfer_backends.contract import Region
+from transfer_backends.peers import Backoff, Peer, PeerTable
+from transfer_backends.running_time import RunningTime
+from transfer_backends.wire import PollRequest
+
+FIRST_RETRY_S = 0.1
+LONGEST_RETRY_S = 5.0
+POLL_REQUEST_EVERY_S = 0.1  # decode stays awake for longer than that
+
+
+class PathState(Enum):
+    CONNECTING = "connecting"
+    OPEN = "open"
+    FENCING = "fencing"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A decode worker's pools, and the engine's descriptor of them."""
+
+    kv: Region
+    aux: Region
+    descriptor: bytes
+
+
+@dataclass(eq=False)
+class Path:
+    """`num_ops`: posted and not final. `settled_at_s`: bytes of a broken connection may land until then (running time)."""
+
+    memory: Memory
+    state: PathState = PathState.CONNECTING
+    num_ops: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_RETRY_S, LONGEST_RETRY_S))
+    settled_at_s: float | None = None
+    next_poll_request_s: float = 0.0
+
+    @property
+    def open(self) -> bool:
+        """Operations may be posted."""
+        return self.state is PathState.OPEN and self.settled_at_s is None
+
+    @property
+    def quiet(self) -> bool:
+        return not self.num_ops and self.settled_at_s is None and self.state is not PathState.FENCING
+
+
+@dataclass(eq=False, kw_only=True)
+class DecodePeer(Peer):
+    path: Path
+
+
+@dataclass(frozen=True)
+class ConnectPeer:
+    """Connect the engine and prove the path with a probe; answer `on_connected` or `on_connect_failed`."""
+
+    incarnation: str
+    descriptor: bytes
+
+
+@dataclass(frozen=True)
+class FencePeer:
+    """Run the engine's fence; answer `on_fenced`. When it fails, disconnect."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class DropPeer:
+    """Disconnect the engine once it is idle."""
+
+    incarnation: str
+
+
+Command = ConnectPeer | FencePeer | DropPeer
+
+
+class Paths:
+    """`commands`: for the engine, in order; the driver takes them."""
+
+    def __init__(self, peers: PeerTable[DecodePeer], *, settle_s: float) -> None:
+        self.commands: deque[Command] = deque()
+        self._peers = peers
+        self._settle_s = settle_s
+        self._ran = RunningTime()
+
+    def connect(self, peer: DecodePeer) -> None:
+        peer.path.state = PathState.CONNECTING
+        peer.path.backoff.at_s = None
+        self.commands.append(ConnectPeer(peer.incarnation, peer.path.memory.descriptor))
+
+    def on_connected(self, peer: DecodePeer) -> None:
+        peer.path.state = PathState.OPEN
+        peer.path.backoff.reset()
+
+    def on_op_final(self, peer: DecodePeer, *, ok: bool) -> None:
+        """One operation ended; a failed one is fenced when the last has ended."""
+        path = peer.path
+        path.num_ops -= 1
+        if not ok and path.state is PathState.OPEN:
+            path.state = PathState.FENCING
+        if path.num_ops == 0 and path.state is PathState.FENCING:
+            self.commands.append(FencePeer(peer.incarnation))
+
+    def on_fenced(self, peer: DecodePeer, *, ok: bool, now_s: float) -> bool:
+        """Return True if no earlier operation can write any more; else wait until the path has settled."""
+        path = peer.path
+        if ok:
+            if path.state is PathState.FENCING:
+                path.state = PathState.OPEN
+            return True
+        self._peers.effects.counters["fence_failures"] += 1
+        path.settled_at_s = self._ran.at(now_s) + self._settle_s
+        if path.state is PathState.FENCING:
+            path.state = PathState.CONNECTING
+            path.backoff.plan(now_s)
+        return False
+
+    def on_pending(self, incarnation: str, now_s: float) -> None:
+        """An operation does not end: decode has to poll its engine."""
+        peer = self._peers.get(incarnation)
+        if peer is not None and now_s >= peer.path.next_poll_request_s:
+            peer.path.next_poll_request_s = now_s + POLL_REQUEST_EVERY_S
+            self._peers.effects.counters["nudges"] += 1
+            self._peers.send(peer, PollRequest(*self._peers.address(peer)))
+
+    def tick(self, now_s: float) -> list[DecodePeer]:
+        """Connect again where that is due; return the peers whose paths have settled."""
+        self._ran.tick(now_s)
+        settled = []
+        for peer in self._peers:
+            path = peer.path
+            if path.settled_at_s is not None and self._ran.at(now_s) >= path.settled_at_s:
+                path.settled_at_s = None
+                settled.append(peer)
+            if path.backoff.due(now_s) and not peer.lost:
+                self.connect(peer)
+        return settled
+
+    def retire(self, peer: DecodePeer) -> None:
+        """Drop a lost peer once its path is quiet; the caller has failed its rooms."""
+        if peer.lost and peer.path.quiet:
+            self.drop(peer)
+
+    def drop(self, peer: DecodePeer) -> None:
+        self._peers.drop(peer)
+        self.commands.append(DropPeer(peer.incarnation))
+
+    def check(self) -> list[str]:
+        return [
+            f"decode peer {peer.incarnation}: {peer.path.num_ops} operations"
+            for peer in self._peers
+            if peer.path.num_ops < 0
+        ]

@@ -1,0 +1,76 @@
+"""Plan of engine operations: which bytes of a chunk go where. Pure.
+
+One pool of pages, one of metadata rows, and one path to a peer: what has several of them plans each in turn.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from transfer_backends.contract import Caps, Gate, KVArgs, Pieces, Progress
+from transfer_backends.kvpoll import RoomKey
+from transfer_backends.merge import I64, batches, plan_pieces, plan_strips
+from transfer_backends.prefill.inbox import Offer
+from transfer_backends.prefill.paths import Memory
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Pages of a prompt from its page `start` on. `gate`: what must happen before they may leave, None: nothing."""
+
+    src: I64
+    start: int
+    metadata_row: int | None
+    gate: Gate | None = None
+
+
+@dataclass(eq=False)
+class Post:
+    """One engine operation. `kv_bytes`: of pages (0: the metadata row). `write_try`: the try of its room."""
+
+    key: RoomKey
+    incarnation: str
+    pieces: Pieces
+    kv_bytes: int
+    write_try: int = 0
+
+
+def num_groups(chunk: Chunk, args: KVArgs) -> int:
+    """Count the groups of layers in which the pages leave; 1: whole."""
+    return len(args.groups) if chunk.gate is not None and chunk.gate.by_layer else 1
+
+
+def num_open(chunk: Chunk, progress: Progress, args: KVArgs) -> int:
+    """Count the groups of layers that may leave, of `num_groups`."""
+    gate = chunk.gate
+    if gate is None or progress.step > gate.step:
+        return num_groups(chunk, args)
+    if progress.step < gate.step:
+        return 0
+    return sum(group.end_layer <= progress.layers for group in args.groups) if gate.by_layer else 1
+
+
+def plan_ops(
+    chunk: Chunk, offer: Offer, memory: Memory, *, groups: tuple[int, int], args: KVArgs, caps: Caps
+) -> list[tuple[Pieces, int]]:
+    """Return the pieces of each operation and their bytes of pages, for `groups` of layers (from, until) of a chunk.
+
+    A chunk that leaves whole is written page by page, merged where pages adjoin. Pages that decode has already are left out.
+    The metadata row is an operation of its own, after the last group.
+    """
+    src = chunk.src[max(0, offer.skip_pages - chunk.start) :]
+    first = max(0, chunk.start - offer.skip_pages)
+    dst = offer.pages[first : first + len(src)]
+    begin, until = groups
+    if groups == (0, num_groups(chunk, args)):
+        kv = plan_pieces(src, dst, src=args.kv, dst=memory.kv, max_piece_bytes=caps.max_piece_bytes)
+    else:
+        begin_byte = args.groups[begin - 1].end_byte if begin else 0
+        end_byte = args.groups[until - 1].end_byte
+        kv = plan_strips(src, dst, src=args.kv, dst=memory.kv, begin=begin_byte, end=end_byte)
+    parts = batches(kv, max_pieces=caps.max_post_pieces, max_bytes=caps.max_post_bytes)
+    planned = [(part, part.size_bytes) for part in parts]
+    if chunk.metadata_row is not None:
+        rows = np.array([chunk.metadata_row], np.int64), np.array([offer.metadata_row], np.int64)
+        planned.append((plan_pieces(*rows, src=args.aux, dst=memory.aux, max_piece_bytes=args.aux.item_bytes), 0))
+    return planned

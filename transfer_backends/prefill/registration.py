@@ -1,0 +1,125 @@
+"""Which decode workers may register, and the answers they get. Pure."""
+
+from transfer_backends.contract import Region, TransferConfig
+from transfer_backends.liveness import ProcessMark
+from transfer_backends.peers import Link, PeerTable, Send
+from transfer_backends.prefill.paths import DecodePeer, Memory, Path, Paths, PathState
+from transfer_backends.wire import Layout, Refused, Register, Registered, WireRegion, clip, layout_conflict
+
+ADDRESS_SPACE = 1 << 64
+MAX_ITEMS = 1 << 31  # page ids are int32
+
+
+class Registration:
+    """A peer is registered once the engine has reached its memory."""
+
+    def __init__(
+        self,
+        peers: PeerTable[DecodePeer],
+        paths: Paths,
+        *,
+        mark: ProcessMark,
+        layout: Layout,
+        items: tuple[int, int],
+        config: TransferConfig,
+    ) -> None:
+        """`items`: bytes of a kv item and of an aux item here."""
+        self._peers = peers
+        self._paths = paths
+        self._mark = mark
+        self._layout = layout
+        self._items = items
+        self._config = config
+
+    def register(self, link: Link, message: Register, now_s: float) -> DecodePeer | None:
+        """Return the peer if it was known by an earlier link: what ran over that link is lost."""
+        if message.dst not in ("", self._peers.incarnation):
+            self.refuse(link, message.src, "the prefill worker was restarted", stale=True)
+            return None
+        reason = self._objection(link, message)
+        if reason is not None:
+            self.refuse(link, message.src, reason)
+            return None
+        known = self._peers.get(message.src)
+        if known is None:
+            self._admit(link, message, now_s)
+            return None
+        self._peers.join(known, link)
+        known.heartbeat.heard()
+        if known.registered:
+            self._welcome(known)
+        return known
+
+    def refuse(self, link: Link, dst: str, reason: str, *, stale: bool = False) -> None:
+        self._peers.effects.counters["refused"] += 1
+        self._peers.effects.queue.append(Send(link, Refused(self._peers.incarnation, dst, clip(reason), stale)))
+
+    def on_connected(self, incarnation: str) -> None:
+        peer = self._connecting(incarnation)
+        if peer is None:
+            return
+        self._paths.on_connected(peer)
+        if not peer.registered:
+            peer.registered = True
+            self._welcome(peer)
+
+    def on_connect_failed(self, incarnation: str, error: str, now_s: float) -> None:
+        peer = self._connecting(incarnation)
+        if peer is None:
+            return
+        self._peers.effects.counters["connect_failures"] += 1
+        if peer.registered or now_s < peer.deadline_s:
+            peer.path.backoff.plan(now_s)
+            return
+        if peer.link is not None:
+            self.refuse(peer.link, incarnation, f"prefill cannot reach decode's memory: {error}")
+        self._paths.drop(peer)
+
+    def _connecting(self, incarnation: str) -> DecodePeer | None:
+        peer = self._peers.get(incarnation)
+        return peer if peer is not None and peer.path.state is PathState.CONNECTING else None
+
+    def _objection(self, link: Link, message: Register) -> str | None:
+        holder = self._peers.by_link(link)
+        if holder is not None and holder.incarnation != message.src:
+            return "this connection belongs to another decode worker"  # joining it would leave that peer without a link
+        if message.layout != self._layout:
+            return layout_conflict(self._layout, message.layout, me="prefill", them="decode")
+        theirs = (message.kv.item_bytes, message.aux.item_bytes)
+        if theirs != self._items:
+            return f"bytes of a page and of a metadata row differ: prefill has {self._items}, decode has {theirs}"
+        if not all(_is_mapped(region) for region in (message.kv, message.aux)):
+            return "a region of memory does not fit into an address space"
+        if _overlap(message.kv, message.aux):
+            return "the regions of pages and of metadata rows overlap"
+        if self._peers.get(message.src) is None and self._peers.is_full:
+            return f"prefill has {len(self._peers)} decode workers, more than it may (max_peers)"
+        return None
+
+    def _admit(self, link: Link, message: Register, now_s: float) -> None:
+        peer = DecodePeer(
+            message.src,
+            self._peers.heartbeat(now_s),
+            deadline_s=now_s + self._config.handshake_timeout_s,
+            path=Path(Memory(_region(message.kv), _region(message.aux), message.descriptor)),
+        )
+        self._peers.add(peer)
+        self._peers.join(peer, link)
+        self._paths.connect(peer)
+
+    def _welcome(self, peer: DecodePeer) -> None:
+        self._peers.send(peer, Registered(*self._peers.address(peer), self._mark))
+
+
+def _is_mapped(region: WireRegion) -> bool:
+    """Whether none of its addresses wraps around, so that an item inside the region is inside the memory that decode meant."""
+    return 0 < region.num_items <= MAX_ITEMS and region.base_ptr + region.num_items * region.item_bytes <= ADDRESS_SPACE
+
+
+def _overlap(one: WireRegion, other: WireRegion) -> bool:
+    first, second = sorted((one, other), key=lambda region: region.base_ptr)
+    return one.device == other.device and second.base_ptr < first.base_ptr + first.num_items * first.item_bytes
+
+
+def _region(wire: WireRegion) -> Region:
+    return Region(wire.base_ptr, wire.num_items, wire.item_bytes, wire.device)
