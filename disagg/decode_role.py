@@ -256,7 +256,7 @@ class DecodeRole:
             "resuming": len(self._resumption) - self._resumption.num_waiting,
             "quarantined": len(self._quarantine),
             "retracted": self._scheduler.held.num_retracted + self._resumption.num_waiting,
-            "waiting": 0,  # the scheduler's waiting queue holds retracted ones only
+            "waiting": 0,  # all that the scheduler's waiting queue holds are retracted ones
         }
 
     def counters(self) -> dict[str, float]:
@@ -269,13 +269,14 @@ class DecodeRole:
         allocator = self._scheduler.memory.allocator
         return {"pending_prealloc_token_usage": wanted / (allocator.num_pages * allocator.page_size)}
 
-    def check(self) -> list[str]:
+    def check(self) -> None:
         owned = sum(e.row is not None for e in self._entries.values())
         owned += self._resumption.num_rows + self._quarantine.num_rows
-        used, wrong = self._metadata.num_used, []
-        if owned != used:
-            wrong.append(f"{used} metadata rows used, {owned} owned")
-        return wrong + self._quarantine.check() + self._metadata.check() + self._manager.check()
+        used = self._metadata.num_used
+        assert owned == used, f"{used} metadata rows used, {owned} owned"
+        self._quarantine.check()
+        self._metadata.check()
+        assert not (wrong := self._manager.check()), "; ".join(wrong)
 
     def close(self) -> None:
         self._manager.close()

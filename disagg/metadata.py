@@ -159,8 +159,8 @@ class MetadataBuffers:
             int(entry["kv_checksum"]) if entry["has_kv_checksum"] else None,
         )
 
-    def check(self) -> list[str]:
-        return [] if len(set(self._free)) == len(self._free) else ["a metadata row is free twice"]
+    def check(self) -> None:
+        assert len(set(self._free)) == len(self._free), "a metadata row is free twice"
 
 
 def _pairs(entry: np.void, name: str) -> list[tuple[float, int]]:

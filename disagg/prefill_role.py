@@ -350,7 +350,11 @@ class PrefillRole:
 
     def queues(self) -> dict[str, int]:
         count = Counter(entry.stage for entry in self._entries.values())
-        return {"bootstrap": count[Stage.BOOTSTRAP], "inflight": count[Stage.INFLIGHT] + count[Stage.ENDING]}
+        return {
+            "bootstrap": count[Stage.BOOTSTRAP],
+            "waiting": self._scheduler.num_waiting,
+            "inflight": count[Stage.INFLIGHT] + count[Stage.ENDING],
+        }
 
     def counters(self) -> dict[str, float]:
         return {**self._manager.counters, **self._counters}
@@ -358,12 +362,11 @@ class PrefillRole:
     def gauges(self) -> dict[str, float]:
         return self._transfers.gauges()
 
-    def check(self) -> list[str]:
-        rows = sum(entry.row is not None for entry in self._entries.values())
-        wrong = (
-            [] if rows == self._metadata.num_used else [f"{self._metadata.num_used} metadata rows used, {rows} owned"]
-        )
-        return wrong + self._metadata.check() + self._manager.check()
+    def check(self) -> None:
+        owned, used = sum(entry.row is not None for entry in self._entries.values()), self._metadata.num_used
+        assert owned == used, f"{used} metadata rows used, {owned} owned"
+        self._metadata.check()
+        assert not (wrong := self._manager.check()), "; ".join(wrong)
 
     def close(self) -> None:
         self._directory.close()

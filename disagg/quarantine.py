@@ -53,7 +53,6 @@ class Quarantine:
     def num_pages(self) -> int:
         return sum(len(e.pages) for e in self._exposed)
 
-    def check(self) -> list[str]:
-        if self.num_pages == self._scheduler.memory.allocator.counts()["quarantined"]:
-            return []
-        return [f"{self.num_pages} pages in quarantine by the role, the allocator counts otherwise"]
+    def check(self) -> None:
+        counted = self._scheduler.memory.allocator.counts()["quarantined"]
+        assert self.num_pages == counted, f"{self.num_pages} pages in quarantine, the allocator counts {counted}"

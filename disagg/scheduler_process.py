@@ -27,7 +27,7 @@ from engine.kv_events_config import parse_kv_events_config
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.heartbeat import HeartbeatResponder
 from engine.loop.kv_events import EventPump, ZmqPublisher
-from engine.loop.loop import EngineLoop, LoopSettings
+from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.ports import ZmqPorts
 from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import Watchdog
@@ -100,8 +100,14 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         executor=parts.device.executor,
         role=role,
         ports=ports,
-        weights=parts.weights,
-        profiler=TorchProfiler(parts.device.executor, name=role_name(spec.disagg)),
+        services=LoopServices(
+            weights=parts.weights,
+            profiler=TorchProfiler(parts.device.executor, name=role_name(spec.disagg)),
+            grammars=grammars,
+            adapters=adapters,
+            disk=parts.disk,
+            events=EventPump(parts.events, publisher),
+        ),
         turns=turns,
         settings=LoopSettings(
             depth=parts.depth,
@@ -112,10 +118,6 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
             log_interval=parts.config.decode_log_interval,
         ),
         clock=time.monotonic,
-        grammars=grammars,
-        disk=parts.disk,
-        adapters=adapters,
-        events=EventPump(parts.events, publisher),
     )
     watchdog = Watchdog(turns)
     _end_on_signals(loop, ports.call_attention)

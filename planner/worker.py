@@ -22,7 +22,7 @@ from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler, SchedulerSettings
 from engine.core.state import SchedulerState
-from engine.loop.loop import EngineLoop, LoopSettings
+from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.role import Role, UnifiedRole
 from engine.loop.turn_clock import TurnClock
 from engine.messages import GetState, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
@@ -75,8 +75,7 @@ class PlanWorker:
             executor=self.executor,
             role=self.role,
             ports=self._ports,
-            weights=nothing,
-            profiler=nothing,
+            services=LoopServices(weights=nothing, profiler=nothing),
             turns=TurnClock(limit_s=0),
             settings=LoopSettings(depth=depth(spec.engine), eos_ids=frozenset(), prefill_only=spec.role == "prefill"),
             clock=lambda: self.clock.now_s,

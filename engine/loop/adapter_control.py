@@ -4,11 +4,12 @@ It owns the registry (engine/core/adapters.py) and the calls that wait for an an
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from engine.core.adapters import AdapterRefused, Adapters, AdapterState
+from engine.loop.listener import LoopListener
 from engine.messages import ControlReply, FinishReason, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
 from service.flags import ConfigError
 
@@ -29,7 +30,7 @@ class AdapterStore(Protocol):
     def remove(self, number: int) -> None: ...
 
 
-class AdapterControl:
+class AdapterControl(LoopListener):
     """`store` None: there are no adapters here. `forget_prefixes_of`: no cached KV of that number is needed any more.
 
     `reply` answers; `wakeup` ends the loop's rest, from any thread.
@@ -54,7 +55,7 @@ class AdapterControl:
 
     @staticmethod
     def without() -> "AdapterControl":
-        """For an engine that has no adapters and whose loop is told of none."""
+        """For an engine without adapters."""
         return AdapterControl(
             store=None, max_loaded=None, forget_prefixes_of=lambda _: None, reply=lambda _: None, wakeup=lambda: None
         )
@@ -68,7 +69,7 @@ class AdapterControl:
     # ---- requests
 
     def acquire(self, request: GenerateRequest) -> int | TokenOutput:
-        """The number of its adapter (0: none), which stays loaded until the request's end is told; or its refusal."""
+        """Return the number of its adapter (0: none), which stays loaded until the request has ended; or its refusal."""
         if not request.lora:
             return 0
         if self._store is None:
@@ -78,13 +79,12 @@ class AdapterControl:
         except AdapterRefused as error:
             return _refused(request, str(error))
 
-    def told(self, outputs: Iterable[TokenOutput]) -> None:
-        """These are on their way to the client."""
+    def on_outputs(self, outputs: Sequence[TokenOutput], now_s: float) -> None:
         for output in outputs:
             if output.finish is not None:
                 self._adapters.release(output.rid)
         if self._unloading:
-            self._wakeup()  # somebody may have been the last user
+            self._wakeup()  # one of them may have been the last user
 
     # ---- loads and unloads
 

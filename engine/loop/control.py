@@ -1,4 +1,4 @@
-"""Control of a running engine: pause and continue, other weights, profiles. The loop tells it messages and turns.
+"""Control of a running engine: pause and continue, other weights.
 
     running --PauseGeneration--> pausing --launched steps collected--> paused --ContinueGeneration--> running
     (any)   --UpdateWeights----> read in a thread --no request has KV of the old weights--> taken, answered
@@ -19,8 +19,6 @@ from engine.messages import (
     FinishReason,
     GenerateRequest,
     PauseGeneration,
-    StartProfile,
-    StopProfile,
     TokenOutput,
     UpdateWeights,
 )
@@ -28,7 +26,7 @@ from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
 
-ControlMessage = PauseGeneration | ContinueGeneration | UpdateWeights | StartProfile | StopProfile
+ControlMessage = PauseGeneration | ContinueGeneration | UpdateWeights
 MODES = ("abort", "retract", "in_place")
 
 AbortAll = Callable[[], list[TokenOutput]]
@@ -45,17 +43,6 @@ class Weights(Protocol):
     def take(self, model: Any, *, model_path: str, version: str | None) -> None: ...
 
 
-class Profiler(Protocol):
-    """The part of engine/executor/profiler.py that is used here."""
-
-    @property
-    def running(self) -> bool: ...
-
-    def start(self, *, output_dir: str, activities: tuple[str, ...], with_stack: bool, record_shapes: bool) -> str: ...
-
-    def stop(self) -> str: ...
-
-
 class Control:
     """`abort_all` ends every live request; `reply` answers; `wakeup` ends the loop's rest, from any thread."""
 
@@ -64,14 +51,12 @@ class Control:
         *,
         scheduler: Scheduler,
         weights: Weights,
-        profiler: Profiler,
         abort_all: AbortAll,
         reply: Callable[[ControlReply], None],
         wakeup: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._weights = weights
-        self._profiler = profiler
         self._abort_all = abort_all
         self._reply = reply
         self._wakeup = wakeup
@@ -81,9 +66,8 @@ class Control:
         self._read: Future[Any] | None = None
         self._model: Any = None  # has been read and fits; waits until no KV of the old weights is in use
         self._held: dict[str, GenerateRequest] = {}
-        self._profile_steps: int | None = None  # left until the profile ends by itself
 
-    # ---- what the loop asks
+    # ---- state
 
     @property
     def paused(self) -> bool:
@@ -104,7 +88,7 @@ class Control:
         self._held[request.rid] = request
 
     def drop(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
-        """Abort a request that waits here; nothing when it does not."""
+        """Abort a request that waits here; [] when it does not."""
         request = self._held.pop(rid, None)
         if request is None:
             return []
@@ -123,10 +107,6 @@ class Control:
                 self._on_continue(message)
             case UpdateWeights():
                 self._on_update(message)
-            case StartProfile():
-                self._on_start_profile(message)
-            case StopProfile(call_id=call_id):
-                self._stop_profile(call_id)
         return []
 
     def on_turn(self, *, num_launched: int) -> list[TokenOutput]:
@@ -138,18 +118,11 @@ class Control:
         return outputs
 
     def release(self) -> list[GenerateRequest]:
-        """The requests that waited here and may enter now, in order of arrival."""
+        """Take the requests that waited here and may enter now, in order of arrival."""
         if self.blocks_input or not self._held:
             return []
         released, self._held = list(self._held.values()), {}
         return released
-
-    def on_collected(self) -> None:
-        """A step has been collected."""
-        if self._profile_steps is not None:
-            self._profile_steps -= 1
-            if self._profile_steps <= 0:
-                self._stop_profile(None)
 
     # ---- pause
 
@@ -187,7 +160,7 @@ class Control:
         self._read = self._weights.read(message.model_path, when_done=self._wakeup)
 
     def _on_read(self) -> list[TokenOutput]:
-        """The checkpoint has been read, or cannot be: then nothing has happened to anybody."""
+        """The checkpoint has been read, or cannot be: then no request is affected."""
         if self._update is None or self._read is None or not self._read.done():
             return []
         read, self._read = self._read, None
@@ -224,37 +197,6 @@ class Control:
             log.error("reading %s failed", update.model_path, exc_info=error)
             error = ConfigError(f"{update.model_path} cannot be read: {error}")
         self._refuse(update.call_id, f"model_path: {error}")
-
-    # ---- profile
-
-    def _on_start_profile(self, m: StartProfile) -> None:
-        if m.num_steps is not None and m.num_steps < 1:
-            return self._refuse(m.call_id, f"num_steps: must be at least 1, got {m.num_steps}")
-        try:
-            file = self._profiler.start(
-                output_dir=m.output_dir,
-                activities=m.activities,
-                with_stack=m.with_stack,
-                record_shapes=m.record_shapes,
-            )
-        except ConfigError as error:
-            return self._refuse(m.call_id, str(error))
-        self._profile_steps = m.num_steps
-        self._accept(m.call_id, "Start profiling.", file=file)
-
-    def _stop_profile(self, call_id: str | None) -> None:
-        """`call_id` None: its steps are over; nobody waits for an answer."""
-        self._profile_steps = None
-        try:
-            file = self._profiler.stop()
-        except ConfigError as error:
-            log.error("profile: %s", error)
-            if call_id is not None:
-                self._refuse(call_id, str(error))
-            return
-        log.info("profile written to %s", file)
-        if call_id is not None:
-            self._accept(call_id, "Stop profiling.", file=file)
 
     # ---- answers
 

@@ -1,12 +1,13 @@
-"""When live requests end at the latest, because nobody waits for them any more. Pure: told of requests, outputs and time.
+"""When requests end at the latest, because no client waits for them any more. Pure: it receives events and the time.
 
-It owns the deadlines; what becomes of a request whose deadline has passed is the loop's to do, in whatever stage it is.
+It owns the deadlines; the loop ends a request whose deadline has passed, in whatever stage it is.
 """
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from engine.loop.listener import LoopListener
 from engine.messages import FinishReason, GenerateRequest, TokenOutput
 
 SPARE = 64  # entries of ended requests that are kept before they are cleared out
@@ -20,7 +21,7 @@ def too_late(timeout_s: float) -> FinishReason:
     return FinishReason(kind="abort", message=message, status=504)
 
 
-class Deadlines:
+class Deadlines(LoopListener):
     def __init__(self) -> None:
         self._live: dict[str, tuple[float, float]] = {}  # rid: when, and the timeout it comes from
         self._order: list[tuple[float, str]] = []  # a heap; may name requests that have ended
@@ -28,31 +29,29 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._live)
 
-    def note(self, request: GenerateRequest, now_s: float) -> None:
-        """It has arrived."""
-        if request.timeout_s is None or not request.timeout_s < math.inf:
+    def on_received(self, message: GenerateRequest, now_s: float) -> None:
+        if message.timeout_s is None or not message.timeout_s < math.inf:
             return
-        at_s = now_s + request.timeout_s
-        self._live[request.rid] = (at_s, request.timeout_s)
-        heapq.heappush(self._order, (at_s, request.rid))
+        at_s = now_s + message.timeout_s
+        self._live[message.rid] = (at_s, message.timeout_s)
+        heapq.heappush(self._order, (at_s, message.rid))
         if len(self._order) > 2 * len(self._live) + SPARE:
             self._order = sorted((at_s, rid) for rid, (at_s, _) in self._live.items())
 
-    def told(self, outputs: list[TokenOutput]) -> None:
-        """What is about to be said: who has ended has no deadline any more."""
+    def on_outputs(self, outputs: Sequence[TokenOutput], now_s: float) -> None:
         for output in outputs:
             if output.finish is not None:
                 self._live.pop(output.rid, None)
 
     def due(self, now_s: float) -> Iterator[tuple[str, FinishReason]]:
-        """Whose time is over, and what to tell them; each once."""
+        """Requests whose time is over, each once, and why they end."""
         while self._order and self._order[0][0] <= now_s:
             at_s, rid = heapq.heappop(self._order)
             if self._live.get(rid, (math.nan, 0.0))[0] == at_s:
                 yield rid, too_late(self._live.pop(rid)[1])
 
     def shorten(self, wait_s: float, now_s: float) -> float:
-        """A rest of `wait_s` that misses no deadline, seconds."""
+        """Seconds to rest, `wait_s` at most, so that no deadline is missed."""
         while self._order and self._order[0][1] not in self._live:
             heapq.heappop(self._order)
         return wait_s if not self._order else min(wait_s, max(SOON_S, self._order[0][0] - now_s))

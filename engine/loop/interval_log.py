@@ -1,12 +1,14 @@
 """What the engine did lately: one readable line per interval, and the two gauges that follow from it. Pure.
 
-It owns the sums since the last line. It is told steps and the time; it writes no log itself.
+It owns the sums since the last line.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.core.plan import Plan
 from engine.core.scheduler import Scheduler
+from engine.loop.listener import LoopListener
 
 
 @dataclass(slots=True)
@@ -20,13 +22,17 @@ class _Sums:
     new_requests: int = 0
 
 
-class IntervalLog:
-    """`steps`: of an interval (--decode-log-interval). A rest ends one too, but says at most one line in `QUIET_S`."""
+class IntervalLog(LoopListener):
+    """`steps`: of an interval (--decode-log-interval). `write` receives each line.
+
+    A rest ends an interval too, but writes at most one line in `QUIET_S`.
+    """
 
     QUIET_S = 1.0
 
-    def __init__(self, scheduler: Scheduler, *, steps: int) -> None:
+    def __init__(self, scheduler: Scheduler, *, steps: int, write: Callable[[str], None]) -> None:
         self._scheduler = scheduler
+        self._write = write
         self._steps = steps
         self._sums: _Sums | None = None
         self._last_line_s = float("-inf")
@@ -35,28 +41,22 @@ class IntervalLog:
         self.gen_throughput = 0.0  # tokens a second in the last interval; 0 at rest
         self.cache_hit_rate: float | None = None  # of the last interval with a prefill in it
 
-    def launched(self, plan: Plan, now_s: float) -> list[str]:
-        """Count a step; the lines to write now."""
+    def on_launch(self, plan: Plan, now_s: float) -> None:
         sums = self._sums = self._sums or _Sums(now_s)
         sums.prefill_steps += plan.extend
         sums.decode_steps += not plan.extend
         sums.new_tokens += sum(item.q_len for item in plan.items if item.extend)
         sums.new_requests += len(plan.opens) if plan.extend else 0
-        if sums.prefill_steps + sums.decode_steps < self._steps:
-            return []
-        return self._end(now_s)
+        if sums.prefill_steps + sums.decode_steps >= self._steps:
+            self._end(now_s)
 
-    def worked(self, taken_s: float) -> None:
-        """A turn that had something to compute, its wait for the device included."""
+    def on_worked(self, taken_s: float) -> None:
         self.busy_s += taken_s
 
-    def rested(self, now_s: float) -> list[str]:
-        """Nothing is left to compute."""
-        lines: list[str] = []
+    def on_rest(self, now_s: float) -> None:
         if self._sums is not None and now_s - self._last_line_s >= self.QUIET_S:
-            lines = self._end(now_s)
+            self._end(now_s)
         self.gen_throughput = 0.0
-        return lines
 
     def counters(self) -> dict[str, float]:
         return {"busy_s": self.busy_s}
@@ -65,16 +65,18 @@ class IntervalLog:
         hit = {} if self.cache_hit_rate is None else {"cache_hit_rate": self.cache_hit_rate}
         return {"gen_throughput": self.gen_throughput, **hit}
 
-    def _end(self, now_s: float) -> list[str]:
+    def _end(self, now_s: float) -> None:
         assert self._sums is not None
         sums, self._sums = self._sums, None
         self._last_line_s = now_s
         counters = self._scheduler.counters
         elapsed_s = max(now_s - sums.start_s, 1e-9)
         self.gen_throughput = (counters.generation_tokens - self._generated_before) / elapsed_s
-        lines = [self._prefill_line(sums, counters.cached_tokens - self._cached_before)] if sums.prefill_steps else []
+        if sums.prefill_steps:
+            self._write(self._prefill_line(sums, counters.cached_tokens - self._cached_before))
         self._cached_before, self._generated_before = counters.cached_tokens, counters.generation_tokens
-        return lines + ([self._decode_line(sums)] if sums.decode_steps else [])
+        if sums.decode_steps:
+            self._write(self._decode_line(sums))
 
     def _prefill_line(self, sums: _Sums, cached: int) -> str:
         known = sums.new_tokens + cached

@@ -5,12 +5,13 @@ One turn:   receive -> role.poll -> schedule -> launch ------> collect the oldes
                                   depth 2: the next step is launched before this one's results are read
 
 Launched steps are the pipeline's (engine/loop/pipeline.py); decisions are the scheduler's, the role's and the control's
-(engine/loop/control.py: pause, weights, profiles). Around them it tells who only listens: times, log, gate, turn clock.
+(engine/loop/control.py: pause, weights). Times, logs, deadlines and the stream gate listen (engine/loop/listener.py).
 """
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from engine.core.outputs import StepEffects
@@ -19,16 +20,19 @@ from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.grammar.queue import GrammarQueue
 from engine.loop.adapter_control import AdapterControl
-from engine.loop.control import Control, Profiler, Weights
+from engine.loop.control import Control, Weights
 from engine.loop.deadlines import Deadlines
 from engine.loop.disk_pump import DiskPump
 from engine.loop.interval_log import IntervalLog
 from engine.loop.kv_events import EventPump
+from engine.loop.listener import LoopListener
+from engine.loop.open_requests import OpenRequests
 from engine.loop.pipeline import Launcher, Pipeline
+from engine.loop.profile_control import ProfileControl, Profiler
 from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.reporter import Reporter
 from engine.loop.retraction_log import RetractionLog, remedy_of
-from engine.loop.role import Role
+from engine.loop.role import Peered, Role
 from engine.loop.step_durations import StepDurations
 from engine.loop.stream_gate import StreamGate
 from engine.loop.timekeeper import Timekeeper
@@ -44,6 +48,8 @@ from engine.messages import (
     GetState,
     LoadAdapter,
     Shutdown,
+    StartProfile,
+    StopProfile,
     ToFrontend,
     TokenBatch,
     TokenOutput,
@@ -65,7 +71,7 @@ class Ports(Protocol):
     def receive(self) -> list[ToScheduler]: ...
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something can be received, somebody called for attention, or the time is over."""
+        """Return when something can be received, `call_attention` was called, or the time is over."""
 
     def to_frontend(self, message: ToFrontend) -> None: ...
 
@@ -85,6 +91,18 @@ class LoopSettings:
     log_interval: int = 40
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopServices:
+    """What the loop serves besides requests and steps. Each part does nothing where the engine has no such thing."""
+
+    weights: Weights
+    profiler: Profiler
+    grammars: GrammarQueue = field(default_factory=lambda: GrammarQueue(None))
+    adapters: AdapterControl = field(default_factory=AdapterControl.without)
+    disk: DiskPump = field(default_factory=DiskPump)
+    events: EventPump = field(default_factory=EventPump)
+
+
 class EngineLoop:
     def __init__(
         self,
@@ -93,39 +111,33 @@ class EngineLoop:
         executor: Launcher[Any],
         role: Role,
         ports: Ports,
-        weights: Weights,
-        profiler: Profiler,
+        services: LoopServices,
         turns: TurnClock,
         settings: LoopSettings,
         clock: Callable[[], float],
-        grammars: GrammarQueue | None = None,
-        disk: DiskPump | None = None,
-        adapters: AdapterControl | None = None,
-        events: EventPump | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._role = role
+        self._peered = role if isinstance(role, Peered) else None
         self._ports = ports
         self._turns = turns
         self._settings = settings
         self._clock = clock
-        self._grammars = grammars or GrammarQueue(None)
-        self._disk = disk or DiskPump()
-        self._events = events or EventPump()
-        self._adapters = adapters or AdapterControl.without()
+        self._grammars = services.grammars
+        self._disk = services.disk
+        self._events = services.events
+        self._adapters = services.adapters
         self._pipeline = Pipeline(scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step)
         self._skipper = ReceiveSkipper(interval=settings.recv_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
-        self._times = Timekeeper()
-        self._durations = StepDurations()
         self._deadlines = Deadlines()
+        self._requests = OpenRequests()
+        self._profiles = ProfileControl(services.profiler, reply=ports.to_frontend)
         self._draining = False
-        self._intervals = IntervalLog(scheduler, steps=settings.log_interval)
-        self._retractions = RetractionLog(scheduler, remedy=remedy_of(role.name))
+        intervals = IntervalLog(scheduler, steps=settings.log_interval, write=partial(log.info, "%s"))
         self._control = Control(
             scheduler=scheduler,
-            weights=weights,
-            profiler=profiler,
+            weights=services.weights,
             abort_all=self._abort_all,
             reply=ports.to_frontend,
             wakeup=ports.call_attention,
@@ -133,16 +145,28 @@ class EngineLoop:
         self._reporter = Reporter(
             scheduler=scheduler,
             role=role,
+            requests=self._requests,
             control=self._control,
             grammars=self._grammars,
             adapters=self._adapters,
-            intervals=self._intervals,
-            num_live=lambda: max(self._times.num_live, len(scheduler.stages.live)),  # unanswered, or with memory
+            intervals=intervals,
+        )
+        budget = scheduler.step_budget
+        self._listeners: tuple[LoopListener, ...] = (
+            self._profiles,
+            *([] if budget is None else [StepDurations(budget.note)]),
+            Timekeeper(self._requests),
+            self._adapters,
+            self._deadlines,
+            self._gate,
+            intervals,
+            RetractionLog(scheduler, remedy=remedy_of(role.name), write=partial(log.warning, "%s")),
+            self._requests,
         )
         self.stopped = False
 
     def run(self) -> None:
-        """Until a `Shutdown` comes or `stopped` is set from a signal handler."""
+        """Turn until a `Shutdown` comes or `stopped` is set from a signal handler."""
         try:
             while not self.stopped:
                 self._turns.turning(self._clock())
@@ -152,7 +176,7 @@ class EngineLoop:
             self._turns.end()
 
     def turn(self) -> bool:
-        """One turn; False when there was nothing to compute."""
+        """Make one turn; False when there was nothing to compute."""
         now_s = self._clock()
         outputs: list[TokenOutput] = []
         if self._skipper.due(self._pipeline.last):
@@ -165,53 +189,53 @@ class EngineLoop:
         for request in self._control.release():
             outputs += self._add(request, now_s)
         outputs += self._admit_with_grammar(now_s)
-        self._role.close_to_peers(self._why_no_peers())
+        if self._peered is not None:
+            self._peered.close_to_peers(self._why_no_peers())
         outputs += self._role.poll(now_s)
         self._disk.turn()
         plan = None if self._control.paused else self._scheduler.schedule(now_s)
         worked = plan is not None or self._pipeline.num_launched > 0
-        for line in self._retractions.lines(now_s):
-            log.warning("%s", line)
+        for listener in self._listeners:
+            listener.on_planned(now_s)
         if plan is not None:
-            self._note_launch(plan, now_s)
-            self._role.on_launch(plan)
-        self._tell(outputs)  # now: a first token that prefill drew must not wait for a step of others
+            self._on_launch(plan, now_s)
+        self._send(outputs)  # now: a first token that prefill sampled must not wait for a step of others
         self._turns.computing(plan or self._pipeline.last)
-        self._tell(self._pipeline.advance(plan))
+        self._send(self._pipeline.advance(plan))
         self._events.turn()
         if worked:
-            self._intervals.worked(self._clock() - now_s)
+            taken_s = self._clock() - now_s
+            for listener in self._listeners:
+                listener.on_worked(taken_s)
         return worked
 
-    def _note_launch(self, plan: Plan, now_s: float) -> None:
-        self._times.launched(plan, now_s)
-        if self._scheduler.step_budget is not None:
-            self._durations.launched(plan, now_s)
-        for line in self._intervals.launched(plan, now_s):
-            log.info("%s", line)
+    def _on_launch(self, plan: Plan, now_s: float) -> None:
+        for listener in self._listeners:
+            listener.on_launch(plan, now_s)
+        if self._peered is not None:
+            self._peered.on_launch(plan)
 
-    def _tell(self, outputs: list[TokenOutput]) -> None:
+    def _send(self, outputs: list[TokenOutput]) -> None:
         if not outputs:
             return
-        self._times.told(outputs, self._clock())
-        self._adapters.told(outputs)
-        self._deadlines.told(outputs)
-        if told := self._gate.pass_on(outputs):
-            self._ports.to_frontend(TokenBatch(told))
+        now_s = self._clock()
+        for listener in self._listeners:
+            listener.on_outputs(outputs, now_s)
+        if passed := self._gate.pass_on(outputs):
+            self._ports.to_frontend(TokenBatch(passed))
 
     def _on_step(self, effects: StepEffects) -> list[TokenOutput]:
-        self._control.on_collected()
         now_s = self._clock()
-        if (budget := self._scheduler.step_budget) is not None:
-            budget.note(*self._durations.collected(now_s))
-        self._times.progressed(effects.progressed, now_s)
+        for listener in self._listeners:
+            listener.on_step(effects, now_s)
         return self._role.on_step(effects, now_s)
 
     def _rest(self) -> None:
-        waiting = self._role.waits_for_outside() or bool(self._grammars.rids()) or self._disk.busy
+        waits_for_outside = self._peered is not None and self._peered.waits_for_outside()
+        waiting = waits_for_outside or bool(self._grammars.rids()) or self._disk.busy
         now_s = self._clock()
-        for line in self._intervals.rested(now_s):
-            log.info("%s", line)
+        for listener in self._listeners:
+            listener.on_rest(now_s)
         if not waiting:
             self._reporter.check_when_due(now_s)
         self._turns.resting()
@@ -235,6 +259,8 @@ class EngineLoop:
                 self._ports.to_frontend(self._reporter.state(call_id, check=check))
             case LoadAdapter() | UnloadAdapter():
                 self._adapters.on_message(message)
+            case StartProfile() | StopProfile():
+                self._profiles.on_message(message)
             case Drain():
                 self._draining = True
             case Shutdown():
@@ -245,8 +271,9 @@ class EngineLoop:
 
     def _abort_all(self) -> list[TokenOutput]:
         now_s = self._clock()
-        self._role.end_peers_work(ABORTED_ALL)
-        return [output for rid in self._times.live_rids() for output in self._abort(rid, now_s, ABORTED)]
+        if self._peered is not None:
+            self._peered.end_peers_work(ABORTED_ALL)
+        return [output for rid in list(self._requests.rids()) for output in self._abort(rid, now_s, ABORTED)]
 
     def _why_no_peers(self) -> str | None:
         if self._draining:
@@ -254,7 +281,8 @@ class EngineLoop:
         return "generation is paused" if self._control.blocks_input else None
 
     def _enter(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
-        self._deadlines.note(message, now_s)
+        for listener in self._listeners:
+            listener.on_received(message, now_s)
         return self._add(message, now_s)
 
     def _add(self, message: GenerateRequest, now_s: float) -> list[TokenOutput]:
@@ -282,8 +310,8 @@ class EngineLoop:
             request_id=message.request_id,
             stop_patterns=compile_all(sampling.stop_regex),
         )
-        self._gate.open(message)
-        self._times.arrived(request, now_s)
+        for listener in self._listeners:
+            listener.on_added(request, now_s)
         if sampling.grammar is not None:
             return self._grammars.add(request, field=message.grammar_field, now_s=now_s)
         return self._role.add(request, now_s)
@@ -295,7 +323,7 @@ class EngineLoop:
         return outputs + [output for request in ready for output in self._role.add(request, now_s)]
 
     def _end(self, rid: str, now_s: float, reason: FinishReason) -> list[TokenOutput]:
-        """Wherever it is, held back by the control or live."""
+        """End a request, whether the control holds it back or it is live."""
         return self._control.drop(rid, reason) or self._abort(rid, now_s, reason)
 
     def _abort(self, rid: str, now_s: float, reason: FinishReason) -> list[TokenOutput]:

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Mapping
 
-Check = Callable[[], list[str] | None]  # raises AssertionError, or returns what is wrong
+
+def problems_of(checks: Mapping[str, Callable[[], None]]) -> list[str]:
+    """What each of `checks` finds (an AssertionError), behind the name of its owner. A check that fails is a finding too."""
+    return [f"{owner}: {problem}" for owner, check in checks.items() if (problem := _problem(check)) is not None]
 
 
-def problems_of(checks: Mapping[str, Check]) -> list[str]:
-    """What each of `checks` finds, behind the name of its owner. A check that fails itself is a finding too."""
-    return [f"{owner}: {problem}" for owner, check in checks.items() for problem in _problems(check)]
-
-
-def _problems(check: Check) -> list[str]:
+def _problem(check: Callable[[], None]) -> str | None:
     try:
-        return check() or []
+        check()
     except AssertionError as error:
-        return [str(error) or "an assertion failed"]
+        return str(error) or "an assertion failed"
     except Exception as error:
-        return [f"its check failed: {type(error).__name__}: {error}"]
+        return f"its check failed: {type(error).__name__}: {error}"
+    return None

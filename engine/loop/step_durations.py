@@ -1,24 +1,29 @@
-"""How long launched steps take, one behind the other. Pure: told of launches, collects and the time.
+"""How long launched steps take, one behind the other. Pure.
 
 At depth 2 a step begins when the one before it has ended, not when it was launched.
 """
 
 from collections import deque
+from collections.abc import Callable
 
+from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
+from engine.loop.listener import LoopListener
 
 
-class StepDurations:
-    def __init__(self) -> None:
+class StepDurations(LoopListener):
+    """`report` receives the plan of each collected step, and its seconds."""
+
+    def __init__(self, report: Callable[[Plan, float], None]) -> None:
+        self._report = report
         self._launched: deque[tuple[Plan, float]] = deque()
         self._ended_s = float("-inf")
 
-    def launched(self, plan: Plan, now_s: float) -> None:
+    def on_launch(self, plan: Plan, now_s: float) -> None:
         self._launched.append((plan, now_s))
 
-    def collected(self, now_s: float) -> tuple[Plan, float]:
-        """The oldest launched step has ended: (its plan, seconds)."""
+    def on_step(self, effects: StepEffects, now_s: float) -> None:
         plan, launched_s = self._launched.popleft()
         taken_s = now_s - max(launched_s, self._ended_s)
         self._ended_s = now_s
-        return plan, taken_s
+        self._report(plan, taken_s)

@@ -1,19 +1,20 @@
-"""How often a request's tokens are told: every `stream_interval` of them, so that the processes behind handle fewer messages.
+"""How often a request's tokens are sent: every `stream_interval` of them, so that the processes behind handle fewer messages.
 
-It owns what is held back for each live request. It must not know what the tokens mean: what may still become a stop
-string is the frontend's (engine/text).
+It owns the outputs that are held back. It must not know what the tokens mean: what may still become a stop string is the
+frontend's (engine/text).
 """
 
+from engine.loop.listener import LoopListener
 from engine.messages import GenerateRequest, TokenOutput
 
-FORCED_INTERVAL = 50  # of a request that nobody reads along: the work with its text stays spread (SGLang's number)
+FORCED_INTERVAL = 50  # of a request whose answer is not streamed: the work with its text stays spread (SGLang's number)
 
 
-class StreamGate:
+class StreamGate(LoopListener):
     """`interval`: the engine's; a request may bring its own.
 
-    Of interval n the tokens 1, n+1, 2n+1... are told at once, with all that were held back: the first token is never
-    late, also where nobody reads along (its time is measured where it arrives).
+    With interval n, tokens 1, n+1, 2n+1... are sent at once, with all that were held back: the first token is never late,
+    even if the answer is not streamed (its time is measured where it arrives).
     """
 
     def __init__(self, *, interval: int) -> None:
@@ -21,19 +22,17 @@ class StreamGate:
         self._interval_of: dict[str, int] = {}
         self._held: dict[str, TokenOutput] = {}
 
-    def open(self, request: GenerateRequest) -> None:
-        self._interval_of[request.rid] = self._interval_for(request)
+    def on_received(self, message: GenerateRequest, now_s: float) -> None:
+        self._interval_of[message.rid] = self._interval_for(message)
 
     def pass_on(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """What is to be told now; the end of a request is never held."""
-        return [told for output in outputs if (told := self._judge(output)) is not None]
+        """Return what is to be sent now. The end of a request is never held."""
+        return [passed for output in outputs if (passed := self._judge(output)) is not None]
 
     def _interval_for(self, request: GenerateRequest) -> int:
         sampling = request.sampling
         if (sampling.stop or sampling.stop_regex) and sampling.min_new_tokens:
-            return (
-                1  # a stop string may stand before the least length: whoever makes the text must see where the end came
-            )
+            return 1  # a stop string may stand before the least length: the text's maker must see where the end came
         if not request.stream:
             return FORCED_INTERVAL
         return request.stream_interval or self._interval

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.core.outputs import StepEffects
 from engine.loop.control import Control
+from engine.loop.profile_control import ProfileControl
 from engine.messages import (
     ContinueGeneration,
     ControlReply,
@@ -66,11 +68,14 @@ class Rig(EngineInATest):
         self.control = Control(
             scheduler=self.scheduler,
             weights=self.weights,
-            profiler=self.profiler,
             abort_all=lambda: [o for rid in list(self.scheduler.stages.live) for o in self.scheduler.abort(rid)],
-            reply=lambda reply: self.replies.__setitem__(reply.call_id, reply),
+            reply=self._keep,
             wakeup=lambda: None,
         )
+        self.profiles = ProfileControl(self.profiler, reply=self._keep)
+
+    def _keep(self, reply: ControlReply) -> None:
+        self.replies[reply.call_id] = reply
 
     def ask(self, rid: str, prompt: list[int], new: int = 8) -> None:
         request = GenerateRequest(rid, prompt, SamplingParams(max_new_tokens=new))
@@ -83,7 +88,10 @@ class Rig(EngineInATest):
         self.add(request.rid, request.input_ids, max_new_tokens=request.sampling.max_new_tokens)
 
     def tell(self, message: Any) -> None:
-        self.say(self.control.on_message(message))
+        if isinstance(message, StartProfile | StopProfile):
+            self.profiles.on_message(message)
+        else:
+            self.say(self.control.on_message(message))
 
     def turn(self) -> bool:
         self.say(self.control.on_turn(num_launched=len(self.launched)))
@@ -264,9 +272,9 @@ def test_a_profile_ends_when_told_or_after_its_steps() -> None:
     rig.tell(StartProfile("s", num_steps=2))
     rig.tell(StartProfile("again"))
     assert rig.replies["s"].values == {"file": "/trace"} and rig.replies["again"].status == 400
-    rig.control.on_collected()
+    rig.profiles.on_step(StepEffects(), 0.0)
     assert rig.profiler.running
-    rig.control.on_collected()
+    rig.profiles.on_step(StepEffects(), 0.0)
     assert not rig.profiler.running
     rig.tell(StartProfile("s2"))
     rig.tell(StopProfile("e2"))

@@ -7,7 +7,7 @@ import pytest
 
 from engine.core.plan import Plan, StepResult
 from engine.loop.deadlines import SOON_S, SPARE, Deadlines, too_late
-from engine.loop.loop import IDLE_WAIT_S, EngineLoop, LoopSettings
+from engine.loop.loop import IDLE_WAIT_S, EngineLoop, LoopServices, LoopSettings
 from engine.loop.role import UnifiedRole
 from engine.loop.turn_clock import TurnClock
 from engine.messages import (
@@ -50,6 +50,8 @@ class AtOnce:
 
 
 class NotedRole(UnifiedRole):
+    """A unified role that notes what it hears about peers, which it does not have."""
+
     closed: str | None = None
     ended: tuple[str, ...] = ()
 
@@ -58,6 +60,24 @@ class NotedRole(UnifiedRole):
 
     def end_peers_work(self, why: str) -> None:
         self.ended += (why,)
+
+    def on_launch(self, plan: Plan) -> None:
+        """No peer waits for it."""
+
+    def waits_for_outside(self) -> bool:
+        return False
+
+    def queues(self) -> dict[str, int]:
+        return {}
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def check(self) -> None:
+        """It has no state."""
 
 
 class Rig:
@@ -75,8 +95,7 @@ class Rig:
             executor=AtOnce(self.engine.model),
             role=self.role,
             ports=self,
-            weights=FakeWeights(),
-            profiler=FakeProfiler(),
+            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler()),
             turns=self.turn_clock,
             settings=LoopSettings(depth=depth, eos_ids=frozenset(), prefill_only=False),
             clock=lambda: self.now_s,
@@ -174,14 +193,13 @@ def test_ended_requests_leave_no_deadline_behind() -> None:
     deadlines = Deadlines()
     for number in range(10 * SPARE):
         rid = f"r{number % 7}"  # names come back
-        deadlines.note(ask(rid, 1e9 - number), 0.0)
-        deadlines.told(
-            [TokenOutput(rid=rid, new_ids=[1]), TokenOutput(rid=rid, new_ids=[], finish=FinishReason(kind="stop"))]
-        )
+        deadlines.on_received(ask(rid, 1e9 - number), 0.0)
+        last = TokenOutput(rid=rid, new_ids=[], finish=FinishReason(kind="stop"))
+        deadlines.on_outputs([TokenOutput(rid=rid, new_ids=[1]), last], 0.0)
         assert len(deadlines._order) <= SPARE + 2
     assert len(deadlines) == 0 and list(deadlines.due(1e9)) == [] and deadlines.shorten(1.0, 0.0) == 1.0
-    deadlines.note(ask("again", 5.0), 0.0)
-    deadlines.note(ask("again", 8.0), 1.0)  # the first has ended unheard
+    deadlines.on_received(ask("again", 5.0), 0.0)
+    deadlines.on_received(ask("again", 8.0), 1.0)  # the first has ended unheard
     assert list(deadlines.due(5.0)) == [] and [rid for rid, _ in deadlines.due(9.0)] == ["again"]
 
 

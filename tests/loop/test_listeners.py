@@ -25,7 +25,7 @@ END = FinishReason(kind="length")
 
 def told(gate: StreamGate, request: GenerateRequest, num_tokens: int) -> list[list[int]]:
     """The token ids (1, 2, ...) of each message that leaves the gate."""
-    gate.open(request)
+    gate.on_received(request, 0.0)
     messages = []
     for n in range(1, num_tokens + 1):
         output = TokenOutput(
@@ -78,7 +78,7 @@ def test_a_gate_keeps_nothing_of_an_ended_request() -> None:
 
 def test_prompt_logprobs_leave_with_the_first_token_and_an_abort_takes_what_is_held() -> None:
     gate = StreamGate(interval=5)
-    gate.open(ask(stream=True))
+    gate.on_received(ask(stream=True), 0.0)
     first = TokenOutput(rid="r", new_ids=[7], completion_tokens=1, input_logprobs=[TokenLogprob(None, 9)])
     assert gate.pass_on([first]) == [first] and len(first.input_logprobs) == 1
     assert gate.pass_on([TokenOutput(rid="r", new_ids=[8], completion_tokens=2)]) == []
@@ -136,28 +136,33 @@ def test_the_stages_of_a_request_partition_its_life(times: Times, line: dict[str
 
 def test_a_line_per_interval_and_the_gauges_that_follow() -> None:
     engine = EngineInATest(page_size=4)
-    log = IntervalLog(engine.scheduler, steps=4)
     lines: list[str] = []
+    log = IntervalLog(engine.scheduler, steps=4, write=lines.append)
     for rid in ("a", "b"):
         engine.add(rid, list(range(9)), max_new_tokens=4)
         before = len(engine.plans)
         engine.run()
         for plan in engine.plans[before:]:
-            lines += log.launched(plan, float(len(lines)))
+            log.on_launch(plan, float(len(lines)))
     assert lines[0] == "prefill: 1 steps, 1 new requests, 9 new tokens, 0 cached (0%), 0 running, 0 waiting, usage 0%"
     assert lines[2].startswith("prefill: 1 steps, 1 new requests, 1 new tokens, 8 cached (89%), ")
     assert [line.split(",")[0] for line in lines[1::2]] == ["decode: 3 steps"] * 2
     assert log.gauges()["cache_hit_rate"] == pytest.approx(8 / 9) and log.gauges()["gen_throughput"] > 0
-    assert log.rested(9.0) == [] and log.gauges()["gen_throughput"] == 0.0
+    log.on_rest(9.0)
+    assert len(lines) == 4 and log.gauges()["gen_throughput"] == 0.0
 
 
 def test_a_rest_says_what_has_not_been_said_but_not_often() -> None:
     engine = EngineInATest()
-    log = IntervalLog(engine.scheduler, steps=100)
+    lines: list[str] = []
+    log = IntervalLog(engine.scheduler, steps=100, write=lines.append)
     plan = Plan(seq=1, extend=True, items=[_item(extend=True)])
     for at_s, num_lines in ((0.0, 1), (0.5, 0), (1.5, 1)):
-        assert log.launched(plan, at_s) == []
-        assert len(log.rested(at_s)) == num_lines
+        lines.clear()
+        log.on_launch(plan, at_s)
+        assert lines == []
+        log.on_rest(at_s)
+        assert len(lines) == num_lines
 
 
 def _item(*, extend: bool) -> PlanItem:
@@ -230,31 +235,44 @@ def test_a_stalled_process_shows_its_stacks_and_ends() -> None:
     assert "forever_in_here" in ended.stderr and "--watchdog-timeout" in ended.stderr
 
 
+class Lines:
+    """What a retraction log writes."""
+
+    def __init__(self, engine: EngineInATest, role: str) -> None:
+        self._lines: list[str] = []
+        self._log = RetractionLog(engine.scheduler, remedy=remedy_of(role), write=self._lines.append)
+
+    def at(self, now_s: float) -> list[str]:
+        self._lines.clear()
+        self._log.on_planned(now_s)
+        return list(self._lines)
+
+
 def test_running_out_of_memory_is_reported_once_in_a_while() -> None:
     engine = EngineInATest(page_size=4, num_pages=8, conservativeness=0.0)
-    log = RetractionLog(engine.scheduler, remedy=remedy_of("unified"))
+    lines = Lines(engine, "unified")
     engine.add("long", [1, 2, 3, 4], max_new_tokens=24)
     engine.turn()
     engine.add("other", list(range(10, 18)), max_new_tokens=12)
     while not engine.scheduler.counters.retractions:
-        assert log.lines(engine.now_s) == []
+        assert lines.at(engine.now_s) == []
         engine.turn()
     ratio = engine.scheduler.ratio.value
-    assert log.lines(0.0) == [
+    assert lines.at(0.0) == [
         "KV memory is full: retracted 1 request that held 12 tokens; 1 running, "
         f"new-token ratio {ratio:.2f}. If this happens often, raise --schedule-conservativeness or --mem-fraction-static"
     ]
     engine.scheduler.counters.out_of_memory += 2
-    assert log.lines(4.9) == []
-    assert log.lines(5.0)[0].startswith("KV memory is full: retracted 2 requests")
-    assert log.lines(60.0) == []
+    assert lines.at(4.9) == []
+    assert lines.at(5.0)[0].startswith("KV memory is full: retracted 2 requests")
+    assert lines.at(60.0) == []
 
 
 def test_a_preemption_is_not_reported_as_a_lack_of_memory() -> None:
     engine = EngineInATest(max_running=1, priorities=Priorities())
-    log = RetractionLog(engine.scheduler, remedy=remedy_of("decode"))
+    lines = Lines(engine, "decode")
     engine.add("low", [1], max_new_tokens=9)
     engine.turn()
     engine.add("high", [2], priority=50, max_new_tokens=2)
     engine.run()
-    assert engine.scheduler.counters.retractions == 1 and log.lines(0.0) == []
+    assert engine.scheduler.counters.retractions == 1 and lines.at(0.0) == []

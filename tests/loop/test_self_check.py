@@ -17,14 +17,11 @@ def breaks() -> None:
 
 
 def test_each_failure_is_reported_under_its_owner() -> None:
-    found = problems_of(
-        {"healthy": healthy, "pages": asserts, "stages": breaks, "role": lambda: ["a row too many", "a room"]}
-    )
+    found = problems_of({"healthy": healthy, "pages": asserts, "stages": breaks, "table": asserts})
     assert found == [
         "pages: two owners of page 3",
         "stages: its check failed: KeyError: 'r7'",
-        "role: a row too many",
-        "role: a room",
+        "table: two owners of page 3",
     ]
 
 

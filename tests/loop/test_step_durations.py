@@ -1,5 +1,6 @@
 """How long steps take, as the loop tells the step budget: literals, and the real loop with a clock that the steps move."""
 
+from engine.core.outputs import StepEffects
 from engine.core.plan import Plan, StepResult
 from engine.core.step_budget import StepBudget
 from engine.loop.step_durations import StepDurations
@@ -13,13 +14,15 @@ SECONDS_A_TOKEN = 0.25
 
 def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
     first, second, third = (Plan(seq=n, extend=True, items=[]) for n in (1, 2, 3))
-    durations = StepDurations()
-    durations.launched(first, 10.0)
-    durations.launched(second, 10.5)
-    assert durations.collected(12.0) == (first, 2.0)
-    assert durations.collected(13.0) == (second, 1.0)
-    durations.launched(third, 20.0)
-    assert durations.collected(20.5) == (third, 0.5)
+    reported: list[tuple[Plan, float]] = []
+    durations = StepDurations(lambda plan, taken_s: reported.append((plan, taken_s)))
+    durations.on_launch(first, 10.0)
+    durations.on_launch(second, 10.5)
+    durations.on_step(StepEffects(), 12.0)
+    durations.on_step(StepEffects(), 13.0)
+    durations.on_launch(third, 20.0)
+    durations.on_step(StepEffects(), 20.5)
+    assert reported == [(first, 2.0), (second, 1.0), (third, 0.5)]
 
 
 def test_the_loop_keeps_steps_within_their_time() -> None:

@@ -65,7 +65,7 @@ class Rig(EngineInATest):
 
     def say(self, outputs: list[TokenOutput]) -> None:
         super().say(outputs)
-        self.control.told(outputs)
+        self.control.on_outputs(outputs, 0.0)
 
     def turn(self) -> bool:
         self.control.on_turn()
