@@ -187,7 +187,11 @@ def test_prefill_computes_nothing_before_decode_has_given_its_pages() -> None:
     cluster.prefill.submit("r", list(range(20)), 1, new=6, prefill_only=True)
     for _ in range(10):
         cluster.prefill.turn()
-    assert cluster.prefill.plans == [] and cluster.prefill.role.queues() == {"bootstrap": 1, "waiting": 0, "inflight": 0}
+    assert cluster.prefill.plans == [] and cluster.prefill.role.queues() == {
+        "bootstrap": 1,
+        "waiting": 0,
+        "inflight": 0,
+    }
     cluster.decode.submit("r", list(range(20)), 1, new=6, prefill_only=False)
     cluster.run(random.Random(0))
     assert cluster.decode.tokens == {"r": expected_tokens(list(range(20)), 6)}
