@@ -16,7 +16,7 @@ from disagg.decode_role import DecodeRole
 from disagg.metadata import Checksum, MetadataBuffers
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
-from engine.loop.loop import EngineLoop, LoopSettings
+from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
 from engine.messages import (
     GetStep,
@@ -216,8 +216,7 @@ class Worker:
             executor=self.executor,
             role=self.role,
             ports=_Ports(self),
-            weights=SimWeights(self.process, self.model, self.draw),
-            profiler=idle,
+            services=LoopServices(weights=SimWeights(self.process, self.model, self.draw), profiler=idle),
             turns=self.turns,
             settings=LoopSettings(depth=depth, eos_ids=frozenset({EOS}), prefill_only=self.role_name == "prefill"),
             clock=self.process.clock,
@@ -351,7 +350,10 @@ class Worker:
         self.scheduler.check()
         quarantined = self.scheduler.memory.allocator.counts()["quarantined"]
         self.most_quarantined = max(self.most_quarantined, quarantined)
-        self._raise(self.role.check())
+        try:
+            self.role.check()
+        except AssertionError as error:
+            self._raise([str(error)])
 
     def check_manager(self) -> None:
         self._raise(self.manager.check())
