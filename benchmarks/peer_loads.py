@@ -15,7 +15,7 @@ from typing import Any
 from deploy.bench.client import Target
 from deploy.bench.config import BenchConfig
 from deploy.bench.load import run_load
-from deploy.bench.run import open_session
+from deploy.bench.run import open_session, options_of
 from deploy.bench.stats import RequestRecord, summarize
 from deploy.bench.workload import make_requests
 
@@ -46,7 +46,7 @@ async def run_workload(name: str, server: Server, *, seed: int) -> dict[str, flo
     if name == "C":
         return await interference(server, seed=seed, prompts=True)
     config = _config(server, seed, SHAPES[name])
-    async with open_session(config) as session:
+    async with open_session(config.api_key) as session:
         return figures(*await _closed(_target(server, session, config), config))
 
 
@@ -56,7 +56,7 @@ async def interference(server: Server, *, seed: int, prompts: bool) -> dict[str,
     (without prompts: of the long ones).
     """
     config, answers = _config(server, seed, LONG), list[asyncio.Task[RequestRecord]]()
-    async with open_session(config) as session:
+    async with open_session(config.api_key) as session:
         target = _target(server, session, config)
         async with asyncio.TaskGroup() as group:
             sending = (
@@ -76,7 +76,7 @@ async def interference(server: Server, *, seed: int, prompts: bool) -> dict[str,
 async def warm_up(server: Server) -> None:
     """Prompts that no round sends."""
     config = _config(server, SEED_STEP - 1, WARM)
-    async with open_session(config) as session:
+    async with open_session(config.api_key) as session:
         await _closed(_target(server, session, config), config)
 
 
@@ -104,7 +104,7 @@ def _config(server: Server, seed: int, shape: dict[str, int]) -> BenchConfig:
 
 
 def _target(server: Server, session: Any, config: BenchConfig) -> Target:
-    return Target(server.url, session=session, config=config, model=server.model)
+    return Target(server.url, session=session, options=options_of(config, model=server.model))
 
 
 async def _closed(target: Target, config: BenchConfig) -> tuple[list[RequestRecord], float]:

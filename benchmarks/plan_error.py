@@ -38,8 +38,8 @@ from deploy.bench.stats import RequestRecord, Summary, summarize
 from planner.cluster import PlannedCluster
 from planner.config import PlanConfig
 from planner.fit import HandoverTime, StepTimeFit, fit, fit_handover
-from planner.hardware import Profile, describe
 from planner.layout import ClusterLayout, parse_layout
+from planner.profile import Profile, describe
 from planner.study import cluster_spec, study_of
 
 LAYOUTS = ("1U", "1P1D")

@@ -12,10 +12,9 @@ def run(argv: Sequence[str]) -> int:
     """Plan; 0 when some layout keeps the limits (or --rates asked for no search), 1 otherwise."""
     config = config_from(build_parser().parse_strict(argv), PlanConfig)
     check_plan(config)
-    for name in ("output", "plot", "save_profile"):
-        path = getattr(config, name)
+    files = {"--output": config.output, "--plot": config.plot, "--save-profile": config.save_profile}
+    for flag, path in files.items():
         if path is not None and not Path(path).absolute().parent.is_dir():
-            flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag}: {Path(path).parent} is no directory; create it first")
     return _plan(config)
 
@@ -42,9 +41,10 @@ def _plan(config: PlanConfig) -> int:
         check_plot(config.plot)
     study = study_of(config)
     outcomes = run_plan(config, study)
-    print(report_text(outcomes, study=study, config=config))
+    print(report_text(outcomes, study=study, all_points=bool(config.rates), total_rate=config.total_rate))
     if config.output:
         Path(config.output).write_bytes(report_json(outcomes, study=study, config=config, environment=describe()))
     if config.plot:
-        draw(outcomes, config=config, title=f"{study.model} on {config.gpu or 'measured hardware'}", path=config.plot)
+        title = f"{study.model} on {config.gpu or 'measured hardware'}"
+        draw(outcomes, share=study.slo.share, title=title, path=config.plot)
     return 0 if config.rates or any(outcome.best for outcome in outcomes) else 1

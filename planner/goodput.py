@@ -16,7 +16,7 @@ MOST_STEPS = 8  # doublings or halvings on the way to the first bracket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloTargets:
-    """Limits in seconds. `share`: of requests that must be within them, and of a request's gaps within `itl_s`."""
+    """Limits in seconds. `share`: of the requests that must be within them, and of a request's gaps within `itl_s`."""
 
     ttft_s: float
     tpot_s: float
@@ -31,7 +31,7 @@ class SloTargets:
         return self.itl_s is None or not record.itl_s or percentile(record.itl_s, 100 * self.share) <= self.itl_s
 
     def latest_s(self, *, sent_s: float, output_len: int) -> float:
-        """Who has not ended by then is not good any more."""
+        """Return the time at which a request that has not ended is no longer good."""
         return sent_s + self.ttft_s + self.tpot_s * output_len
 
 
@@ -85,14 +85,14 @@ def point_of(records: Sequence[RequestRecord], *, rate: float, slo: SloTargets, 
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """Brackets the highest good rate from `guess`, then halves the bracket (geometrically). Told points, it asks for rates."""
+    """Brackets the highest good rate from `guess`, then halves the bracket (geometrically): points in, rates out."""
 
     guess: float
     share: float
     points: list[Point] = field(default_factory=list)
 
     def next_rate(self) -> float | None:
-        """None: found, or there is none."""
+        """Return the next rate to try; None at the end of the search."""
         if not self.points:
             return self.guess
         good, bad = self._best_rate(), self._worst_rate()
@@ -102,7 +102,7 @@ class Search:
             return 2 * (good or 0.0) if bad is None else bad / 2
         return None if bad / good <= NEAR else (good * bad) ** 0.5
 
-    def told(self, point: Point) -> None:
+    def add(self, point: Point) -> None:
         self.points.append(point)
 
     @property
@@ -110,7 +110,7 @@ class Search:
         return max(self._good(), key=lambda point: point.rate, default=None)
 
     def _good(self) -> list[Point]:
-        """Below every rate that was not good enough: chance may make a higher one good again."""
+        """Points below every rate that was not good enough: chance may make a higher rate good again."""
         bad = self._worst_rate()
         return [p for p in self.points if p.good_share >= self.share and (bad is None or p.rate < bad)]
 
@@ -124,7 +124,7 @@ class Search:
 
 @dataclass(slots=True, kw_only=True)
 class Grid:
-    """Given rates and nothing else, in place of a search."""
+    """Tries the given rates alone, in place of a search."""
 
     rates: list[float]
     share: float
@@ -133,7 +133,7 @@ class Grid:
     def next_rate(self) -> float | None:
         return self.rates[len(self.points)] if len(self.points) < len(self.rates) else None
 
-    def told(self, point: Point) -> None:
+    def add(self, point: Point) -> None:
         self.points.append(point)
 
     @property

@@ -1,51 +1,29 @@
-"""What each worker runs on: step times, memory and network, from flags, the table of GPUs or measurements.
-
-Owns the profile file: JSON of `Profile`. Pure but for reading and writing it.
-"""
+"""What each worker runs on: step times, memory and network, from flags, the table of GPUs or measurements."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from planner.config import PlanConfig
-from planner.fit import HandoverTime, StepTimeFit, fit, fit_handover, read_pair, read_records
+from planner.fit import HandoverTime
 from planner.gpus import GPUS, Gpu
+from planner.profile import Profile, fit_profile, read_profile, save_profile
 from planner.shape import Shape
-from planner.step_time import Efficiency, Fitted, Roofline, StepTime
+from planner.step_time import Efficiency, Roofline, StepTime
 from service.flags import ConfigError
 
-# Assumed where neither a flag nor a profile says better.
+# Assumed if neither a flag nor a profile gives the value.
+COMPUTE, MEMORY, STEP_S, REDUCE_S = 0.55, 0.75, 0.002, 0.00001
 OUTSIDE_S = 0.005
 LATENCY_S = 0.0005
-COMPUTE, MEMORY, STEP_S, REDUCE_S = 0.55, 0.75, 0.002, 0.00001
 MESSAGES = 4  # of a hand-over, one after another: handshake and answer, decode's pages, success
 GB = 10**9
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured of one machine: step times of one model on it, or the GPU itself, or both (docs/planning.md).
-
-    `source`: where it comes from, for people. `handover`, `compute_efficiency` and so on: None: not measured. `tp_size`: GPUs
-    of the worker whose step times these are.
-    """
-
-    step_time: Fitted | None = None
-    outside_s: float | None = None
-    source: str = ""
-    handover: HandoverTime | None = None
-    tp_size: int = 1
-    gpu: Gpu | None = None
-    compute_efficiency: float | None = None
-    memory_efficiency: float | None = None
-    step_overhead_ms: float | None = None
-    all_reduce_us: float | None = None
-
-
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """`step_times`: by GPUs a worker. `memory_bytes`, `link_bytes_per_s`: of one GPU; memory None where --max-total-tokens says
-
-    it all. `gpu_flag`: what chose the GPU. `assumed`: what nobody measured, for people.
+    """`step_times`: by GPUs per worker. `memory_bytes`, `link_bytes_per_s`: of one GPU; memory is None if
+    --max-total-tokens gives the KV capacity. `gpu_flag`: the flag that chose the GPU. `assumed`: values that were
+    neither given nor measured, for people.
     """
 
     step_times: dict[int, StepTime]
@@ -59,144 +37,121 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hardware_of(config: PlanConfig, shape: Shape, *, tps: Sequence[int], profile: Profile | None) -> Hardware:
-    """Raises `ConfigError` for what is missing or cannot be."""
+    """Decide what workers over each of `tps` GPUs run on. Raises `ConfigError` for a value that is missing."""
     profile = profile or Profile()
     gpu = GPUS[config.gpu] if config.gpu else profile.gpu
     memory_gb = config.gpu_memory_gb or (gpu.memory_gb if gpu else None)
-    link_bytes_per_s = _link_bytes_per_s(config, gpu, profile.handover, shape)
     if memory_gb is None and config.max_total_tokens is None:
         raise ConfigError("--gpu-memory-gb: step times say nothing of memory; give this, --max-total-tokens or --gpu")
-    if link_bytes_per_s is None and profile.handover is not None:
-        raise ConfigError("--transfer-gb-s: the measured hand-over does not grow with the prompt; give this or --gpu")
-    if link_bytes_per_s is None:
-        raise ConfigError("--transfer-gb-s: step times say nothing of the network; give this, --fit-pair or --gpu")
+    link_bytes_per_s = _link_bytes_per_s(config.transfer_gb_s, gpu, profile.handover, shape)
+    assumed = _Assumed()
     step_times: dict[int, StepTime]
-    assumed: list[str]
     if profile.step_time is not None:
         if list(tps) != [profile.tp_size]:
             raise ConfigError(
                 f"--tp-size: the step times were measured on {profile.tp_size} GPUs a worker; plan with as many"
             )
-        step_times, assumed = {profile.tp_size: profile.step_time}, []
-        text = profile.source or "measured step times"
+        step_times, text = {profile.tp_size: profile.step_time}, profile.source or "measured step times"
     else:
         assert gpu is not None, "checked"
-        efficiency, assumed = _efficiency(config, profile, tps)
+        efficiency = _efficiency(config, profile, assumed, several_gpus=max(tps) > 1)
         step_times = {tp: Roofline(gpu=gpu, shape=shape, efficiency=efficiency, tp=tp) for tp in tps}
         text = f"{gpu.name}, by its data sheet"
     if config.transfer_gb_s is None and profile.handover is None:
-        assumed.append(f"transfers at {link_bytes_per_s / GB:g} GB/s a GPU")
-    outside_s = _known(config.request_overhead_s, profile.outside_s)
-    if outside_s is None:
-        assumed.append(f"{1e3 * OUTSIDE_S:g} ms a request outside the engine")
+        assumed.notes.append(f"transfers at {link_bytes_per_s / GB:g} GB/s a GPU")
     return Hardware(
         step_times=step_times,
         memory_bytes=None if memory_gb is None else int(memory_gb * GB),
         link_bytes_per_s=link_bytes_per_s,
-        latency_s=_latency_s(config, profile.handover),
-        outside_s=OUTSIDE_S if outside_s is None else outside_s,
-        gpu_flag=_gpu_flag(config),
+        latency_s=_latency_s(config.transfer_latency_s, config.control_latency_s, profile.handover),
+        outside_s=assumed.first(
+            (config.request_overhead_s, profile.outside_s),
+            default=OUTSIDE_S,
+            note=f"{1e3 * OUTSIDE_S:g} ms a request outside the engine",
+        ),
+        gpu_flag=_gpu_flag(config.gpu, config.gpu_memory_gb),
         text=text,
-        assumed=", ".join(assumed),
+        assumed=", ".join(assumed.notes),
     )
 
 
 def profile_of(config: PlanConfig) -> Profile | None:
-    """Read or measured, and saved where --save-profile says; None: a data sheet is all there is."""
+    """Read the profile, or measure and save it, as the flags say; None: there is a data sheet only."""
     if config.gpu_profile is not None:
-        return _read_profile(config.gpu_profile)
+        return read_profile(config.gpu_profile)
     if not config.fit:
         return None
     if len(config.tp_size) > 1:
         raise ConfigError("--tp-size: --fit measures one kind of worker; say how many GPUs that had")
-    found = fit([read_records(path) for path in config.fit])
-    handover = fit_handover(*read_pair(config.fit_pair)) if config.fit_pair else None
-    profile = Profile(
-        step_time=found.step_time,
-        outside_s=found.outside_s,
-        source=describe(found, handover),
-        handover=handover,
-        tp_size=config.tp_size[0] if config.tp_size else 1,
-    )
+    profile = fit_profile(config.fit, pair=config.fit_pair, tp_size=config.tp_size[0] if config.tp_size else 1)
     if config.save_profile:
-        Path(config.save_profile).write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+        save_profile(profile, config.save_profile)
     return profile
 
 
-def _efficiency(config: PlanConfig, profile: Profile, tps: Sequence[int]) -> tuple[Efficiency, list[str]]:
-    """And what of it is assumed. A flag counts before the profile, both before what we think."""
-    profile_step_s = None if profile.step_overhead_ms is None else profile.step_overhead_ms / 1e3
-    profile_reduce_s = None if profile.all_reduce_us is None else profile.all_reduce_us / 1e6
-    compute = _known(config.compute_efficiency, profile.compute_efficiency)
-    memory = _known(config.memory_efficiency, profile.memory_efficiency)
-    step_s = _known(config.step_overhead_s, profile_step_s)
-    reduce_s = _known(config.all_reduce_overhead_s, profile_reduce_s)
-    assumed = []
-    if compute is None:
-        assumed.append(f"{100 * COMPUTE:.0f} % of its FLOP/s")
-    if memory is None:
-        assumed.append(f"{100 * MEMORY:.0f} % of its bandwidths")
-    if step_s is None:
-        assumed.append(f"{1e3 * STEP_S:g} ms a step besides")
-    if reduce_s is None and max(tps) > 1:
-        assumed.append(f"{1e6 * REDUCE_S:g} us an all-reduce besides")
-    efficiency = Efficiency(
-        compute=COMPUTE if compute is None else compute,
-        memory=MEMORY if memory is None else memory,
-        step_s=STEP_S if step_s is None else step_s,
-        reduce_s=REDUCE_S if reduce_s is None else reduce_s,
+class _Assumed:
+    """Values that are assumed, noted for the report."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def first(self, known: Sequence[float | None], *, default: float, note: str) -> float:
+        """Return the first known value, else `default`, and note it."""
+        for value in known:
+            if value is not None:
+                return value
+        if note:
+            self.notes.append(note)
+        return default
+
+
+def _efficiency(config: PlanConfig, profile: Profile, assumed: _Assumed, *, several_gpus: bool) -> Efficiency:
+    step_s = None if profile.step_overhead_ms is None else profile.step_overhead_ms / 1e3
+    reduce_s = None if profile.all_reduce_us is None else profile.all_reduce_us / 1e6
+    return Efficiency(
+        compute=assumed.first(
+            (config.compute_efficiency, profile.compute_efficiency),
+            default=COMPUTE,
+            note=f"{100 * COMPUTE:.0f} % of its FLOP/s",
+        ),
+        memory=assumed.first(
+            (config.memory_efficiency, profile.memory_efficiency),
+            default=MEMORY,
+            note=f"{100 * MEMORY:.0f} % of its bandwidths",
+        ),
+        step_s=assumed.first(
+            (config.step_overhead_s, step_s), default=STEP_S, note=f"{1e3 * STEP_S:g} ms a step besides"
+        ),
+        reduce_s=assumed.first(
+            (config.all_reduce_overhead_s, reduce_s),
+            default=REDUCE_S,
+            note=f"{1e6 * REDUCE_S:g} us an all-reduce besides" if several_gpus else "",
+        ),
     )
-    return efficiency, assumed
 
 
-def _known(flag: float | None, measured: float | None) -> float | None:
-    """A flag counts before what was measured."""
-    return measured if flag is None else flag
-
-
-def _gpu_flag(config: PlanConfig) -> str:
-    if config.gpu_memory_gb is not None:
+def _gpu_flag(gpu: str | None, memory_gb: float | None) -> str:
+    if memory_gb is not None:
         return "--gpu-memory-gb"
-    return f"--gpu {config.gpu}" if config.gpu else "--gpu-profile"
+    return f"--gpu {gpu}" if gpu else "--gpu-profile"
 
 
-def _link_bytes_per_s(config: PlanConfig, gpu: Gpu | None, handover: HandoverTime | None, shape: Shape) -> float | None:
-    if config.transfer_gb_s is not None:
-        return config.transfer_gb_s * GB
+def _link_bytes_per_s(given_gb_s: float | None, gpu: Gpu | None, handover: HandoverTime | None, shape: Shape) -> float:
+    if given_gb_s is not None:
+        return given_gb_s * GB
     if handover is not None and handover.token_s > 0:
         return shape.kv_bytes / handover.token_s
-    return gpu.link_gb_s * GB if gpu else None
+    if gpu is not None:
+        return gpu.link_gb_s * GB
+    if handover is not None:
+        raise ConfigError("--transfer-gb-s: the measured hand-over does not grow with the prompt; give this or --gpu")
+    raise ConfigError("--transfer-gb-s: step times say nothing of the network; give this, --fit-pair or --gpu")
 
 
-def _latency_s(config: PlanConfig, handover: HandoverTime | None) -> float:
-    """What a measured hand-over takes besides bytes and messages."""
-    if config.transfer_latency_s is not None:
-        return config.transfer_latency_s
+def _latency_s(given_s: float | None, control_s: float, handover: HandoverTime | None) -> float:
+    """A measured hand-over is bytes, messages and this."""
+    if given_s is not None:
+        return given_s
     if handover is None:
         return LATENCY_S
-    return max(0.0, handover.request_s - MESSAGES * config.control_latency_s)
-
-
-def describe(found: StepTimeFit, handover: HandoverTime | None = None) -> str:
-    """One line: from how much, how well."""
-    pair = (
-        ""
-        if handover is None
-        else (f"; hand-over {1000 * handover.request_s:.1f} ms and {1e6 * handover.token_s:.1f} us a token")
-    )
-    return (
-        f"measured: {found.num_prefills} prefills (median error {100 * found.prefill_error:.1f} %), "
-        f"{found.num_gaps} decode steps ({100 * found.decode_error:.1f} %){pair}"
-    )
-
-
-def _read_profile(path: str) -> Profile:
-    try:
-        found = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
-    except OSError as error:
-        raise ConfigError(f"--gpu-profile {path}: cannot be read: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"--gpu-profile {path}: is no profile (--save-profile writes one): {error}") from None
-    if found.step_time is None and found.gpu is None:
-        raise ConfigError(f"--gpu-profile {path}: has neither `step_time` nor `gpu`")
-    return found
+    return max(0.0, handover.request_s - MESSAGES * control_s)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.config import PlanConfig
 from planner.run import Outcome
 from service.flags import ConfigError
 
@@ -18,7 +17,7 @@ def check_plot(path: str) -> None:
     _figure_class()
 
 
-def draw(outcomes: Sequence[Outcome], *, config: PlanConfig, title: str, path: str) -> None:
+def draw(outcomes: Sequence[Outcome], *, share: float, title: str, path: str) -> None:
     """One line a layout, its best rate marked; unified layouts are dashed, perfect service is grey."""
     figure = _figure_class()(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
@@ -38,7 +37,7 @@ def draw(outcomes: Sequence[Outcome], *, config: PlanConfig, title: str, path: s
         xlim=(0, None),
         ylim=(0, None),
     )
-    axes.legend(title=f"best rate with {config.slo_percent:g} % good")
+    axes.legend(title=f"best rate with {100 * share:g} % good")
     axes.grid(alpha=0.3)
     try:
         figure.savefig(path)

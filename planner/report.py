@@ -15,18 +15,21 @@ LONG = 5  # limits of TTFT
 HEADER = ("layout", "req/s/GPU", "good", "TTFT ms", "TPOT ms", "cached", "busy")
 
 
-def report_text(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig) -> str:
-    """The best rate of each layout, best first; what each rate of `--rates` gave; and the recommendation."""
+def report_text(outcomes: Sequence[Outcome], *, study: Study, all_points: bool, total_rate: float | None) -> str:
+    """Write the table and the recommendation: the best rate of each layout, best first, or with `all_points` each rate.
+
+    `total_rate`: requests per second of the whole cluster to say the number of GPUs for.
+    """
     lines = [_about(study, outcomes), ""]
-    if config.rates:
+    if all_points:
         rows = [[o.layout.name, *_cells(p)] for o in outcomes for p in o.points]
     else:
         ordered = sorted(outcomes, key=lambda o: -o.rate)
         rows = [[o.layout.name, *_cells(o.best)] for o in ordered]
-    percent = f"p{config.slo_percent:g}"
+    percent = f"p{100 * study.slo.share:g}"
     header = [f"{h.removesuffix(' ms')} {percent}, ms" if h.endswith(" ms") else h for h in HEADER]
     lines.append(table(header, rows))
-    return "\n".join([*lines, "", *_advice(outcomes, config), *_doubts(outcomes, study)])
+    return "\n".join([*lines, "", *_advice(outcomes, total_rate), *_doubts(outcomes, study)])
 
 
 def report_json(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig, environment: dict[str, Any]) -> bytes:
@@ -118,7 +121,7 @@ def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{1000 * seconds:.0f}"
 
 
-def _advice(outcomes: Sequence[Outcome], config: PlanConfig) -> list[str]:
+def _advice(outcomes: Sequence[Outcome], total_rate: float | None) -> list[str]:
     best = max(outcomes, key=lambda o: o.rate)
     if best.best is None:
         return [
@@ -128,7 +131,7 @@ def _advice(outcomes: Sequence[Outcome], config: PlanConfig) -> list[str]:
     unified = max((o.rate for o in outcomes if o.layout.unified), default=0.0)
     if unified and not best.layout.unified:
         lines[0] += f", {best.rate / unified:.2f} x the best unified layout"
-    if config.total_rate is not None:
-        copies, gpus = gpus_for(best, config.total_rate)
-        lines.append(f"for {config.total_rate:g} requests a second: {gpus} GPUs, {copies} x {best.layout.name}")
+    if total_rate is not None:
+        copies, gpus = gpus_for(best, total_rate)
+        lines.append(f"for {total_rate:g} requests a second: {gpus} GPUs, {copies} x {best.layout.name}")
     return lines

@@ -1,6 +1,6 @@
-"""Runs a plan: every layout's rates, a few at a time, with a progress bar. It owns the searches and the bar."""
+"""Runs a plan: every layout's rates, a few at a time, with a progress bar."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from planner.study import Study, guess_rate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """All that was learnt of one layout. `best`: None when no rate was good enough."""
+    """The runs of one layout. `best`: None if no rate was good enough."""
 
     layout: ClusterLayout
     points: list[Point]
@@ -23,40 +23,40 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """The highest good one, in requests a second and GPU; 0: there is none."""
+        """The highest good rate, in requests per second and GPU; 0 if there is none."""
         return self.best.rate if self.best else 0.0
 
 
 def run_plan(config: PlanConfig, study: Study) -> list[Outcome]:
-    """The outcome of each layout, in the order of the flags. `study`: that of `config`."""
-    searches = {layout: _search(config, study, layout) for layout in study.layouts}
+    """Return the outcome of each layout, in the order of the flags. `study`: the one of `config`."""
+    searches = {layout: _search(study, layout, rates=config.rates) for layout in study.layouts}
     with (
         RunPool(config, jobs=min(config.jobs, len(searches))) as pool,
         tqdm(unit="run", disable=config.disable_progress or None) as bar,
     ):
         running: dict[Future[Point], ClusterLayout] = {}
 
-        def ask(layout: ClusterLayout) -> None:
+        def submit_next(layout: ClusterLayout) -> None:
             rate = searches[layout].next_rate()
             if rate is not None:
                 running[pool.submit(layout, rate)] = layout
 
         for layout in searches:
-            ask(layout)
+            submit_next(layout)
         while running:
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 layout = running.pop(future)
-                searches[layout].told(future.result())
+                searches[layout].add(future.result())
                 bar.set_postfix_str(_news(searches), refresh=False)
                 bar.update()
-                ask(layout)
+                submit_next(layout)
     return [Outcome(layout, sorted(s.points, key=lambda p: p.rate), s.best) for layout, s in searches.items()]
 
 
-def _search(config: PlanConfig, study: Study, layout: ClusterLayout) -> Search | Grid:
-    if config.rates:
-        return Grid(rates=sorted(config.rates), share=study.slo.share)
+def _search(study: Study, layout: ClusterLayout, *, rates: Sequence[float]) -> Search | Grid:
+    if rates:
+        return Grid(rates=sorted(rates), share=study.slo.share)
     return Search(guess=guess_rate(study, layout), share=study.slo.share)
 
 

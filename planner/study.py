@@ -62,7 +62,9 @@ def study_of(config: PlanConfig) -> Study:
     model = load_model_config(str(path.parent if path.name == "config.json" else path))
     shape = shape_of(model)
     profile = profile_of(config)
-    layouts = _layouts(config, tps=config.tp_size or ((profile.tp_size,) if profile else (1,)))
+    layouts = _layouts(
+        config.layouts, num_workers=config.num_workers, tps=config.tp_size or ((profile.tp_size,) if profile else (1,))
+    )
     tps = sorted({layout.tp for layout in layouts})
     hardware = hardware_of(config, shape, tps=tps, profile=profile)
     history, requests = workload_of(config)
@@ -108,11 +110,11 @@ def study_of(config: PlanConfig) -> Study:
     )
 
 
-def _layouts(config: PlanConfig, *, tps: Sequence[int]) -> list[ClusterLayout]:
-    """Those that say nothing of GPUs a worker are tried with each of `tps`."""
-    if not config.layouts:
-        return candidates(config.num_workers, tps=tps)
-    named = [parse_layout(text) for text in config.layouts]
+def _layouts(texts: Sequence[str], *, num_workers: int, tps: Sequence[int]) -> list[ClusterLayout]:
+    """Parse the layouts, or propose some. A layout without a number of GPUs per worker is tried with each of `tps`."""
+    if not texts:
+        return candidates(num_workers, tps=tps)
+    named = [parse_layout(text) for text in texts]
     return list(dict.fromkeys(replace(one, tp=tp) for one in named for tp in (tps if one.tp == 1 else (one.tp,))))
 
 

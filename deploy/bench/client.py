@@ -5,12 +5,12 @@ Clock: `time.perf_counter`. Tokens are counted by the server's `usage`, where it
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from deploy.bench.config import BenchConfig
 from deploy.bench.sse import SseParser
 from deploy.bench.stats import RequestRecord
 from deploy.bench.workload import BenchRequest
@@ -61,16 +61,26 @@ class StreamFailed(Exception):
         self.kind = kind
 
 
-class Target:
-    """One server under test. `session` is shared by all its requests (no limit on connections)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What all requests of a run have in common. `chat`: by /v1/chat/completions, else /v1/completions."""
 
-    def __init__(self, url: str, *, session: aiohttp.ClientSession, config: BenchConfig, model: str) -> None:
-        path = "/v1/chat/completions" if config.api == "chat" else "/v1/completions"
+    model: str
+    chat: bool
+    stream: bool
+    ignore_eos: bool
+    temperature: float
+    timeout_s: float
+
+
+class Target:
+    """One server under test. All its requests share `session` (no limit on connections)."""
+
+    def __init__(self, url: str, *, session: aiohttp.ClientSession, options: RequestOptions) -> None:
         self.url = url.rstrip("/")
-        self._endpoint = self.url + path
+        self._endpoint = self.url + ("/v1/chat/completions" if options.chat else "/v1/completions")
         self._session = session
-        self._config = config
-        self._model = model
+        self._options = options
 
     async def send(self, request: BenchRequest, *, started_at: float) -> RequestRecord:
         """Send `request` and read its answer to the end. `started_at`: the run's start on `time.perf_counter`."""
@@ -79,7 +89,7 @@ class Target:
         if request.at_s is not None:
             record.late_s = max(0.0, record.sent_s - request.at_s)
         try:
-            async with asyncio.timeout(self._config.request_timeout_s):
+            async with asyncio.timeout(self._options.timeout_s):
                 await self._exchange(request, record, sent_at)
         except StreamFailed as error:
             record.error, record.detail = error.kind, str(error)[:DETAIL_CHARS]
@@ -96,7 +106,7 @@ class Target:
         async with self._session.post(self._endpoint, json=self.body(request)) as reply:
             if reply.status != 200:
                 raise StreamFailed(f"http {reply.status}", (await reply.text(errors="replace")))
-            if self._config.stream:
+            if self._options.stream:
                 await _read_stream(reply, record, sent_at)
             else:
                 _note(record, _decode(await reply.read()))
@@ -104,15 +114,15 @@ class Target:
     def body(self, request: BenchRequest) -> dict[str, Any]:
         """The JSON body of `request`."""
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": self._options.model,
             "max_tokens": request.output_len,
-            "temperature": self._config.temperature,
+            "temperature": self._options.temperature,
         }
-        if self._config.ignore_eos:  # every generated token shall bring an event, special ones too
+        if self._options.ignore_eos:  # every generated token shall bring an event, special ones too
             body |= {"ignore_eos": True, "skip_special_tokens": False}
-        if self._config.stream:
+        if self._options.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if self._config.api == "chat":
+        if self._options.chat:
             return body | {"messages": [{"role": "user", "content": request.prompt}]}
         return body | {"prompt": request.prompt}
 

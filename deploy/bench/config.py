@@ -63,6 +63,11 @@ class BenchConfig(FlagSet):
     output: str | None = flag(None, "file to write with the result, as JSON")
     disable_progress: bool = flag(False, "show no progress bar")
 
+    @property
+    def urls(self) -> list[str]:
+        """The servers to measure: one, or two."""
+        return [self.url, self.compare] if self.compare else [self.url]
+
 
 def check_bench(config: BenchConfig) -> None:
     """Raise `ConfigError` for the first flags that do not fit each other."""

@@ -9,7 +9,7 @@ import msgspec
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deploy.bench import environment
-from deploy.bench.client import Target, first_model
+from deploy.bench.client import RequestOptions, Target, first_model
 from deploy.bench.config import BenchConfig
 from deploy.bench.load import Measured, run_in_turns, run_load
 from deploy.bench.report import ratio_table, summary_table
@@ -19,10 +19,13 @@ from deploy.bench.workload import BenchRequest, make_requests
 
 
 async def measure(config: BenchConfig, stack: AsyncExitStack) -> list[Measured]:
-    """Warm up, then put the load on one target or on two in turns; one `Measured` for each."""
+    """Warm up, then put the load on one target, or on two in turns; return one `Measured` per target."""
     requests = make_requests(config, read_trace(config.trace) if config.trace else ())
-    session = await stack.enter_async_context(open_session(config))
-    targets = [await _target(url, session, config) for url in _urls(config)]
+    session = await stack.enter_async_context(open_session(config.api_key))
+    targets = []
+    for url in config.urls:
+        options = options_of(config, model=config.model or await first_model(session, url))
+        targets.append(Target(url, session=session, options=options))
     for target in targets:
         await run_load(target.send, _warmup(requests, config.warmup), concurrency=1, on_done=_ignore)
     with tqdm(total=len(requests) * len(targets), unit="req", disable=config.disable_progress or None) as bar:
@@ -35,26 +38,37 @@ async def measure(config: BenchConfig, stack: AsyncExitStack) -> list[Measured]:
         )
 
 
-def open_session(config: BenchConfig) -> aiohttp.ClientSession:
-    """A session with no limit of its own on connections or time, which never uses a proxy."""
+def options_of(config: BenchConfig, *, model: str) -> RequestOptions:
+    return RequestOptions(
+        model=model,
+        chat=config.api == "chat",
+        stream=config.stream,
+        ignore_eos=config.ignore_eos,
+        temperature=config.temperature,
+        timeout_s=config.request_timeout_s,
+    )
+
+
+def open_session(api_key: str | None) -> aiohttp.ClientSession:
+    """Open a session without limits of its own on connections or time; it never uses a proxy."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, connect=30),
-        headers={"Authorization": f"Bearer {config.api_key}"} if config.api_key else None,
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         trust_env=False,
         read_bufsize=1 << 20,
     )
 
 
-def print_report(config: BenchConfig, measured: Sequence[Measured]) -> list[Summary]:
-    """Print the tables; returns the summaries, one a target."""
+def print_report(urls: Sequence[str], measured: Sequence[Measured]) -> list[Summary]:
+    """Print the tables; return the summaries, one per target."""
     summaries = [summarize(one.records, duration_s=one.duration_s) for one in measured]
-    for url, one, summary in zip(_urls(config), measured, summaries, strict=True):
+    for url, one, summary in zip(urls, measured, summaries, strict=True):
         print(f"\n{url}\n\n{summary_table(summary)}")
         for line in _error_examples(one.records):
             print(line)
-    if config.compare:
-        print("\n" + ratio_table(ratios(*summaries), first=config.url, second=config.compare))
+    if len(urls) == 2:
+        print("\n" + ratio_table(ratios(*summaries), first=urls[0], second=urls[1]))
     return summaries
 
 
@@ -62,7 +76,7 @@ def result_json(config: BenchConfig, measured: Sequence[Measured], summaries: Se
     """The whole result, with every request's record. The API key stays out of it."""
     targets = [
         {"url": url, "summary": summary, "records": one.records}
-        for url, summary, one in zip(_urls(config), summaries, measured, strict=True)
+        for url, summary, one in zip(config.urls, summaries, measured, strict=True)
     ]
     result = {
         "environment": environment.describe()
@@ -84,15 +98,6 @@ class _Progress:
             self._errors += 1
             self._bar.set_postfix(errors=self._errors, refresh=False)
         self._bar.update()
-
-
-async def _target(url: str, session: aiohttp.ClientSession, config: BenchConfig) -> Target:
-    model = config.model or await first_model(session, url)
-    return Target(url, session=session, config=config, model=model)
-
-
-def _urls(config: BenchConfig) -> list[str]:
-    return [config.url, config.compare] if config.compare else [config.url]
 
 
 def _warmup(requests: Sequence[BenchRequest], count: int) -> list[BenchRequest]:

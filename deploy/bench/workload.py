@@ -1,6 +1,6 @@
 """What to send and when: pure, from flags and a seed to a list of requests.
 
-A prompt of token ids has an exact length on every server. A prompt of words ("k17 v42 ...") has one token a word for
+A prompt of token ids has an exact length on every server. A prompt of words ("k17 v42 ...") has one token per word for
 the shipped model only; other tokenizers make several.
 """
 
@@ -17,7 +17,7 @@ NUM_KEYS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """One request. `at_s`: seconds after the start to send it at; None: as soon as a place is free (closed loop)."""
+    """One request. `at_s`: seconds from the start to its sending; None: when a place is free (closed loop)."""
 
     idx: int
     prompt: str | tuple[int, ...]
@@ -26,28 +26,52 @@ class BenchRequest:
     at_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Draws token ids of [low, high], and writes them as a prompt of ids or of words."""
+
+    low: int
+    high: int
+    as_words: bool
+
+    def draw(self, rng: random.Random, count: int) -> list[int]:
+        return [rng.randint(self.low, self.high) for _ in range(count)]
+
+    def prompt(self, ids: Sequence[int]) -> str | tuple[int, ...]:
+        if not self.as_words:
+            return tuple(ids)
+        return " ".join(f"{'kv'[position % 2]}{number % NUM_KEYS:02d}" for position, number in enumerate(ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceScale:
+    """Factors on a trace's arrival times and lengths, and the longest random delay of an arrival."""
+
+    time: float = 1.0
+    length: float = 1.0
+    jitter_s: float = 0.0
+
+
 def make_requests(config: BenchConfig, trace: Sequence[TraceEntry] = ()) -> list[BenchRequest]:
-    """The requests of a run; the same flags give the same list."""
+    """Return the requests of a run; the same flags give the same list."""
     rng = random.Random(config.seed)
-    requests = replay(config, trace, rng) if config.trace else synthetic(config, rng)
+    tokens = PromptTokens(config.min_token_id, config.max_token_id, as_words=config.prompt == "words")
+    if config.trace:
+        entries = sorted(trace, key=lambda entry: entry.timestamp_ms)[: config.num_requests]
+        scale = TraceScale(time=config.time_scale, length=config.length_scale, jitter_s=config.time_jitter_s)
+        return replay(entries, scale, tokens, rng, seed=config.seed)
+    prefixes = [tokens.draw(rng, config.shared_prefix_len) for _ in range(config.shared_prefix_groups)]
+    requests = []
+    for idx in range(config.num_requests):
+        length = max(_length(config.input_len, config.random_range_ratio, rng), config.shared_prefix_len, 1)
+        ids = prefixes[idx % len(prefixes)] + tokens.draw(rng, length - config.shared_prefix_len)
+        output_len = max(_length(config.output_len, config.random_range_ratio, rng), 1)
+        requests.append(BenchRequest(idx=idx, prompt=tokens.prompt(ids), prompt_len=length, output_len=output_len))
     return poisson(requests, config.request_rate, rng) if config.request_rate else requests
 
 
-def synthetic(config: BenchConfig, rng: random.Random) -> list[BenchRequest]:
-    """Random prompts; request i of group g starts with the group's prefix."""
-    prefixes = [_draw(config, rng, config.shared_prefix_len) for _ in range(config.shared_prefix_groups)]
-    requests = []
-    for idx in range(config.num_requests):
-        length = max(_length(config.input_len, config, rng), config.shared_prefix_len, 1)
-        own = _draw(config, rng, length - config.shared_prefix_len)
-        ids = prefixes[idx % len(prefixes)] + own
-        output_len = max(_length(config.output_len, config, rng), 1)
-        requests.append(BenchRequest(idx=idx, prompt=_prompt(config, ids), prompt_len=length, output_len=output_len))
-    return requests
-
-
 def poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) -> list[BenchRequest]:
-    """The same requests with exponential gaps of mean 1/rate seconds; the first is sent at once."""
+    """Return the requests with exponential gaps of mean 1/rate seconds; the first is sent at once."""
     at_s, timed = 0.0, []
     for request in requests:
         timed.append(replace(request, at_s=at_s))
@@ -55,42 +79,35 @@ def poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) -
     return timed
 
 
-def replay(config: BenchConfig, trace: Sequence[TraceEntry], rng: random.Random) -> list[BenchRequest]:
-    """A trace's requests, scaled, in order of arrival; the first is sent at once."""
-    entries = sorted(trace, key=lambda entry: entry.timestamp_ms)[: config.num_requests]
-    start_ms = entries[0].timestamp_ms if entries else 0.0
+def replay(
+    entries: Sequence[TraceEntry], scale: TraceScale, tokens: PromptTokens, rng: random.Random, *, seed: int
+) -> list[BenchRequest]:
+    """Return a trace's requests, scaled, in order of arrival. `entries`: by time; the first is sent at once."""
     requests = []
     for idx, entry in enumerate(entries):
-        ids = block_tokens(config, entry)
-        jitter_s = rng.random() * config.time_jitter_s
-        at_s = (entry.timestamp_ms - start_ms) / 1000 * config.time_scale + jitter_s
-        output_len = max(1, round(entry.output_length * config.length_scale))
-        prompt = _prompt(config, ids)
+        ids = block_tokens(entry, tokens, length_scale=scale.length, seed=seed)
+        jitter_s = rng.random() * scale.jitter_s
+        at_s = (entry.timestamp_ms - entries[0].timestamp_ms) / 1000 * scale.time + jitter_s
+        output_len = max(1, round(entry.output_length * scale.length))
+        prompt = tokens.prompt(ids)
         requests.append(BenchRequest(idx=idx, prompt=prompt, prompt_len=len(ids), output_len=output_len, at_s=at_s))
     return sorted(requests, key=lambda request: (request.at_s, request.idx))
 
 
-def block_tokens(config: BenchConfig, entry: TraceEntry) -> list[int]:
-    """Token ids of a traced prompt: block h is PRNG(h), so equal blocks share a prefix; the last is cut to length."""
-    size = max(1, round(TRACE_BLOCK_TOKENS * config.length_scale))
-    length = max(1, round(entry.input_length * config.length_scale))
+def block_tokens(entry: TraceEntry, tokens: PromptTokens, *, length_scale: float, seed: int) -> list[int]:
+    """Return the token ids of a traced prompt.
+
+    Block h is PRNG(h), so equal blocks share a prefix; the last block is cut to length.
+    """
+    size = max(1, round(TRACE_BLOCK_TOKENS * length_scale))
+    length = max(1, round(entry.input_length * length_scale))
     ids: list[int] = []
     for block_id in entry.hash_ids:
-        ids += _draw(config, random.Random(block_id * 1_000_003 + config.seed), size)
+        ids += tokens.draw(random.Random(block_id * 1_000_003 + seed), size)
     if len(ids) < length:  # rounding, or a trace that lists too few blocks
-        ids += _draw(config, random.Random(f"{entry.hash_ids}{config.seed}"), length - len(ids))
+        ids += tokens.draw(random.Random(f"{entry.hash_ids}{seed}"), length - len(ids))
     return ids[:length]
 
 
-def _length(longest: int, config: BenchConfig, rng: random.Random) -> int:
-    return rng.randint(round(longest * config.random_range_ratio), longest)
-
-
-def _draw(config: BenchConfig, rng: random.Random, count: int) -> list[int]:
-    return [rng.randint(config.min_token_id, config.max_token_id) for _ in range(count)]
-
-
-def _prompt(config: BenchConfig, ids: Sequence[int]) -> str | tuple[int, ...]:
-    if config.prompt == "ids":
-        return tuple(ids)
-    return " ".join(f"{'kv'[position % 2]}{number % NUM_KEYS:02d}" for position, number in enumerate(ids))
+def _length(longest: int, ratio: float, rng: random.Random) -> int:
+    return rng.randint(round(longest * ratio), longest)

@@ -35,7 +35,7 @@ async def _bench(config: BenchConfig) -> int:
 
     async with AsyncExitStack() as stack:
         measured = await measure(config, stack)
-    summaries = print_report(config, measured)
+    summaries = print_report(config.urls, measured)
     if config.output:
         Path(config.output).write_bytes(result_json(config, measured, summaries))
     return 0 if all(summary.completed == summary.requests for summary in summaries) else 1

@@ -64,8 +64,8 @@ def run(argv: Sequence[str]) -> int:
     if config.port:
         require_free(config.host, config.port, flag="--port")
     set_local_model(args)
-    clear_ready_file(config)
-    log_dir = make_log_dir(config)
+    clear_ready_file(config.ready_file)
+    log_dir = make_log_dir(config.run_dir)
     specs, front = plan(config, args)
     return asyncio.run(_supervise(config, args, specs=specs, front=front, log_dir=log_dir))
 
@@ -95,9 +95,9 @@ def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessS
     for name in _WORKER_KEYS:
         if hasattr(args, name) and not hasattr(args, f"worker_{name}"):
             router_args.append(f"--worker-{name.replace('_', '-')}={getattr(args, name)}")
-    ports = assign_ports(config, front=front, free=free)
+    ports = assign_ports(num_prefill=config.prefill, front=front, free=free)
     specs = plan_cluster(config, ports=ports, cores=usable_cores(), worker_args=worker_args, router_args=router_args)
-    return specs, front_url(config, front)
+    return specs, front_url(config.host, front)
 
 
 def set_local_model(args: argparse.Namespace) -> None:
@@ -121,19 +121,19 @@ def set_local_model(args: argparse.Namespace) -> None:
         args.served_model_name = local.served_model_name
 
 
-def clear_ready_file(config: ClusterConfig) -> None:
-    """Remove an old run's ready file, so that whoever waits for it waits for this run."""
-    if config.ready_file:
-        path = Path(config.ready_file)
+def clear_ready_file(name: str | None) -> None:
+    """Remove the ready file of an earlier run: a reader must wait for this run. Raises ConfigError."""
+    if name:
+        path = Path(name)
         if not path.parent.is_dir():
             raise ConfigError(f"--ready-file: {path.parent} is no directory; create it first")
         path.unlink(missing_ok=True)
 
 
-def make_log_dir(config: ClusterConfig) -> Path:
-    if config.run_dir is None:
+def make_log_dir(run_dir: str | None) -> Path:
+    if run_dir is None:
         return Path(tempfile.mkdtemp(prefix="tandem-"))
-    path = Path(config.run_dir)
+    path = Path(run_dir)
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -1,4 +1,4 @@
-"""Which processes a local cluster consists of: pure, from flags and free ports to command lines.
+"""The processes of a local cluster: pure, from flags and free ports to command lines.
 
 Knows how `tandem serve` and `tandem router` are called, not how processes are started.
 """
@@ -33,7 +33,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPorts:
-    """Ports that were free when asked. Pairs: (HTTP, bootstrap server); a decode worker's is for when it becomes prefill."""
+    """Ports that were free a moment ago. Pairs: (HTTP, bootstrap server); a decode worker needs the latter as prefill."""
 
     front: int
     prefill: tuple[tuple[int, int], ...]
@@ -41,14 +41,14 @@ class ClusterPorts:
 
 
 def num_ports(config: ClusterConfig) -> int:
-    """How many free ports a cluster needs besides the front one."""
+    """Return how many free ports a cluster needs besides the front one."""
     return 0 if config.unified else 2 * (config.prefill + config.decode)
 
 
-def assign_ports(config: ClusterConfig, *, front: int, free: Sequence[int]) -> ClusterPorts:
-    """Deal `num_ports(config)` free ports out to the workers."""
+def assign_ports(*, num_prefill: int, front: int, free: Sequence[int]) -> ClusterPorts:
+    """Deal `num_ports` free ports out to the workers, prefill workers first."""
     pairs = tuple(zip(free[::2], free[1::2], strict=True))
-    return ClusterPorts(front=front, prefill=pairs[: config.prefill], decode=pairs[config.prefill :])
+    return ClusterPorts(front=front, prefill=pairs[:num_prefill], decode=pairs[num_prefill:])
 
 
 def plan_cluster(
@@ -59,12 +59,12 @@ def plan_cluster(
     worker_args: Sequence[str] = (),
     router_args: Sequence[str] = (),
 ) -> list[ProcessSpec]:
-    """The processes in start order: workers, then the router. `*_args` are flags passed on as they are.
+    """Return the processes in start order: workers, then the router.
 
-    `cores`: of this machine, for all engines together.
+    `*_args`: flags passed on as they are. `cores`: of this machine, for all engines together.
     """
     if config.unified:
-        return [_unified(config, ports, worker_args)]
+        return [_unified(config.host, ports.front, worker_args)]
     common = (f"--disaggregation-transfer-backend={config.transfer_backend}", *worker_args)
     env = _sharing(cores // (config.prefill + config.decode))
     workers = [
@@ -72,18 +72,18 @@ def plan_cluster(
         for role, pairs in (("prefill", ports.prefill), ("decode", ports.decode))
         for i, (http, bootstrap) in enumerate(pairs)
     ]
-    return [*workers, _router(config, ports, router_args)]
+    return [*workers, _router(config.host, ports, router_args)]
 
 
-def front_url(config: ClusterConfig, port: int) -> str:
-    """Where a client on this machine finds the cluster."""
-    return _url(LOOPBACK if config.host in ("0.0.0.0", "::", "") else config.host, port)
+def front_url(host: str, port: int) -> str:
+    """Return the URL by which a client on this machine reaches a server that listens on `host`."""
+    return _url(LOOPBACK if host in ("0.0.0.0", "::", "") else host, port)
 
 
 def _sharing(cores: int) -> dict[str, str]:
-    """Of an engine that has others beside it: its share of the cores, and its team does not wait awake even for the moment
+    """Return the environment of an engine that shares the machine with others: `cores` is its share.
 
-    that a worker alone would (disagg/children.py).
+    Its OpenMP threads sleep at once when they wait, instead of after the moment that a lone worker's do (disagg/children.py).
     """
     return WORKER_ENV | {"OMP_NUM_THREADS": str(max(1, cores)), "GOMP_SPINCOUNT": "0"}
 
@@ -93,14 +93,13 @@ def _worker(name: str, role: str, port: int, args: Sequence[str], env: dict[str,
     return ProcessSpec(name=name, role=role, argv=argv, url=_url(LOOPBACK, port), env=env)
 
 
-def _unified(config: ClusterConfig, ports: ClusterPorts, args: Sequence[str]) -> ProcessSpec:
-    argv = _tandem("serve", "--disaggregation-mode=null", f"--host={config.host}", f"--port={ports.front}", *args)
-    url = front_url(config, ports.front)
-    return ProcessSpec(name="unified-0", role="unified", argv=argv, url=url, env=WORKER_ENV)
+def _unified(host: str, port: int, args: Sequence[str]) -> ProcessSpec:
+    argv = _tandem("serve", "--disaggregation-mode=null", f"--host={host}", f"--port={port}", *args)
+    return ProcessSpec(name="unified-0", role="unified", argv=argv, url=front_url(host, port), env=WORKER_ENV)
 
 
-def _router(config: ClusterConfig, ports: ClusterPorts, args: Sequence[str]) -> ProcessSpec:
-    argv = [f"--host={config.host}", f"--port={ports.front}", "--pd-disaggregation"]
+def _router(host: str, ports: ClusterPorts, args: Sequence[str]) -> ProcessSpec:
+    argv = [f"--host={host}", f"--port={ports.front}", "--pd-disaggregation"]
     for http, bootstrap in ports.prefill:
         argv += ["--prefill", _url(LOOPBACK, http), str(bootstrap)]
     for http, _ in ports.decode:
@@ -109,7 +108,7 @@ def _router(config: ClusterConfig, ports: ClusterPorts, args: Sequence[str]) -> 
         name="router",
         role="router",
         argv=_tandem("router", *argv, *args),
-        url=front_url(config, ports.front),
+        url=front_url(host, ports.front),
         health_path="/readiness?workers=all",
     )
 

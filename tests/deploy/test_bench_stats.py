@@ -16,7 +16,7 @@ from deploy.bench.report import summary_table, table
 from deploy.bench.sse import SseParser
 from deploy.bench.stats import RequestRecord, percentile, ratios, summarize
 from deploy.bench.trace import TraceEntry, parse_trace, read_trace
-from deploy.bench.workload import block_tokens, make_requests
+from deploy.bench.workload import PromptTokens, block_tokens, make_requests
 from service.flags import ConfigError
 
 
@@ -125,8 +125,8 @@ def test_a_trace_is_scaled_and_equal_blocks_share_a_prefix() -> None:
 @given(st.integers(1, 3000), st.floats(0.01, 2.0))
 def test_a_traced_prompt_has_its_exact_scaled_length(length: int, scale: float) -> None:
     entry = TraceEntry(timestamp_ms=0, input_length=length, output_length=1, hash_ids=tuple(range(-(-length // 512))))
-    config = BenchConfig(length_scale=scale)
-    assert len(block_tokens(config, entry)) == max(1, round(length * scale))
+    tokens = PromptTokens(16, 500, as_words=False)
+    assert len(block_tokens(entry, tokens, length_scale=scale, seed=0)) == max(1, round(length * scale))
 
 
 def test_traces_may_be_gzipped_and_bad_lines_are_named(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_unified_is_one_worker_at_the_front_port() -> None:
 
 def test_ports_are_dealt_out_once_each() -> None:
     config = ClusterConfig(prefill=2, decode=3)
-    dealt = assign_ports(config, front=9, free=range(100, 100 + num_ports(config)))
+    dealt = assign_ports(num_prefill=2, front=9, free=range(100, 100 + num_ports(config)))
     decode = ((104, 105), (106, 107), (108, 109))
     assert dealt == ClusterPorts(front=9, prefill=((100, 101), (102, 103)), decode=decode)
 

@@ -207,7 +207,7 @@ def point(rate: float, share: float) -> Point:
 def test_the_search_finds_the_highest_good_rate(truth: float) -> None:
     search = Search(guess=1.0, share=0.9)
     while (rate := search.next_rate()) is not None:
-        search.told(point(rate, 0.95 if rate <= truth else 0.5))
+        search.add(point(rate, 0.95 if rate <= truth else 0.5))
     assert search.best is not None and truth / NEAR <= search.best.rate <= truth
     assert len(search.points) <= 14
 
@@ -215,19 +215,19 @@ def test_the_search_finds_the_highest_good_rate(truth: float) -> None:
 def test_a_search_that_finds_nothing_ends() -> None:
     search = Search(guess=1.0, share=0.9)
     while (rate := search.next_rate()) is not None:
-        search.told(point(rate, 0.0))
+        search.add(point(rate, 0.0))
     assert search.best is None and len(search.points) == 9
 
 
 def test_a_good_rate_above_a_bad_one_is_chance() -> None:
     search = Search(guess=1.0, share=0.9)
     for rate, share in ((1.0, 0.95), (2.0, 0.8), (3.0, 0.91)):
-        search.told(point(rate, share))
+        search.add(point(rate, share))
     assert search.best is not None and search.best.rate == 1.0
 
 
 def test_a_grid_tries_its_rates() -> None:
     grid = Grid(rates=[1.0, 2.0, 3.0], share=0.9)
     while (rate := grid.next_rate()) is not None:
-        grid.told(point(rate, 1.0 if rate < 3 else 0.0))
+        grid.add(point(rate, 1.0 if rate < 3 else 0.0))
     assert grid.best is not None and grid.best.rate == 2.0 and len(grid.points) == 3
