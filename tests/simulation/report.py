@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deploy.bench.environment import commit
 from tests.simulation import scenario
 from tests.simulation.run import Outcome
 from tools.mutants.cluster import CLUSTER
@@ -52,12 +53,13 @@ class Total:
 
 
 def write(total: Total, path: Path) -> None:
-    """The whole document."""
+    """Write the page."""
     template = Path(__file__).with_name("report.md").read_text()
     faults = "\n".join(f"| {kind} | {count} |" for kind, count in sorted(total.injected.items()))
     bugs = "\n".join(_bug_line(p) for p in scenario.all_paths()) or "| none yet | | | |"
     figures = f"""| | |
 |---|---|
+| commit | {commit() or "a tree without git"} |
 | seeds run | {total.num_seeds} ({total.first_seed} and up) |
 | workers of a cluster | {", ".join(f"{n}: {c} runs" for n, c in sorted(total.workers.items()))} |
 | events | {total.num_events} |
