@@ -20,6 +20,8 @@ TYPED := $(wildcard engine/*.py) $(addprefix engine/,core loop frontend text ggu
 	$(wildcard transfer_backends/*.py) $(addprefix transfer_backends/,prefill decode) bootstrap_server router deploy planner service
 
 export OMP_NUM_THREADS ?= 1
+# Tests start some hundred processes: none should compile the product anew.
+unexport PYTHONDONTWRITEBYTECODE
 export TORCH TORCH_INDEX EXTRAS
 
 # make sim SEED=7 NODES=8; without them both are random.

@@ -22,9 +22,17 @@ ENOUGH = 3  # answers of each client between two switches
 
 @asynccontextmanager
 async def streams(
-    url: str, *, num_clients: int = NUM_CLIENTS, num_pairs: int = NUM_PAIRS, new_tokens: int = NEW_TOKENS
+    url: str,
+    *,
+    num_clients: int = NUM_CLIENTS,
+    num_pairs: int = NUM_PAIRS,
+    new_tokens: int = NEW_TOKENS,
+    rest_s: float = 0.0,
 ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Clients that stream one answer after another, each checked. Yields what waits until each has had some more."""
+    """Clients that stream one answer after another, each checked, and rest between two of them.
+
+    Yields what waits until each has had some more.
+    """
     stop, counts = asyncio.Event(), [0] * num_clients
 
     async def client(http: aiohttp.ClientSession, number: int) -> None:
@@ -34,6 +42,7 @@ async def streams(
             answer = await generate(http, url, {**body, "stream": True})
             assert answer["output_ids"] == expected
             counts[number] += 1
+            await asyncio.sleep(rest_s)
 
     async def more() -> None:
         wanted = [count + ENOUGH for count in counts]

@@ -56,7 +56,7 @@ def test_a_prefill_worker_becomes_decode_and_comes_back_under_load(two_pairs: Cl
     mover = two_pairs.of("prefill")[0]
 
     async def there_and_back() -> None:
-        async with session() as http, streams(two_pairs.router) as more:
+        async with session() as http, streams(two_pairs.router, rest_s=0.02) as more:
             for role in ("decode", "prefill"):
                 await more()
                 told = await move(http, two_pairs, mover, role)

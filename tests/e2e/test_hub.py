@@ -24,7 +24,7 @@ def test_tandem_up_downloads_once_and_serves_the_model_under_its_name(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     with hub_stand_in(tmp_path / "hub") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        with cluster(tmp_path / "run", "--model-path", MODEL, "--max-total-tokens", "4096", "--decode", "2") as c:
+        with cluster(tmp_path / "run", "--model-path", MODEL, "--max-total-tokens", "4096") as c:
             answers = [_complete(c.router, model) for model in (MODEL, "default")]
             with urllib.request.urlopen(f"{c.router}/v1/models") as reply:
                 assert [card["id"] for card in json.loads(reply.read())["data"]] == [MODEL]

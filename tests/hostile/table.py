@@ -127,7 +127,7 @@ WRAPPINGS: dict[str, tuple[tuple[bytes, bytes], bytes]] = {
     "no-type": ((b"Content-Type", b""), b"{}"),
     "no-gzip": ((b"Content-Encoding", b"gzip"), b"abcd"),
     "deflate": ((b"Content-Encoding", b"deflate"), b"\xff\xff"),
-    "bomb": ((b"Content-Encoding", b"gzip"), gzip.compress(b" " * (65 << 20))),
+    "bomb": ((b"Content-Encoding", b"gzip"), gzip.compress(b" " * (65 << 20), 1)),
 }
 # A lone surrogate, as JSON can write it, wherever a client may put text.
 LONE = "\ud800"
