@@ -8,13 +8,13 @@ from disagg.layerwise import StepClock, groups_of
 from disagg.metadata import Checksum, MetadataBuffers
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
-from disagg.registration import LookUps, registrar_of
+from disagg.registration import RouteFinder, registrar_of
 from disagg.secret import read_secret
 from disagg.spec import SchedulerSpec
 from engine.build import EngineParts
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.kv.page_checksum import PageChecksum
-from engine.loop.role import Role, UnifiedRole
+from engine.loop.role import EngineRole, UnifiedRole
 from transfer_backends.contract import KVArgs, LayerGroup, Region, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import EngineOptions, make_engine
@@ -24,7 +24,7 @@ from transfer_backends.prefill.manager import PrefillManager
 LEAST_BYTES = 4 << 20
 
 
-def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], None]) -> Role:
+def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], None]) -> EngineRole:
     """`wakeup` is called from transfer threads when a queue may move."""
     if spec.disagg.disaggregation_mode == "null":
         return UnifiedRole(parts.scheduler)
@@ -66,13 +66,13 @@ def _decode(
 ) -> DecodeRole:
     backend = spec.disagg.disaggregation_transfer_backend
     config = _transfer_config(spec)
-    look_ups = LookUps(secret=config.secret, grace_s=spec.disagg.disaggregation_bootstrap_grace_s)
+    routes = RouteFinder(secret=config.secret, grace_s=spec.disagg.disaggregation_bootstrap_grace_s)
     manager = DecodeManager(
         _kv_args(spec, parts, metadata),
         make_engine(backend, _options(spec)),
         config,
-        lookup=look_ups.find,
-        lookup_any=look_ups.find_any,
+        lookup=routes.find,
+        lookup_any=routes.find_any,
     )
     manager.set_wakeup(wakeup)
     manager.start()

@@ -27,7 +27,7 @@ def registrar_of(manager: PrefillManager, kv_args: KVArgs, *, server: str, secre
     return Registrar(server, worker, secret=secret)
 
 
-class LookUps:
+class RouteFinder:
     """What the decode manager calls, off the loop and from several threads, to find the prefill worker of a room."""
 
     def __init__(self, *, secret: bytes | None, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:

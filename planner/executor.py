@@ -51,7 +51,7 @@ class TimedExecutor:
         return self.launch(plan)
 
     def launch_sampling(self, launched: TimedLaunch) -> None:
-        """The draw's time is part of the step's: no grammar is planned with."""
+        """The time of sampling is part of the step's: no grammar is planned with."""
 
     def collect(self, launched: TimedLaunch) -> StepResult:
         self._clock.now_s = max(self._clock.now_s, launched.end_s)

@@ -23,7 +23,7 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler, SchedulerSettings
 from engine.core.state import SchedulerState
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
-from engine.loop.role import Role, UnifiedRole
+from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.turn_clock import TurnClock
 from engine.messages import GetState, StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.resolve import depth, limits
@@ -110,7 +110,7 @@ class PlanWorker:
 
     # ---- inside
 
-    def _role(self, network: Network) -> Role:
+    def _role(self, network: Network) -> EngineRole:
         if self.spec.role == "unified":
             return UnifiedRole(self.scheduler)
         if self.spec.role == "decode":

@@ -42,7 +42,7 @@ class Backups:
 
     def restore(self, request: Request) -> None:
         """Fill the pages of a request that was admitted again; those that it found in the cache hold the same already."""
-        assert request.saved_len == request.num_tokens - 1, "all but the token drawn last is in the copy"
+        assert request.saved_len == request.num_tokens - 1, "all but the token sampled last is in the copy"
         start = request.launched_len // self._page_size
         count = self._pages.pop(request.serial)
         self._loads.append(PageLoad(request.serial, start, request.pages[start:count]))

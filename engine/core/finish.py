@@ -23,7 +23,7 @@ def check_finish(
 ) -> FinishReason | None:
     """The reason why `request` ends after the last of its `output_ids`, or None. Changes nothing.
 
-    `vocab_size`: tokens that have a meaning; a draw of any other ends the request (None: all have).
+    `vocab_size`: tokens that have a meaning; a sample of any other ends the request (None: all have).
     """
     if request.finish is not None:
         return request.finish
@@ -45,7 +45,7 @@ def check_finish(
 
 
 def _grammar_end(request: Request) -> FinishReason:
-    """The end token is told, and cut from the text, where one was drawn; most grammars just have nothing more to say."""
+    """The end token is reported, and cut from the text, where one was sampled; most grammars just end."""
     last = request.output_ids[-1] if request.output_ids else None
     return FinishReason(kind="stop", matched=last if last in request.eos_ids else None)
 
@@ -64,7 +64,7 @@ def _outside(request: Request, vocab_size: int | None) -> FinishReason | None:
     last = request.output_ids[-1] if request.output_ids else 0
     if last >= 0 and (vocab_size is None or last < vocab_size):
         return None
-    message = f"the model drew token {last}, which is not in its vocabulary of {vocab_size}"
+    message = f"the model sampled token {last}, which is not in its vocabulary of {vocab_size}"
     return FinishReason(kind="abort", message=message, status=500)
 
 

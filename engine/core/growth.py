@@ -1,12 +1,12 @@
 """How far present requests will grow together before enough of them have ended: learned from answers that have ended.
 
-A request that has drawn g tokens is taken to end where, of the last answers longer than g, a share SHARE had ended.
+The length of a request with g tokens is predicted as the SHARE-quantile of recent answers longer than g.
 Requests that end give their memory back, so what is needed is not the sum of all growth but its peak over time:
 
     by remaining tokens, longest first:   r1 >= r2 >= ... >= rn,  held now: c1, c2, ...
     when request i ends, 1..i are there:  sum(c1..ci) + i * ri        peak = the largest of these
 
-The peak is that of the Past-Future scheduler (arXiv:2507.10150, LightLLM); a quantile stands for its random draws.
+The peak is that of the Past-Future scheduler (arXiv:2507.10150, LightLLM); a quantile stands for its random samples.
 """
 
 from bisect import bisect_right, insort
@@ -39,14 +39,14 @@ class MeasuredGrowth:
         return len(self._recent) >= FEWEST
 
     def remaining(self, request: Request) -> int:
-        """Tokens that `request` will still draw; what is longer than all that was seen goes to its limit."""
-        drawn = len(request.output_ids)
-        limit = max(0, request.max_new_tokens - drawn)
-        longer = bisect_right(self._sorted, drawn)
+        """Tokens that `request` will still sample; one longer than all that were seen goes to its limit."""
+        known = len(request.output_ids)
+        limit = max(0, request.max_new_tokens - known)
+        longer = bisect_right(self._sorted, known)
         if longer == len(self._sorted):
             return limit
         at = longer + int(SHARE * (len(self._sorted) - longer))
-        return min(limit, self._sorted[min(at, len(self._sorted) - 1)] - drawn)
+        return min(limit, self._sorted[min(at, len(self._sorted) - 1)] - known)
 
     def peak_tokens(self, requests: Iterable[Request], *, floor: int) -> int:
         """Tokens beyond those held now that `requests` will need at once; each grows by `floor` at least, if it may."""

@@ -1,4 +1,4 @@
-"""How much of its max_new_tokens a running request is expected to use: the one estimate that admission leans on.
+"""How much of its max_new_tokens a running request is expected to use: the estimate that admission uses.
 
 It starts high, decays while nothing goes wrong, and is set from what was really generated when memory ran out:
 
@@ -28,7 +28,7 @@ class NewTokenRatio:
         self.value = self._initial
 
     def decay(self) -> None:
-        """After each step in which running requests drew, with or without prompts beside them."""
+        """Call it after each step in which running requests sampled, with or without prompts beside them."""
         self.value = max(self.value - self._step, self._floor)
 
     def on_retraction(self, staying: Iterable[Request]) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler asks of the executor for one step, and what comes back. Plain data: no torch, no I/O.
+"""One step as the scheduler plans it, and its result. Plain data: no torch, no I/O.
 
 A `Plan` is all the executor needs; it never looks at a request.
 """
@@ -36,8 +36,8 @@ class PlanItem(msgspec.Struct, frozen=True):
                  the token that slot `slot` sampled last (it may not exist on the host yet).
     start:       tokens whose KV is already in the pages (cached prefix or earlier chunks)
     page_start:  `new_pages` go to this index of the slot's page row
-    sample:      draw a token after the last position (False for a chunk that is not the last)
-    output_len:  output tokens before this step: the position of the draw (seeds, min_new_tokens)
+    sample:      sample a token after the last position (False for a chunk that is not the last)
+    output_len:  output tokens before this step: the position of the sample (seeds, min_new_tokens)
     extend:      part of a prompt (or of what a retracted request has to compute again), not the next token
     logprob_from: first position (prompt index) whose own logprob is wanted in this step, or None
     hidden_from: first position whose hidden state is wanted in this step, or None
@@ -101,8 +101,8 @@ class Plan:
     `extend`: some item is part of a prompt (q_len of any size); decodes may ride along. `wait`: the loop collects every
     launched step before it launches this one (it asks for depth 1).
 
-    `masks`: by item index, the tokens that item may draw (`Grammar.bitmask`); filled in just before the draw is launched.
-    `sample_deferred`: some masks follow from tokens in flight: the forward may be launched now, the draw when they are collected.
+    `masks`: by item index, the tokens that item may sample (`Grammar.bitmask`); filled in just before sampling is launched.
+    `sample_deferred`: some masks follow from tokens in flight: the forward may be launched now, sampling when they are collected.
 
     Order the executor owes: `to_host`, `from_host`, `drops` (copies to forget), `saves`, `loads`, then `closes`, then
     `opens`, then page rows of `items`, then forward, then sampling. A plan may have no items: then there is nothing to

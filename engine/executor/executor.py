@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """A step on the stream. `forward`: its first half, where the halves are launched apart; `draw` comes later then."""
+    """A step on the stream. `forward`: its first half, where the halves are launched apart; `sampling` comes later then."""
 
     plan: Plan
-    draw: StreamTask[StepOutput] | None = None
+    sampling: StreamTask[StepOutput] | None = None
     forward: StreamTask[None] | None = None
     between: Forward = field(default_factory=Forward)
 
@@ -27,7 +27,7 @@ class Runner(Protocol):
 
     def forward(self, plan: Plan, out: Forward) -> None: ...
 
-    def draw(self, plan: Plan, forward: Forward) -> StepOutput: ...
+    def sample(self, plan: Plan, forward: Forward) -> StepOutput: ...
 
 
 class Executor:
@@ -44,22 +44,22 @@ class Executor:
         return Launch(plan, self._stream.submit(lambda: self._runner.run(plan)))
 
     def launch_forward(self, plan: Plan) -> Launch:
-        """Enqueue a step without its draw: nothing else may be launched before `launch_sampling`. `plan.masks` is not read."""
+        """Enqueue a step without its sampling: nothing else may be launched before `launch_sampling`. `plan.masks` is not read."""
         launch = Launch(plan)
         launch.forward = self._stream.submit(lambda: self._runner.forward(plan, launch.between))
         return launch
 
     def launch_sampling(self, launch: Launch) -> None:
-        """Enqueue the draw of a step whose `plan.masks` are filled in now."""
-        assert launch.draw is None, f"step {launch.plan.seq} is drawn already"
-        launch.draw = self._stream.submit(lambda: self._runner.draw(launch.plan, launch.between))
+        """Enqueue the sampling of a step whose `plan.masks` are filled in now."""
+        assert launch.sampling is None, f"step {launch.plan.seq} is sampled already"
+        launch.sampling = self._stream.submit(lambda: self._runner.sample(launch.plan, launch.between))
 
     def collect(self, launch: Launch) -> StepResult:
         """Wait for a step and read its results. An error of the step is raised here."""
-        assert launch.draw is not None, f"step {launch.plan.seq} has no draw yet"
+        assert launch.sampling is not None, f"step {launch.plan.seq} is not sampled yet"
         if launch.forward is not None:
             launch.forward.wait()  # done by then; its error is the first one
-        return _step_result(launch.plan, launch.draw.wait())
+        return _step_result(launch.plan, launch.sampling.wait())
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` in stream order: after every launched step. Waits for it; what it raises is raised here."""

@@ -17,5 +17,5 @@ class FutureMap:
         return torch.where(token_ids < 0, self._last[(-token_ids - 1).clamp_min(0)], token_ids)
 
     def store(self, slots: Tensor, tokens: Tensor) -> None:
-        """The token that each slot just drew; both [n] int64."""
+        """The token that each slot just sampled; both [n] int64."""
         self._last[slots] = tokens

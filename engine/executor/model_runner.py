@@ -48,7 +48,7 @@ class Logprobs:
 
 @dataclass(slots=True)
 class Forward:
-    """What the forward leaves on the device for the draw: [T, hidden] of all new tokens, None before it ran."""
+    """What the forward leaves on the device for sampling: [T, hidden] of all new tokens, None before it ran."""
 
     hidden: Tensor | None = None
 
@@ -121,10 +121,10 @@ class ModelRunner:
         """Both halves of a step."""
         forward = Forward()
         self.forward(plan, forward)
-        return self.draw(plan, forward)
+        return self.sample(plan, forward)
 
     def forward(self, plan: Plan, out: Forward) -> None:
-        """All that comes before the draw. Reads no masks."""
+        """Run all that comes before sampling. Reads no masks."""
         if plan.to_host or plan.from_host:
             assert self._host_pool is not None, "a plan copies to a host tier, and there is none"
             self._host_pool.run(plan)
@@ -141,12 +141,12 @@ class ModelRunner:
             self._page_table.update(plan.items)
             out.hidden = self._forward(plan)
 
-    def draw(self, plan: Plan, forward: Forward) -> StepOutput:
+    def sample(self, plan: Plan, forward: Forward) -> StepOutput:
         """Logits, tokens, and what else was asked for; `forward` of the same plan ran just before."""
         if not plan.items:
             return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, {})
         assert forward.hidden is not None, f"step {plan.seq}: the forward has failed"
-        output = self._draw(plan.items, forward.hidden, plan.masks)
+        output = self._sample(plan.items, forward.hidden, plan.masks)
         output.hidden = {i: self._to_host(rows) for i, rows in hidden_rows(plan.items, forward.hidden).items()}
         return output
 
@@ -185,7 +185,7 @@ class ModelRunner:
         """No adapter computes in this step, and nobody follows it layer by layer: it is what graphs and tapes record."""
         return not self._layers.watched and (self._adapters is None or not self._adapters.active)
 
-    def _draw(self, items: list[PlanItem], hidden: Tensor, masks: dict[int, bytes]) -> StepOutput:
+    def _sample(self, items: list[PlanItem], hidden: Tensor, masks: dict[int, bytes]) -> StepOutput:
         starts = _starts(items)
         sampled = [i for i, item in enumerate(items) if item.sample]
         input_logprobs = {

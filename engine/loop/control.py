@@ -43,7 +43,7 @@ class Weights(Protocol):
     def take(self, model: Any, *, model_path: str, version: str | None) -> None: ...
 
 
-class Control:
+class EngineControl:
     """`abort_all` ends every live request; `reply` answers; `wakeup` ends the loop's rest, from any thread."""
 
     def __init__(

@@ -20,19 +20,19 @@ from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.grammar.queue import GrammarQueue
 from engine.loop.adapter_control import AdapterControl
-from engine.loop.control import Control, Weights
+from engine.loop.control import EngineControl, Weights
 from engine.loop.deadlines import Deadlines
 from engine.loop.disk_pump import DiskPump
 from engine.loop.interval_log import IntervalLog
 from engine.loop.kv_events import EventPump
 from engine.loop.listener import LoopListener
 from engine.loop.open_requests import OpenRequests
-from engine.loop.pipeline import Launcher, Pipeline
+from engine.loop.pipeline import Pipeline, StepLauncher
 from engine.loop.profile_control import ProfileControl, Profiler
 from engine.loop.receive_skipper import ReceiveSkipper
 from engine.loop.reporter import Reporter
 from engine.loop.retraction_log import RetractionLog, remedy_of
-from engine.loop.role import Peered, Role
+from engine.loop.role import EngineRole, Peered
 from engine.loop.step_durations import StepDurations
 from engine.loop.stream_gate import StreamGate
 from engine.loop.timekeeper import Timekeeper
@@ -108,8 +108,8 @@ class EngineLoop:
         self,
         *,
         scheduler: Scheduler,
-        executor: Launcher[Any],
-        role: Role,
+        executor: StepLauncher[Any],
+        role: EngineRole,
         ports: Ports,
         services: LoopServices,
         turns: TurnClock,
@@ -135,7 +135,7 @@ class EngineLoop:
         self._profiles = ProfileControl(services.profiler, reply=ports.to_frontend)
         self._draining = False
         intervals = IntervalLog(scheduler, steps=settings.log_interval, write=partial(log.info, "%s"))
-        self._control = Control(
+        self._control = EngineControl(
             scheduler=scheduler,
             weights=services.weights,
             abort_all=self._abort_all,

@@ -1,8 +1,8 @@
-"""The launched steps: which step is launched, drawn and collected when. The same for every role, device and depth.
+"""The launched steps: which step is launched, sampled and collected when. The same for every role, device and depth.
 
     depth 1                    launch N -> collect N -> launch N+1
     depth 2                    launch N -> launch N+1 -> collect N
-    depth 2, the draw is late  launch N -> forward N+1 -> collect N -> masks N+1 -> draw N+1
+    deferred sampling          launch N -> forward N+1 -> collect N -> masks N+1 -> sample N+1
 
 It owns the launched steps and nothing else. What a step means is the scheduler's, what comes of it the caller's.
 """
@@ -26,7 +26,7 @@ class Launched(Protocol):
 L = TypeVar("L", bound=Launched)
 
 
-class Launcher(Protocol[L]):
+class StepLauncher(Protocol[L]):
     """The executor's side (engine/executor/executor.py)."""
 
     def launch(self, plan: Plan) -> L: ...
@@ -47,13 +47,13 @@ class StepOwner(Protocol):
 
 
 class Pipeline(Generic[L]):
-    """`depth`: steps launched before the oldest is collected. `on_step`: what is to be said of a collected one."""
+    """`depth`: steps launched before the oldest is collected. `on_step` returns the outputs of a collected one."""
 
     def __init__(
         self,
         *,
         scheduler: StepOwner,
-        executor: Launcher[L],
+        executor: StepLauncher[L],
         depth: int,
         on_step: Callable[[StepEffects], list[TokenOutput]],
     ) -> None:

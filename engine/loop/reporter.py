@@ -9,10 +9,10 @@ from dataclasses import asdict
 from engine.core.scheduler import Scheduler
 from engine.grammar.queue import GrammarQueue
 from engine.loop.adapter_control import AdapterControl
-from engine.loop.control import Control
+from engine.loop.control import EngineControl
 from engine.loop.interval_log import IntervalLog
 from engine.loop.open_requests import OpenRequests
-from engine.loop.role import Peered, Role
+from engine.loop.role import EngineRole, Peered
 from engine.loop.self_check import problems_of
 from engine.messages import StateReply
 
@@ -26,9 +26,9 @@ class Reporter:
         self,
         *,
         scheduler: Scheduler,
-        role: Role,
+        role: EngineRole,
         requests: OpenRequests,
-        control: Control,
+        control: EngineControl,
         grammars: GrammarQueue,
         adapters: AdapterControl,
         intervals: IntervalLog,

@@ -1,6 +1,6 @@
 """What differs between unified, prefill and decode, as the loop sees it. Roles of disaggregation live in disagg/.
 
-Every role is a `Role`. One that hands KV to peers, or gets it from them, is `Peered`, too.
+Every role is an `EngineRole`. One that hands KV to peers, or gets it from them, is `Peered`, too.
 """
 
 from typing import Protocol, runtime_checkable
@@ -12,7 +12,7 @@ from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import FinishReason, TokenOutput
 
 
-class Role(Protocol):
+class EngineRole(Protocol):
     """Called by the loop only, on its thread; nothing here may block. Each call returns the outputs to send now."""
 
     name: str

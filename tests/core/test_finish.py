@@ -104,8 +104,8 @@ def test_before_min_new_tokens_no_regex_is_looked_for() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("draw", [ItemResult(VOCAB_SIZE), ItemResult(None), ItemResult(0, bad=True)])
-def test_a_draw_that_is_none_ends_its_request_alone(depth: int, draw: ItemResult) -> None:
+@pytest.mark.parametrize("sample", [ItemResult(VOCAB_SIZE), ItemResult(None), ItemResult(0, bad=True)])
+def test_a_sample_that_is_none_ends_its_request_alone(depth: int, sample: ItemResult) -> None:
     """Its tokens up to there were told, that one is not fed to its grammar, and all memory is back."""
     engine = EngineInATest(depth=depth, vocab_size=VOCAB_SIZE)
     grammar = Fixed(50)
@@ -118,7 +118,7 @@ def test_a_draw_that_is_none_ends_its_request_alone(depth: int, draw: ItemResult
         for item, got in zip(plan.items, result.items, strict=True):
             steps.append(item.rid)
             if item.rid == "hurt" and steps.count("hurt") == 3:
-                got.token, got.bad = draw.token, draw.bad
+                got.token, got.bad = sample.token, sample.bad
         return result
 
     engine.model.run = broken_once  # type: ignore[method-assign]

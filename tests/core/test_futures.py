@@ -1,4 +1,4 @@
-"""Tokens in flight: what a plan may read of them, and what becomes of a draw that nobody wants any more."""
+"""Tokens in flight: what a plan may read of them, and what becomes of a sample after the end of its request."""
 
 import pytest
 
@@ -30,11 +30,11 @@ def test_what_may_be_read(known: int, pending: int, start: int, end: int) -> Non
 @pytest.mark.parametrize(
     ("known", "pending", "start", "end"),
     [
-        (6, 0, 6, 7),  # nobody draws it
+        (6, 0, 6, 7),  # no step samples it
         (6, 0, 4, 7),
-        (6, 1, 5, 6),  # would draw over a token that nobody has read
+        (6, 1, 5, 6),  # would overwrite a token that no step has read
         (6, 2, 6, 7),  # the cell holds the token after it
-        (6, 1, 7, 8),  # not drawn yet
+        (6, 1, 7, 8),  # not sampled yet
         (6, 1, 6, 8),
     ],
 )
@@ -43,9 +43,9 @@ def test_what_may_not(known: int, pending: int, start: int, end: int) -> None:
         check_reads(request_with(known=known, pending=pending), start, end)
 
 
-def test_a_slot_with_a_draw_in_flight_is_not_given_back() -> None:
+def test_a_slot_with_a_sample_in_flight_is_not_given_back() -> None:
     check_no_future(request_with(known=1, pending=0))
-    with pytest.raises(AssertionError, match="1 draws in flight"):
+    with pytest.raises(AssertionError, match="1 samples in flight"):
         check_no_future(request_with(known=1, pending=1))
 
 
@@ -65,12 +65,12 @@ def test_a_table_that_reuses_a_slot_too_early_is_stopped() -> None:
     engine = EngineInATest(depth=2)
     request = engine.add("r", [1, 2, 3], max_new_tokens=20)
     engine.turn()
-    with pytest.raises(AssertionError, match="draws in flight"):
+    with pytest.raises(AssertionError, match="samples in flight"):
         engine.scheduler.table.close(request)
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_draws_after_the_end_change_nothing(depth: int) -> None:
+def test_samples_after_the_end_change_nothing(depth: int) -> None:
     """No output, token, logprob, grammar step, page or cached prefix comes of them."""
     prompt = [1, 2, 3, 4, 5]
     eos = expected_tokens(prompt, 6)[5]

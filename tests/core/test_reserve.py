@@ -10,7 +10,7 @@ from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
 
 
-def request(prompt: int, *, drawn: int = 0, limit: int, rid: str = "r") -> Request:
+def request(prompt: int, *, generated: int = 0, limit: int, rid: str = "r") -> Request:
     made = Request(
         rid=rid,
         input_ids=list(range(prompt)),
@@ -18,7 +18,7 @@ def request(prompt: int, *, drawn: int = 0, limit: int, rid: str = "r") -> Reque
         eos_ids=frozenset(),
         arrived_s=0.0,
     )
-    made.output_ids = [0] * drawn
+    made.output_ids = [0] * generated
     return made
 
 
@@ -32,12 +32,12 @@ def reserve(*, floor: int = 0, conservativeness: float = 0.0, ended: list[int] |
 
 def test_the_largest_single_request_can_finish() -> None:
     """Nothing is expected to grow, yet whoever has most left finds its room: 40 tokens from a full page on."""
-    assert reserve().pages([request(8, limit=3), request(8, drawn=4, limit=44), request(8, limit=20)]) == 10
+    assert reserve().pages([request(8, limit=3), request(8, generated=4, limit=44), request(8, limit=20)]) == 10
 
 
 def test_reserved_tokens_are_for_each_that_can_use_them() -> None:
     """16 each for three of 40; the fourth has 3 left."""
-    coming = [request(8, limit=40), request(8, limit=40), request(8, limit=40), request(8, drawn=5, limit=8)]
+    coming = [request(8, limit=40), request(8, limit=40), request(8, limit=40), request(8, generated=5, limit=8)]
     assert reserve(floor=16).pages(coming) == -(-(3 * 16 + 3) // 4) == 13
     assert reserve(floor=0).pages(coming) == 10  # the largest single one
 
@@ -84,7 +84,7 @@ def test_a_retracted_request_finds_its_prefix_and_locks_it() -> None:
     engine.add("before", list(range(8)), max_new_tokens=1)
     engine.run()
     cached = engine.scheduler.memory.available
-    again = request(8, drawn=3, limit=8)
+    again = request(8, generated=3, limit=8)
     assert engine.scheduler.held.adopt(again) is None and engine.scheduler.held.reserve(again)
     assert (again.shared_pages, again.computed_len, len(again.pages)) == (2, 8, 3)
     assert engine.scheduler.memory.available == cached - 3
@@ -102,7 +102,7 @@ def test_a_retracted_request_without_room_changes_nothing() -> None:
     engine.run()
     other = request(9, limit=1, rid="other")
     assert engine.scheduler.held.adopt(other) is None and engine.scheduler.held.reserve(other)
-    again = request(8, drawn=3, limit=8)
+    again = request(8, generated=3, limit=8)
     assert engine.scheduler.held.adopt(again) is None
     before = engine.scheduler.memory.available
     assert not engine.scheduler.held.reserve(again) and again.pages == [] and again.lock is None

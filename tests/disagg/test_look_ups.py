@@ -9,7 +9,7 @@ import pytest
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
 from disagg.outages import GAP_S, MAX_SERVERS, Outages
-from disagg.registration import LookUps
+from disagg.registration import RouteFinder
 from tests.disagg.two_roles import Cluster
 from transfer_backends.contract import LookupFailed
 from transfer_backends.kvpoll import KVPoll
@@ -56,7 +56,7 @@ def free_address() -> Iterator[str]:
         yield f"127.0.0.1:{held.getsockname()[1]}"
 
 
-def failure(look_ups: LookUps, server: str) -> LookupFailed:
+def failure(look_ups: RouteFinder, server: str) -> LookupFailed:
     with pytest.raises(LookupFailed) as caught:
         look_ups.find(server, 1)
     return caught.value
@@ -64,7 +64,7 @@ def failure(look_ups: LookUps, server: str) -> LookupFailed:
 
 def test_a_refused_look_up_is_final_after_the_grace_and_names_the_server(free_address: str) -> None:
     clock = Clock()
-    look_ups = LookUps(secret=None, grace_s=1.5, clock=clock)
+    look_ups = RouteFinder(secret=None, grace_s=1.5, clock=clock)
     assert not failure(look_ups, free_address).permanent
     clock.now_s = 1.5
     final = failure(look_ups, free_address)
@@ -75,7 +75,7 @@ def test_a_refused_look_up_is_final_after_the_grace_and_names_the_server(free_ad
 def test_a_server_that_was_back_in_between_gets_its_grace_anew(free_address: str) -> None:
     """Whatever it said: it knows nobody yet."""
     clock = Clock()
-    look_ups = LookUps(secret=None, grace_s=1.5, clock=clock)
+    look_ups = RouteFinder(secret=None, grace_s=1.5, clock=clock)
     failure(look_ups, free_address)
     server = BootstrapServer(BootstrapConfig(port=int(free_address.rpartition(":")[2])), shared=True)
     server.start()

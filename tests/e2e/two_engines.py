@@ -18,7 +18,7 @@ from disagg.spec import SchedulerSpec
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request
-from engine.loop.role import Role
+from engine.loop.role import EngineRole
 from engine.messages import Bootstrap, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.engine_in_process import EngineInProcess
@@ -75,7 +75,7 @@ class WorkerInProcess(EngineInProcess):
             control_host=HOST,
             bootstrap=f"{HOST}:{bootstrap}" if mode == "prefill" else None,
         )
-        self.role: Role = make_role(spec, self.parts, wakeup=lambda: None)
+        self.role: EngineRole = make_role(spec, self.parts, wakeup=lambda: None)
         self.prefill_only = mode == "prefill"
         self.seen, self.told = Seen(), Told()
 

@@ -60,7 +60,7 @@ def one_thread() -> Iterator[None]:
 
 
 def run(path: str, compiler: Compiler, **flags: object) -> EngineInProcess:
-    """Every grammar four times with a drawn seed, and plain requests beside them."""
+    """Every grammar four times with a random seed, and plain requests beside them."""
     engine = EngineInProcess(path, **flags)
     try:
         for i in range(4):
@@ -99,13 +99,13 @@ def test_every_answer_is_in_its_grammar(reference: EngineInProcess, tokenizer: T
     assert "stop" in kinds and "abort" not in kinds
 
 
-def test_a_forward_is_launched_while_the_token_before_it_is_not_drawn(checkpoint: str, compiler: Compiler) -> None:
-    """The stream is held at the first step: the second one's forward is on it all the same, and its draw is not."""
+def test_a_forward_is_launched_while_the_token_before_it_is_not_sampled(checkpoint: str, compiler: Compiler) -> None:
+    """The stream is held at the first step: the second one's forward is on it all the same, and its sampling is not."""
     engine = EngineInProcess(checkpoint, stream="threaded")
     runner = engine.parts.device.executor._runner
     order: list[str] = []
     gate = threading.Event()
-    launch_forward, draw = engine.parts.device.executor.launch_forward, runner.draw
+    launch_forward, sample = engine.parts.device.executor.launch_forward, runner.sample
 
     def launch_and_open(plan: Plan) -> Launch:
         launch = launch_forward(plan)
@@ -113,12 +113,12 @@ def test_a_forward_is_launched_while_the_token_before_it_is_not_drawn(checkpoint
         gate.set()
         return launch
 
-    def held_draw(plan: Plan, forward: Forward) -> StepOutput:
+    def held_sample(plan: Plan, forward: Forward) -> StepOutput:
         assert gate.wait(60.0)
-        order.append(f"draw {plan.seq}")
-        return draw(plan, forward)
+        order.append(f"sample {plan.seq}")
+        return sample(plan, forward)
 
-    engine.parts.device.executor.launch_forward, runner.draw = launch_and_open, held_draw  # type: ignore[method-assign]
+    engine.parts.device.executor.launch_forward, runner.sample = launch_and_open, held_sample  # type: ignore[method-assign]
     try:
         grammar = compiler.compile(SPECS["regex"]).start()
         engine.add("r", [20, 21], grammar=grammar, max_new_tokens=2, temperature=1.0, seed=1)
@@ -126,7 +126,7 @@ def test_a_forward_is_launched_while_the_token_before_it_is_not_drawn(checkpoint
     finally:
         gate.set()
         engine.close()
-    assert order == ["forward 2 launched", "draw 1", "draw 2"]
+    assert order == ["forward 2 launched", "sample 1", "sample 2"]
 
 
 WAYS = {
@@ -157,7 +157,7 @@ def test_a_retracted_request_goes_on_in_its_grammar(
 
 
 def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: Compiler) -> None:
-    """After `[ab]+` the text may go on or end: the drawn end token ends it, ignore_eos or not."""
+    """After `[ab]+` the text may go on or end: the sampled end token ends it, ignore_eos or not."""
     for ignore_eos in (False, True):
         engine = EngineInProcess(checkpoint)
         grammar = compiler.compile(GrammarSpec("regex", "[ab]+")).start()

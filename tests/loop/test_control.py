@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.outputs import StepEffects
-from engine.loop.control import Control
+from engine.loop.control import EngineControl
 from engine.loop.profile_control import ProfileControl
 from engine.messages import (
     ContinueGeneration,
@@ -65,7 +65,7 @@ class Rig(EngineInATest):
         super().__init__(**{"depth": 2, **limits})  # type: ignore[arg-type]
         self.weights, self.profiler = FakeWeights(), FakeProfiler()
         self.replies: dict[str, ControlReply] = {}
-        self.control = Control(
+        self.control = EngineControl(
             scheduler=self.scheduler,
             weights=self.weights,
             abort_all=lambda: [o for rid in list(self.scheduler.stages.live) for o in self.scheduler.abort(rid)],

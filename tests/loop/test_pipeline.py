@@ -1,4 +1,4 @@
-"""When steps are launched, drawn and collected: the production scheduler, the hash model, and a note of every call."""
+"""When steps are launched, sampled and collected: the production scheduler, the hash model, and a note of every call."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Launched:
 
 
 class Recorder:
-    """The executor's side; a late step runs when its draw is launched."""
+    """The executor's side; a deferred step runs when its sampling is launched."""
 
     def __init__(self, model: HashModel) -> None:
         self._model = model
@@ -36,7 +36,7 @@ class Recorder:
         return Launched(plan)
 
     def launch_sampling(self, launched: Launched) -> None:
-        self.calls.append(("draw", launched.plan.seq))
+        self.calls.append(("sample", launched.plan.seq))
         launched.result = self._model.run(launched.plan)
 
     def collect(self, launched: Launched) -> StepResult:
@@ -84,12 +84,12 @@ def test_the_forward_of_a_constrained_step_does_not_wait_for_the_token_before_it
     rig.add("r", [1, 2, 3], max_new_tokens=3).grammar = Fixed(9)
     rig.run()
     calls = ", ".join(f"{what} {seq}" for what, seq in rig.executor.calls)
-    assert calls == "launch 1, forward 2, collect 1, draw 2, forward 3, collect 2, draw 3, collect 3"
+    assert calls == "launch 1, forward 2, collect 1, sample 2, forward 3, collect 2, sample 3, collect 3"
     assert rig.scheduler.counters.deferred_samples == 2
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_a_grammar_that_ends_leaves_one_draw_that_nobody_sees(depth: int) -> None:
+def test_a_grammar_that_ends_leaves_one_sample_that_nobody_sees(depth: int) -> None:
     """Its request has ended when the masks are filled in: no mask for it, its token is dropped, the others go on."""
     rig = Rig(depth)
     ends, goes_on = Fixed(3), Fixed(8)

@@ -37,10 +37,10 @@ class CheckedModel(HashModel):
                 hashes.append(step_hash(hashes[-1] if hashes else 0, token))
             self._expected[opened.slot] = hashes
         result = super().run(plan)
-        for item, drawn in zip(plan.items, result.items, strict=True):
-            if drawn.token is not None:
+        for item, sampled in zip(plan.items, result.items, strict=True):
+            if sampled.token is not None:
                 hashes = self._expected[item.slot]
-                hashes.append(step_hash(hashes[item.kv_len - 1], drawn.token))
+                hashes.append(step_hash(hashes[item.kv_len - 1], sampled.token))
         return result
 
     def begin(self, plan: Plan) -> StepResult:
@@ -154,7 +154,7 @@ class SimExecutor:
         return self.launch(plan)
 
     def launch_sampling(self, launch: SimLaunch) -> None:
-        """The hash model draws with its forward: no grammar is used here."""
+        """The hash model samples with its forward: no grammar is used here."""
 
     def compute_one(self) -> None:
         """The oldest step that has not been computed yet, or its next stage."""

@@ -16,7 +16,7 @@ from engine.core.stages import Stages
 from engine.frontend import draining
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import from_finish
-from engine.loop.control import Control
+from engine.loop.control import EngineControl
 from engine.loop.deadlines import Deadlines
 from router.pool.workers import WorkerTable
 from router.requests.attempt import Attempt
@@ -278,7 +278,7 @@ CLUSTER.skip(
     "find prefixes of the weights before",
     Scheduler.forget_prefixes,
     "An update of the weights leaves the radix tree as it is.",
-    called_by=Control._take,
+    called_by=EngineControl._take,
 )
 
 
@@ -286,7 +286,7 @@ CLUSTER.skip(
     "take other weights while KV is in use",
     Scheduler.holds_no_kv,
     "An update of the weights does not wait for running requests.",
-    called_by=Control._finish_update,
+    called_by=EngineControl._finish_update,
 )
 def _(original, scheduler):
     return True

@@ -70,7 +70,7 @@ def _(original, results, plan, result):
     return effects
 
 
-@CORE.bug("a draw in flight is not counted", Request.samples_left, "A request launches a step beyond its last token.")
+@CORE.bug("a sample in flight is not counted", Request.samples_left, "A request launches a step beyond its last token.")
 def _(original, request):
     return request.max_new_tokens - len(request.output_ids)
 

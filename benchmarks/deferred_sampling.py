@@ -1,13 +1,13 @@
 """What it brings to launch the forward of a constrained step before its masks are known ("sampling delayed").
 
-usage: python -m benchmarks.late_draw [--running N] [--steps N] [--forward-ms MS] [--mask-us US] [--output FILE]
+usage: python -m benchmarks.deferred_sampling [--running N] [--steps N] [--forward-ms MS] [--mask-us US] [--output FILE]
 
 The production scheduler, pipeline and threaded stream. The model is a stand-in that leaves the processor alone for the
 time of a forward, as a GPU does; a mask takes the processor as long as llguidance does for a vocabulary of 128k.
 
-    depth 1    collect, masks, forward, draw, one after the other
+    depth 1    collect, masks, forward, sampling, one after the other
     wait       depth 2, but a constrained step is launched when the one before it is collected (what we did before)
-    late draw  depth 2: the forward runs while the step before it is collected and masks are computed
+    deferred sampling  depth 2: the forward runs while the step before it is collected and masks are computed
 """
 
 import argparse
@@ -34,7 +34,7 @@ from engine.executor.stream import ThreadStream
 from engine.loop.pipeline import Pipeline
 from engine.sampling_params import SamplingParams
 
-WAYS = ("depth 1", "wait", "late draw")
+WAYS = ("depth 1", "wait", "deferred sampling")
 
 
 class Costly:
@@ -56,19 +56,19 @@ class Costly:
 
 
 class StandIn:
-    """A runner: the forward sleeps, the draw costs nothing."""
+    """A runner: the forward sleeps, sampling costs nothing."""
 
     def __init__(self, forward_s: float) -> None:
         self._forward_s = forward_s
 
     def run(self, plan: Plan) -> StepOutput:
         self.forward(plan, Forward())
-        return self.draw(plan, Forward())
+        return self.sample(plan, Forward())
 
     def forward(self, plan: Plan, out: Forward) -> None:
         time.sleep(self._forward_s)
 
-    def draw(self, plan: Plan, forward: Forward) -> StepOutput:
+    def sample(self, plan: Plan, forward: Forward) -> StepOutput:
         tensor = torch.zeros(len(plan.items), dtype=torch.int64)
         return StepOutput(list(range(len(tensor))), tensor, tensor.bool(), {}, {})
 
