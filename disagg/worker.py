@@ -25,7 +25,8 @@ from disagg.config import DisaggConfig, role_name
 from disagg.role_session import RoleSession, SessionPlan, check_next_session, next_session, plan_session, started
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
-from engine.frontend.server import WorkerDied, open_worker_gate, run_frontend
+from engine.frontend.server import WorkerDied, run_frontend
+from engine.frontend.setup import FrontendSpec, open_worker_gate
 from engine.model_files.source import with_local_model
 from engine.random_seed import with_random_seed
 from engine.threads import with_threads
@@ -128,22 +129,23 @@ class _Worker:
             _report_ready(self.port.url, plan)
 
         can_switch = plan.role != "null"
-        return await run_frontend(
+        spec = FrontendSpec(
             server=plan.server,
             engine=plan.engine,
-            ipc=session.ipc,
-            signals=self.signals,
-            gate=self.gate,
-            port=self.port,
             mode=plan.role,
             extra_info=values_by_name(plan.disagg),
             default_bootstrap_port=plan.disagg.disaggregation_bootstrap_port,
-            on_ready=on_ready,
-            children_alive=session.children.dead,
             bootstrap_allowlist=plan.bootstrap_allowlist,
-            drain_s=plan.server.drain_timeout_s,
             switch=RoleSwitch(check=lambda to: check_next_session(plan, to), last=last) if can_switch else None,
-            end_engine=session.children.end,
+        )
+        return await run_frontend(
+            spec,
+            ipc=session.ipc,
+            processes=session.children,
+            signals=self.signals,
+            gate=self.gate,
+            port=self.port,
+            on_ready=on_ready,
         )
 
 

@@ -110,9 +110,8 @@ def start_worker(
         "folder": str(folder),
         "ipc_dir": ipc.dir,
         "mode": mode,
-        "drain_s": drain_s,
         "allowed": allowed,
-        "server": {"port": 0, **(server or {})},
+        "server": {"port": 0, "drain_timeout_s": drain_s, **(server or {})},
         "engine": {"model_path": str(checkpoint), **(engine or {})},
     }
     with ExitStack() as stack:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.frontend.server import load_sampling_defaults
+from engine.frontend.served_model import load_sampling_defaults
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from engine.text.chat_template import ChatTemplate, TemplateRefused, load_chat_template
 from engine.text.tokenizer import Tokenizer, load_tokenizer

@@ -16,7 +16,8 @@ import uvloop
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
 from engine.frontend.role_switch import RoleSwitch
-from engine.frontend.server import WorkerDied, open_worker_gate, run_frontend
+from engine.frontend.server import WorkerDied, run_frontend
+from engine.frontend.setup import FrontendSpec, open_worker_gate
 from engine.ipc import IpcPaths
 from service.flags import ConfigError
 from service.http.listening import ListeningPort, open_port
@@ -31,24 +32,38 @@ async def serve(args: dict[str, Any], port: ListeningPort, signals: StopSignals)
     (folder / "url.tmp").rename(folder / "url")
     gate = open_worker_gate(server)
     with signals.caught(on_hangup=lambda: gate.reload(time.monotonic())):
-        to = await run_frontend(
+        spec = FrontendSpec(
             server=server,
-            signals=signals,
-            gate=gate,
-            port=port,
             engine=EngineConfig(**args["engine"]),
-            ipc=IpcPaths(args["ipc_dir"]),
             mode=args["mode"],
             extra_info={"version": "test"},
             bootstrap_allowlist=allowlist(args.get("allowed")),
-            on_ready=lambda: (folder / "ready").touch(),
-            children_alive=lambda: "the scheduler process died" if (folder / "dead").exists() else None,
-            drain_s=args["drain_s"],
             health_timeout_s=0.5,
             switch=None if args["mode"] == "null" else RoleSwitch(check=lambda to: None),
         )
+        to = await run_frontend(
+            spec,
+            ipc=IpcPaths(args["ipc_dir"]),
+            processes=_Processes(folder),
+            signals=signals,
+            gate=gate,
+            port=port,
+            on_ready=(folder / "ready").touch,
+        )
     if to is not None:
         (folder / "next").write_text(to.role)
+
+
+class _Processes:
+    """The scheduler stand-in is a thread of the test; it is dead where the test makes a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def dead(self) -> str | None:
+        return "the scheduler process died" if (self._folder / "dead").exists() else None
+
+    def end(self) -> None: ...
 
 
 class WorkerThread:
@@ -106,10 +121,10 @@ def main(args: dict[str, Any]) -> int:
     return 0
 
 
-def allowlist(allowed: list[str] | None) -> BootstrapAllowlist | None:
+def allowlist(allowed: list[str] | None) -> BootstrapAllowlist:
     """`allowed`: bootstrap servers that requests may name; None: this worker dials none."""
     if allowed is None:
-        return None
+        return BootstrapAllowlist()
     return BootstrapAllowlist(AllowedAddresses(allowed, loopback=False, flag="--disaggregation-bootstrap-allowed"))
 
 

@@ -25,8 +25,8 @@ async def health(request: web.BaseRequest) -> web.Response:
     """
     s = request[SERVICES]
     if s.client.is_draining:
-        said = {"status": DRAINING, "num_live_reqs": s.client.num_live, "incarnation": s.incarnation}
-        to = None if s.switch is None else s.switch.to_role
+        said = {"status": DRAINING, "num_live_reqs": s.client.num_live, "incarnation": s.session.incarnation}
+        to = None if s.session.switch is None else s.session.switch.to_role
         answer = json_response(said if to is None else {**said, "switching_to": to}, status=503)
         answer.headers["Retry-After"] = "1"
         return answer
@@ -34,10 +34,10 @@ async def health(request: web.BaseRequest) -> web.Response:
     if not s.scheduler.ready.is_set():
         await _still_loading(s)
     check_up(s)
-    said = {"status": "ok", "incarnation": s.incarnation}
+    said = {"status": "ok", "incarnation": s.session.incarnation}
     if s.scheduler.now_s() - s.scheduler.last_heard_s <= HEARD_RECENTLY_S:
         return json_response(said)
-    now = await s.scheduler.step(timeout_s=s.health_timeout_s)
+    now = await s.scheduler.step(timeout_s=s.session.health_timeout_s)
     if now.stalled:
         raise not_ready(f"one step has taken {now.busy_s:.0f} s, longer than --watchdog-timeout")
     return json_response({**said, **step_summary(now)})
@@ -64,8 +64,8 @@ async def health_generate(request: web.BaseRequest) -> web.Response:
     check_up(s)
     bootstrap = (
         None
-        if s.mode == "null"
-        else Bootstrap(host=FAKE_BOOTSTRAP_HOST, port=s.default_bootstrap_port, room=s.mint_room())
+        if s.session.mode == "null"
+        else Bootstrap(host=FAKE_BOOTSTRAP_HOST, port=s.session.default_bootstrap_port, room=s.mint_room())
     )
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
     probe = GenerateRequest(
@@ -73,7 +73,7 @@ async def health_generate(request: web.BaseRequest) -> web.Response:
     )
     try:
         with s.client.generate([probe]) as generation:
-            await asyncio.wait_for(generation.next(), s.health_timeout_s)
+            await asyncio.wait_for(generation.next(), s.session.health_timeout_s)
     except TimeoutError:
-        raise not_ready(f"no token came within {s.health_timeout_s:g} s") from None
+        raise not_ready(f"no token came within {s.session.health_timeout_s:g} s") from None
     return json_response({"status": "ok"})

@@ -17,7 +17,7 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 async def model_info(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
-    return json_response({**s.model_info, **s.scheduler.updated, "max_model_len": s.context_length})
+    return json_response({**s.model.info, **s.scheduler.updated, "max_model_len": s.context_length})
 
 
 async def server_info(request: web.BaseRequest) -> web.Response:
@@ -25,17 +25,21 @@ async def server_info(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     load, now = await load_if_up(s), await step_if_up(s)
     info = {
-        **s.server_info,
+        **s.session.server_info,
         **s.scheduler.info,
-        "model_path": s.model_path,
+        "model_path": s.model.path,
         **s.scheduler.updated,
-        "served_model_name": s.served_name,
+        "served_model_name": s.model.served_name,
     }
     return json_response(
         {
             **info,
-            "disaggregation_mode": s.mode,
-            **({} if s.switch is None else {"switching_to": s.switch.to_role, "last_switch": s.switch.last}),
+            "disaggregation_mode": s.session.mode,
+            **(
+                {}
+                if s.session.switch is None
+                else {"switching_to": s.session.switch.to_role, "last_switch": s.session.switch.last}
+            ),
             "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
             **load,
             "internal_states": [load] if load else [],
@@ -48,11 +52,11 @@ async def loads(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
     entry = v1_loads_entry(
         await s.client.recent_state(),
-        mode=s.mode,
-        max_running_requests=int(s.server_info.get("max_running_requests", 0)),
+        mode=s.session.mode,
+        max_running_requests=int(s.session.server_info.get("max_running_requests", 0)),
         num_live=s.client.num_live,
     )
-    return json_response({"timestamp": time.time(), "version": s.server_info.get("version"), "loads": [entry]})
+    return json_response({"timestamp": time.time(), "version": s.session.server_info.get("version"), "loads": [entry]})
 
 
 async def old_load(request: web.BaseRequest) -> web.Response:

@@ -20,7 +20,7 @@ def check_up(s: Services) -> None:
 
 
 def check_dead(s: Services) -> None:
-    reason = s.dead()
+    reason = s.session.dead()
     if reason is not None:
         raise not_ready(reason)
     if s.client.closed is not None:
@@ -31,7 +31,7 @@ async def step_if_up(s: Services) -> StepReply | None:
     try:
         if not s.client.is_draining:
             check_dead(s)
-        return await s.scheduler.step(timeout_s=min(LOADING_TIMEOUT_S, s.health_timeout_s))
+        return await s.scheduler.step(timeout_s=min(LOADING_TIMEOUT_S, s.session.health_timeout_s))
     except ApiError:
         return None
 

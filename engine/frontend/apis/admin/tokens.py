@@ -45,8 +45,8 @@ async def detokenize(request: web.BaseRequest) -> web.Response:
     if flat and nested:
         raise bad_field("tokens", "must be a list of token ids or a list of such lists")
     for token in [*flat, *(t for ids in nested for t in ids)]:
-        if not 0 <= token < s.vocab_size:
-            raise bad_field("tokens", f"{token} is not a token id (0 to {s.vocab_size - 1})")
+        if not 0 <= token < s.model.vocab_size:
+            raise bad_field("tokens", f"{token} is not a token id (0 to {s.model.vocab_size - 1})")
     skip = body.skip_special_tokens is not False
-    texts = [s.tokenizer.decode(ids, skip_special_tokens=skip) for ids in nested or [flat]]
+    texts = [s.model.tokenizer.decode(ids, skip_special_tokens=skip) for ids in nested or [flat]]
     return json_response({"text": texts if nested else texts[0]})

@@ -3,7 +3,7 @@
 import msgspec
 from aiohttp import web
 
-from engine.frontend.services import ANY_MODEL, SERVICES
+from engine.frontend.services import SERVICES
 from engine.lora.names import name_problem
 from engine.messages import ControlReply, LoadAdapter, UnloadAdapter
 from service.http.errors import bad_field, decode_body
@@ -30,7 +30,7 @@ async def load_lora_adapter(request: web.BaseRequest) -> web.Response:
     body = decode_body(await request.read(), LoadBody)
     if problem := name_problem(body.lora_name):
         raise bad_field("lora_name", problem)
-    if body.lora_name in (*ANY_MODEL, s.served_name, s.model_path):
+    if body.lora_name in s.model.own_names:
         raise bad_field("lora_name", f"{body.lora_name!r} is a name of the model itself; choose another")
     if not body.lora_path:
         raise bad_field("lora_path", "must name an adapter's directory on the worker's disk")

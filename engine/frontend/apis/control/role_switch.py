@@ -37,8 +37,8 @@ async def switch_role(request: web.BaseRequest) -> web.Response:
     if body.timeout is not None and not (body.timeout >= 0 and math.isfinite(body.timeout)):
         raise bad_field("timeout", f"must be a number of seconds, at least 0, got {body.timeout}")
     switch = _open_switch(s)
-    if body.role == s.mode:
-        return json_response({"role": s.mode, "message": f"this is a {s.mode} worker"})
+    if body.role == s.session.mode:
+        return json_response({"role": s.session.mode, "message": f"this is a {s.session.mode} worker"})
     to = _state_for(s, body.role)
     try:
         switch.check(to)
@@ -46,30 +46,30 @@ async def switch_role(request: web.BaseRequest) -> web.Response:
         raise bad_field("role", f"this worker cannot be a {body.role} worker: {e}") from None
     switch.request(to, body.timeout)
     message = f"it drains, then starts again as a {body.role} worker; /server_info says when"
-    said = {"role": s.mode, "switching_to": body.role, "incarnation": s.incarnation, "message": message}
+    said = {"role": s.session.mode, "switching_to": body.role, "incarnation": s.session.incarnation, "message": message}
     return json_response(said, status=202)
 
 
 def _open_switch(s: Services) -> RoleSwitch:
     """Raises ApiError where no switch can begin now."""
-    if s.switch is None:
+    if s.session.switch is None:
         raise bad_field("role", UNIFIED)
-    starts_anew = s.switch.last is not None and not s.scheduler.ready.is_set()
-    if s.switch.to is not None or starts_anew:
-        role = s.switch.to_role or s.mode
+    starts_anew = s.session.switch.last is not None and not s.scheduler.ready.is_set()
+    if s.session.switch.to is not None or starts_anew:
+        role = s.session.switch.to_role or s.session.mode
         raise ApiError(409, f"a switch to {role} is under way", code="switching", retry_after_s=1)
     if s.client.closed is not None:
         raise s.client.closed
     if not s.scheduler.ready.is_set():
         raise not_ready("the model is still loading")
-    return s.switch
+    return s.session.switch
 
 
 def _state_for(s: Services, role: str) -> RoleSwitchState:
     return RoleSwitchState(
         role=role,
-        model_path=str(s.scheduler.updated.get("model_path", s.model_path)),
-        served_name=s.served_name,
+        model_path=str(s.scheduler.updated.get("model_path", s.model.path)),
+        served_name=s.model.served_name,
         weight_version=s.weight_version,
         adapters=dict(s.scheduler.adapters),
     )

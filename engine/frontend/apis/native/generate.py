@@ -85,13 +85,15 @@ async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], bo
         if not texts or not all(texts):
             raise bad_field("text", "must not be empty")
         ids = [await s.encode(t, field="text") for t in texts]
-        return [check_prompt_ids(i, field="text", vocab_size=s.vocab_size) for i in ids], isinstance(body.text, str)
+        return [check_prompt_ids(i, field="text", vocab_size=s.model.vocab_size) for i in ids], isinstance(
+            body.text, str
+        )
     kinds = set(map(type, body.input_ids or []))
     if len(kinds) > 1:
         raise bad_field("input_ids", "must be a list of token ids or a list of such lists")
     nested = kinds == {list}
     prompts = cast(list[list[int]], body.input_ids if nested else [body.input_ids or []])
-    return [check_prompt_ids(i, field="input_ids", vocab_size=s.vocab_size) for i in prompts], not nested
+    return [check_prompt_ids(i, field="input_ids", vocab_size=s.model.vocab_size) for i in prompts], not nested
 
 
 def _params(s: Services, body: GenerateBody, num_prompts: int) -> list[SamplingParams]:
@@ -112,7 +114,7 @@ def _one_params(s: Services, p: SamplingBody) -> SamplingParams:
     limit = max(DEFAULT_NEW_TOKENS, least or 0) if isinstance(p.max_new_tokens, msgspec.UnsetType) else p.max_new_tokens
     return build_sampling(
         p,
-        vocab_size=s.vocab_size,
+        vocab_size=s.model.vocab_size,
         max_new_tokens=limit,
         min_new_tokens=least,
         names=names,
@@ -130,10 +132,15 @@ def _requests(
 ) -> tuple[list[GenerateRequest], list[str]]:
     """The samples, prompt-major, and the group (the prompt's rid) of each."""
     bootstraps = build_bootstraps(
-        body, mode=s.mode, num_prompts=len(prompts), n=n, default_port=s.default_bootstrap_port, mint_room=s.mint_room
+        body,
+        mode=s.session.mode,
+        num_prompts=len(prompts),
+        n=n,
+        default_port=s.session.default_bootstrap_port,
+        mint_room=s.mint_room,
     )
     rids = _rids(s, body.rid, len(prompts))
-    logprobs = _logprob_options(body, prompts, vocab_size=s.vocab_size)
+    logprobs = _logprob_options(body, prompts, vocab_size=s.model.vocab_size)
     hidden_states = _hidden_states(s, body, len(prompts))
     intervals = [
         check_stream_interval(p.stream_interval if p else None, field="sampling_params.stream_interval")
@@ -176,7 +183,7 @@ def _rids(s: Services, rid: str | list[str] | None, num_prompts: int) -> list[st
 
 def _hidden_states(s: Services, body: GenerateBody, num_prompts: int) -> list[bool]:
     wanted = [bool(w) for w in _each("return_hidden_states", body.return_hidden_states, num_prompts)]
-    if any(wanted) and not s.return_hidden_states:
+    if any(wanted) and not s.model.return_hidden_states:
         raise bad_field(
             "return_hidden_states",
             "this server was started without --enable-return-hidden-states",

@@ -39,12 +39,12 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
     format = call_format(s, body)
     constraint = chat_constraint(body, format)
     params = sampling_of(s, body, max_tokens=limit, name=name, constraint=constraint)
-    if format is not None and body.skip_special_tokens is None and s.tokenizer.is_special(format.marker):
+    if format is not None and body.skip_special_tokens is None and s.model.tokenizer.is_special(format.marker):
         params = msgspec.structs.replace(params, skip_special_tokens=False)  # the reader must see its marker
     ids = check_prompt_ids(
         await s.encode(render_chat(s, body), field="messages", add_special_tokens=False),
         field="messages",
-        vocab_size=s.vocab_size,
+        vocab_size=s.model.vocab_size,
     )
     logprobs = LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None
     id = body.rid or s.mint_id("chatcmpl-")
@@ -74,7 +74,7 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
 
 def render_chat(s: Services, body: ChatBody) -> str:
     """Prompt text of the messages. Raises ApiError(400)."""
-    if s.template is None:
+    if s.model.template is None:
         raise bad_field("messages", "this model has no chat template; use /v1/completions")
     messages = template_messages(body.messages)
     prefix = messages.pop()["content"] if body.continue_final_message and messages[-1]["role"] == "assistant" else ""
@@ -84,7 +84,7 @@ def render_chat(s: Services, body: ChatBody) -> str:
         **(body.chat_template_kwargs or {}),
     }
     try:
-        return s.template.render(
+        return s.model.template.render(
             messages, add_generation_prompt=body.add_generation_prompt is not False, extra=extra
         ) + str(prefix)
     except TemplateRefused as e:
@@ -95,7 +95,7 @@ def call_format(s: Services, body: ChatBody) -> CallFormat | None:
     """How the answer's tool calls are written; None: there are none to be read."""
     if not usable(body.tools, body.tool_choice):
         return None
-    return ARRAY if forced(body.tool_choice) else FORMATS.get(s.tool_call_parser or "")
+    return ARRAY if forced(body.tool_choice) else FORMATS.get(s.model.tool_call_parser or "")
 
 
 def chat_constraint(body: ChatBody, format: CallFormat | None) -> Constraint | None:
@@ -109,11 +109,11 @@ def chat_constraint(body: ChatBody, format: CallFormat | None) -> Constraint | N
 
 def _chat_view(s: Services, body: ChatBody, format: CallFormat | None, **kwargs: Any) -> ChatView:
     if format is None:
-        return ChatView(body, tokenizer=s.tokenizer, **kwargs)
+        return ChatView(body, tokenizer=s.model.tokenizer, **kwargs)
     names = [tool.function.name for tool in usable(body.tools, body.tool_choice)]
     return ToolChatView(
         body,
-        tokenizer=s.tokenizer,
+        tokenizer=s.model.tokenizer,
         reader=lambda: ToolCalls(format, names),
         mint_id=lambda: s.mint_id("call_"),
         **kwargs,

@@ -57,8 +57,8 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
 
 async def _prompt_ids(s: Services, prompt: str | list[int]) -> list[int]:
     ids = prompt if isinstance(prompt, list) else await s.encode(prompt, field="prompt")
-    return check_prompt_ids(ids, field="prompt", vocab_size=s.vocab_size)
+    return check_prompt_ids(ids, field="prompt", vocab_size=s.model.vocab_size)
 
 
 def _echo(s: Services, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else s.tokenizer.decode(prompt, skip_special_tokens=False)
+    return prompt if isinstance(prompt, str) else s.model.tokenizer.decode(prompt, skip_special_tokens=False)

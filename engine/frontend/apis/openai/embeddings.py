@@ -48,7 +48,7 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
             input_ids=prompt,
             sampling=NOTHING_NEW,
             skip_cache_insert=True,
-            pooling=s.embedding_pooling,
+            pooling=s.model.embedding_pooling,
             lora=model.lora,
         )
         for i, prompt in enumerate(ids)
@@ -71,7 +71,7 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
 
 
 def _check(s: Services, body: EmbeddingBody) -> None:
-    if s.mode == "decode":
+    if s.session.mode == "decode":
         raise ApiError(400, "a decode worker makes no embeddings; send it to a prefill worker or to the router")
     if body.encoding_format not in (None, "float", "base64"):
         raise bad_field("encoding_format", f"must be float or base64, got {body.encoding_format!r}")
@@ -81,7 +81,7 @@ def _check(s: Services, body: EmbeddingBody) -> None:
 
 async def _prompt_ids(s: Services, prompt: str | list[int]) -> list[int]:
     ids = prompt if isinstance(prompt, list) else await s.encode(prompt, field="input")
-    check_prompt_ids(ids, field="input", vocab_size=s.vocab_size)
+    check_prompt_ids(ids, field="input", vocab_size=s.model.vocab_size)
     if len(ids) > s.context_length:
         raise bad_field(
             "input", f"has {len(ids)} tokens and the context is {s.context_length}", code="context_length_exceeded"

@@ -21,11 +21,11 @@ async def get_model(request: web.BaseRequest) -> web.Response:
 
 def _model_cards(s: Services) -> list[dict[str, Any]]:
     base = {
-        "id": s.served_name,
+        "id": s.model.served_name,
         "object": "model",
-        "created": s.started_unix_s,
+        "created": s.session.started_unix_s,
         "owned_by": "tandem",
-        "root": s.model_path,
+        "root": s.model.path,
         "parent": None,
         "max_model_len": s.context_length,
     }

@@ -29,10 +29,10 @@ def sampling_of(
     """`name`: the field that `max_tokens` came from. Raises ApiError(400)."""
     return build_sampling(
         body,
-        vocab_size=s.vocab_size,
+        vocab_size=s.model.vocab_size,
         max_new_tokens=max_tokens,
         min_new_tokens=body.min_tokens,
-        defaults=s.sampling_defaults,
+        defaults=s.model.sampling_defaults,
         names={"max_new_tokens": name, "min_new_tokens": "min_tokens"},
         constraint=constraint,
     )
@@ -57,7 +57,12 @@ def start(
     """
     s, n = request[SERVICES], params.n
     bootstraps = build_bootstraps(
-        body, mode=s.mode, num_prompts=len(prompts), n=n, default_port=s.default_bootstrap_port, mint_room=s.mint_room
+        body,
+        mode=s.session.mode,
+        num_prompts=len(prompts),
+        n=n,
+        default_port=s.session.default_bootstrap_port,
+        mint_room=s.mint_room,
     )
     samplings = [
         sampling

@@ -5,7 +5,7 @@
 
 from typing import Any, NamedTuple
 
-from engine.frontend.services import ANY_MODEL, Services
+from engine.frontend.services import Services
 from service.http.errors import ApiError, bad_field
 
 OFF = "this server was started without --enable-lora"
@@ -24,19 +24,19 @@ def choose_model(s: Services, model: str | None, lora_path: str | None) -> Chose
     if named and lora_path and named != lora_path:
         raise bad_field("lora_path", f"is {lora_path!r}, and model names the adapter {named!r}; leave one out")
     lora = named or check_lora_path(s, lora_path)
-    return Chosen(lora or s.served_name, lora)
+    return Chosen(lora or s.model.served_name, lora)
 
 
 def check_lora_path(s: Services, lora_path: str | None) -> str:
     """Name of the adapter, "" for none. Raises ApiError(400)."""
-    if lora_path and not s.lora:
+    if lora_path and not s.model.lora:
         raise bad_field("lora_path", OFF, code="unsupported_parameter")
     return lora_path or ""
 
 
 def _adapter_in(s: Services, model: str | None) -> str:
     """The adapter that `model` names; "" for the model alone. Raises ApiError(404)."""
-    own = (*ANY_MODEL, s.served_name, s.model_path)
+    own = s.model.own_names
     if model is None or model in own:
         return ""
     for name in (model, *(model[len(base) + 1 :] for base in own if base and model.startswith(f"{base}:"))):
@@ -45,7 +45,7 @@ def _adapter_in(s: Services, model: str | None) -> str:
     more = f", with the adapters {', '.join(s.scheduler.adapters)}" if s.scheduler.adapters else ""
     raise ApiError(
         404,
-        f"the model {model!r} does not exist; this server has {s.served_name!r}{more}",
+        f"the model {model!r} does not exist; this server has {s.model.served_name!r}{more}",
         field="model",
         code="model_not_found",
     )

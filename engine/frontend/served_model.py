@@ -1,0 +1,90 @@
+"""The model that a worker serves, as its API sees it: checkpoint, tokenizer, template, limits, defaults."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.lora.names import lora_enabled
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
+from engine.text.chat_template import ChatTemplate, load_chat_template
+from engine.text.tokenizer import Tokenizer, load_tokenizer, read_json
+from service.flags import ConfigError
+
+DEFAULT_MODEL_NAME = "recall"  # the model that ships with Tandem
+ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes when the client named none
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """`info`: what /model_info shows. `lora`: requests may name adapters."""
+
+    path: str
+    served_name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    vocab_size: int
+    context_length: int
+    sampling_defaults: Mapping[str, float | int]
+    info: Mapping[str, Any]
+    tool_call_parser: str | None
+    return_hidden_states: bool
+    embedding_pooling: str
+    lora: bool
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """What a request may call the model; an adapter may not have these names."""
+        return (*ANY_MODEL, self.served_name, self.path)
+
+
+def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
+    """Raises ConfigError for a checkpoint that cannot be used."""
+    path = engine.model_path or DEFAULT_MODEL_PATH
+    config = load_model_config(path)
+    tokenizer = load_tokenizer(path)
+    served_name = engine.served_model_name or _name_of(path)
+    return ServedModel(
+        path=path,
+        served_name=served_name,
+        tokenizer=tokenizer,
+        template=load_chat_template(path, config=tokenizer.config, special_tokens=tokenizer.special_tokens),
+        vocab_size=config.vocab_size,
+        context_length=engine.context_length or config.max_position_embeddings,
+        sampling_defaults=load_sampling_defaults(path, vocab_size=config.vocab_size),
+        info={
+            "model_path": path,
+            "served_model_name": served_name,
+            "tokenizer_path": path,
+            "is_generation": True,
+            "model_type": config.model_type,
+            "architectures": [config.architecture],
+            "weight_version": engine.weight_version,
+            "disaggregation_mode": mode,
+        },
+        tool_call_parser=engine.tool_call_parser,
+        return_hidden_states=engine.enable_return_hidden_states,
+        embedding_pooling=engine.embedding_pooling,
+        lora=lora_enabled(engine),
+    )
+
+
+def load_sampling_defaults(model_path: str, *, vocab_size: int) -> dict[str, float | int]:
+    """Read what generation_config.json recommends for fields that an OpenAI request leaves open, as SGLang and vLLM do."""
+    config = read_json(Path(model_path) / "generation_config.json")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    values = {n: config[n] for n in names if isinstance(config.get(n), int | float) and not isinstance(config[n], bool)}
+    if "top_k" in values:
+        values["top_k"] = int(values["top_k"]) or -1  # transformers writes 0 for "off"
+    try:
+        check_sampling_params(SamplingParams(**values), vocab_size=vocab_size)
+    except InvalidParam as e:
+        raise ConfigError(f"{model_path}/generation_config.json: {e}") from None
+    return values
+
+
+def _name_of(model_path: str) -> str:
+    path = Path(model_path).resolve()
+    return DEFAULT_MODEL_NAME if model_path == DEFAULT_MODEL_PATH else path.stem if path.is_file() else path.name

@@ -1,0 +1,107 @@
+"""Builds the services of a role session from its flags."""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from engine.config import EngineConfig, ServerConfig
+from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
+from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.client.scheduler_link import SchedulerLink
+from engine.frontend.client.tracing import Traces
+from engine.frontend.metrics.worker import Metrics
+from engine.frontend.role_switch import RoleSwitch
+from engine.frontend.served_model import load_served_model
+from engine.frontend.services import Services, SessionInfo
+from engine.lora.names import named_paths
+from engine.text.sample import SampleText
+from service.flags import ConfigError, values_by_name
+from service.security.browser import BrowserRule
+from service.security.keys import Gate, open_gate
+from service.telemetry.otlp import open_exporter
+from service.telemetry.tracer import Tracer
+
+HEALTH_TIMEOUT_S = 20.0
+DEFAULT_BOOTSTRAP_PORT = 8998
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendSpec:
+    """What one role session is to serve. `extra_info`: shown flat by /server_info; no secrets.
+
+    `bootstrap_allowlist`: bootstrap servers that requests may name; by default this worker dials none. `switch`: None for a
+    worker that cannot change its role.
+    """
+
+    server: ServerConfig
+    engine: EngineConfig
+    mode: str = "null"
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    default_bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
+    bootstrap_allowlist: BootstrapAllowlist = field(default_factory=BootstrapAllowlist)
+    switch: RoleSwitch | None = None
+    health_timeout_s: float = HEALTH_TIMEOUT_S
+
+
+def make_services(
+    spec: FrontendSpec, *, scheduler: SchedulerLink, gate: Gate, dead: Callable[[], str | None]
+) -> Services:
+    """Load the checkpoint's tokenizer and template. Raises ConfigError."""
+    server, engine = spec.server, spec.engine
+    model = load_served_model(engine, mode=spec.mode)
+    scheduler.adapters = named_paths(engine)
+    if taken := set(model.own_names) & scheduler.adapters.keys():
+        raise ConfigError(f"--lora-paths: {min(taken)!r} is a name of the model itself; choose another")
+    metrics = Metrics(model_name=model.served_name, mode=spec.mode)
+    process = "unified" if spec.mode == "null" else spec.mode
+    exporter = open_exporter(enable=server.enable_trace, endpoint=server.otlp_traces_endpoint, process=process)
+    tracer = Tracer(ring_size=server.trace_ring, exporter=exporter)
+    return Services(
+        model=model,
+        session=SessionInfo(
+            mode=spec.mode,
+            default_bootstrap_port=spec.default_bootstrap_port,
+            server_info=_server_info(spec),
+            dead=dead,
+            health_timeout_s=spec.health_timeout_s,
+            default_deadline_s=server.default_deadline_s,
+            switch=spec.switch,
+        ),
+        client=EngineClient(
+            scheduler,
+            open_text=partial(SampleText, model.tokenizer),
+            observer=metrics,
+            max_live=engine.max_running_requests + engine.max_queued_requests,
+            early_rejection=server.enable_early_rejection and spec.mode != "decode",  # there the wait is for prefill
+            traces=Traces(tracer, process=process, model=model.served_name),
+        ),
+        metrics=metrics,
+        tracer=tracer,
+        gate=gate,
+        browser=BrowserRule(
+            host=server.host,
+            has_keys=gate.is_set,
+            allowed_hosts=server.allowed_hosts,
+            allowed_origins=server.allowed_origins,
+        ),
+        bootstrap_allowlist=spec.bootstrap_allowlist,
+        prng=random.Random(engine.random_seed),
+    )
+
+
+def open_worker_gate(server: ServerConfig) -> Gate:
+    """Raises ConfigError for a key or key file that cannot be used."""
+    return open_gate(
+        api_key=server.api_key,
+        api_key_file=server.api_key_file,
+        admin_api_key=server.admin_api_key,
+        admin_api_key_file=server.admin_api_key_file,
+    )
+
+
+def _server_info(spec: FrontendSpec) -> dict[str, Any]:
+    flags = {**values_by_name(spec.server), **values_by_name(spec.engine)}
+    info = {**flags, "tp_size": 1, "dp_size": 1, **spec.extra_info}
+    return {name: value for name, value in info.items() if "api_key" not in name and "secret" not in name}
