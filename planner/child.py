@@ -1,4 +1,4 @@
-"""A process that computes runs of one plan: the flags come as the first line on stdin, then a line a run, until it ends.
+"""A process that computes runs of one plan. The first line on stdin holds the flags, each further line one run.
 
 usage: python -m planner.child      (planner/pool.py is its only caller)
 """

@@ -1,7 +1,7 @@
-"""One run: a layout's workers, the requests of a workload at one rate, and when each of their tokens came.
+"""One run: the workers of a layout serve the requests of a workload at one rate; the time of each token is recorded.
 
-The router's own policies say where a request goes (planner/routing.py). A worker may change its role meanwhile
-(planner/role_moves.py): it gets nothing new, ends what it has, is away, and comes back empty.
+The router's own policies route the requests (planner/routing.py). A worker may change its role during the run
+(planner/role_moves.py): it drains, is away for a while, and comes back with an empty cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from engine.messages import AbortRequest, Bootstrap, GenerateRequest, TokenOutpu
 from engine.sampling_params import SamplingParams
 from planner.host import Host
 from planner.layout import ClusterLayout
-from planner.placed import Placed
+from planner.pooled import PooledWorker
 from planner.role_moves import AutoSpec, RoleMoves
 from planner.routing import Routing
 from planner.timeline import Timeline
@@ -27,9 +27,10 @@ LATE = "late"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """`workers`: by role. `outside_s`: of each request, in HTTP and tokenizer, before a scheduler sees it.
+    """`workers`: by role. `outside_s`: time of a request in HTTP and tokenizer before it reaches a scheduler.
 
-    `cores`: of the host that all share (None: nobody shares); its CPU seconds a request and an output token beside the steps.
+    `cores`: of the host that all workers share (None: each has its own). `host_request_s`, `host_token_s`: CPU seconds of
+    that host per request and per output token, beside the steps.
     """
 
     layout: ClusterLayout
@@ -44,24 +45,26 @@ class ClusterSpec:
 
 
 class _LiveRequest:
-    """One request on its way. `open_legs`: workers that have not ended it yet."""
+    """A request in flight. `used`: its workers, decode last. `open_workers`: those that have not ended it."""
 
-    def __init__(self, request: PlannedRequest, record: RequestRecord, legs: list[Placed], leases: list[Lease]) -> None:
+    def __init__(
+        self, request: PlannedRequest, record: RequestRecord, used: list[PooledWorker], leases: list[Lease]
+    ) -> None:
         self.request = request
         self.record = record
-        self.legs = legs
+        self.used = used
         self.leases = leases
-        self.open_legs = list(legs)
+        self.open_workers = list(used)
         self.last_s = 0.0
 
 
 class PlannedCluster:
     def __init__(self, spec: ClusterSpec, *, auto: AutoSpec | None = None) -> None:
-        """`auto`: workers change their roles as the router's controller says."""
+        """`auto`: the router's controller moves workers between roles."""
         self._spec = spec
         self._timeline = Timeline()
         self._host = Host(spec.cores)
-        self._routing = Routing[Placed](spec.policy)
+        self._routing = Routing[PooledWorker](spec.policy)
         page_bytes = next(iter(spec.workers.values())).page_bytes
         self._network = Network(
             self._timeline,
@@ -71,15 +74,15 @@ class PlannedCluster:
             host=self._host,
         )
         self._all: list[PlanWorker] = []
-        self._pools: dict[str, list[Placed]] = {}
+        self._pools: dict[str, list[PooledWorker]] = {}
         for role in spec.layout.roles:
             self.join(role)
         self.moves = None if auto is None else RoleMoves(spec=auto, fleet=self, timeline=self._timeline)
-        self._lives: dict[str, _LiveRequest] = {}
+        self._live: dict[str, _LiveRequest] = {}
         self._num_left = 0
 
     def run(self, requests: Sequence[PlannedRequest], *, rate: float, until_s: float) -> list[RequestRecord]:
-        """Requests at `rate` a second for the whole cluster; those without an answer at `until_s` say "late"."""
+        """Send `requests` at `rate` per second to the whole cluster. A request without an answer at `until_s` fails as "late"."""
         records = [
             RequestRecord(idx=i, sent_s=request.at / rate, prompt_tokens=request.input_len, error=LATE)
             for i, request in enumerate(requests)
@@ -93,60 +96,60 @@ class PlannedCluster:
         return records
 
     def warm(self, history: Sequence[PlannedRequest]) -> None:
-        """Prefixes of earlier requests are where prompts are computed, one after another."""
+        """Put the prefixes of earlier requests into the caches of the workers that compute prompts."""
         role, pool = next(iter(self._pools.items()))
         for request in history:
-            placed, lease = self._routing.choose(role, pool, request)
-            placed.worker.remember(request.tokens())
+            pooled, lease = self._routing.choose(role, pool, request)
+            pooled.worker.remember(request.tokens())
             self._routing.release(lease)
 
     @property
     def now_s(self) -> float:
-        """The end of the last turn of anybody."""
+        """The end of the last turn of any worker."""
         return max(worker.clock.now_s for worker in self.workers())
 
     def workers(self) -> list[PlanWorker]:
-        """All that there ever were: one that changed its role is another one since."""
+        """All workers so far; a worker that changes its role counts as a new one."""
         return list(self._all)
 
-    def pools(self) -> dict[str, list[Placed]]:
-        """Who gets requests, by role."""
+    def pools(self) -> dict[str, list[PooledWorker]]:
+        """The workers that get requests, by role."""
         return {role: list(pool) for role, pool in self._pools.items()}
 
-    def join(self, role: str) -> Placed:
-        """A worker that nothing was asked of yet."""
-        placed = self._place(role)
-        self._all.append(placed.worker)
-        self._pools.setdefault(role, []).append(placed)
-        return placed
+    def join(self, role: str) -> PooledWorker:
+        """Add a new worker, with an empty cache."""
+        pooled = self._place(role)
+        self._all.append(pooled.worker)
+        self._pools.setdefault(role, []).append(pooled)
+        return pooled
 
-    def retire(self, placed: Placed, *, on_drained: Callable[[], None]) -> None:
-        """It gets no new request; `on_drained` is called when it has none."""
-        self._pools[placed.worker.spec.role].remove(placed)
-        placed.drain(on_drained)
+    def retire(self, pooled: PooledWorker, *, on_drained: Callable[[], None]) -> None:
+        """Send no new request to a worker; call `on_drained` when it has none."""
+        self._pools[pooled.worker.spec.role].remove(pooled)
+        pooled.drain(on_drained)
 
     # ---- inside
 
-    def _place(self, role: str) -> Placed:
-        placed = Placed(
+    def _place(self, role: str) -> PooledWorker:
+        pooled = PooledWorker(
             PlanWorker(
                 self._spec.workers[role],
                 timeline=self._timeline,
                 network=self._network,
                 host=self._host,
-                say=lambda outputs, now_s: self._hear(placed, outputs, now_s),
+                on_outputs=lambda outputs, now_s: self._on_outputs(pooled, outputs, now_s),
             )
         )
-        return placed
+        return pooled
 
     def _send(self, request: PlannedRequest, record: RequestRecord) -> None:
         chosen = [self._routing.choose(role, pool, request) for role, pool in self._pools.items()]
-        legs = [placed for placed, _ in chosen]
+        used = [pooled for pooled, _ in chosen]
         self._host.finish("frontends", at_s=self._timeline.now_s, work_s=self._spec.host_request_s)
         rid, room = f"r{record.idx}", None
-        if len(legs) > 1:
+        if len(used) > 1:
             room = Bootstrap("planned", 1, record.idx + 1)
-        self._lives[rid] = _LiveRequest(request, record, legs, [lease for _, lease in chosen])
+        self._live[rid] = _LiveRequest(request, record, used, [lease for _, lease in chosen])
         message = GenerateRequest(
             rid=rid,
             input_ids=request.tokens(),
@@ -154,44 +157,44 @@ class PlannedCluster:
             bootstrap=room,
             stream=True,
         )
-        for leg in legs:
-            leg.take()
-            leg.worker.receive(message)
+        for pooled in used:
+            pooled.begin()
+            pooled.worker.receive(message)
 
-    def _hear(self, placed: Placed, outputs: list[TokenOutput], now_s: float) -> None:
-        told = sum(len(output.new_ids) for output in outputs)
-        self._host.finish("frontends", at_s=now_s, work_s=told * self._spec.host_token_s)
+    def _on_outputs(self, pooled: PooledWorker, outputs: list[TokenOutput], now_s: float) -> None:
+        num_tokens = sum(len(output.new_ids) for output in outputs)
+        self._host.finish("frontends", at_s=now_s, work_s=num_tokens * self._spec.host_token_s)
         for output in outputs:
-            life = self._lives[output.rid]
-            if placed is life.legs[-1]:  # decode's: the client's answer is there
-                _note(life, output, now_s)
+            live = self._live[output.rid]
+            if pooled is live.used[-1]:  # decode's: the client's answer is there
+                _record(live, output, now_s)
             if output.finish is not None:
-                self._end_leg(life, placed, output)
+                self._end_at(live, pooled, output)
 
-    def _end_leg(self, life: _LiveRequest, placed: Placed, output: TokenOutput) -> None:
-        life.open_legs.remove(placed)
-        self._routing.release(life.leases[life.legs.index(placed)])
+    def _end_at(self, live: _LiveRequest, pooled: PooledWorker, output: TokenOutput) -> None:
+        live.open_workers.remove(pooled)
+        self._routing.release(live.leases[live.used.index(pooled)])
         assert output.finish is not None
         if output.finish.kind == "abort":
-            if life.record.error == LATE:  # the first reason counts
-                life.record.error = output.finish.message
-            for leg in life.open_legs:
-                now_s = max(self._timeline.now_s, leg.worker.clock.now_s)
-                self._timeline.at(now_s, partial(leg.worker.receive, AbortRequest(output.rid)))
-        elif placed is life.legs[-1]:
-            life.record.error = None
-        self._num_left -= not life.open_legs
-        placed.give_back()
+            if live.record.error == LATE:  # the first reason counts
+                live.record.error = output.finish.message
+            for other in live.open_workers:
+                now_s = max(self._timeline.now_s, other.worker.clock.now_s)
+                self._timeline.at(now_s, partial(other.worker.receive, AbortRequest(output.rid)))
+        elif pooled is live.used[-1]:
+            live.record.error = None
+        self._num_left -= not live.open_workers
+        pooled.end()
 
 
-def _note(life: _LiveRequest, output: TokenOutput, now_s: float) -> None:
-    record = life.record
+def _record(live: _LiveRequest, output: TokenOutput, now_s: float) -> None:
+    record = live.record
     if output.new_ids:
         if record.ttft_s is None:
             record.ttft_s = now_s - record.sent_s
         else:
-            record.itl_s.append(now_s - life.last_s)
-        life.last_s = now_s
+            record.itl_s.append(now_s - live.last_s)
+        live.last_s = now_s
         record.output_tokens += len(output.new_ids)
     record.cached_tokens = max(record.cached_tokens, output.cached_tokens)
     record.e2e_s = now_s - record.sent_s

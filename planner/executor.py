@@ -1,6 +1,6 @@
-"""The executor as a stopwatch: a step takes what the cost model says, on a device that computes one step at a time.
+"""An executor in virtual time: a step takes the time of the cost model, on a device that runs one step at a time.
 
-It stands where engine/executor/executor.py stands. Tokens are all the same: lengths decide when answers end.
+It replaces engine/executor/executor.py. All tokens are equal: lengths decide when answers end.
 """
 
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ _DRAWN, _SILENT = ItemResult(token=TOKEN), ItemResult(token=None)
 
 @dataclass(slots=True)
 class WorkerClock:
-    """The time at one worker. It runs ahead of the timeline while a turn waits for its device."""
+    """A worker's time. It runs ahead of the timeline while a turn waits for the device."""
 
     now_s: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)
 class TimedLaunch:
-    """A step that will have been computed at `end_s`."""
+    """A step that ends at `end_s`."""
 
     plan: Plan
     end_s: float
 
 
 class TimedExecutor:
-    """A step begins when it is launched and the one before it has ended; to collect it is to wait for its end."""
+    """A step starts when it is launched and its predecessor has ended; `collect` waits for its end."""
 
     def __init__(self, step_time: StepTime, clock: WorkerClock, *, host: Host, threads: int) -> None:
-        """`threads`: cores of `host` that a step takes."""
+        """`threads`: cores of `host` that a step uses."""
         self._step_time = step_time
         self._clock = clock
         self._host = host

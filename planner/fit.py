@@ -1,17 +1,17 @@
 """Step times from reports of `tandem bench`: pure, from records of requests to a `Fitted` cost model.
 
-What a request saw says how long steps took, where no other request disturbed it:
+Undisturbed requests reveal the durations of steps:
 
     prefill   a request that was alone until its first token:  TTFT = outside + step + a x prompt + b x prompt^2 / 2
-    decode    gaps between two tokens while nobody waited for a first one:  step + c x requests + d x KV tokens
-    hand-over what the TTFT of the same prompt has more through a prefill and a decode worker:  e + f x prompt
+    decode    gaps between tokens while no request waited for its first token:  step + c x requests + d x KV tokens
+    hand-over additional TTFT of the same prompt through a prefill and a decode worker:  e + f x prompt
 
-All are linear, so least squares find the first two. Errors count relative to the time that the fit says: relative to the
-measured time, tokens that came in clumps (nine at once, then a long gap) would make steps look shorter than their mean. For
-the same reason gaps are summed to stretches. A negative coefficient becomes 0 (its column leaves). `outside` and `step` cannot
-be told apart by TTFT alone: a prefill step costs at least what a decode step does besides its requests, the rest of the
-constant is taken to be outside of the engine. The hand-over is a small difference of two noisy times, so both are measured in
-turns, and its line is that of Theil and Sen: the median of all slopes (Sen, JASA 1968).
+All are linear; least squares fit the first two. Errors count relative to the fitted time: relative to the measured time,
+tokens that arrive in clumps (nine at once, then a long gap) would make steps look shorter than their mean. For the same
+reason gaps are summed to stretches. A negative coefficient becomes 0 (its column is dropped). TTFT alone does not separate
+`outside` from `step`: a prefill step costs at least the constant of a decode step, and the rest of the constant counts as
+outside of the engine. The hand-over is a small difference of two noisy times, so both are measured in turns, and its line is
+that of Theil and Sen: the median of all slopes (Sen, JASA 1968).
 """
 
 from bisect import bisect_left, bisect_right
@@ -35,23 +35,20 @@ ROUNDS = 5  # of least squares, each with the last one's times as weights
 
 
 class ReportTarget(msgspec.Struct):
-    """Of a bench report: what the server's requests saw."""
+    """The requests of one server in a bench report."""
 
     records: list[RequestRecord]
 
 
 class Report(msgspec.Struct):
-    """The part of a bench report that is used here."""
+    """The part of a bench report that a fit uses."""
 
     targets: list[ReportTarget]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Gaps between tokens of one request, one after another; means of each: how long, of how many requests at once, which
-
-    read how many KV tokens together.
-    """
+    """Consecutive gaps between tokens of one request, and means per gap: duration, concurrent requests, their KV tokens."""
 
     gaps: int
     seconds: float
@@ -61,7 +58,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverTime:
-    """From prefill to decode, beside the computing: seconds a request, and seconds a token of its prompt."""
+    """Duration of a hand-over beside the computing: seconds per request, and seconds per token of its prompt."""
 
     request_s: float
     token_s: float
@@ -69,7 +66,7 @@ class HandoverTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeFit:
-    """`outside_s`: of a TTFT, what is no step. Errors: median of |predicted - measured| / measured."""
+    """`outside_s`: part of a TTFT outside of steps. Errors: median of |predicted - measured| / measured."""
 
     step_time: Fitted
     outside_s: float
@@ -80,17 +77,17 @@ class StepTimeFit:
 
 
 def read_records(path: str) -> list[RequestRecord]:
-    """The records of the first target of a report; raises `ConfigError` naming the flag and the file."""
+    """Read the records of the first target of a report. Raises `ConfigError` with the flag and the file."""
     return _read(path, flag="--fit", targets=1)[0]
 
 
 def read_pair(path: str) -> list[list[RequestRecord]]:
-    """Those of both targets of a report of `tandem bench --compare`."""
+    """Read the records of both targets of a report of `tandem bench --compare`."""
     return _read(path, flag="--fit-pair", targets=2)
 
 
 def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
-    """`reports`: the records of each run. Raises `ConfigError` when they say too little."""
+    """Fit step times. `reports`: the records of each run. Raises `ConfigError` if there are too few."""
     alone = [pair for records in reports for pair in _prefills(records)]
     stretches = [stretch for records in reports for stretch in quiet_stretches(records)]
     num_gaps = sum(stretch.gaps for stretch in stretches)
@@ -136,9 +133,9 @@ def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
 
 
 def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]) -> HandoverTime:
-    """The same requests, each alone, on a unified worker and through a prefill and a decode worker, in turns; prompts of one
+    """Fit the hand-over to the same requests, each alone, on a unified worker and through a pair, in turns.
 
-    chunk. Raises `ConfigError` when they say too little.
+    Prompts must fit into one chunk. Raises `ConfigError` if there are too few requests.
     """
     before = {record.idx: _ttft(record) for record in _alone(unified)}
     more = [(r.prompt_tokens, _ttft(r) - before[r.idx]) for r in _alone(pair) if r.idx in before]
@@ -153,13 +150,13 @@ def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]
 
 
 def quiet_stretches(records: Sequence[RequestRecord]) -> list[Stretch]:
-    """Gaps in which no request was between its sending and its first token, in stretches; of very many, some, evenly taken."""
+    """Return stretches of gaps during which no request waited for its first token; an even sample of very many."""
     begins = sorted(r.sent_s for r in records)
     firsts = sorted(r.sent_s + _ttft(r) for r in records)
     tokens = [_token_times(r) for r in records]
 
     def is_quiet(begin_s: float, end_s: float) -> bool:
-        """Who was sent by its end had its first token by its begin."""
+        """Whether each request sent before the end had its first token before the start."""
         return bisect_right(begins, end_s) == bisect_right(firsts, begin_s)
 
     found = [stretch for times in tokens for stretch in _stretches(times, is_quiet)]
@@ -196,7 +193,7 @@ def _token_times(record: RequestRecord) -> list[float]:
 
 
 def _alone(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Those during whose wait for the first token nobody else was there."""
+    """Return the requests that were alone while they waited for their first token."""
     begins = sorted(r.sent_s for r in records)
     ends = sorted(r.sent_s + r.e2e_s for r in records)
     there = [bisect_left(begins, r.sent_s + _ttft(r)) - bisect_right(ends, r.sent_s) for r in records]
@@ -204,12 +201,12 @@ def _alone(records: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 
 def _prefills(records: Sequence[RequestRecord]) -> list[tuple[int, float]]:
-    """(tokens computed, TTFT) of those that were alone."""
+    """Return (computed tokens, TTFT) of the requests that were alone."""
     return [(r.prompt_tokens - r.cached_tokens, _ttft(r)) for r in _alone(records)]
 
 
 def _stretches(times: Sequence[float], is_quiet: Callable[[float, float], bool]) -> Iterator[Sequence[float]]:
-    """The times of tokens with only quiet gaps between them, at most `STRETCH` gaps each."""
+    """Yield the times of tokens with quiet gaps between them, at most `STRETCH` gaps each."""
     begin = 0
     for end in range(1, len(times)):
         if not is_quiet(times[end - 1], times[end]):
@@ -235,7 +232,7 @@ def _measured(records: Sequence[RequestRecord], tokens: Sequence[Sequence[float]
 
 
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Coefficients of three columns, none negative, by least squares of errors relative to what they say."""
+    """Return non-negative coefficients of three columns, by least squares of errors relative to the fitted values."""
     target = np.asarray(seconds, np.float64)
     matrix = np.asarray(rows, np.float64)
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
@@ -248,7 +245,7 @@ def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) ->
 
 
 def _without_negatives(matrix: Any, target: Any) -> Any:
-    """Least squares; the most negative column leaves until there is none."""
+    """Least squares; drop the most negative column until none is negative."""
     values, keep = np.zeros(3), [0, 1, 2]
     while keep:
         found = np.linalg.lstsq(matrix[:, keep], target, rcond=None)[0]

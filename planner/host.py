@@ -1,54 +1,54 @@
-"""A machine whose cores everything shares: steps on a CPU, transfers that are copies, HTTP. Pure.
+"""A machine whose cores are shared by steps on a CPU, transfers (which are copies) and HTTP. Pure.
 
-Fair shares: while more threads run than there are cores, each gets cores / threads of one. Who was told an end before a
-later one came would keep its whole core, and the machine would do more than it can: such a one owes what it got too much,
-and pays with its next piece of work. So no second of a core is given away twice, and the order of events stays that of the
-timeline.
+Shares are fair: while more threads run than there are cores, each thread gets cores / threads of one. The end of a piece of
+work is fixed when it starts, so work that starts later cannot delay it. Instead the earlier owner owes the time that it
+should have lost, and pays with its next piece of work. So no second of a core is used twice, and events keep the order of
+the timeline.
 """
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-KEPT_S = 60.0  # what ended so long ago meets nobody any more: workers' clocks differ by less than a step
+KEPT_S = 60.0  # older work overlaps with no new work: the workers' clocks differ by less than a step
 
 
 @dataclass(frozen=True, slots=True)
-class _Stay:
-    who: Hashable
+class _Occupancy:
+    owner: Hashable
     begin_s: float
     end_s: float
     threads: int
 
 
 class Host:
-    """`cores`: None: everybody has a machine of its own."""
+    """`cores`: None if each worker has a machine of its own."""
 
     def __init__(self, cores: float | None) -> None:
         self._cores = cores
-        self._stays: list[_Stay] = []
+        self._occupancies: list[_Occupancy] = []
         self._owed_s: dict[Hashable, float] = {}
         self._latest_s = 0.0
 
-    def finish(self, who: Hashable, *, at_s: float, work_s: float, threads: int = 1) -> float:
-        """When `work_s` on each of `threads` cores, begun at `at_s`, is done. A `who` is never slowed down by itself."""
+    def finish(self, owner: Hashable, *, at_s: float, work_s: float, threads: int = 1) -> float:
+        """Return the end of `work_s` on each of `threads` cores, started at `at_s`. An owner does not slow itself down."""
         if self._cores is None or work_s <= 0:
             return at_s + work_s
         self._forget(at_s)
-        others = [stay for stay in self._stays if stay.end_s > at_s and stay.who != who]
-        end_s = self._share(others, at_s, work_s + self._owed_s.pop(who, 0.0), threads)
-        self._stays.append(_Stay(who, at_s, end_s, threads))
+        others = [one for one in self._occupancies if one.end_s > at_s and one.owner != owner]
+        end_s = self._share(others, at_s, work_s + self._owed_s.pop(owner, 0.0), threads)
+        self._occupancies.append(_Occupancy(owner, at_s, end_s, threads))
         return end_s
 
-    def _share(self, others: list[_Stay], now_s: float, left_s: float, threads: int) -> float:
-        """Works `left_s` off, from change to change of who else is there."""
+    def _share(self, others: list[_Occupancy], now_s: float, left_s: float, threads: int) -> float:
+        """Return the end of `left_s` of work, computed span by span between two changes of the other work."""
         for change_s in [*sorted({t for s in others for t in (s.begin_s, s.end_s) if t > now_s}), float("inf")]:
-            there = [stay for stay in others if stay.begin_s <= now_s < stay.end_s]
-            before = sum(stay.threads for stay in there)
+            there = [one for one in others if one.begin_s <= now_s < one.end_s]
+            before = sum(one.threads for one in there)
             rate = self._rate(before + threads)
             span_s = min(change_s - now_s, left_s / rate)
-            for stay in there:
+            for one in there:
                 lost_s = span_s * (self._rate(before) - rate)
-                self._owed_s[stay.who] = self._owed_s.get(stay.who, 0.0) + lost_s
+                self._owed_s[one.owner] = self._owed_s.get(one.owner, 0.0) + lost_s
             now_s, left_s = now_s + span_s, left_s - span_s * rate
             if left_s <= 1e-12:
                 break
@@ -61,4 +61,4 @@ class Host:
     def _forget(self, at_s: float) -> None:
         if at_s > self._latest_s + 1.0:
             self._latest_s = at_s
-            self._stays = [stay for stay in self._stays if stay.end_s > at_s - KEPT_S]
+            self._occupancies = [one for one in self._occupancies if one.end_s > at_s - KEPT_S]

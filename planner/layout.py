@@ -1,4 +1,4 @@
-"""Which clusters are compared: xPyD, and workers that do both, each worker on one GPU or on several. Pure."""
+"""The clusters to compare: xPyD, or unified workers, each worker on one GPU or several. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from service.flags import ConfigError
 
-MOST_WORKERS, MOST_GPUS = 999, 32  # of a pool; of a worker
+MOST_WORKERS, MOST_GPUS = 999, 32  # in a pool; of a worker
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ClusterLayout:
-    """`prefill` and `decode` workers, or `unified` ones. `mixed`: their decodes ride along in prefill steps.
+    """Numbers of `prefill` and `decode` workers, or of `unified` ones. `tp`: GPUs per worker (tensor parallelism).
 
-    `tp`: GPUs of each worker (tensor parallelism).
+    `mixed`: unified workers run decodes in the same steps as prefills.
     """
 
     prefill: int = 0
@@ -62,9 +62,10 @@ def _unknown(text: str) -> ConfigError:
 
 
 def candidates(num_workers: int, *, tps: Sequence[int] = (1,)) -> list[ClusterLayout]:
-    """All of as many GPUs as `num_workers` of the largest degree have, so that their goodput per GPU can be compared: larger
+    """Return all layouts with the same number of GPUs: that of `num_workers` workers of the largest degree in `tps`.
 
-    pools queue better than small ones. A degree that does not divide them is left out.
+    Larger pools queue better than small ones, so only layouts of one size compare fairly. A degree that does not divide
+    the number is left out.
     """
     gpus = num_workers * max(tps)
     return [layout for tp in tps if gpus % tp == 0 for layout in _of_size(gpus // tp, tp)]

@@ -1,4 +1,4 @@
-"""What fits into the memory of a worker's GPUs: weights, then KV. Pure."""
+"""The memory of a worker's GPUs: weights, then KV. Pure."""
 
 from engine.config import EngineConfig
 from engine.resolve import num_pages
@@ -10,9 +10,9 @@ DEGREES = (1, 2, 4, 8, 16, 32)
 
 
 def kv_pages(engine: EngineConfig, shape: Shape, *, tp: int, memory_bytes: int | None, gpu: str, longest: int) -> int:
-    """Pages of a worker over `tp` GPUs of `memory_bytes` each (None: --max-total-tokens says it).
+    """Return the KV pages of a worker on `tp` GPUs of `memory_bytes` each (None: --max-total-tokens gives the capacity).
 
-    `gpu`: the flag that chose them; `longest`: tokens of the longest request. Raises `ConfigError` for what cannot be.
+    `gpu`: the flag that chose the GPU. `longest`: tokens of the longest request. Raises `ConfigError`.
     """
     if shape.heads % tp:
         raise ConfigError(f"--tp-size {tp}: does not divide the model's {shape.heads} attention heads")
@@ -34,7 +34,7 @@ def _advice(engine: EngineConfig, shape: Shape, *, memory_bytes: int, longest: i
 
 
 def _token_bytes(shape: Shape, tp: int) -> int:
-    """KV of one token on each GPU."""
+    """Bytes of one token's KV on each GPU."""
     return int(shape.kv_bytes * kv_copies(shape, tp) / tp)
 
 

@@ -11,14 +11,14 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: str) -> None:
-    """Before an hour of computing: can the picture be drawn at all?"""
+    """Check before an hour of computing that the picture can be drawn. Raises `ConfigError`."""
     if Path(path).suffix not in FORMATS:
         raise ConfigError(f"--plot {path}: must end in {', '.join(FORMATS)}")
     _figure_class()
 
 
 def draw(outcomes: Sequence[Outcome], *, share: float, title: str, path: str) -> None:
-    """One line a layout, its best rate marked; unified layouts are dashed, perfect service is grey."""
+    """Draw one line per layout with its best rate marked. Unified layouts are dashed, perfect service is grey."""
     figure = _figure_class()(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     highest = max((p.rate for o in outcomes for p in o.points if p.goodput > 0), default=1.0)

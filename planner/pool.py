@@ -1,4 +1,4 @@
-"""Processes that compute runs side by side, and the threads that wait for them. What they say to each other is JSON."""
+"""Processes that compute runs side by side, and the threads that wait for them. They exchange JSON lines."""
 
 import queue
 import subprocess
@@ -14,7 +14,7 @@ from planner.layout import ClusterLayout
 
 
 class RunPool:
-    """A context manager: its processes end with the block, and with this process (their stdin closes)."""
+    """A context manager; the processes end with the block, and with this process (their stdin closes)."""
 
     def __init__(self, config: PlanConfig, *, jobs: int) -> None:
         self._children = [_start(config) for _ in range(jobs)]
@@ -48,7 +48,7 @@ class RunPool:
         finally:
             self._idle.put(child)
         if not answer:
-            raise RuntimeError(f"the run of {layout.name} at {rate:.3g} failed: what its process said stands above")
+            raise RuntimeError(f"the run of {layout.name} at {rate:.3g} failed; see the error of its process above")
         return msgspec.json.decode(answer, type=Point)
 
 

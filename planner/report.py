@@ -1,4 +1,4 @@
-"""What a plan found, for people and as JSON. Pure."""
+"""The results of a plan, as text and as JSON. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -55,13 +55,13 @@ def report_json(outcomes: Sequence[Outcome], *, study: Study, config: PlanConfig
 
 
 def gpus_for(outcome: Outcome, total_rate: float) -> tuple[int, int]:
-    """(copies of the layout, GPUs in all) that serve `total_rate` requests a second."""
+    """Return (copies of the layout, GPUs in all) that serve `total_rate` requests per second."""
     copies = math.ceil(total_rate / (outcome.rate * outcome.layout.num_gpus))
     return copies, copies * outcome.layout.num_gpus
 
 
 def _doubts(outcomes: Sequence[Outcome], study: Study) -> list[str]:
-    """A run must be long against the limits: what comes all at once says how deep queues are, not how fast they move."""
+    """Warn about short runs: requests that arrive at once measure the depth of queues, not their speed."""
     size = len(study.requests)
     long = [
         f"warning: {num} requests need more KV than a worker of {o.layout.name} has; they fail there"
@@ -96,7 +96,7 @@ def _about(study: Study, outcomes: Sequence[Outcome]) -> str:
 
 
 def _capacities(study: Study, outcomes: Sequence[Outcome]) -> str:
-    """In tokens, for each degree of tensor parallelism."""
+    """KV capacities in tokens, for each degree of tensor parallelism."""
     found = {o.layout.tp: study.kv_tokens(o.layout) for o in outcomes}
     if list(found) == [1]:
         return f"{found[1]:,} tokens"

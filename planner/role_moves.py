@@ -1,8 +1,8 @@
 """The router's controller over a planned cluster: what `--auto-roles` would do there.
 
-Real are the reports (the loop answers the question that `/v1/loads` asks, router/pool/reports.py reads that JSON), the worker
-table, the gauge and the controller. A model is the switch: the worker ends what it has, is away for `switch_s`, and comes
-back with an empty cache.
+The load reports (`/v1/loads` JSON of the real loop, read by router/pool/reports.py), the worker table, the gauge and the
+controller are production code. The switch is a model: the worker drains, is away for `switch_s`, and comes back with an
+empty cache.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.messages import StateReply
-from planner.placed import Placed
+from planner.pooled import PooledWorker
 from planner.timeline import Timeline
 from router.pool.reports import parse_load
 from router.pool.states import Check
@@ -26,7 +26,7 @@ MODEL = "planned"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoSpec:
-    """Flags of the router, `--auto-roles-*`. `switch_s`: how long a drained worker is away."""
+    """The router's `--auto-roles-*`. `switch_s`: time between the drain of a worker and its return."""
 
     rules: Rules
     goals: Goals
@@ -37,7 +37,7 @@ class AutoSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """A move that is over."""
+    """A finished move."""
 
     to_role: Role
     began_s: float
@@ -47,19 +47,19 @@ class Moved:
 class Fleet(Protocol):
     """planner/cluster.py."""
 
-    def pools(self) -> dict[str, list[Placed]]: ...
+    def pools(self) -> dict[str, list[PooledWorker]]: ...
 
-    def join(self, role: str) -> Placed: ...
+    def join(self, role: str) -> PooledWorker: ...
 
-    def retire(self, placed: Placed, *, on_drained: Callable[[], None]) -> None: ...
+    def retire(self, pooled: PooledWorker, *, on_drained: Callable[[], None]) -> None: ...
 
 
 @dataclass(slots=True)
 class _Member:
-    """A worker as the table has it, and as the cluster has it. `state`: what it told last."""
+    """A worker of the router's table and of the cluster. `state`: its last report."""
 
     worker: Worker
-    placed: Placed
+    pooled: PooledWorker
     state: StateReply | None = None
 
 
@@ -81,11 +81,11 @@ class RoleMoves:
         self._controller = Controller(self.spec.rules)
         self._gauge = Gauge(self.spec.goals, window_s=self.spec.window_s)
         for pool in self.fleet.pools().values():
-            for placed in pool:
-                self._enlist(placed)
+            for pooled in pool:
+                self._add_worker(pooled)
 
     def start(self) -> None:
-        """The first look is one interval away."""
+        """Take the first look after one interval."""
         self._look_later()
 
     # ---- inside
@@ -94,18 +94,18 @@ class RoleMoves:
         self.timeline.at(self.timeline.now_s + self.spec.interval_s, self._look)
 
     def _look(self) -> None:
-        """What was asked for at the last look is answered by now; a worker in the midst of a step answers after it."""
+        """Read the reports requested at the last look; a worker in the middle of a step reports after it."""
         for member in self._members.values():
-            self._hear(member)
+            self._report(member)
         now_s = self.timeline.now_s
         for move in self._controller.tick(now_s, self._gauge.read(self._table.workers(), now_s)):
             self._begin(move)
         for member in self._members.values():
-            member.placed.worker.ask_state()
+            member.pooled.worker.request_state()
         self._look_later()
 
-    def _hear(self, member: _Member) -> None:
-        state, spec = member.placed.worker.state, member.placed.worker.spec
+    def _report(self, member: _Member) -> None:
+        state, spec = member.pooled.worker.state, member.pooled.worker.spec
         if state is not None and state is not member.state:
             member.state = state
             most = spec.engine.max_running_requests
@@ -116,24 +116,24 @@ class RoleMoves:
         member = self._members[move.worker_id]
         self._table.retire(member.worker.url)
         began_s = self.timeline.now_s
-        self.fleet.retire(member.placed, on_drained=partial(self._drained, move, member, began_s))
+        self.fleet.retire(member.pooled, on_drained=partial(self._drained, move, member, began_s))
 
     def _drained(self, move: Move, member: _Member, began_s: float) -> None:
-        back_s = max(self.timeline.now_s, member.placed.worker.clock.now_s) + self.spec.switch_s
+        back_s = max(self.timeline.now_s, member.pooled.worker.clock.now_s) + self.spec.switch_s
         self.timeline.at(back_s, partial(self._back, move, member, began_s))
 
     def _back(self, move: Move, member: _Member, began_s: float) -> None:
         self._table.remove(member.worker.url)
         del self._members[member.worker.worker_id]
-        self._enlist(self.fleet.join(move.to_role.value))
+        self._add_worker(self.fleet.join(move.to_role.value))
         now_s = self.timeline.now_s
         self._controller.ended(move, ok=True, now_s=now_s)
         self.done.append(Moved(to_role=move.to_role, began_s=began_s, ended_s=now_s))
 
-    def _enlist(self, placed: Placed) -> None:
+    def _add_worker(self, pooled: PooledWorker) -> None:
         self._num_joined += 1
-        role = Role(placed.worker.spec.role)
+        role = Role(pooled.worker.spec.role)
         worker = self._table.add(f"http://planned-{self._num_joined}:1", role=role)
         self._table.on_models(worker, (MODEL,))
         self._table.on_check(worker, Check.OK, now_s=self.timeline.now_s)
-        self._members[worker.worker_id] = _Member(worker, placed)
+        self._members[worker.worker_id] = _Member(worker, pooled)

@@ -1,7 +1,7 @@
-"""Which planned worker gets a request: the router's own policies and worker table, told what a router would know.
+"""Routing of planned requests: the router's own policies and worker table, with what a router would know.
 
-A request is charged to a worker until its leg ends, as in router/requests. Prompts are told apart by their blocks' numbers, in
-place of the text that a router hashes.
+A request is charged to a worker until the worker ends it, as in router/requests. Block numbers identify prompts, in place
+of the text that a router hashes.
 """
 
 import random
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(slots=True)
 class Routing(Generic[T]):
-    """`policy`: of whoever computes prompts. Decode workers go by least_load: they cache nothing that a prompt could use."""
+    """`policy`: for the workers that compute prompts. Decode workers use least_load: their caches do not help a prompt."""
 
     policy: str = "least_load"
     _table: WorkerTable = field(default_factory=WorkerTable)
@@ -36,7 +36,7 @@ class Routing(Generic[T]):
         self._chooser = make_chooser(config, draw=random.Random(SEED).randrange)
 
     def choose(self, role: str, pool: Sequence[T], request: PlannedRequest) -> tuple[T, Lease]:
-        """One of `pool`, and what is to be given to `release` when it has ended the request."""
+        """Return a worker of `pool` and the lease to `release` at the end of the request."""
         by_worker = {self._worker(role, one).worker_id: one for one in pool}
         ask = Ask(prompt_tokens=request.input_len, output_tokens=request.output_len, keys=self._keys(request))
         choice = self._chooser.choose([self._workers[one] for one in pool], ask)
@@ -46,7 +46,7 @@ class Routing(Generic[T]):
         self._table.release(lease)
 
     def _worker(self, role: str, one: T) -> Worker:
-        """Who is seen for the first time joins the table."""
+        """Return the worker of the table; a new one joins it."""
         if one not in self._workers:
             worker = self._table.add(f"http://planned-{len(self._workers)}:1", role=Role(role))
             self._table.on_check(worker, Check.OK, now_s=0.0)
@@ -54,7 +54,7 @@ class Routing(Generic[T]):
         return self._workers[one]
 
     def _keys(self, request: PlannedRequest) -> Sequence[bytes]:
-        """A block's number stands for all that came before it as well, so its parts need no other name."""
+        """A block's number also identifies all blocks before it, so (number, part) is a key of the prefix."""
         if self.policy != "cache_aware":
             return ()
         return [b"%d.%d" % (token, part) for token, count in request.blocks for part in range(count // BLOCK_TOKENS)]

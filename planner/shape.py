@@ -1,4 +1,4 @@
-"""What a model costs: weights, KV and arithmetic, from its config alone. Pure."""
+"""The cost of a model: weights, KV and arithmetic, from its config alone. Pure."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """`layer_params`: weights of all layers, each used once a token. `head_params`: of the output layer, once a draw.
+    """`layer_params`: weights of all layers, each used once per token. `head_params`: of the output layer, once per sample.
 
-    `weight_bytes`: all of the checkpoint in memory. `kv_bytes`: of one token, all layers. `pair_flops`: attention's
-    arithmetic for one query token and one key token, all layers and heads. `hidden_bytes`: of one token between layers.
+    `weight_bytes`: the whole checkpoint in memory. `kv_bytes`: of one token in all layers. `pair_flops`: of attention for
+    one query token and one key token, all layers and heads. `hidden_bytes`: of one token between two layers.
     """
 
     layer_params: int
@@ -28,7 +28,7 @@ class Shape:
 
 
 def shape_of(model: ModelConfig) -> Shape:
-    """2 FLOPs a weight and token; 4 x head_dim FLOPs a head and (query, key) pair: scores, and their sum of values."""
+    """2 FLOPs per weight and token; 4 x head_dim FLOPs per head and (query, key) pair: scores, and the sum of values."""
     size = BYTES[model.dtype]
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.hidden_size * (2 * query + 2 * key)

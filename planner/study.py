@@ -1,6 +1,6 @@
-"""From flags to the runs of a plan: what every worker is, which requests it gets, and one run's figures.
+"""From flags to the runs of a plan: the workers, the requests, and the figures of a run.
 
-It reads the files that the flags name, once; from then on it is pure. The same flags give the same study in any process.
+`study_of` reads the files that the flags name; the rest is pure. The same flags give the same study in any process.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ GUESSED_LOAD = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """`history`: requests before `requests`, which caches have seen. `num_pages`: of a worker, by its GPUs."""
+    """`history`: requests before `requests`, for warm caches. `num_pages`: of a worker, by its number of GPUs."""
 
     model: str
     engine: EngineConfig
@@ -52,12 +52,12 @@ class Study:
     layouts: Sequence[ClusterLayout]
 
     def kv_tokens(self, layout: ClusterLayout) -> int:
-        """That a worker holds."""
+        """KV capacity of a worker."""
         return self.num_pages[layout.tp] * self.engine.page_size
 
 
 def study_of(config: PlanConfig) -> Study:
-    """Reads the files that `config` names. Raises `ConfigError` where model, memory and flags do not fit each other."""
+    """Read the files that `config` names. Raises `ConfigError` if model, memory and flags do not fit each other."""
     path = Path(config.model_path)
     model = load_model_config(str(path.parent if path.name == "config.json" else path))
     shape = shape_of(model)
@@ -121,9 +121,9 @@ def _layouts(texts: Sequence[str], *, num_workers: int, tps: Sequence[int]) -> l
 def run_layout(
     study: Study, layout: ClusterLayout, rate: float, *, auto: AutoSpec | None = None
 ) -> tuple[PlannedCluster, list[RequestRecord]]:
-    """One run at `rate` requests a second and GPU, until the last that could still be good is over.
+    """Run at `rate` requests per second and GPU, until no request in flight can still be good.
 
-    `auto`: workers change their roles, as the router's --auto-roles would have it.
+    `auto`: move workers between roles, as the router's --auto-roles does.
     """
     cluster = PlannedCluster(cluster_spec(study, layout), auto=auto)
     cluster.warm(study.history)
@@ -133,7 +133,7 @@ def run_layout(
 
 
 def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
-    """What a run with fixed roles says."""
+    """Return the figures of a run with fixed roles."""
     cluster, records = run_layout(study, layout, rate)
     busy = defaultdict[str, list[float]](list)
     for worker in cluster.workers():
@@ -142,14 +142,14 @@ def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
 
 
 def guess_rate(study: Study, layout: ClusterLayout) -> float:
-    """Where a search begins, in requests a second and GPU: below what the devices could compute without a pause."""
+    """Return the first rate of a search, in requests per second and GPU: below the devices' capacity."""
     size = len(study.requests)
     tokens = sum(request.input_len for request in study.requests) / size
     outputs = sum(request.output_len for request in study.requests) / size
     time = study.hardware.step_times[layout.tp]
-    prefill = StepLoad(prefill_tokens=int(tokens), prefill_pairs=tokens**2 / 2, prefill_context=int(tokens), draws=1)
+    prefill = StepLoad(prefill_tokens=int(tokens), prefill_pairs=tokens**2 / 2, prefill_context=int(tokens), samples=1)
     context = int(GUESSED_BATCH * (tokens + outputs / 2))
-    decode = StepLoad(decodes=GUESSED_BATCH, decode_context=context, draws=GUESSED_BATCH)
+    decode = StepLoad(decodes=GUESSED_BATCH, decode_context=context, samples=GUESSED_BATCH)
     prefill_s, decode_s = time.seconds(prefill), outputs * time.seconds(decode) / GUESSED_BATCH
     if layout.unified:
         return GUESSED_LOAD / (prefill_s + decode_s) / layout.tp

@@ -1,11 +1,11 @@
-"""Virtual time: one queue of events. Knows nothing of what happens at them."""
+"""Virtual time: one queue of events."""
 
 import heapq
 from collections.abc import Callable
 
 
 class Timeline:
-    """Events of equal time happen in the order in which they were asked for."""
+    """Events at the same time run in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -13,12 +13,12 @@ class Timeline:
         self._serial = 0
 
     def at(self, time_s: float, act: Callable[[], None]) -> None:
-        assert time_s >= self.now_s, "nothing happens in the past"
+        assert time_s >= self.now_s, "an event lies in the past"
         self._serial += 1
         heapq.heappush(self._queue, (time_s, self._serial, act))
 
     def run_until(self, time_s: float, *, done: Callable[[], bool]) -> None:
-        """Until `done`, or all is over up to `time_s` (included)."""
+        """Run the events up to `time_s` (included), or until `done`."""
         while self._queue and self._queue[0][0] <= time_s and not done():
             self.now_s, _, act = heapq.heappop(self._queue)
             act()

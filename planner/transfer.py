@@ -1,8 +1,7 @@
-"""Transfers as the roles see them, moved by a bandwidth model: both sides of a room, and the links between workers.
+"""A bandwidth model in place of the transfer managers: both sides of a room, and the links between workers.
 
-It stands where the managers of transfer_backends/ stand. States are theirs (KVPoll); times are three: a control message
-takes `control_s`, a transfer's bytes wait for both ends' links and move at the slower one's speed. On a host that all share
-they are a copy, for which both ends take a core.
+States are those of transfer_backends (KVPoll). A control message takes `control_s`; a transfer waits for both ends' links
+and moves at the speed of the slower one. On a shared host a transfer is a copy, for which both ends use a core.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ from transfer_backends.kvpoll import KVPoll
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Link:
-    """A worker's port to the network. One thing at a time, first come, first served."""
+    """A worker's network port: one transfer at a time, first come, first served."""
 
     bytes_per_s: float
     free_s: float = 0.0
@@ -28,7 +27,7 @@ class Link:
 
 @dataclass(slots=True, kw_only=True)
 class End:
-    """One worker's side of all its transfers. `now`: its own clock. `wake` makes its loop turn."""
+    """One worker's side of all its transfers. `now`: the worker's clock. `wake`: schedules a turn of its loop."""
 
     link: Link
     metadata: MetadataBuffers
@@ -38,7 +37,7 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class PlannedRoom:
-    """A transfer. `*_state`: what each side may know by now; a side's end is None until it has opened the room."""
+    """A transfer. `*_state`: what each side knows. `prefill`, `decode`: None until that side opens the room."""
 
     prefill: End | None = None
     decode: End | None = None
@@ -46,14 +45,14 @@ class PlannedRoom:
     decode_state: KVPoll = KVPoll.Bootstrapping
     num_pages: int | None = None
     decode_row: int = 0
-    skip_pages: int = 0  # at the front, which decode has
+    skip_pages: int = 0  # at the front, cached by decode
 
 
 class Network:
     """All rooms of a cluster."""
 
     def __init__(self, timeline: Timeline, *, page_bytes: int, control_s: float, latency_s: float, host: Host) -> None:
-        """`latency_s`: of one piece, from the first byte's start to its arrival, whatever the bandwidth."""
+        """`latency_s`: from the last byte's sending to its arrival, whatever the bandwidth."""
         self._timeline = timeline
         self._page_bytes = page_bytes
         self._control_s = control_s
@@ -68,18 +67,18 @@ class Network:
         self._rooms.pop(number, None)
 
     def shake_hands(self, room: PlannedRoom) -> None:
-        """Both are there: decode asks and is answered."""
+        """Once both sides are there: decode's request and the reply."""
         if room.prefill is not None and room.decode is not None:
             self._after_messages(2, room.decode, lambda: self._decode_moves(room, KVPoll.WaitingForInput))
 
     def provide(self, room: PlannedRoom, *, num_pages: int, row: int) -> None:
-        """Decode's pages travel to prefill."""
+        """Send decode's page indices to prefill."""
         room.decode_row = row
         assert room.decode is not None
         self._after_messages(1, room.decode, lambda: self._learn_pages(room, num_pages))
 
     def send(self, room: PlannedRoom, *, num_pages: int, row: int | None) -> None:
-        """Prefill has computed them; `row`: the last ones, with their metadata."""
+        """Move computed pages. `row`: the metadata row, with the last pages."""
         room.prefill_state = KVPoll.Transferring
         assert room.prefill is not None
         begin_s = max(room.prefill.now(), self._timeline.now_s)
@@ -157,7 +156,7 @@ class PlannedSender:
         metadata_row: int | None = None,
         gate: Gate | None = None,
     ) -> None:
-        """`start` counts pages of the prompt; those that decode has cost nothing."""
+        """`start`: in pages of the prompt. Pages that decode has cached are not moved."""
         if self.room.prefill_state is KVPoll.Failed:
             return
         end, skip = start + len(src_pages), self.room.skip_pages
@@ -174,7 +173,7 @@ class PlannedSender:
         return self.room.prefill_state in (KVPoll.Success, KVPoll.Failed)
 
     def close(self) -> None:
-        """Decode forgets the room."""
+        """Nothing to do: decode forgets the room."""
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +192,7 @@ class PlannedReceiver:
         self.network.provide(self.room, num_pages=len(dst_pages), row=metadata_row)
 
     def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
-        raise AssertionError("a plan's decode workers resume by themselves")
+        raise AssertionError("decode workers of a plan recompute by themselves")
 
     def abort(self, reason: str) -> None:
         self.network.fail(self.room)
@@ -213,7 +212,7 @@ class PlannedReceiver:
 
 @dataclass(slots=True)
 class PlannedSenders:
-    """The prefill role's manager (disagg.prefill_role.Senders), and its directory: a room is known where it is."""
+    """The prefill role's manager and room directory."""
 
     network: Network
     end: End
@@ -229,18 +228,18 @@ class PlannedSenders:
         return []
 
     def add_room(self, room: int) -> None:
-        """Decode finds it by its number."""
+        """Nothing to do: decode finds a room by its number."""
 
     def check(self) -> list[str]:
         return []
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Nothing to do."""
 
 
 @dataclass(slots=True)
 class PlannedReceivers:
-    """The decode role's manager (disagg.decode_role.Receivers)."""
+    """The decode role's manager."""
 
     network: Network
     end: End
@@ -260,6 +259,6 @@ class PlannedReceivers:
 
 
 def _copy_row(source: MetadataBuffers, row: int, target: MetadataBuffers, to: int) -> None:
-    """As an engine does: bytes from address to address."""
+    """Copy a metadata row from address to address, as a transfer engine does."""
     one, other = source.region, target.region
     ctypes.memmove(other.base_ptr + to * other.item_bytes, one.base_ptr + row * one.item_bytes, one.item_bytes)

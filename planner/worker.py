@@ -1,7 +1,7 @@
-"""One planned worker: the production loop, scheduler and role over a device, a network and clients of virtual time.
+"""One planned worker: the production loop, scheduler and role over a device, a network and clients in virtual time.
 
-A turn happens in one event. It begins at the event's time; while it waits for the device its clock runs ahead, so what it
-says and sends is timed by that clock, and what others do meanwhile it sees in its next turn, as a real loop would.
+A turn is one event and starts at its time. While the turn waits for the device, the worker's clock runs ahead of the
+timeline: outputs and messages carry that clock's time, and messages that arrive meanwhile wait for the next turn.
 """
 
 from collections.abc import Callable
@@ -34,15 +34,15 @@ from planner.step_time import StepTime
 from planner.timeline import Timeline
 from planner.transfer import End, Link, Network, PlannedReceivers, PlannedSenders
 
-Say = Callable[[list[TokenOutput], float], None]  # (outputs, when)
-NEVER_S = 1e12  # no timeout of a role strikes in a plan: who comes too late is counted by the SLOs
+OnOutputs = Callable[[list[TokenOutput], float], None]  # (outputs, time in seconds)
+NEVER_S = 1e12  # no timeout of a role applies in a plan: the SLOs judge what is late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """`engine`: resolved. `role`: "unified" | "prefill" | "decode". `num_pages`: of its KV pool.
+    """`engine`: resolved. `role`: "unified" | "prefill" | "decode". `num_pages`: of the KV pool.
 
-    `threads`: cores that its steps take of the host that it shares with others, if it does.
+    `threads`: cores that a step uses on a host that workers share.
     """
 
     role: str
@@ -55,16 +55,18 @@ class WorkerSpec:
 
 
 class PlanWorker:
-    """`say` hears all outputs."""
+    """`on_outputs` receives all outputs."""
 
-    def __init__(self, spec: WorkerSpec, *, timeline: Timeline, network: Network, host: Host, say: Say) -> None:
+    def __init__(
+        self, spec: WorkerSpec, *, timeline: Timeline, network: Network, host: Host, on_outputs: OnOutputs
+    ) -> None:
         self.spec = spec
         self.clock = WorkerClock()
         self.executor = TimedExecutor(spec.step_time, self.clock, host=host, threads=spec.threads)
         self.scheduler = _scheduler(spec)
         self._timeline = timeline
         self._turning = False
-        self._ports = _Ports(self._wake, lambda outputs: say(outputs, self.clock.now_s))
+        self._ports = _Ports(self._wake, lambda outputs: on_outputs(outputs, self.clock.now_s))
         self._metadata = MetadataBuffers(2 * spec.engine.max_running_requests if spec.role != "unified" else 1)
         link = Link(bytes_per_s=spec.link_bytes_per_s)
         self._end = End(link=link, metadata=self._metadata, now=lambda: self.clock.now_s, wake=self._wake)
@@ -85,17 +87,17 @@ class PlanWorker:
         self._ports.inbox.append(message)
         self._wake()
 
-    def ask_state(self) -> None:
-        """It tells its state in its next turn, as a real one does between two steps."""
+    def request_state(self) -> None:
+        """Ask for the state; the worker reports it in its next turn, as a real one does between two steps."""
         self.receive(GetState("planned"))
 
     @property
     def state(self) -> StateReply | None:
-        """What it told last."""
+        """The last reported state."""
         return self._ports.state
 
     def remember(self, tokens: list[int]) -> None:
-        """The prefix cache holds `tokens` from now on, as after a request that has ended. Before the first turn only."""
+        """Put `tokens` into the prefix cache, as a finished request does. Before the first turn only."""
         memory = self.scheduler.memory
         request = Request(
             rid="history",
@@ -122,7 +124,7 @@ class PlanWorker:
                 prealloc_timeout_s=NEVER_S,
             )
         senders = PlannedSenders(network, self._end)
-        bounds = Bounds(vocab_size=1, context_length=1)  # of what decode may ask for: nothing is asked
+        bounds = Bounds(vocab_size=1, context_length=1)  # decode requests no recomputation in a plan
         return PrefillRole(
             scheduler=self.scheduler,
             manager=senders,
@@ -133,7 +135,7 @@ class PlanWorker:
         )
 
     def _wake(self) -> None:
-        """Turn now, or as soon as the present turn is over."""
+        """Schedule a turn: now, or at the end of the current one."""
         if not self._turning:
             self._turning = True
             self._timeline.at(max(self._timeline.now_s, self.clock.now_s), self._turn)
@@ -151,7 +153,7 @@ class _Ports:
     """The loop's `Ports`."""
 
     wake: Callable[[], None]
-    say: Callable[[list[TokenOutput]], None]
+    on_outputs: Callable[[list[TokenOutput]], None]
     inbox: list[ToScheduler] = field(default_factory=list)
     state: StateReply | None = None
 
@@ -160,11 +162,11 @@ class _Ports:
         return messages
 
     def wait(self, timeout_s: float) -> None:
-        """The worker rests until it is woken."""
+        """Return at once: the worker rests until it is woken."""
 
     def to_frontend(self, message: ToFrontend) -> None:
         if isinstance(message, TokenBatch):
-            self.say(message.outputs)
+            self.on_outputs(message.outputs)
         elif isinstance(message, StateReply):
             self.state = message
 

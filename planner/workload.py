@@ -1,8 +1,8 @@
-"""What clients will ask of the planned cluster: pure, from a trace or from distributions to requests in time.
+"""The requests of a plan: pure, from a trace or from distributions to requests in time.
 
-A prompt is a list of blocks, each one number repeated: equal blocks at equal places are equal prefixes, and a prompt of
-126,000 tokens costs no more memory than its list. A plan asks for the same requests at many rates, so arrivals are
-kept at a mean rate of one a second and stretched.
+A prompt is a list of blocks, each one token id repeated: equal blocks at equal places are equal prefixes, and the memory of
+a prompt does not grow with its tokens. A plan runs the same requests at many rates, so arrivals have a mean gap of 1 and are
+stretched.
 """
 
 import random
@@ -13,13 +13,13 @@ from deploy.bench.trace import TraceEntry, read_trace
 from deploy.bench.workload import TRACE_BLOCK_TOKENS
 from planner.config import PlanConfig
 
-FIRST_BLOCK = 2  # token ids: 1 is what the executor draws
-FIRST_OWN = 1 << 40  # of blocks that belong to one request alone
+FIRST_BLOCK = 2  # token ids: the executor samples 1
+FIRST_OWN = 1 << 40  # blocks of one request alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One request. `at`: arrival, in mean gaps between two requests. `blocks`: (token id, how many of it), in order."""
+    """One request. `at`: arrival, in mean gaps between two requests. `blocks`: (token id, count), in order."""
 
     at: float
     blocks: tuple[tuple[int, int], ...]
@@ -38,7 +38,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Uniform from [ratio x longest, longest] tokens, prompts that begin with one of `prefix_groups` common prefixes."""
+    """Lengths, uniform in [ratio x longest, longest] tokens; prompts start with one of `prefix_groups` common prefixes."""
 
     input_len: int
     output_len: int
@@ -49,7 +49,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadPhase:
-    """`count` requests of such lengths, with Poisson arrivals, on average `gap` of the workload's gaps apart."""
+    """`count` requests with Poisson arrivals; `gap`: mean gap, in mean gaps of the workload."""
 
     lengths: Lengths
     count: int
@@ -57,7 +57,7 @@ class WorkloadPhase:
 
 
 def workload_of(config: PlanConfig) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """(history, requests) of a plan; raises `ConfigError` for a trace that cannot be read."""
+    """Return (history, requests) of a plan. Raises `ConfigError` for a trace that cannot be read."""
     if config.trace is not None:
         return from_trace(read_trace(config.trace), count=config.num_requests)
     lengths = Lengths(
@@ -71,9 +71,9 @@ def workload_of(config: PlanConfig) -> tuple[list[PlannedRequest], list[PlannedR
 
 
 def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """(at most `count` requests before the middle one, `count` from there on): what caches have seen, and what comes.
+    """Return (at most `count` requests before the middle of the trace, for warm caches; `count` requests from there on).
 
-    Arrivals of one tick of the trace's clock are spread evenly until the next tick.
+    Arrivals at one tick of the trace's clock are spread evenly until the next tick.
     """
     ordered = sorted(entries, key=lambda entry: entry.timestamp_ms)
     begin = max(0, len(ordered) - count) // 2
@@ -89,12 +89,12 @@ def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[Plann
 
 
 def from_lengths(lengths: Lengths, *, count: int, seed: int) -> list[PlannedRequest]:
-    """`count` requests with Poisson arrivals."""
+    """Return `count` requests with Poisson arrivals."""
     return from_phases([WorkloadPhase(lengths=lengths, count=count)], seed=seed)
 
 
 def from_phases(phases: Sequence[WorkloadPhase], *, seed: int) -> list[PlannedRequest]:
-    """One phase after the other: day and night."""
+    """Return the requests of one phase after the other, such as day and night."""
     rng, at, found = random.Random(seed), 0.0, list[PlannedRequest]()
     for phase in phases:
         for _ in range(phase.count):
@@ -116,7 +116,7 @@ def _draw(rng: random.Random, longest: int, ratio: float) -> int:
 
 
 def _trace_blocks(entry: TraceEntry, number: int) -> tuple[tuple[int, int], ...]:
-    """What the listed blocks do not cover (they rarely fall short) is the request's own."""
+    """Tokens that the listed blocks do not cover (rare) are the request's own."""
     left, blocks = max(1, entry.input_length), list[tuple[int, int]]()
     for block in entry.hash_ids:
         if left <= 0:
@@ -129,7 +129,7 @@ def _trace_blocks(entry: TraceEntry, number: int) -> tuple[tuple[int, int], ...]
 
 
 def _spread(times: Sequence[float]) -> list[float]:
-    """Equal times, moved evenly towards the next; the last tick counts as long as the mean one."""
+    """Spread equal times evenly until the next tick; the last tick lasts as long as the mean one."""
     ticks = sorted(set(times))
     mean = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else 1.0
     following = dict(zip(ticks, [*ticks[1:], ticks[-1] + mean], strict=True))
@@ -141,7 +141,7 @@ def _spread(times: Sequence[float]) -> list[float]:
 
 
 def _without_gaps(times: Iterable[float]) -> list[float]:
-    """From 0, with a mean gap of 1."""
+    """Shift and scale times: from 0, with a mean gap of 1."""
     ordered = list(times)
     mean = (ordered[-1] - ordered[0]) / max(1, len(ordered) - 1) or 1.0
     return [(time - ordered[0]) / mean for time in ordered]

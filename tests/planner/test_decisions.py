@@ -32,7 +32,12 @@ def test_load_counts_what_attention_looks_at() -> None:
         item(1, 20, extend=False),
     ]
     assert load_of(Plan(1, True, items)) == StepLoad(
-        prefill_tokens=5, prefill_pairs=11 + 12 + 13 + 1 + 2, prefill_context=15, decodes=2, decode_context=29, draws=3
+        prefill_tokens=5,
+        prefill_pairs=11 + 12 + 13 + 1 + 2,
+        prefill_context=15,
+        decodes=2,
+        decode_context=29,
+        samples=3,
     )
 
 
@@ -56,10 +61,10 @@ def test_roofline_over_several_gpus_adds_up_hidden_states() -> None:
     efficiency = Efficiency(compute=0.5, memory=0.5, step_s=0.001, reduce_s=1e-5)
     time = Roofline(gpu=gpu, shape=SHAPE, efficiency=efficiency, tp=4)
     sums_s = 20 * (1.5 * 4 * 2000 / 5e9 + 1e-5)
-    assert time.seconds(StepLoad(decodes=4, decode_context=1000, draws=4)) == pytest.approx(
+    assert time.seconds(StepLoad(decodes=4, decode_context=1000, samples=4)) == pytest.approx(
         0.001 + 1.1e9 * 2 / 200e9 + 1000 * 2 * 1e5 / 200e9 + sums_s
     )
-    prompt = StepLoad(prefill_tokens=1000, prefill_pairs=500_500, prefill_context=1000, draws=1)
+    prompt = StepLoad(prefill_tokens=1000, prefill_pairs=500_500, prefill_context=1000, samples=1)
     assert time.seconds(prompt) == pytest.approx(
         0.001 + (1e9 * 1000 + 1e8) * 2 / 4e12 + 500_500 * 1e6 / 4e12 + 20 * (1.5 * 1000 * 2000 / 5e9 + 1e-5)
     )
@@ -70,10 +75,10 @@ def test_roofline_is_bound_by_memory_or_by_arithmetic() -> None:
     shape = SHAPE
     time = Roofline(gpu=gpu, shape=shape, efficiency=Efficiency(compute=0.5, memory=0.5, step_s=0.001))
     read_s = 1.1e9 * 2 / 50e9
-    assert time.seconds(StepLoad(decodes=4, decode_context=1000, draws=4)) == pytest.approx(
+    assert time.seconds(StepLoad(decodes=4, decode_context=1000, samples=4)) == pytest.approx(
         0.001 + read_s + 1000 * 1e5 / 50e9
     )
-    prompt = StepLoad(prefill_tokens=1000, prefill_pairs=500_500, prefill_context=1000, draws=1)
+    prompt = StepLoad(prefill_tokens=1000, prefill_pairs=500_500, prefill_context=1000, samples=1)
     assert time.seconds(prompt) == pytest.approx(0.001 + (1e9 * 1000 + 1e8) * 2 / 1e12 + 500_500 * 1e6 / 1e12)
     assert time.seconds(StepLoad()) == 0.0
 
@@ -83,9 +88,9 @@ def test_fitted_adds_decodes_to_a_prefill_step() -> None:
         prefill_step_s=1, prefill_token_s=0.1, prefill_pair_s=0.01, decode_step_s=2, decode_request_s=0.5,
         decode_context_s=0.25,
     )  # fmt: skip
-    prompt = StepLoad(prefill_tokens=10, prefill_pairs=55, prefill_context=10, draws=1)
-    decode = StepLoad(decodes=3, decode_context=8, draws=3)
-    mixed = StepLoad(prefill_tokens=10, prefill_pairs=55, prefill_context=10, decodes=3, decode_context=8, draws=4)
+    prompt = StepLoad(prefill_tokens=10, prefill_pairs=55, prefill_context=10, samples=1)
+    decode = StepLoad(decodes=3, decode_context=8, samples=3)
+    mixed = StepLoad(prefill_tokens=10, prefill_pairs=55, prefill_context=10, decodes=3, decode_context=8, samples=4)
     assert [time.seconds(one) for one in (prompt, decode, mixed, StepLoad())] == pytest.approx([2.55, 5.5, 6.05, 0.0])
 
 

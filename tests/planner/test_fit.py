@@ -65,7 +65,7 @@ def in_clumps(record: RequestRecord) -> RequestRecord:
 
 def test_tokens_that_come_in_clumps_are_no_shorter_steps() -> None:
     found = fit([one_after_another(), [in_clumps(record) for record in together()]])
-    load = StepLoad(decodes=8, decode_context=8 * 300, draws=8)
+    load = StepLoad(decodes=8, decode_context=8 * 300, samples=8)
     assert found.step_time.seconds(load) == pytest.approx(STEP_TIME.seconds(load), rel=0.1)
 
 
