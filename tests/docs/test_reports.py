@@ -1,0 +1,38 @@
+"""The committed pages of reports are what their writers make of the committed figures."""
+
+import json
+from pathlib import Path
+
+from benchmarks import auto_roles, plan_error
+from benchmarks.report import ELSEWHERE, KEPT, SECTIONS
+from tests.packages import ROOT
+from tools.faults import report as faults
+from tools.fuzz.report import HEAD
+
+REPORTS = ROOT / "docs" / "reports"
+
+
+def test_reliability(tmp_path: Path) -> None:
+    faults.write_page(REPORTS, tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == faults.PAGE.read_text()
+
+
+def test_auto_roles() -> None:
+    report = json.loads((REPORTS / "auto_roles.json").read_text())
+    assert auto_roles.page(report, "auto_roles") == (REPORTS / "auto_roles.md").read_text()
+
+
+def test_plan_error() -> None:
+    report = json.loads((REPORTS / "plan_error.json").read_text())
+    assert plan_error.page(report) == (REPORTS / "plan_error.md").read_text()
+
+
+def test_fuzz_begins_as_its_writer_says() -> None:
+    assert (REPORTS / "fuzz.md").read_text().startswith(HEAD)
+
+
+def test_benchmarks_say_what_was_measured() -> None:
+    """Most figures are not kept beside the page, so only its text is compared."""
+    page = (KEPT / "benchmarks.md").read_text()
+    for name, (title, text, _) in SECTIONS.items():
+        assert name in ELSEWHERE or f"## {title}\n\n{text}\n" in page, name
