@@ -13,9 +13,41 @@ from tools.house import Source, read_source
 GLOSSARY = ROOT / "docs" / "glossary.md"
 # Names that are still to be changed. The list only shrinks.
 PENDING = """
-    ApiError Asked Attempt Backoff Call Contest Control Door Doorkeeper Entry Exchange Gate Journey Launcher
-    Leg LegError Legs Lifelines Limits Line Listener LookUps Match Memory Place Pool Progress Question Race
-    Receivers Record Refused Registration Ring Role Route Siblings Stage Stand
+    ApiError
+    Asked
+    Attempt
+    Backoff
+    Call
+    Contest
+    Door
+    Doorkeeper
+    Entry
+    Exchange
+    Gate
+    Journey
+    Leg
+    LegError
+    Legs
+    Lifelines
+    Limits
+    Line
+    Listener
+    Match
+    Memory
+    Place
+    Pool
+    Progress
+    Question
+    Race
+    Receivers
+    Record
+    Refused
+    Registration
+    Ring
+    Route
+    Siblings
+    Stage
+    Stand
 """
 EVERYWHERE, CLASSES = "In pages and class names:", "As class names:"
 
