@@ -29,7 +29,8 @@ from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.executor.executor import Executor
-from engine.executor.model_runner import Forward, StepOutput
+from engine.executor.model_runner import Forward
+from engine.executor.sample_pass import StepOutput
 from engine.executor.stream import ThreadStream
 from engine.loop.pipeline import Pipeline
 from engine.sampling_params import SamplingParams

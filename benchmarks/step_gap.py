@@ -33,7 +33,8 @@ from engine.config import EngineConfig
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.executor.executor import Runner
-from engine.executor.model_runner import Forward, StepOutput
+from engine.executor.model_runner import Forward
+from engine.executor.sample_pass import StepOutput
 from engine.loop.pipeline import Pipeline
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.sampling_params import SamplingParams

@@ -14,10 +14,12 @@ from engine.attention.registry import make_attention_backend
 from engine.config import EngineConfig
 from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.executor.executor import Executor
+from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap
 from engine.executor.graph_sizes import graph_sizes
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
+from engine.executor.sample_pass import SamplePass
 from engine.executor.stream import Stream, make_stream
 from engine.kernels.decode_tapes import DecodeTapes, make_decode_tapes
 from engine.kernels.linear import linear_kernel
@@ -25,6 +27,7 @@ from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
+from engine.kv.page_copies import PageCopies
 from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank
 from engine.lora.store import LoraStore
@@ -82,19 +85,21 @@ def build_device(
     bank = AdapterBank() if config.enable_lora else None
     graphs = _decode_graphs(config, capture, backend, page_table, future_map, progress=progress)
     decode_tapes = make_decode_tapes() if tapes and _can_tape(config, backend) else None
-    runner = ModelRunner(
-        model=model,
+    forward_pass = ForwardPass(
         backend=backend,
         page_table=page_table,
         future_map=future_map,
-        sampler=Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device),
-        device=device,
+        layers=layers,
+        adapters=bank,
         graphs=graphs,
         tapes=decode_tapes,
-        backup=PageBackup(pool),
-        host_pool=host_pool,
-        adapters=bank,
-        layers=layers,
+    )
+    sampler = Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device)
+    runner = ModelRunner(
+        model=model,
+        copies=PageCopies(backup=PageBackup(pool), host_pool=host_pool),
+        forward_pass=forward_pass,
+        sample_pass=SamplePass(sampler=sampler, future_map=future_map, device=device),
     )
     executor = Executor(runner=runner, stream=_stream(config, device))
     _record(executor, runner)

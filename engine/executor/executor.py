@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from engine.core.plan import ItemResult, Plan, StepResult
-from engine.executor.model_runner import Forward, Logprobs, StepOutput
+from engine.executor.model_runner import Forward
+from engine.executor.sample_pass import Logprobs, StepOutput
 from engine.executor.stream import Stream, StreamTask
 from engine.messages import TokenLogprob
 

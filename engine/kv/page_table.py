@@ -17,7 +17,7 @@ class PageTable:
         self._rows = torch.zeros((num_slots + 1, max_pages), dtype=torch.int32, device=device)
         self.scratch_slot = num_slots
         self._page_size = page_size
-        self._device = device
+        self.device = device
 
     def update(self, items: list[PlanItem]) -> None:
         """Append each item's new pages to its row: one scatter for the whole step."""
@@ -30,7 +30,7 @@ class PageTable:
             columns += range(item.page_start, item.page_start + n)
             pages += item.new_pages
         if pages:
-            at = upload(torch.tensor([slots, columns, pages]), self._device)
+            at = upload(torch.tensor([slots, columns, pages]), self.device)
             self._rows[at[0], at[1]] = at[2].to(torch.int32)
 
     def rows(self, slots: Tensor, *, max_kv_len: int) -> Tensor:

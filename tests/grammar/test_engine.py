@@ -12,7 +12,8 @@ import torch
 import engine.core.new_token_ratio as new_token_ratio
 from engine.core.plan import Plan
 from engine.executor.executor import Launch
-from engine.executor.model_runner import Forward, StepOutput
+from engine.executor.model_runner import Forward
+from engine.executor.sample_pass import StepOutput
 from engine.grammar.compiler import Compiler
 from engine.grammar.registry import make_compiler
 from engine.sampling_params import GrammarSpec

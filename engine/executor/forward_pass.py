@@ -1,0 +1,107 @@
+"""The first half of a step: plan -> tensors -> hidden states, by a recorded step where there is one."""
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend
+from engine.core.plan import Plan, PlanItem, SlotOpen
+from engine.executor.decode_graphs import DecodeGraphs
+from engine.executor.future_map import FutureMap
+from engine.executor.layer_marks import LayerMarks
+from engine.kernels.decode_tapes import DecodeTapes
+from engine.kv.page_table import PageTable
+from engine.kv.step_batch import StepBatch
+from engine.kv.upload import upload
+from engine.lora.bank import AdapterBank
+from engine.models.causal_lm import CausalLM
+
+
+class ForwardPass:
+    """Runs one model at a time. `graphs` and `tapes` are recorded decode steps, `adapters` change its layers."""
+
+    def __init__(
+        self,
+        *,
+        backend: AttentionBackend,
+        page_table: PageTable,
+        future_map: FutureMap,
+        layers: LayerMarks,
+        adapters: AdapterBank | None = None,
+        graphs: DecodeGraphs | None = None,
+        tapes: DecodeTapes | None = None,
+    ) -> None:
+        self._backend = backend
+        self._page_table = page_table
+        self._future_map = future_map
+        self._layers = layers
+        self._adapters = adapters
+        self._graphs = graphs
+        self._tapes = tapes
+
+    def attach(self, model: CausalLM) -> None:
+        """Forget what was recorded of another model, and let the adapters into this one."""
+        if self._tapes is not None:
+            self._tapes.forget()
+        if self._adapters is not None:
+            self._adapters.attach(model.linear_sites())
+
+    def record(self, model: CausalLM) -> None:
+        """Record the decode graphs, if there are to be any. Raises torch.OutOfMemoryError."""
+        if self._graphs is None:
+            return
+        if self._adapters is not None:
+            self._adapters.begin(())
+        self._graphs.record(model)
+
+    def record_if_possible(self, model: CausalLM) -> None:
+        """As `record`; without memory for graphs, decode goes on without them."""
+        if self._graphs is not None:
+            with self._graphs.or_none():
+                self.record(model)
+
+    def open(self, opened: SlotOpen) -> None:
+        if self._adapters is not None:
+            self._adapters.open(opened)
+
+    def run(self, model: CausalLM, plan: Plan) -> Tensor:
+        """Compute the hidden states [T, hidden] of all new tokens, item after item."""
+        items = plan.items
+        self._page_table.update(items)
+        if self._adapters is not None:
+            self._adapters.begin(items)
+        if self._graphs is not None and self._graphs.takes(plan) and self._plain():
+            return self._graphs.run(items)
+        q_lens = [item.q_len for item in items]
+        flat = self._ids([t for item in items for t in item.tokens])
+        positions = self._ids([p for i in items for p in range(i.start, i.kv_len)])
+        slots = self._ids([item.slot for item in items])
+        token_slots = slots if not plan.extend else self._ids(_repeated(items))
+        token_pages, token_offsets = self._page_table.locate(token_slots, positions)
+        kv_lens = [item.kv_len for item in items]
+        step = StepBatch(
+            extend=plan.extend,
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            page_table=self._page_table.rows(slots, max_kv_len=max(kv_lens)),
+            positions=positions,
+            token_pages=token_pages,
+            token_offsets=token_offsets,
+            riders=[i for i, item in enumerate(items) if not item.extend],
+        )
+        self._backend.begin(step)
+        input_ids = self._future_map.resolve(flat)
+        if self._tapes is not None and not plan.extend and self._tapes.takes(len(items)) and self._plain():
+            return self._tapes.forward(model, input_ids, positions, self._backend.attend)
+        attend = self._layers.attend(plan.seq, self._backend.attend)
+        return model.forward(input_ids, positions, attend)
+
+    def _plain(self) -> bool:
+        """Whether this step is what graphs and tapes record: no adapter computes in it, and no reader follows its layers."""
+        return not self._layers.watched and (self._adapters is None or not self._adapters.active)
+
+    def _ids(self, values: list[int]) -> Tensor:
+        return upload(torch.tensor(values), self._page_table.device)
+
+
+def _repeated(items: list[PlanItem]) -> list[int]:
+    return [item.slot for item in items for _ in range(item.q_len)]

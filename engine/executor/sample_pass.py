@@ -1,0 +1,143 @@
+"""The second half of a step: hidden states -> logits -> tokens, logprobs and hidden states for the host."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.core.plan import Plan, PlanItem, SlotOpen
+from engine.executor.future_map import FutureMap
+from engine.executor.hidden import hidden_rows
+from engine.kv.upload import upload
+from engine.messages import LogprobOptions
+from engine.models.causal_lm import CausalLM
+from engine.sampler.sampler import Sampler, asked_logprobs, token_logprobs
+from engine.sampler.token_mask import token_mask
+
+PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [rows, vocab] float32
+
+_NO_TOKENS = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Host copies for one item: chosen [n], top values [n, k], top ids [n, k]; `token_ids` [n].
+
+    `asked` [n, len(asked_ids)]: logprobs of `asked_ids` (None when there are none).
+    """
+
+    token_ids: Tensor
+    chosen: Tensor
+    top_values: Tensor
+    top_ids: Tensor
+    asked_ids: tuple[int, ...] = ()
+    asked: Tensor | None = None
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Host copies (on CUDA valid after the step's event). Row r of `tokens` belongs to item `sampled[r]`."""
+
+    sampled: list[int]
+    tokens: Tensor
+    bad: Tensor
+    logprobs: dict[int, Logprobs]  # by item index
+    input_logprobs: dict[int, list[Logprobs]]
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # [n, hidden] float32, by item index
+
+
+class SamplePass:
+    """Owns the sampler; what it sampled goes to `future_map`, for the steps that were launched before it was known."""
+
+    def __init__(self, *, sampler: Sampler, future_map: FutureMap, device: torch.device) -> None:
+        self._sampler = sampler
+        self._future_map = future_map
+        self._device = device
+
+    def open(self, opened: SlotOpen) -> None:
+        self._sampler.open(opened)
+
+    def close(self, slot: int) -> None:
+        self._sampler.close(slot)
+
+    def run(self, model: CausalLM, plan: Plan, hidden: Tensor) -> StepOutput:
+        """Sample the tokens of `plan` and compute what else it asks for. `hidden`: [T, hidden] of its new tokens."""
+        output = self._tokens(model, plan.items, hidden, plan.masks)
+        output.hidden = {i: _to_host(rows) for i, rows in hidden_rows(plan.items, hidden).items()}
+        return output
+
+    def _tokens(self, model: CausalLM, items: list[PlanItem], hidden: Tensor, masks: dict[int, bytes]) -> StepOutput:
+        starts = _starts(items)
+        sampled = [i for i, item in enumerate(items) if item.sample]
+        input_logprobs = {
+            i: self._input_logprobs(model, item, hidden[starts[i] : starts[i] + item.q_len])
+            for i, item in enumerate(items)
+            if item.logprob_from is not None
+        }
+        if not sampled:
+            return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, input_logprobs)
+        if len(sampled) == len(hidden):
+            logits = model.logits(hidden)
+        else:
+            last_rows = self._upload([starts[i] + items[i].q_len - 1 for i in sampled])
+            logits = model.logits(hidden[last_rows])
+        slots = [items[i].slot for i in sampled]
+        mask = token_mask({r: masks[i] for r, i in enumerate(sampled) if i in masks}, device=self._device)
+        tokens, bad = self._sampler.sample(logits, slots, [items[i].output_len for i in sampled], mask=mask)
+        self._future_map.store(self._upload(slots), tokens)
+        return StepOutput(
+            sampled=sampled,
+            tokens=_to_host(tokens),
+            bad=_to_host(bad),
+            logprobs={
+                i: self._logprobs(logits[r : r + 1], tokens[r : r + 1], options)
+                for r, i in enumerate(sampled)
+                if (options := items[i].logprobs) is not None
+            },
+            input_logprobs=input_logprobs,
+        )
+
+    def _input_logprobs(self, model: CausalLM, item: PlanItem, hidden: Tensor) -> list[Logprobs]:
+        """Logprobs of prompt positions logprob_from.. that this chunk's logits speak about; row i is about i + 1."""
+        assert item.logprob_from is not None and item.logprobs is not None
+        targets = item.tokens[item.logprob_from - item.start :]
+        targets += [] if item.logprob_next is None else [item.logprob_next]
+        first_row = item.logprob_from - 1 - item.start
+        parts = []
+        for at in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            ids = targets[at : at + PROMPT_LOGPROB_ROWS]
+            logits = model.logits(hidden[first_row + at : first_row + at + len(ids)])
+            parts.append(self._logprobs(logits, self._upload(ids), item.logprobs))
+        return parts
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, options: LogprobOptions) -> Logprobs:
+        chosen, top_values, top_ids = token_logprobs(logits, tokens, options.top_num)
+        logprobs = Logprobs(_to_host(tokens), _to_host(chosen), _to_host(top_values), _to_host(top_ids))
+        if options.token_ids:
+            ids = self._upload(options.token_ids)
+            logprobs.asked_ids, logprobs.asked = options.token_ids, _to_host(asked_logprobs(logits, ids))
+        return logprobs
+
+    def _upload(self, values: Sequence[int]) -> Tensor:
+        return upload(torch.tensor(values), self._device)
+
+
+def nothing_sampled() -> StepOutput:
+    """The output of a step without items."""
+    return StepOutput([], _NO_TOKENS, _NO_TOKENS.bool(), {}, {})
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _starts(items: list[PlanItem]) -> list[int]:
+    starts, at = [], 0
+    for item in items:
+        starts.append(at)
+        at += item.q_len
+    return starts
