@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from engine.frontend.apis.native.body import GenerateBody
 from engine.frontend.apis.openai.bodies import ChatBody, CompletionBody
 from engine.frontend.apis.openai.usage import Usage
-from engine.frontend.apis.shared.fields import build_bootstraps, check_prompt_ids, fit_to_context, prompts_of
+from engine.frontend.apis.shared.bootstraps import build_bootstraps
+from engine.frontend.apis.shared.fields import check_prompt_ids, fit_to_context, prompts_of
 from engine.frontend.client.answers import absorb
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams

@@ -170,11 +170,13 @@ class Frontend:
     def _begin(self, requests: list[GenerateRequest], request: Request) -> Generation:
         """Who would come too late for its deadline must not get past here."""
         timeout_s = request_timeout_s(request.headers, default_s=None)
-        wait_s = self.client.forecast.wait_s(sum(len(r.input_ids) for r in requests), self.aio.time())
+        forecast = self.client.forecast
+        num_tokens = sum(len(r.input_ids) for r in requests)
+        wait_s = None if forecast is None else forecast.wait_s(num_tokens, self.aio.time())
         generation = self.client.generate(requests, timeout_s=timeout_s)
         if self.signals.asked.is_set():
             raise Violation(f"{self._process.name}: takes a request while it drains")
-        if self.client.early_rejection and None not in (wait_s, timeout_s) and wait_s > timeout_s:  # type: ignore[operator]
+        if wait_s is not None and timeout_s is not None and wait_s > timeout_s:
             raise Violation(f"{self._process.name}: taken, though it waits {wait_s:.2f} s and has {timeout_s:.2f} s")
         if timeout_s is not None:
             now_s = self._process.world.now_s

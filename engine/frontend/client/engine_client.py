@@ -70,8 +70,7 @@ class EngineClient:
         self.scheduler = scheduler
         self.observer = observer
         self.max_live = max_live
-        self.early_rejection = early_rejection
-        self.forecast = PrefillForecast()
+        self.forecast = PrefillForecast() if early_rejection else None
         self.closed: ApiError | None = None  # why no request is accepted any more
         self._now_s = scheduler.now_s
         self._open_text = open_text
@@ -176,7 +175,8 @@ class EngineClient:
         for output in message.outputs:
             live = self._live.get(output.rid)
             if live is not None:
-                self.forecast.start(output.rid, now_s)
+                if self.forecast is not None:
+                    self.forecast.start(output.rid, now_s)
                 live.generation.feed(live.index, live.text.read(output), now_s)
 
     def _send(
@@ -195,14 +195,16 @@ class EngineClient:
         self.scheduler.send(sent[0] if len(sent) == 1 else GenerateBatch(sent))
         for sample in samples:
             self.observer.on_start(sample.num_prompt_tokens)
-            self.forecast.add(sample.wire_rid, sample.num_prompt_tokens, self._now_s())
+            if self.forecast is not None:
+                self.forecast.add(sample.wire_rid, sample.num_prompt_tokens, self._now_s())
 
     def _on_leave(self, generation: Generation) -> None:
         """Forget its samples, and abort those that have not finished."""
         gone = {sample.wire_rid for sample in generation.samples}
         for sample in generation.samples:
             self._live.pop(sample.wire_rid, None)
-            self.forecast.drop(sample.wire_rid, self._now_s())
+            if self.forecast is not None:
+                self.forecast.drop(sample.wire_rid, self._now_s())
         for name in (*generation.names, *generation.groups):
             left = [r for r in self._names.get(name, []) if r not in gone]
             if left:
@@ -225,7 +227,7 @@ class EngineClient:
             raise ApiError(503, text, code="queue_full", retry_after_s=1)
 
     def _check_timeout(self, requests: list[GenerateRequest], timeout_s: float | None) -> None:
-        if timeout_s is None or not self.early_rejection:
+        if timeout_s is None or self.forecast is None:
             return
         wait_s = self.forecast.wait_s(sum(len(r.input_ids) for r in requests), self._now_s())
         if wait_s is not None and wait_s > timeout_s:

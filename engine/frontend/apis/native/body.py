@@ -4,12 +4,8 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.apis.shared.fields import (
-    Host,
-    Port,
-    Room,
-    SamplingFields,
-)
+from engine.frontend.apis.shared.bootstraps import Host, Port, Room
+from engine.frontend.apis.shared.fields import SamplingFields
 
 
 class SamplingBody(SamplingFields, kw_only=True):

@@ -8,9 +8,9 @@ from aiohttp import web
 from engine.frontend.apis.native.body import GenerateBody, SamplingBody
 from engine.frontend.apis.native.token_ids import asked_token_ids
 from engine.frontend.apis.native.view import NativeView
+from engine.frontend.apis.shared.bootstraps import build_bootstraps
 from engine.frontend.apis.shared.constraints import plain_constraint
 from engine.frontend.apis.shared.fields import (
-    build_bootstraps,
     build_sampling,
     check_num_samples,
     check_priority,
@@ -64,12 +64,9 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
     s.bootstrap_allowlist.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
     generation = s.client.generate(requests, groups=groups, timeout_s=timeout_s)
     view = NativeView(
-        names=generation.names,
-        num_prompt_tokens=[sample.num_prompt_tokens for sample in generation.samples],
-        logprobs=[r.logprobs for r in requests],
-        hidden_states=[r.return_hidden_states for r in requests],
+        generation,
+        requests,
         texts=bool(body.return_text_in_logprobs),
-        loras=[r.lora for r in requests],
         single=single and n == 1,
         weight_version=lambda: s.weight_version,
     )

@@ -7,7 +7,8 @@ from typing import Any
 from engine.frontend.apis.native.token_ids import hidden_state_lists
 from engine.frontend.apis.shared.view import finite
 from engine.frontend.client.answers import absorb
-from engine.messages import FinishReason, LogprobOptions, TokenLogprob
+from engine.frontend.client.generation import Generation
+from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob
 from engine.text.sample import TextOutput
 
 
@@ -16,22 +17,16 @@ class NativeView:
 
     def __init__(
         self,
+        generation: Generation,
+        requests: list[GenerateRequest],
         *,
-        names: list[str],
-        num_prompt_tokens: list[int],
-        logprobs: list[LogprobOptions | None],
-        hidden_states: list[bool],
         texts: bool,
-        loras: list[str],
         single: bool,
         weight_version: Callable[[], str],
     ) -> None:
-        self._names = names
-        self._num_prompt_tokens = num_prompt_tokens
-        self._logprobs = logprobs
-        self._hidden_states = hidden_states
+        self._samples = generation.samples
+        self._requests = requests
         self._texts = texts
-        self._loras = loras
         self._single = single
         self._weight_version = weight_version
         self._whole: dict[int, TextOutput] = {}
@@ -56,11 +51,11 @@ class NativeView:
         return {"text": output.text, "output_ids": output.tokens.new_ids, "meta_info": self._meta_info(index, output)}
 
     def _meta_info(self, index: int, output: TextOutput) -> dict[str, Any]:
-        t = output.tokens
+        t, sample, request = output.tokens, self._samples[index], self._requests[index]
         meta: dict[str, Any] = {
-            "id": self._names[index],
+            "id": sample.name,
             "finish_reason": _finish_reason(t.finish, len(t.new_ids)),
-            "prompt_tokens": self._num_prompt_tokens[index],
+            "prompt_tokens": sample.num_prompt_tokens,
             "completion_tokens": len(t.new_ids),
             "cached_tokens": t.cached_tokens,
             "num_retractions": t.retractions,
@@ -72,12 +67,11 @@ class NativeView:
             meta["num_transfer_retries"] = t.transfer_retries
         if t.cached_by_tier:
             meta["cached_tokens_details"] = dict(zip(("device", "host", "storage"), t.cached_by_tier, strict=True))
-        if self._loras[index]:
-            meta["lora_path"] = self._loras[index]
-        if self._hidden_states[index]:
+        if request.lora:
+            meta["lora_path"] = request.lora
+        if request.return_hidden_states:
             meta["hidden_states"] = hidden_state_lists(t)
-        options = self._logprobs[index]
-        return meta if options is None else {**meta, **self._logprob_info(output, options)}
+        return meta if request.logprobs is None else {**meta, **self._logprob_info(output, request.logprobs)}
 
     def _logprob_info(self, output: TextOutput, options: LogprobOptions) -> dict[str, Any]:
         t = output.tokens

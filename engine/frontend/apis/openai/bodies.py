@@ -5,8 +5,9 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.openai.tools import Tool, ToolChoice, check_tools
+from engine.frontend.apis.shared.bootstraps import Host, Port, Room
 from engine.frontend.apis.shared.constraints import ResponseFormat
-from engine.frontend.apis.shared.fields import Host, Port, Room, SamplingFields, refuse
+from engine.frontend.apis.shared.fields import SamplingFields, refuse
 from service.http.errors import bad_field
 
 MAX_TOP_LOGPROBS = 20

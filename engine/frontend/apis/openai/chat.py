@@ -17,9 +17,7 @@ from engine.frontend.apis.openai.tools import forced, forced_calls, strict_calls
 from engine.frontend.apis.openai.usage import Usage
 from engine.frontend.apis.openai.view import ChatView
 from engine.frontend.apis.shared.constraints import Constraint, only_one
-from engine.frontend.apis.shared.fields import (
-    check_prompt_ids,
-)
+from engine.frontend.apis.shared.fields import check_prompt_ids
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.stream import answer
 from engine.frontend.services import SERVICES, Services

@@ -1,26 +1,20 @@
-"""Fields that several request bodies share: sampling, and where a disaggregated request meets its other half. Pure.
+"""Fields that several request bodies share: sampling, prompts, limits. Pure.
 
-Every optional field may be an explicit null. Unknown fields are ignored by msgspec; known ones that would change the
-answer but are not supported are refused by name.
+An optional field may be an explicit null. Unknown fields are ignored; known ones that would change the answer but are not
+supported are refused by name.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import msgspec
 
 from engine.frontend.apis.shared.constraints import Constraint, GrammarFields
 from engine.frontend.errors import from_invalid_param
-from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from engine.text.stop_regex import compile_all
 from service.http.errors import ApiError, bad_field
 
-Host = str | list[str | None] | None
-Port = int | list[int | None] | None
-Room = int | list[int | None] | None
-
-MAX_ROOM = 2**63
 MAX_SAMPLES = 4096  # of one request
 MAX_STREAM_INTERVAL = 1 << 20
 MAX_PRIORITY = 2**31 - 1
@@ -46,17 +40,6 @@ class SamplingFields(GrammarFields, kw_only=True):
     stream_interval: int | None = None
     stop_regex: str | list[str] | None = None
     no_stop_trim: bool | None = None
-
-
-class BootstrapFields(Protocol):
-    """Fields of a body: one value for all samples, or a list (one each, or one for each prompt).
-
-    A protocol, because a msgspec struct has one base only.
-    """
-
-    bootstrap_host: Host
-    bootstrap_port: Port
-    bootstrap_room: Room
 
 
 def build_sampling(
@@ -119,62 +102,6 @@ def refuse(body: msgspec.Struct, unsupported: tuple[str, ...], *, inside: str = 
             raise bad_field(
                 inside + name, "is not supported by this server; leave it out", code="unsupported_parameter"
             )
-
-
-def build_bootstraps(
-    fields: BootstrapFields, *, mode: str, num_prompts: int, n: int, default_port: int, mint_room: Callable[[], int]
-) -> list[Bootstrap | None]:
-    """One for each sample, prompt-major; all None in mode "null". Raises ApiError(400).
-
-    One room for several samples counts up (room + i); one for each prompt counts up inside the prompt (room + j).
-    """
-    total = num_prompts * n
-    if mode == "null":
-        return [None] * total
-    hosts = _spread("bootstrap_host", fields.bootstrap_host, num_prompts=num_prompts, n=n)
-    ports = _spread("bootstrap_port", fields.bootstrap_port, num_prompts=num_prompts, n=n)
-    rooms = _spread_rooms(fields.bootstrap_room, num_prompts=num_prompts, n=n)
-    return [
-        _bootstrap(host, port if port is not None else default_port, room, mode=mode, mint_room=mint_room)
-        for host, port, room in zip(hosts, ports, rooms, strict=True)
-    ]
-
-
-def _bootstrap(host: str | None, port: int, room: int | None, *, mode: str, mint_room: Callable[[], int]) -> Bootstrap:
-    if host == FAKE_BOOTSTRAP_HOST:
-        return Bootstrap(host=host, port=max(port, 0), room=room or mint_room())
-    if room is None:
-        raise bad_field(
-            "bootstrap_room",
-            f"is missing: a {mode} worker serves requests that a router sends to both halves; send yours to the router",
-        )
-    if not host and mode == "decode":
-        raise bad_field("bootstrap_host", "is missing: a decode worker must know its prefill worker's bootstrap server")
-    if not 0 < port < 65536:
-        raise bad_field("bootstrap_port", f"must be between 1 and 65535, got {port}")
-    if not 0 < room < MAX_ROOM:
-        raise bad_field("bootstrap_room", f"must be between 1 and 2**63 - 1, got {room}")
-    return Bootstrap(host=host or "", port=port, room=room)
-
-
-def _spread(field: str, value: Any, *, num_prompts: int, n: int) -> list[Any]:
-    if not isinstance(value, list):
-        return [value] * (num_prompts * n)
-    if len(value) == num_prompts * n:
-        return value
-    if len(value) == num_prompts:
-        return [v for v in value for _ in range(n)]
-    raise bad_field(field, f"has {len(value)} entries for {num_prompts} prompts with {n} samples each")
-
-
-def _spread_rooms(value: Any, *, num_prompts: int, n: int) -> list[int | None]:
-    total = num_prompts * n
-    if isinstance(value, int):
-        return [value + i for i in range(total)]
-    rooms = _spread("bootstrap_room", value, num_prompts=num_prompts, n=n)
-    if isinstance(value, list) and len(value) != total:
-        return [None if room is None else room + i % n for i, room in enumerate(rooms)]
-    return rooms
 
 
 def check_stream_interval(value: int | None, *, field: str = "stream_interval") -> int | None:

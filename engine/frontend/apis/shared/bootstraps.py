@@ -1,0 +1,80 @@
+"""Where a disaggregated request meets its other half: bootstrap host, port and room of each sample. Pure."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
+from service.http.errors import bad_field
+
+Host = str | list[str | None] | None
+Port = int | list[int | None] | None
+Room = int | list[int | None] | None
+
+MAX_ROOM = 2**63
+
+
+class BootstrapFields(Protocol):
+    """Fields of a body: one value for all samples, or a list (one each, or one for each prompt).
+
+    A protocol, because a msgspec struct has one base only.
+    """
+
+    bootstrap_host: Host
+    bootstrap_port: Port
+    bootstrap_room: Room
+
+
+def build_bootstraps(
+    fields: BootstrapFields, *, mode: str, num_prompts: int, n: int, default_port: int, mint_room: Callable[[], int]
+) -> list[Bootstrap | None]:
+    """One for each sample, prompt-major; all None in mode "null". Raises ApiError(400).
+
+    One room for several samples counts up (room + i); one for each prompt counts up inside the prompt (room + j).
+    """
+    total = num_prompts * n
+    if mode == "null":
+        return [None] * total
+    hosts = _spread("bootstrap_host", fields.bootstrap_host, num_prompts=num_prompts, n=n)
+    ports = _spread("bootstrap_port", fields.bootstrap_port, num_prompts=num_prompts, n=n)
+    rooms = _spread_rooms(fields.bootstrap_room, num_prompts=num_prompts, n=n)
+    return [
+        _bootstrap(host, port if port is not None else default_port, room, mode=mode, mint_room=mint_room)
+        for host, port, room in zip(hosts, ports, rooms, strict=True)
+    ]
+
+
+def _bootstrap(host: str | None, port: int, room: int | None, *, mode: str, mint_room: Callable[[], int]) -> Bootstrap:
+    if host == FAKE_BOOTSTRAP_HOST:
+        return Bootstrap(host=host, port=max(port, 0), room=room or mint_room())
+    if room is None:
+        raise bad_field(
+            "bootstrap_room",
+            f"is missing: a {mode} worker serves requests that a router sends to both halves; send yours to the router",
+        )
+    if not host and mode == "decode":
+        raise bad_field("bootstrap_host", "is missing: a decode worker must know its prefill worker's bootstrap server")
+    if not 0 < port < 65536:
+        raise bad_field("bootstrap_port", f"must be between 1 and 65535, got {port}")
+    if not 0 < room < MAX_ROOM:
+        raise bad_field("bootstrap_room", f"must be between 1 and 2**63 - 1, got {room}")
+    return Bootstrap(host=host or "", port=port, room=room)
+
+
+def _spread(field: str, value: Any, *, num_prompts: int, n: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * (num_prompts * n)
+    if len(value) == num_prompts * n:
+        return value
+    if len(value) == num_prompts:
+        return [v for v in value for _ in range(n)]
+    raise bad_field(field, f"has {len(value)} entries for {num_prompts} prompts with {n} samples each")
+
+
+def _spread_rooms(value: Any, *, num_prompts: int, n: int) -> list[int | None]:
+    total = num_prompts * n
+    if isinstance(value, int):
+        return [value + i for i in range(total)]
+    rooms = _spread("bootstrap_room", value, num_prompts=num_prompts, n=n)
+    if isinstance(value, list) and len(value) != total:
+        return [None if room is None else room + i % n for i, room in enumerate(rooms)]
+    return rooms
