@@ -16,7 +16,7 @@ from engine.sampling_params import SamplingParams
 from router.pool.worker import Role
 from router.requests.journey import Journeys
 from router.requests.legs import Leg
-from service.telemetry.context import RequestContext
+from service.telemetry.context import TraceContext
 from service.telemetry.tracer import Tracer
 
 NUM = 20_000
@@ -54,7 +54,7 @@ def router_part() -> Callable[[], object]:
 def worker_part() -> Callable[[], object]:
     traces = Traces(Tracer(ring_size=512), process="decode", model="m")
     request = GenerateRequest("r", [1, 2], SamplingParams(max_new_tokens=4), bootstrap=Bootstrap("h", 1, 7))
-    context = RequestContext("id", "chat")
+    context = TraceContext("id", "chat")
     last = TokenOutput(rid="r", new_ids=[], finish=FinishReason(kind="stop"))
 
     def act() -> None:

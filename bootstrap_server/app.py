@@ -21,10 +21,10 @@ from service.http.guard import answer_of, make_guard
 from service.http.routes import Handler, Routes
 from service.http.stream import json_response
 from service.security.browser import BrowserRule
-from service.security.keys import Access, Gate, KeyRing
+from service.security.keys import Access, KeyGate, KeyRing
 from service.security.signing import Verifier
 
-NO_KEYS = Gate(KeyRing(), KeyRing(flag="--admin-api-key"))
+NO_KEYS = KeyGate(KeyRing(), KeyRing(flag="--admin-api-key"))
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -11,13 +11,13 @@ from bootstrap_server.protocol import MAX_BODY_BYTES
 from bootstrap_server.registry import Registry
 from service.http.listening import ListeningPort, open_port
 from service.http.routes import Handler
-from service.http.server import Limits, make_runner
+from service.http.server import RequestLimits, make_runner
 from service.process.open_files import allow_many_files
 from service.process.stop_signals import StopSignals
 
 START_S = 10.0
 CLOSE_S = 1.0  # for answers that are being written when the server ends
-LIMITS = Limits(max_body_bytes=MAX_BODY_BYTES)
+LIMITS = RequestLimits(max_body_bytes=MAX_BODY_BYTES)
 log = logging.getLogger(__name__)
 
 

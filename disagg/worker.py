@@ -33,7 +33,7 @@ from engine.threads import with_threads
 from service.flags import ConfigError, values_by_name
 from service.http.listening import ListeningPort, open_port
 from service.process.stop_signals import StopSignals
-from service.security.keys import Gate
+from service.security.keys import KeyGate
 from service.telemetry.logs import set_up_logging
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-async def _live(plan: SessionPlan, gate: Gate, port: ListeningPort) -> int:
+async def _live(plan: SessionPlan, gate: KeyGate, port: ListeningPort) -> int:
     worker = _Worker(gate, port, StopSignals())
     with worker.signals.caught(on_hangup=lambda: gate.reload(time.monotonic())):
         return await worker.live(plan)
@@ -87,7 +87,7 @@ class _End:
 class _Worker:
     """What its lives have in common."""
 
-    gate: Gate
+    gate: KeyGate
     port: ListeningPort
     signals: StopSignals
 

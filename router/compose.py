@@ -54,7 +54,7 @@ from service.http.guard import make_guard
 from service.http.routes import Handler, Routes
 from service.security.addresses import require_secret
 from service.security.browser import BrowserRule
-from service.security.keys import Gate, open_gate
+from service.security.keys import KeyGate, open_gate
 from service.security.secret import read_secret_file
 from service.telemetry.otlp import open_exporter
 from service.telemetry.tracer import Tracer
@@ -69,7 +69,7 @@ class Base:
     config: RouterConfig
     place: Place | None
     secret: bytes | None
-    gate: Gate
+    gate: KeyGate
     credentials: Credentials
     entropy: Entropy
     table: WorkerTable
@@ -260,7 +260,7 @@ def build_guard(base: Base, routes: Routes) -> Handler:
     )
 
 
-def check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
+def check_exposure(config: RouterConfig) -> tuple[bytes | None, KeyGate]:
     """The cluster's secret, and who may call. Raises `ConfigError` where anybody could, from anywhere."""
     gate = open_gate(
         api_key=config.api_key,
@@ -282,7 +282,7 @@ def check_exposure(config: RouterConfig) -> tuple[bytes | None, Gate]:
     return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file), gate
 
 
-def _browser_rule(config: RouterConfig, gate: Gate) -> BrowserRule:
+def _browser_rule(config: RouterConfig, gate: KeyGate) -> BrowserRule:
     return BrowserRule(
         host=config.host,
         has_keys=gate.is_set,

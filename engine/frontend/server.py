@@ -22,10 +22,10 @@ from engine.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.messages import GetStep, Shutdown, ToFrontend, ToScheduler
 from service.http.errors import ApiError
 from service.http.listening import ListeningPort
-from service.http.server import Limits, make_runner
+from service.http.server import RequestLimits, make_runner
 from service.process.collector import spare_what_lives
 from service.process.stop_signals import StopSignals
-from service.security.keys import Gate
+from service.security.keys import KeyGate
 
 WATCH_INTERVAL_S = 0.1
 HTTP_CLOSE_S = 1.0  # for answers that are being written when the server ends
@@ -52,7 +52,7 @@ async def run_frontend(
     ipc: IpcPaths,
     processes: EngineProcesses,
     signals: StopSignals,
-    gate: Gate,
+    gate: KeyGate,
     port: ListeningPort,
     on_ready: Callable[[], None] = lambda: None,
 ) -> RoleSwitchState | None:
@@ -117,7 +117,7 @@ def _sender(push: PushSocket, heartbeat: PushSocket) -> Callable[[ToScheduler | 
 @asynccontextmanager
 async def _serving(services: Services, server: ServerConfig, port: ListeningPort) -> AsyncIterator[None]:
     handle = make_handle(services, max_open=services.client.max_live + SPARE_REQUESTS)
-    limits = Limits(max_body_bytes=server.max_body_bytes, size_flag="--max-body-bytes")
+    limits = RequestLimits(max_body_bytes=server.max_body_bytes, size_flag="--max-body-bytes")
     runner = make_runner(handle, limits, shutdown_timeout_s=HTTP_CLOSE_S)
     await runner.setup()
     try:

@@ -25,7 +25,7 @@ from engine.frontend.served_model import ServedModel
 from engine.sampling_params import SamplingParams
 from service.http.errors import bad_field
 from service.security.browser import BrowserRule
-from service.security.keys import Gate
+from service.security.keys import KeyGate
 from service.telemetry.tracer import Tracer
 
 INLINE_CHARS = 2000  # shorter texts are tokenized in the event loop: that costs less than a thread switch
@@ -56,7 +56,7 @@ class Services:
     client: EngineClient
     metrics: Metrics
     tracer: Tracer
-    gate: Gate
+    gate: KeyGate
     browser: BrowserRule
     bootstrap_allowlist: BootstrapAllowlist
     prng: random.Random

@@ -19,7 +19,7 @@ from engine.lora.names import named_paths
 from engine.text.sample import SampleText
 from service.flags import ConfigError, values_by_name
 from service.security.browser import BrowserRule
-from service.security.keys import Gate, open_gate
+from service.security.keys import KeyGate, open_gate
 from service.telemetry.otlp import open_exporter
 from service.telemetry.tracer import Tracer
 
@@ -46,7 +46,7 @@ class FrontendSpec:
 
 
 def make_services(
-    spec: FrontendSpec, *, scheduler: SchedulerLink, gate: Gate, dead: Callable[[], str | None]
+    spec: FrontendSpec, *, scheduler: SchedulerLink, gate: KeyGate, dead: Callable[[], str | None]
 ) -> Services:
     """Load the checkpoint's tokenizer and template. Raises ConfigError."""
     server, engine = spec.server, spec.engine
@@ -91,7 +91,7 @@ def make_services(
     )
 
 
-def open_worker_gate(server: ServerConfig) -> Gate:
+def open_worker_gate(server: ServerConfig) -> KeyGate:
     """Raises ConfigError for a key or key file that cannot be used."""
     return open_gate(
         api_key=server.api_key,

@@ -31,7 +31,7 @@ from service.http.errors import DRAINING, ApiError, error_response
 from service.http.guard import key_refusal
 from service.http.json_depth import JSON_ERRORS
 from service.http.stream import json_response
-from service.security.keys import Access, Gate
+from service.security.keys import Access, KeyGate
 from service.telemetry.records import Record, Records, TracesQuery, last_ids, query_error
 from service.telemetry.tracer import Tracer
 
@@ -62,7 +62,7 @@ class Control:
         monitor: HealthMonitor,
         session: aiohttp.ClientSession,
         metrics: RouterMetrics,
-        gate: Gate,
+        gate: KeyGate,
         credentials: Credentials,
         roles: tuple[Role, ...],
         live: LiveRequests,

@@ -16,8 +16,8 @@ from service.http.errors import ApiError
 from service.http.routes import Handler, Routes
 from service.http.stream import REQUEST_ID, REQUEST_ID_HEADER, STREAMING
 from service.security.browser import BrowserRule
-from service.security.keys import Access, Caller, Gate
-from service.telemetry.context import CURRENT, OPERATIONS, RequestContext, request_id_of
+from service.security.keys import Access, Caller, KeyGate
+from service.telemetry.context import CURRENT, OPERATIONS, TraceContext, request_id_of
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def _new_id() -> str:
 def make_guard(
     routes: Routes,
     *,
-    gate: Gate,
+    gate: KeyGate,
     need_of: Callable[[str, str], Access],
     browser: BrowserRule,
     admit: Callable[[web.BaseRequest, Access], ApiError | None] = _admit_all,
@@ -65,7 +65,7 @@ def make_guard(
         request[REQUEST_ID] = request_id
         operation = OPERATIONS.get(request.path, "")
         # The task of this request is its own, so nothing has to be put back.
-        CURRENT.set(RequestContext(request_id, operation, request.headers.get("traceparent", "")))
+        CURRENT.set(TraceContext(request_id, operation, request.headers.get("traceparent", "")))
         refusal = None if is_trusted(request) else refuse(request)
         response = refusal.response() if refusal is not None else await answer_of(route.handler, request)
         if not response.prepared:
@@ -88,7 +88,7 @@ def make_guard(
     return handle
 
 
-def key_refusal(request: web.BaseRequest, gate: Gate, need: Access) -> ApiError | None:
+def key_refusal(request: web.BaseRequest, gate: KeyGate, need: Access) -> ApiError | None:
     """None if the caller may; also for a handler that learns only from the body what is asked for."""
     refusal = gate.refusal(request[CALLER], need)
     if refusal is None:

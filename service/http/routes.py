@@ -9,31 +9,31 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class HttpRoute:
     """`path`: as it was registered, so that there are few of them whatever is asked for; "": no such path."""
 
     path: str
     handler: Handler
 
 
-ROUTE: web.RequestKey[Route] = web.RequestKey("route", Route)
+ROUTE: web.RequestKey[HttpRoute] = web.RequestKey("route", HttpRoute)
 
 
 class Routes:
     """Routes by path and method. A path that ends in "/{name}" takes anything there, but nothing less."""
 
     def __init__(self, routes: Iterable[web.RouteDef]) -> None:
-        self._exact: dict[str, dict[str, Route]] = {}
-        self._below: dict[str, dict[str, Route]] = {}  # "/v1/models/" -> method -> route
+        self._exact: dict[str, dict[str, HttpRoute]] = {}
+        self._below: dict[str, dict[str, HttpRoute]] = {}  # "/v1/models/" -> method -> route
         for route in routes:
             head, brace, _ = route.path.partition("{")
             methods = (self._below if brace else self._exact).setdefault(head, {})
             assert route.method not in methods, (route.method, route.path)
-            methods[route.method] = Route(route.path, route.handler)  # type: ignore[arg-type]
+            methods[route.method] = HttpRoute(route.path, route.handler)  # type: ignore[arg-type]
             if route.method == "GET":
                 methods["HEAD"] = methods["GET"]
 
-    def find(self, method: str, path: str) -> Route:
+    def find(self, method: str, path: str) -> HttpRoute:
         """The route; where there is none, one whose handler raises `HTTPNotFound` or `HTTPMethodNotAllowed`."""
         methods = self._exact.get(path) or self._methods_below(path)
         if methods is None:
@@ -41,14 +41,14 @@ class Routes:
         route = methods.get(method)
         return route if route is not None else _not_allowed(method, methods)
 
-    def of(self, request: web.BaseRequest) -> Route:
+    def of(self, request: web.BaseRequest) -> HttpRoute:
         """The route of a request, looked up once."""
         route = request.get(ROUTE)
         if route is None:
             route = request[ROUTE] = self.find(request.method, request.path)
         return route
 
-    def _methods_below(self, path: str) -> dict[str, Route] | None:
+    def _methods_below(self, path: str) -> dict[str, HttpRoute] | None:
         for head, methods in self._below.items():
             if path.startswith(head) and len(path) > len(head):
                 return methods
@@ -59,11 +59,11 @@ async def _not_found(request: web.BaseRequest) -> web.StreamResponse:
     raise web.HTTPNotFound
 
 
-_NOT_FOUND = Route("", _not_found)
+_NOT_FOUND = HttpRoute("", _not_found)
 
 
-def _not_allowed(method: str, methods: dict[str, Route]) -> Route:
+def _not_allowed(method: str, methods: dict[str, HttpRoute]) -> HttpRoute:
     async def refuse(request: web.BaseRequest) -> web.StreamResponse:
         raise web.HTTPMethodNotAllowed(method, sorted(methods))
 
-    return Route(next(iter(methods.values())).path, refuse)
+    return HttpRoute(next(iter(methods.values())).path, refuse)

@@ -28,7 +28,7 @@ _log = logging.getLogger("service.http")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Of one request. `size_flag` and `time_flag` name the flags that set them; "": none does."""
 
     max_body_bytes: int
@@ -46,7 +46,7 @@ class Limits:
         return ApiError(408, f"the body did not come within {self.body_timeout_s:g} s{hint}", code="body_too_slow")
 
 
-def make_runner(handle: Handler, limits: Limits, *, shutdown_timeout_s: float) -> web.ServerRunner:
+def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float) -> web.ServerRunner:
     """A server that answers with `handle`; the request of a client that goes away is cancelled."""
 
     def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
@@ -144,7 +144,7 @@ class TimedConnection(web.RequestHandler):
 class TimedRequest(web.BaseRequest):
     """A request whose body must come in time, and is refused unread where its length says that it is too long."""
 
-    limits: Limits
+    limits: RequestLimits
 
     async def read(self) -> bytes:
         """The body. Raises ApiError(408 or 413)."""

@@ -119,7 +119,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class KeyGate:
     """Both kinds of keys of one server. Without admin keys an API key does everything; an admin key always does."""
 
     api: KeyRing
@@ -165,9 +165,9 @@ class Gate:
 
 def open_gate(
     *, api_key: str | None, api_key_file: str | None, admin_api_key: str | None, admin_api_key_file: str | None
-) -> Gate:
+) -> KeyGate:
     """A gate from the four flags. Raises `ConfigError`."""
-    return Gate(
+    return KeyGate(
         KeyRing(key=api_key, file=api_key_file, flag="--api-key"),
         KeyRing(key=admin_api_key, file=admin_api_key_file, flag="--admin-api-key"),
     )

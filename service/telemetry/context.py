@@ -43,7 +43,7 @@ def request_id_of(header: str) -> str:
     return header if len(header) <= MAX_REQUEST_ID_CHARS and header.isascii() and header.isprintable() else ""
 
 
-class RequestContext(msgspec.Struct, frozen=True):
+class TraceContext(msgspec.Struct, frozen=True):
     """`operation`: gen_ai.operation.name ("chat", "text_completion", "embeddings"); "": not a generation."""
 
     request_id: str
@@ -51,8 +51,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     traceparent: str = ""
 
 
-NOBODY = RequestContext("")
-CURRENT: ContextVar[RequestContext] = ContextVar("request", default=NOBODY)
+NOBODY = TraceContext("")
+CURRENT: ContextVar[TraceContext] = ContextVar("request", default=NOBODY)
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",

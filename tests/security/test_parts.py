@@ -19,7 +19,7 @@ from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.http.json_depth import deeper_than
 from service.security.addresses import AllowedAddresses, is_loopback, require_secret
-from service.security.keys import Access, Gate, KeyRing, bearer, open_gate
+from service.security.keys import Access, KeyGate, KeyRing, bearer, open_gate
 from service.security.secret import derive, read_secret_file
 from service.security.signing import PERIOD_S, Call, Signer, Verdict, Verifier
 from service.security.voucher import is_vouched, vouch
@@ -206,7 +206,7 @@ GATES = [
 
 @pytest.mark.parametrize(("api", "admin", "sent", "access"), GATES)
 def test_gate(api: str, admin: str, sent: str, access: Access) -> None:
-    gate = Gate(KeyRing(key=api or None), KeyRing(key=admin or None, flag="--admin-api-key"))
+    gate = KeyGate(KeyRing(key=api or None), KeyRing(key=admin or None, flag="--admin-api-key"))
     caller = gate.caller(f"Bearer {sent}" if sent else "", 0.0)
     assert caller.access is access
     for need in Access:

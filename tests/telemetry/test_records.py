@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service.flags import ConfigError
-from service.telemetry.context import CURRENT, RequestContext, TraceParent, parse_traceparent
+from service.telemetry.context import CURRENT, TraceContext, TraceParent, parse_traceparent
 from service.telemetry.logs import JsonFormatter, about
 from service.telemetry.otlp import endpoint_of
 from service.telemetry.perfetto import clock_shift_s, lanes_of, trace_file
@@ -142,7 +142,7 @@ def test_a_log_line_says_which_request_it_is_about() -> None:
     said = line("two\nlines of %s", "é", rid="r", room=0, request_id="")
     assert said["message"] == "two\nlines of é" and said["level"] == "WARNING" and said["process"] == "decode"
     assert said["rid"] == "r" and said["room"] == 0 and "request_id" not in said and said["time"].endswith("Z")
-    token = CURRENT.set(RequestContext("mine"))
+    token = CURRENT.set(TraceContext("mine"))
     try:
         assert line("x")["request_id"] == "mine"
         assert line("x", request_id="other")["request_id"] == "other"

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from engine.messages import GenerateRequest, Stage, TokenOutput
-from service.telemetry.context import RequestContext
+from service.telemetry.context import TraceContext
 from service.telemetry.records import Record, Span
 from service.telemetry.tracer import Place, Tracer, unix_offset_s
 
@@ -20,7 +20,7 @@ class Traces:
         self.process = process
         self.model = model
 
-    def begin(self, request: GenerateRequest, rid: str, context: RequestContext) -> "SampleTrace":
+    def begin(self, request: GenerateRequest, rid: str, context: TraceContext) -> "SampleTrace":
         """`rid`: as the client knows the sample. Health probes are no requests."""
         place = self.tracer.place_under(context.traceparent) if context.operation else None
         return SampleTrace(self, request, rid=rid, context=context, start_s=time.monotonic(), place=place)
@@ -48,7 +48,7 @@ class SampleTrace:
         request: GenerateRequest,
         *,
         rid: str,
-        context: RequestContext,
+        context: TraceContext,
         start_s: float,
         place: Place | None,
     ) -> None:
