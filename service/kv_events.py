@@ -1,12 +1,12 @@
-"""KV events: what an engine tells the world of its prefix cache, in the words that vLLM and SGLang use.
+"""KV events: what an engine publishes about its prefix cache, in the format of vLLM and SGLang.
 
     PUB    [topic, sequence number (8 bytes, big-endian, from 0), KVEventBatch in msgpack]
-    ROUTER [client, "", number] asks for the batches from that number on, as far as they are kept;
-           answered by [client, "", number, batch] each, and last [client, "", -1, ""]
+    ROUTER [client, "", number] requests the kept batches from that number on;
+           answers are [client, "", number, batch] each, and last [client, "", -1, ""]
 
-A gap in the numbers is lost knowledge. Structs and frames are those of vllm/distributed/kv_events.py and
-sglang/srt/disaggregation/kv_events.py; what others send is read leniently (hashes as ints or bytes, more fields than we
-know, events as arrays or as maps, which newer vLLM writes), what we send is what the oldest of them reads.
+A gap in the numbers means lost events. Structs and frames are those of vllm/distributed/kv_events.py and
+sglang/srt/disaggregation/kv_events.py. Reading is lenient (hashes as ints or bytes, extra fields, events as arrays or maps);
+what we write is what their oldest version reads.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """`block_hashes`: of `block_size` tokens each, which follow `parent_block_hash` (None: the start of a prompt).
+    """`block_hashes`: of `block_size` tokens each, after `parent_block_hash` (None: the start of a prompt).
 
     `lora_id`: the adapter whose KV it is; None: the model alone.
     """
@@ -69,7 +69,7 @@ def encode_batch(batch: KVEventBatch) -> bytes:
 
 
 def decode_events(payload: bytes) -> list[KVEvent]:
-    """The events of a batch that we know; others are left out. `BadEvent` for what is no batch."""
+    """The known events of a batch. Raises `BadEvent` for what is no batch."""
     try:
         batch = _decoder.decode(payload)
         events = batch["events"] if isinstance(batch, dict) else batch[1]
@@ -92,14 +92,14 @@ def seq_bytes(seq: int) -> bytes:
 
 
 def read_seq(frame: bytes) -> int:
-    """`BadEvent` for a frame that is no sequence number."""
+    """Raises `BadEvent` for a frame that is no sequence number."""
     if len(frame) != 8:
         raise BadEvent(f"a sequence number has 8 bytes, not {len(frame)}")
     return int.from_bytes(frame, "big")
 
 
 def read_message(frames: Sequence[bytes]) -> tuple[int, list[KVEvent]]:
-    """(number, events) of [topic, number, batch]. `BadEvent`."""
+    """(number, events) of [topic, number, batch]. Raises `BadEvent`."""
     if len(frames) != 3:
         raise BadEvent(f"a message has 3 frames, not {len(frames)}")
     return read_seq(frames[1]), decode_events(frames[2])

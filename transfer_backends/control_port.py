@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from service.security.curve import Doorkeeper, guard_connector, guard_listener
+from service.security.curve import ZapAuthenticator, guard_connector, guard_listener
 from transfer_backends.wire import MAX_FRAME_BYTES
 
 HIGH_WATER = 16384  # frames queued for a peer that does not read; one more and its link counts as lost
@@ -96,7 +96,7 @@ class ListenPort:
 
     def __init__(self, host: str, port: int, *, secret: bytes | None = None) -> None:
         self._context = zmq.Context(1)
-        self._doorkeeper = None if secret is None else Doorkeeper(self._context, secret)
+        self._doorkeeper = None if secret is None else ZapAuthenticator(self._context, secret)
         self._socket = _socket(self._context, zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if secret is not None:

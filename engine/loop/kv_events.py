@@ -29,7 +29,7 @@ from service.kv_events import (
     encode_batch,
     seq_bytes,
 )
-from service.security.curve import Doorkeeper, guard_listener
+from service.security.curve import ZapAuthenticator, guard_listener
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class ZmqPublisher:
         self._next = 0
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
-        self._doorkeeper = None if secret is None else Doorkeeper(self._context, secret)
+        self._doorkeeper = None if secret is None else ZapAuthenticator(self._context, secret)
         self._pub = self._replay = None
         try:
             self._pub = self._bound(zmq.PUB, config.endpoint, secret)

@@ -1,4 +1,4 @@
-"""Errors as every server answers them: OpenAI's shape, an HTTP status, and `Retry-After` where a later try may succeed."""
+"""Errors of every server: OpenAI's shape, an HTTP status, and `Retry-After` where a retry may succeed."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 
 
 class ApiError(Exception):
-    """An answer that is not 2xx. `field` names the part of the request that is wrong, `code` is a word for programs."""
+    """An answer that is not 2xx. `field`: the wrong part of the request; `code`: for programs."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ def error_kind(status: int) -> str:
 
 
 def error_body(status: int, message: str, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The JSON of an error. Without a `code` the status stands there, as with SGLang."""
+    """The JSON of an error. Without a `code` it is the status, as with SGLang."""
     return {"error": {"message": message, "type": error_kind(status), "param": field, "code": code or status}}
 
 
@@ -60,7 +60,6 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> web.Response:
-    """An error as an HTTP answer."""
     body = msgspec.json.encode(error_body(status, message, field=field, code=code))
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 

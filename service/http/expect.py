@@ -1,14 +1,14 @@
-"""The answer to `Expect: 100-continue`, by which a client asks whether its body is wanted (curl does so above 1 MiB).
+"""The answer to `Expect: 100-continue` (curl sends it above 1 MiB).
 
-Other expectations are ignored, as RFC 9110 (10.1.1) allows. aiohttp's own handler quotes them in its answer, and fails with
-a 500 on bytes that are no UTF-8.
+Other expectations are ignored, as RFC 9110 (10.1.1) allows. aiohttp's own handler echoes them, and fails with a 500 on bytes
+that are not UTF-8.
 """
 
 from aiohttp import HttpVersion11, web
 
 
 async def say_continue(request: web.BaseRequest) -> None:
-    """Tell a client that waits for it to send its body."""
+    """Answer a client that waits before it sends its body."""
     if request.version == HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # nothing of the answer has been written yet

@@ -1,8 +1,6 @@
-"""What stands before every route of every server: request id, browser rule, keys, and errors as answers.
+"""What runs before every route of every server: request id, browser rule, keys, and errors as answers.
 
-    request id -> a web page of another site? 403 or 415 -> key? 401 or 403 -> `admit` -> handler -> errors as answers
-
-Each server brings its own `Access` table, and counts requests around the guard or around its handlers.
+request id -> a web page of another site? 403 or 415 -> key? 401 or 403 -> `admit` -> handler -> errors as answers
 """
 
 import logging
@@ -54,9 +52,9 @@ def make_guard(
 ) -> Handler:
     """The function that answers every request of a server.
 
-    `need_of(method, path)`: what the caller must be. `admit`: a last refusal, with the caller at `CALLER`. `is_trusted`: a
-    process that checked the caller itself passes the request on. `on_refused`: hears "browser" or "key". `new_id`: names a
-    request that came without an id.
+    `need_of(method, path)`: the key that a path needs. `admit`: a last check, with the caller at `CALLER`. `is_trusted`: the
+    request comes from a peer process that has checked the caller. `on_refused` receives "browser" or "key". `new_id` names a
+    request without an id.
     """
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
@@ -89,7 +87,7 @@ def make_guard(
 
 
 def key_refusal(request: web.BaseRequest, gate: KeyGate, need: Access) -> ApiError | None:
-    """None if the caller may; also for a handler that learns only from the body what is asked for."""
+    """None if the caller may. Also for a handler that learns only from the body what is requested."""
     refusal = gate.refusal(request[CALLER], need)
     if refusal is None:
         return None
@@ -98,7 +96,7 @@ def key_refusal(request: web.BaseRequest, gate: KeyGate, need: Access) -> ApiErr
 
 
 async def answer_of(handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
-    """The handler's answer, or its exception as one, as long as no other answer has begun."""
+    """The handler's answer, or its exception as an answer unless one has begun."""
     try:
         return await handler(request)
     except ApiError as error:

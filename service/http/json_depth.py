@@ -1,7 +1,7 @@
-"""What JSON from outside can do to those who decode it: the errors it raises, and how deep it is nested.
+"""Limits of JSON from outside: the errors that decoding raises, and how deep it nests.
 
-The depth is told without decoding, because code that later walks the values recursively must not overflow. It is found by
-whole-text replacements, so a long hostile body costs about what decoding it costs.
+Code that walks decoded values recursively must not overflow, so the depth is found before decoding, by whole-text
+replacements: a long hostile body costs about as much as its decoding.
 """
 
 import re
@@ -19,7 +19,7 @@ _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 
 def deeper_than(text: bytes, limit: int = MAX_DEPTH) -> bool:
-    """Whether lists and objects nest more than `limit` deep. A text that is no JSON may get either answer."""
+    """Whether lists and objects nest more than `limit` deep. Text that is not JSON may get either answer."""
     if text.count(b"[") + text.count(b"{") <= limit:
         return False
     brackets = _brackets(text)

@@ -1,4 +1,4 @@
-"""Which handler serves a path: a table of exact paths, and of prefixes. aiohttp's own dispatcher costs three times as much."""
+"""Handlers by exact path and by prefix. aiohttp's own dispatcher costs three times as much."""
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class HttpRoute:
-    """`path`: as it was registered, so that there are few of them whatever is asked for; "": no such path."""
+    """`path`: as registered, so that there are few of them; "": no such path."""
 
     path: str
     handler: Handler
@@ -20,7 +20,7 @@ ROUTE: web.RequestKey[HttpRoute] = web.RequestKey("route", HttpRoute)
 
 
 class Routes:
-    """Routes by path and method. A path that ends in "/{name}" takes anything there, but nothing less."""
+    """Routes by path and method. A path that ends in "/{name}" takes any non-empty rest."""
 
     def __init__(self, routes: Iterable[web.RouteDef]) -> None:
         self._exact: dict[str, dict[str, HttpRoute]] = {}
@@ -34,7 +34,7 @@ class Routes:
                 methods["HEAD"] = methods["GET"]
 
     def find(self, method: str, path: str) -> HttpRoute:
-        """The route; where there is none, one whose handler raises `HTTPNotFound` or `HTTPMethodNotAllowed`."""
+        """The route; for an unknown one, a route whose handler raises `HTTPNotFound` or `HTTPMethodNotAllowed`."""
         methods = self._exact.get(path) or self._methods_below(path)
         if methods is None:
             return _NOT_FOUND

@@ -1,10 +1,8 @@
 """The HTTP server of router, worker and bootstrap server: aiohttp's, without its application layer, with deadlines.
 
-aiohttp waits for ever for a head or a body: a thousand connections that send a byte a minute (slow loris) would hold a
-thousand sockets and the memory of their bodies. A head has `header_timeout_s` from the connection's first moment, or from
-the first byte after an answer; then the connection is closed. A body has `body_timeout_s`; then 408.
-
-Without the application layer a request costs half as much: there are no middlewares, and routes are a table (routes.py).
+aiohttp waits forever for a head or a body, so slow clients (slow loris) could hold every socket. A head has
+`header_timeout_s` from the connection's start, or from its first byte after an answer; then the connection is closed. A body
+has `body_timeout_s`; then 408. Without the application layer (middlewares, dispatcher) a request costs half as much.
 """
 
 import asyncio
@@ -29,7 +27,7 @@ _log = logging.getLogger("service.http")
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Of one request. `size_flag` and `time_flag` name the flags that set them; "": none does."""
+    """`size_flag` and `time_flag` name the flags that set them; "": no flag."""
 
     max_body_bytes: int
     header_timeout_s: float = 60.0
@@ -47,7 +45,7 @@ class RequestLimits:
 
 
 def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float) -> web.ServerRunner:
-    """A server that answers with `handle`; the request of a client that goes away is cancelled."""
+    """A server that answers with `handle`. A client that goes away cancels its request."""
 
     def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop = asyncio.get_running_loop()
@@ -89,7 +87,7 @@ def _noting(handle: Handler) -> Handler:
 
 
 class TimedConnection(web.RequestHandler):
-    """A client's connection: waits for a head under a deadline, or has a request."""
+    """A client's connection: it waits for a head under a deadline, or has a request."""
 
     __slots__ = ("_deadline", "_has_request", "_header_timeout_s")
 
@@ -120,12 +118,12 @@ class TimedConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def on_head(self) -> None:
-        """A whole head came."""
+        """A whole head arrived."""
         self._has_request = True
         self._end()
 
     def on_handled(self) -> None:
-        """The request is over; a next head begins with its first byte."""
+        """The request is over; the next head begins with its first byte."""
         self._has_request = False
 
     def _begin(self) -> None:
@@ -142,7 +140,7 @@ class TimedConnection(web.RequestHandler):
 
 
 class TimedRequest(web.BaseRequest):
-    """A request whose body must come in time, and is refused unread where its length says that it is too long."""
+    """A request whose body must arrive in time, and is refused unread if its declared length is too long."""
 
     limits: RequestLimits
 
@@ -171,7 +169,7 @@ class TimedRequest(web.BaseRequest):
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """No traceback for a client that sends something that is not HTTP: it is answered 400."""
+    """Skip tracebacks for clients that do not speak HTTP; they get a 400."""
     kind = record.exc_info[0] if record.exc_info else None
     return kind is None or not issubclass(kind, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 

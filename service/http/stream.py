@@ -1,4 +1,4 @@
-"""Answers as they come: JSON bodies, and server-sent events."""
+"""JSON answers and server-sent events."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,13 +22,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CoalescedResponse(web.StreamResponse):
-    """Headers leave with the first bytes, in one packet: no client waits for a delayed ACK in between."""
+    """Sends headers with the first bytes in one packet, so that no client waits for a delayed ACK in between."""
 
     _send_headers_immediately = False
 
 
 async def open_stream(request: web.BaseRequest, *, headers: Mapping[str, str], status: int = 200) -> CoalescedResponse:
-    """Begin an answer whose bytes follow. The request's id is added to the headers."""
+    """Begin an answer whose bytes follow. Adds the request's id to the headers."""
     out = CoalescedResponse(status=status, headers=headers)
     out.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
     request[STREAMING] = True
@@ -37,7 +37,6 @@ async def open_stream(request: web.BaseRequest, *, headers: Mapping[str, str], s
 
 
 def json_response(value: Any, *, status: int = 200) -> web.Response:
-    """`value` as the body."""
     return web.Response(body=_encode(value), status=status, content_type="application/json")
 
 
@@ -47,5 +46,5 @@ def event(value: Any) -> bytes:
 
 
 def error_event(status: int, message: str, *, code: str | None = None) -> bytes:
-    """One event with an error, for a stream that has begun; clients' SDKs raise it."""
+    """An error in a stream that has begun; clients' SDKs raise it."""
     return event(error_body(status, message, code=code))

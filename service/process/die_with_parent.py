@@ -9,10 +9,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> Callable[[], None]:
-    """What a child does before exec (`preexec_fn`): ask the kernel for SIGKILL when its parent dies, and see it still lives.
+    """What a child does before exec (`preexec_fn`): ask the kernel for SIGKILL when its parent dies, and check that it lives.
 
-    Not after exec: a parent that is killed while the child still imports would leave an orphan. The kernel watches the
-    parent's *thread*, so call it in one that lives as long as the process.
+    After exec would be too late for a parent that is killed while the child imports. The kernel watches the parent's *thread*:
+    call it in one that lives as long as the process.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     parent = os.getpid()

@@ -1,10 +1,8 @@
-"""What signals ask of a process that can drain: the one meaning that SIGTERM and SIGINT have for all of ours.
+"""What SIGTERM and SIGINT mean to every process that can drain.
 
-    serving --SIGTERM--> draining --nothing runs any more, or the time is over--> ended
-       |                    |
-       +------ SIGINT ------+-- any second signal: at once
-
-Owns what was asked for. Must not know what draining is: routers, workers and the launcher each have their own.
+serving --SIGTERM--> draining --nothing runs any more, or the time is over--> ended
+   |                    |
+   +------ SIGINT ------+-- any second signal: at once
 """
 
 import asyncio
@@ -17,7 +15,7 @@ _CANNOT = (NotImplementedError, RuntimeError, ValueError)  # this thread, or thi
 
 
 class StopSignals:
-    """What SIGTERM and SIGINT have asked for so far. `asked`: to end. `at_once`: without waiting for anybody."""
+    """What the signals requested so far. `asked`: to end. `at_once`: without waiting."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -34,11 +32,10 @@ class StopSignals:
 
     @contextmanager
     def caught(self, *, on_hangup: Callable[[], None] | None = None, only_hangup: bool = False) -> Iterator[None]:
-        """While inside, the signals come here, SIGHUP to `on_hangup`; then they are ignored until this process has ended.
+        """Handle the signals inside the block (SIGHUP: `on_hangup`), and ignore them after it.
 
-        Ignored, because what is left to do is bounded, and whoever sends SIGINT on top of SIGTERM must not hit a loop
-        that is just being closed: Python's own handler would end that in a traceback. `only_hangup`: somebody else says
-        when to end.
+        They stay ignored because the rest of the end is bounded: a SIGINT that hits a closing loop would end in a traceback.
+        `only_hangup`: leave SIGTERM and SIGINT alone.
         """
         ends = (None, None) if only_hangup else (self.on_sigterm, self.on_sigint)
         handlers = {n: handler for n, handler in zip(_NUMBERS, (*ends, on_hangup), strict=True) if handler is not None}

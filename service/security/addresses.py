@@ -1,6 +1,6 @@
-"""Which addresses are this machine's own, and which bootstrap servers a worker may dial. Pure: nothing is resolved.
+"""Which addresses are local, and which bootstrap servers a worker may dial. Pure: nothing is resolved.
 
-A name is equal to itself only: a look-up would take time, and its answer may change between check and use.
+Names are compared as text: a look-up takes time, and its answer may change between check and use.
 """
 
 import ipaddress
@@ -15,7 +15,7 @@ ANY_PORT = None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a socket that is bound to `host`. A wildcard and an unknown name: no."""
+    """Whether only this machine reaches a socket bound to `host`. False for wildcards and unknown names."""
     if host.lower().rstrip(".") == "localhost":
         return True
     address = _address(host)
@@ -23,16 +23,16 @@ def is_loopback(host: str) -> bool:
 
 
 def is_network_address(host: str) -> bool:
-    """Whether `host` is an IP address, and no name."""
+    """Whether `host` is an IP address."""
     return _address(host) is not None
 
 
 def require_secret(
     host: str, *, flag: str, what: str, remedy: str, has_secret: bool, allow_insecure: bool
 ) -> str | None:
-    """None when `what`, bound to `host`, is safe; else, with `allow_insecure`, what to warn of.
+    """Return None if `what`, bound to `host`, is safe; with `allow_insecure`, a warning instead.
 
-    Raises `ConfigError` where others than this machine could reach it and nothing asks who they are.
+    Raises `ConfigError` where other machines could reach it without authentication.
     """
     if has_secret or is_loopback(host):
         return None
@@ -58,10 +58,10 @@ class _Rule:
 
 
 class AllowedAddresses:
-    """HOST:PORT pairs that may be dialled because a request names them."""
+    """HOST:PORT pairs that requests may name."""
 
     def __init__(self, rules: Sequence[str], *, loopback: bool, flag: str) -> None:
-        """`rules`: HOST, HOST:PORT, [IPV6]:PORT or a network such as 10.0.0.0/8. `loopback`: this machine's are fine, too."""
+        """`rules`: HOST, HOST:PORT, [IPV6]:PORT or a network such as 10.0.0.0/8. `loopback`: allow this machine's, too."""
         self._rules = tuple(_rule(text, flag) for text in rules)
         self._loopback = loopback
 

@@ -1,13 +1,13 @@
-"""What a web page may ask of a server here. Pure; the three HTTP servers apply it before anything else.
+"""What a web page may request of a server. Pure; every HTTP server applies it first.
 
-A browser sends a page's requests to whatever its reader's machine can reach, loopback included. Three rules keep a page of
-another site from using that:
+A browser sends a page's requests to any address that its machine reaches, loopback included. Three rules stop pages of other
+sites:
 
-- A body must be declared as JSON. Without a preflight, which no server here answers, a page can send text and forms only.
-- A request that changes something must not come from another origin. The browser says where it comes from in `Origin` and
-  `Sec-Fetch-Site`, which no page can set. The algorithm is that of Go's `http.CrossOriginProtection`.
-- On loopback without keys, `Host` must be an address, localhost, or a name that was configured. A page whose own name is made
-  to resolve to 127.0.0.1 (DNS rebinding) passes the second rule, but not this one.
+- A body must be declared as JSON. Without a preflight, which no server here answers, a page can send only text and forms.
+- A request that changes something must not come from another origin, by `Origin` and `Sec-Fetch-Site`, which no page can
+  set. The algorithm is that of Go's `http.CrossOriginProtection`.
+- On loopback without keys, `Host` must be an address, localhost, or a configured name. This stops DNS rebinding, which
+  passes the second rule.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _SHOWN_CHARS = 80
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An answer: HTTP status, a word for programs, and a message that names the header, its value and the remedy."""
+    """HTTP status, error code, and a message that names the header, its value and the remedy."""
 
     status: int
     code: str
@@ -45,10 +45,9 @@ class BrowserRule:
         allowed_origins: Sequence[str] = (),
         key_flag: str = "--api-key-file",
     ) -> None:
-        """`host`: the address it listens on. `has_keys`: strangers are turned away; `key_flag`: what would do that.
+        """`host`: the address it listens on. `has_keys`: callers need a key; `key_flag`: the flag that sets keys.
 
-        `allowed_hosts`: further names of the server. `allowed_origins`: as SCHEME://HOST[:PORT]. "*": any. Raises
-        `ConfigError`.
+        `allowed_hosts`: other names of the server. `allowed_origins`: as SCHEME://HOST[:PORT]. "*": any. Raises `ConfigError`.
         """
         self._names = frozenset((host.lower().rstrip("."), *(_name_of(name) or name for name in allowed_hosts)))
         self._origins = frozenset(_checked(origin) for origin in allowed_origins)
@@ -66,7 +65,7 @@ class BrowserRule:
         return None
 
     def _is_own(self, host: str) -> bool:
-        """No browser leaves `Host` out, so a request without it is no page's."""
+        """Browsers always send `Host`, so a request without it comes from no page."""
         name = _name_of(host)
         return not name or name in self._names
 
@@ -122,7 +121,7 @@ def _checked(origin: str) -> str:
 
 
 def _is_at(origin: str, host: str) -> bool:
-    """Whether `origin` (scheme://host:port, or "null") is the place that `host` (host:port) names."""
+    """Whether `origin` (scheme://host:port, or "null") names the same place as `host` (host:port)."""
     scheme, _, place = origin.lower().partition("://")
     port = _DEFAULT_PORTS.get(scheme, "")
     return bool(place) and place.removesuffix(port) == host.lower().removesuffix(port)
@@ -130,7 +129,7 @@ def _is_at(origin: str, host: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _name_of(host: str) -> str:
-    """The name in a Host header, in lower case; "" where no look-up of a name can have led here: an address, localhost."""
+    """The lower-case name in a Host header; "" for an address or localhost, which need no name look-up."""
     host = host.strip().lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
     if name == "localhost" or name.endswith(".localhost") or is_network_address(name):
@@ -139,5 +138,5 @@ def _name_of(host: str) -> str:
 
 
 def _shown(value: str) -> str:
-    """Fit for an answer and a log, whatever bytes it was."""
+    """Make any bytes fit for an answer and a log."""
     return ascii(value[:_SHOWN_CHARS])

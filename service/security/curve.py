@@ -1,8 +1,8 @@
-"""Keys of the control plane: both ends derive them from the cluster's secret, so there is no file of keys to hand out.
+"""CURVE keys of the control plane, which both ends derive from the cluster's secret.
 
-ZMQ's CURVE gives each connection fresh session keys and counts its frames: what was recorded on one connection is worth
-nothing on it later, on another, or after a restart; and it is encrypted. Prefill listens with the server's pair and lets
-in one client key only (ZAP, RFC 27); decode connects with that one, and only to who has the server's.
+CURVE gives each ZMQ connection fresh session keys and counts its frames: recorded frames are worthless on any other
+connection. Prefill listens with the server's key pair and admits one client key (ZAP, RFC 27); decode connects with that
+key, and only to a server that has the server's key.
 """
 
 from typing import Any
@@ -17,23 +17,23 @@ _PREFILL, _DECODE = "control plane, prefill", "control plane, decode"
 
 
 def guard_listener(sock: Any, secret: bytes) -> None:
-    """Before `bind`."""
+    """Call it before `bind`."""
     sock.curve_server = True
     sock.curve_secretkey = z85.encode(derive(secret, _PREFILL))
     sock.setsockopt_string(zmq.ZAP_DOMAIN, "control")
 
 
 def guard_connector(sock: Any, secret: bytes) -> None:
-    """Before `connect`."""
+    """Call it before `connect`."""
     own = z85.encode(derive(secret, _DECODE))
     sock.curve_secretkey, sock.curve_publickey = own, zmq.curve_public(own)
     sock.curve_serverkey = zmq.curve_public(z85.encode(derive(secret, _PREFILL)))
 
 
-class Doorkeeper:
-    """Answers libzmq's question about each connection: is its key the one that decode workers have?
+class ZapAuthenticator:
+    """Answers libzmq's question for each connection: is its key that of decode workers?
 
-    Must be bound before the socket it guards, in the same context; `answer` is called when `socket` is readable.
+    Bind it before the socket it guards, in the same context. Call `answer` when `socket` is readable.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", secret: bytes) -> None:
@@ -43,7 +43,7 @@ class Doorkeeper:
         self._known = z85.decode(zmq.curve_public(z85.encode(derive(secret, _DECODE))))
 
     def answer(self) -> None:
-        """Reply to what waits; never blocks."""
+        """Reply to every waiting question; never blocks."""
         while True:
             try:
                 request: list[bytes] = self.socket.recv_multipart(zmq.DONTWAIT)

@@ -1,6 +1,6 @@
-"""API keys: one from a flag, several from a file that is read anew when it changes; and who may call what with them.
+"""API keys: one from a flag, several from a file that is read again when it changes; and what each key permits.
 
-Keys are compared by digest, in a time that does not depend on how much of a guess is right, and with all keys always.
+Keys are compared by digest, always all of them, in a time that does not depend on the guess.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """The keys of one kind. Without a flag and a file it is empty, and nothing is asked of anybody."""
+    """The keys of one kind. An empty ring (no flag, no file) admits every caller."""
 
     def __init__(self, *, key: str | None = None, file: str | None = None, flag: str = "--api-key") -> None:
         """Raises `ConfigError` for a key or a file that cannot be used."""
@@ -50,16 +50,16 @@ class KeyRing:
 
     @property
     def has_file(self) -> bool:
-        """Its keys may change."""
+        """Whether its keys may change."""
         return self._file is not None
 
     @property
     def first(self) -> str | None:
-        """The one to send to others."""
+        """The key to send to other servers."""
         return self._keys[0] if self._keys else None
 
     def holder(self, authorization: str) -> str | None:
-        """A short name of the key in an Authorization header, fit for logs and tables; None when it is not one of ours."""
+        """A short name of the key in an Authorization header, fit for logs and tables; None for an unknown key."""
         if not authorization or len(authorization) > MAX_HEADER_CHARS or authorization[: len(SCHEME)].lower() != SCHEME:
             return None
         given = _digest(authorization[len(SCHEME) :].strip())
@@ -67,9 +67,9 @@ class KeyRing:
         return given.hex()[:16] if any(matches) else None
 
     def refresh(self, now_s: float, *, every_s: float = LOOK_EVERY_S, at_once: bool = False) -> None:
-        """Read the file anew if it has changed, looking at it once in `every_s`; or in any case (`at_once`).
+        """Read the file if it has changed, checking every `every_s` or now (`at_once`).
 
-        One that cannot be used is told of, and the keys stay as they were.
+        A file that cannot be used is logged, and the keys stay.
         """
         if self._file is None or (now_s < self._looked_at_s + every_s and not at_once):
             return
@@ -104,7 +104,7 @@ class KeyRing:
 
 
 class Access(IntEnum):
-    """What a caller has shown to be. Ordered: who may do more may do less."""
+    """What a caller may do. Ordered: a higher value includes the lower ones."""
 
     NONE = 0
     USER = 1
@@ -120,13 +120,13 @@ class Caller(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class KeyGate:
-    """Both kinds of keys of one server. Without admin keys an API key does everything; an admin key always does."""
+    """Both kinds of keys of one server. Without admin keys an API key permits everything; an admin key always does."""
 
     api: KeyRing
     admin: KeyRing
 
     def caller(self, authorization: str, now_s: float) -> Caller:
-        """Who the sender of this Authorization header is."""
+        """The sender of this Authorization header."""
         self.api.refresh(now_s)
         self.admin.refresh(now_s)
         admin, user = self._holders(authorization)
@@ -159,14 +159,14 @@ class KeyGate:
 
     @property
     def is_set(self) -> bool:
-        """Whether strangers are turned away from everything that matters."""
+        """Whether callers need a key."""
         return self.api.is_set
 
 
 def open_gate(
     *, api_key: str | None, api_key_file: str | None, admin_api_key: str | None, admin_api_key_file: str | None
 ) -> KeyGate:
-    """A gate from the four flags. Raises `ConfigError`."""
+    """Make a gate from the four flags. Raises `ConfigError`."""
     return KeyGate(
         KeyRing(key=api_key, file=api_key_file, flag="--api-key"),
         KeyRing(key=admin_api_key, file=admin_api_key_file, flag="--admin-api-key"),
@@ -174,7 +174,7 @@ def open_gate(
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """The header that shows `key`."""
+    """The header that carries `key`."""
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
@@ -187,7 +187,7 @@ def _is_sound(key: str) -> bool:
 
 
 def _stamp(file: str) -> tuple[int, int, int] | None:
-    """Tells an old file from a new one, whether written over or replaced."""
+    """Identifies a version of the file, whether it is written over or replaced."""
     try:
         found = os.stat(file)
     except OSError:

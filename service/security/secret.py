@@ -1,7 +1,4 @@
-"""The secret that the members of a cluster share (`--cluster-secret-file`), and what is derived from it.
-
-Each use has a key of its own: knowing one (a voucher's signature, say) tells nothing of another.
-"""
+"""The secret that the members of a cluster share (`--cluster-secret-file`). Each use derives a key of its own."""
 
 import hashlib
 import hmac
@@ -16,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def read_secret_file(path: str) -> bytes:
-    """The secret. Raises `ConfigError` for a file that cannot serve as one."""
+    """Read the secret. Raises `ConfigError` for a file that cannot be used."""
     try:
         secret = Path(path).read_bytes().strip()
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Signed HTTP calls between members of a cluster that share a secret: replay-safe, without clocks that agree.
+"""Signed HTTP calls between members of a cluster that share a secret: replay-safe, without synchronized clocks. Pure.
 
     call without or with an old challenge  -> 401 and `X-Cluster-Challenge: C`
     call with `X-Cluster-Auth: C:N:MAC`    -> served; the answer carries `X-Cluster-Auth: MAC`
 
-C is the server's: it changes every `PERIOD_S` and with every start, the last two are valid. N is the caller's, drawn for
-this call and accepted once. The MAC covers C, N, method, path with query, and body; that of the answer covers N, status
-and body, so that nobody else can answer either. Told of time; knows no sockets.
+C is the server's: it changes every `PERIOD_S` and with every start; the last two are valid. N is the caller's nonce and is
+accepted once. A call's MAC covers C, N, method, path with query, and body; an answer's covers N, status and body, so that
+only the server can answer.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ MAX_PART_CHARS = 128
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is signed of a call. `path`: with the query, as it is sent."""
+    """The signed parts of a call. `path`: with the query, as it is sent."""
 
     method: str
     path: str
@@ -35,7 +35,7 @@ class Call:
 
 
 class Verdict(Enum):
-    """STALE: by a member of the cluster, for a challenge that is over, or none yet: it gets the new one. Else FORGED."""
+    """STALE: from a member of the cluster, with no challenge or an old one; it gets the new one."""
 
     GOOD = "good"
     STALE = "stale"
@@ -43,7 +43,7 @@ class Verdict(Enum):
 
 
 class Verifier:
-    """The server's side; one life of a server has one."""
+    """The server's side. Each start of a server makes a new one."""
 
     def __init__(self, secret: bytes) -> None:
         self._key = derive(secret, "http calls")
@@ -54,7 +54,7 @@ class Verifier:
         return self._challenge_of(int(now_s // PERIOD_S))
 
     def verify(self, header: str, call: Call, now_s: float) -> tuple[Verdict, str]:
-        """The verdict, and the call's nonce (to sign the answer with). The same call is good once."""
+        """The verdict, and the nonce to sign the answer with. A repeated call is FORGED."""
         parts = header.split(":")
         if len(parts) != 3 or not all(len(part) <= MAX_PART_CHARS and part.isascii() for part in parts):
             return Verdict.FORGED, ""
@@ -85,7 +85,7 @@ class Verifier:
 
 @dataclass(slots=True)
 class Signer:
-    """The caller's side, for one server. Give it every 401's challenge, and try once more."""
+    """The caller's side, for one server. Give it the challenge of every 401, and call once more."""
 
     secret: bytes = field(repr=False)
     challenge: str = ""
@@ -96,7 +96,7 @@ class Signer:
         return f"{self.challenge}:{nonce}:{_mac(derive(self.secret, 'http calls'), self.challenge, nonce, call)}", nonce
 
     def is_answer(self, header: str, nonce: str, *, status: int, body: bytes) -> bool:
-        """Whether the server, and not somebody in its place, gave this answer to the call of `nonce`."""
+        """Whether the server itself gave this answer to the call of `nonce`."""
         expected = _answer_mac(derive(self.secret, "http calls"), nonce, status=status, body=body)
         return hmac.compare_digest(header.encode(errors="replace"), expected.encode())
 
@@ -111,5 +111,5 @@ def _answer_mac(key: bytes, nonce: str, *, status: int, body: bytes) -> str:
 
 
 def _sign(key: bytes, *parts: str) -> str:
-    """Parts are joined by a byte that none of them holds."""
+    """Join the parts by a byte that none of them contains."""
     return hmac.new(key, "\n".join(parts).encode(errors="surrogateescape"), hashlib.sha256).hexdigest()

@@ -1,6 +1,6 @@
-"""A router's word for a meeting place: whoever knows the cluster secret says that this bootstrap server may be dialled.
+"""A router vouches for a bootstrap server: a member with the cluster's secret says that it may be dialled.
 
-It binds address and rooms, and gives nothing to who repeats it: the same worker would dial the same address again.
+A voucher binds address and rooms; repeating it only makes the same worker dial the same address.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ VOUCHER_HEADER = "X-Cluster-Voucher"
 
 
 def vouch(secret: bytes, *, host: str, port: int, rooms: Sequence[int]) -> str:
-    """The header's value. `rooms`: all of the request, in order."""
+    """The header's value. `rooms`: all rooms of the request, in order."""
     text = "\n".join([host, str(port), *map(str, rooms)]).encode()
     return hmac.new(derive(secret, "vouchers"), text, hashlib.sha256).hexdigest()
 

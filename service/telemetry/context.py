@@ -1,4 +1,4 @@
-"""Which request this task serves: its id and the trace it belongs to. Set by the HTTP side, read by logs and records.
+"""The request that the current task serves: its id and trace. The HTTP side sets it; logs and records read it.
 
 The W3C header `traceparent` (https://www.w3.org/TR/trace-context/): 00-TRACE(32 hex)-SPAN(16 hex)-FLAGS(2 hex).
 """
@@ -16,7 +16,7 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """A place in a trace. `sampled`: whoever began the trace wants it recorded."""
+    """A place in a trace. `sampled`: the trace's root wants it recorded."""
 
     trace_id: int
     span_id: int
@@ -27,7 +27,7 @@ class TraceParent:
 
 
 def parse_traceparent(header: str) -> TraceParent | None:
-    """None for what is no valid header: then the trace begins here (the standard's rule)."""
+    """None for an invalid header: then the trace begins here (the standard's rule)."""
     match = _HEADER.fullmatch(header.strip())
     if match is None or header.startswith("ff"):
         return None
@@ -36,9 +36,9 @@ def parse_traceparent(header: str) -> TraceParent | None:
 
 
 def request_id_of(header: str) -> str:
-    """What X-Request-Id names the request; "": it needs a new name.
+    """The id in X-Request-Id; "" where it is unusable: the request needs a new id.
 
-    The id goes into JSON, logs and headers as it is, so it is one short line of printable ASCII.
+    It goes into JSON, logs and headers as it is, so it must be one short line of printable ASCII.
     """
     return header if len(header) <= MAX_REQUEST_ID_CHARS and header.isascii() and header.isprintable() else ""
 

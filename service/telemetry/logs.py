@@ -1,6 +1,6 @@
-"""The log of every process: one set-up, and lines as text or JSON. The only place that configures logging.
+"""Log lines of every process, as text or JSON. The only place that configures logging.
 
-A line that speaks of a request says which: by the task that writes it (service/telemetry/context.py), or by `extra=about(...)`.
+A line about a request carries its id: from the task that writes it (context.py), or from `extra=about(...)`.
 
     {"time": "2026-11-21T07:00:00.123Z", "level": "INFO", "process": "prefill scheduler", "logger": "...", "message": "...",
      "request_id": "...", "rid": "...", "room": 7, "error": "Traceback ..."}
@@ -19,7 +19,7 @@ _OURS = "tandem"  # marks the handler that `set_up_logging` added
 
 
 def set_up_logging(*, level: str, format: str, process: str) -> None:
-    """Lines to stderr. `format`: one of `FORMATS`; `process`: who speaks; a second call says who does from now on."""
+    """Log to stderr. `format`: one of `FORMATS`; `process`: its name, which a second call may change."""
     handler = logging.StreamHandler()
     if format == "json":
         handler.setFormatter(JsonFormatter(process))
@@ -33,7 +33,7 @@ def set_up_logging(*, level: str, format: str, process: str) -> None:
 
 
 def about(**fields: str | int | float) -> dict[str, dict[str, str | int | float]]:
-    """For `extra=`: what a line is about (request_id, rid, room, ...). Empty values are left out."""
+    """For `extra=`: what a line is about (request_id, rid, room, ...), without empty values."""
     return {_ABOUT: {name: value for name, value in fields.items() if value not in ("", None)}}
 
 

@@ -1,9 +1,8 @@
 """Sends records to an OpenTelemetry collector (OTLP over HTTP, protobuf), as spans under the gen_ai conventions.
 
-https://github.com/open-telemetry/semantic-conventions-genai (status: development). Needs the extra `otel`; the library is
-imported here and nowhere else, and only once a collector is asked for. It sends in batches from a thread of its own, keeps a
-bounded queue, and drops spans while the collector cannot be reached: serving never waits for it. Its environment variables
-(OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_*, OTEL_SERVICE_NAME, ...) hold.
+https://github.com/open-telemetry/semantic-conventions-genai (status: development). Needs the extra `otel`, which only this
+module imports, and only if a collector is configured. A thread sends batches from a bounded queue and drops spans while the
+collector is unreachable. The library's environment variables (OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_*, ...) apply.
 """
 
 import logging
@@ -25,9 +24,9 @@ CLOSE_S = 1.0
 
 
 def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str]) -> str | None:
-    """The URL that spans go to; None: nobody asked for them. Raises ConfigError.
+    """The URL that spans go to; None: no collector is configured. Raises ConfigError.
 
-    A URL without a path gets the standard's one. `enable` alone takes the standard's environment variables, or its default.
+    A URL without a path gets the standard's. `enable` alone uses the standard's environment variables, or its default.
     """
     if not enable and endpoint is None:
         return None
@@ -43,7 +42,7 @@ def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str
 
 
 def open_exporter(*, enable: bool, endpoint: str | None, process: str) -> Exporter:
-    """The exporter that the flags ask for. Raises ConfigError, also where the extra is not installed."""
+    """The exporter that the flags configure. Raises ConfigError, also where the extra is not installed."""
     url = endpoint_of(enable=enable, endpoint=endpoint, environ=os.environ)
     return Exporter() if url is None else OtlpExporter(url, process=process)
 
@@ -102,7 +101,7 @@ class OtlpExporter(Exporter):
         return self._trace.SpanContext(at.trace_id, at.span_id, is_remote=remote, trace_flags=flags)
 
     def close(self) -> None:
-        """What is left is sent, unless that takes longer than `CLOSE_S`."""
+        """Send the rest, for at most `CLOSE_S`."""
         flush = threading.Thread(target=self._processor.shutdown, name="otlp-close", daemon=True)
         flush.start()
         flush.join(CLOSE_S)

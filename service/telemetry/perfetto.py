@@ -1,8 +1,7 @@
 """Records of requests as Chrome's trace event format, which https://ui.perfetto.dev opens. Pure.
 
-Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. One process for each worker and
-router, one thread for each request there; stages that overlap without one containing the other go to a thread beside it.
-Arrows lead from a router's leg to what its worker did.
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. One process per worker and router,
+one thread per request; overlapping stages go to a thread beside it. Arrows lead from a router's call to the worker's part.
 """
 
 from collections.abc import Iterable, Sequence
@@ -102,9 +101,9 @@ class _Drawing:
 
 
 def clock_shift_s(record: Record, leg: Span | None) -> float:
-    """What to add to a worker's times, whose machine may have another clock: its part begins after it was sent.
+    """What to add to a worker's times, whose machine may have another clock.
 
-    0 where it is possible as it is. An earlier part is moved to where it was sent; so is one that begins after its end.
+    0 where they are possible as they are. A part that begins before it was sent, or after its end, is moved to where it was sent.
     """
     if leg is None or leg.start_s <= record.start_s <= leg.end_s:
         return 0.0
@@ -118,7 +117,7 @@ def _root_arguments(record: Record, shift_s: float) -> dict[str, Any]:
 
 
 def lanes_of(spans: Iterable[Span]) -> list[Lane]:
-    """Spans in as few lanes as come of taking the first that fits; in a lane any two nest or are apart."""
+    """Assign spans to lanes, first fit; in a lane any two spans nest or are disjoint."""
     lanes: list[Lane] = []
     for span in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
         lane = next((lane for lane in lanes if all(_nests(other, span) for other in lane)), None)

@@ -1,4 +1,4 @@
-"""What one process did for one request: a span of time and the stages inside it. Plain values, and the ring that keeps the last."""
+"""What one process did for one request: a span of time and its stages. Values, and a ring of the last ones."""
 
 from collections import deque
 from collections.abc import Callable, Collection
@@ -53,7 +53,7 @@ class TracesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def query_error(query: TracesQuery) -> str | None:
-    """What is wrong with it: "field: why"."""
+    """What is wrong with a query, as "field: why"; None: nothing."""
     if (query.ids is None) == (query.last is None):
         return "ids: give either ids or last"
     if query.last is not None and not 1 <= query.last <= MAX_ASKED:
@@ -74,7 +74,7 @@ def last_ids(records: list[Record], count: int) -> list[str]:
 
 
 class Ring:
-    """The last `size` records. They are made when somebody asks: what serves requests pays for one append."""
+    """The last `size` records. A record is made when it is read: serving a request costs one append."""
 
     def __init__(self, size: int) -> None:
         self._kept: deque[tuple[str, Callable[[], Record]]] = deque(maxlen=size)
@@ -100,7 +100,7 @@ class Ring:
 
 
 class Exporter:
-    """Where records go besides; this one: nowhere. service/telemetry/otlp.py has the other."""
+    """Sends records elsewhere; this one discards them (see otlp.py)."""
 
     exports = False
 
@@ -108,4 +108,4 @@ class Exporter:
         """`at`: the record's own place in its trace; `parent`: what it is a part of."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the rest."""

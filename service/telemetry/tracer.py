@@ -20,7 +20,7 @@ class Tracer:
         return self._exporter.exports
 
     def place_under(self, traceparent: str) -> "Place | None":
-        """Where a new record stands, under what its caller sent; None: it is not exported."""
+        """The place of a new record under its caller's; None: it is not exported."""
         if not self._exporter.exports:
             return None
         parent = parse_traceparent(traceparent)
@@ -30,7 +30,7 @@ class Tracer:
         return Place(TraceParent(trace_id, secrets.randbits(64) or 1), parent)
 
     def add(self, request_id: str, make: Callable[[], Record], *, place: "Place | None" = None) -> None:
-        """A request's part here has ended."""
+        """Add the record of a request that has ended here."""
         self.ring.add(request_id, make)
         if place is not None:
             self._exporter.export(make(), at=place.at, parent=place.parent)
@@ -50,5 +50,5 @@ class Place:
 
 
 def unix_offset_s() -> float:
-    """What to add to `time.monotonic()` (and to the clock of every event loop here) for seconds of the Unix epoch."""
+    """Seconds to add to `time.monotonic()` (and the event loop's time) to get Unix time."""
     return time.time() - time.monotonic()
