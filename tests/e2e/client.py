@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -36,18 +36,38 @@ async def generate_all(url: str, bodies: Sequence[dict[str, Any]]) -> list[dict[
         return await asyncio.gather(*(generate(http, url, body) for body in bodies))
 
 
+async def post(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of the answer."""
+    async with http.post(url, json=body) as response:
+        return response.status, json.loads(await response.read() or b"{}")
+
+
+async def text_of(url: str) -> str:
+    """The body of a GET that must succeed."""
+    async with session() as http, http.get(url) as response:
+        assert response.status == 200
+        return await response.text()
+
+
+async def state_of(url: str) -> dict[str, Any]:
+    """What a worker's /check says."""
+    return json.loads(await text_of(f"{url}/check"))  # type: ignore[no-any-return]
+
+
+async def wait_for_state(url: str, is_so: Callable[[dict[str, Any]], bool], *, every_s: float = POLL_S) -> None:
+    deadline_s = time.monotonic() + SETTLE_S
+    while not is_so(state := await state_of(url)):
+        assert time.monotonic() < deadline_s, state
+        await asyncio.sleep(every_s)
+
+
 async def assert_all_back(cluster: Cluster) -> None:
     """Every page, row and room of every worker is back within a deadline, and every owner's `check()` passes."""
-    async with session() as http:
-        for worker in cluster.workers:
-            deadline_s = time.monotonic() + SETTLE_S
-            while True:
-                async with http.get(f"{worker.url}/check") as response:
-                    state = await response.json()
-                if (left := left_over(state)) is None:
-                    break
-                assert time.monotonic() < deadline_s, f"{worker.role}: {left}: {state}"
-                await asyncio.sleep(POLL_S)
+    for worker in cluster.workers:
+        deadline_s = time.monotonic() + SETTLE_S
+        while (left := left_over(state := await state_of(worker.url))) is not None:
+            assert time.monotonic() < deadline_s, f"{worker.role}: {left}: {state}"
+            await asyncio.sleep(POLL_S)
 
 
 def left_over(state: dict[str, Any]) -> str | None:

@@ -2,16 +2,15 @@
 
 import asyncio
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 
-from tests.e2e.client import assert_all_back, generate, generate_all, session
-from tests.e2e.cluster import POLL_S, SETTLE_S, Cluster, cluster
+from tests.e2e.client import assert_all_back, generate, generate_all, post, session, state_of, wait_for_state
+from tests.e2e.cluster import Cluster, cluster
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 FLAGS = ("--chunked-prefill-size", "64", "--log-level", "warning", "--enable-return-hidden-states")
@@ -139,33 +138,17 @@ async def while_decode_pauses(c: Cluster, bodies: dict[str, dict[str, Any]]) -> 
     async with session() as http, asyncio.TaskGroup() as tasks:
         first, *others = bodies
         tasks.create_task(ask(http, first))
-        await until(http, decode, lambda state: state["running"] == 1)
-        await control(http, f"{decode}/pause_generation", {"mode": "in_place"})
+        await wait_for_state(decode, lambda state: state["running"] == 1)
+        assert (await post(http, f"{decode}/pause_generation", {"mode": "in_place"}))[0] == 200
         for count, name in enumerate(others, start=1):
             tasks.create_task(ask(http, name))
-            await until(http, decode, lambda state, count=count: state["queues"]["held"] == count)
-        await control(http, f"{decode}/continue_generation", {})
+            await wait_for_state(decode, lambda state, count=count: state["queues"]["held"] == count)
+        assert (await post(http, f"{decode}/continue_generation", {}))[0] == 200
     return ended, answers
 
 
-async def control(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
-    async with http.post(url, json=body) as response:
-        assert response.status == 200, await response.text()
-
-
-async def until(http: aiohttp.ClientSession, url: str, is_so: Callable[[dict[str, Any]], bool]) -> None:
-    deadline_s = time.monotonic() + SETTLE_S
-    while True:
-        async with http.get(f"{url}/check") as response:
-            if is_so(state := await response.json()):
-                return
-        assert time.monotonic() < deadline_s, state
-        await asyncio.sleep(POLL_S)
-
-
 async def decode_counters(c: Cluster) -> dict[str, float]:
-    async with session() as http, http.get(f"{c.of('decode')[0].url}/check") as response:
-        return (await response.json())["counters"]  # type: ignore[no-any-return]
+    return (await state_of(c.of("decode")[0].url))["counters"]  # type: ignore[no-any-return]
 
 
 REFUSED = [
@@ -188,9 +171,8 @@ def test_what_cannot_be_is_a_400_that_names_the_field(pd: Cluster) -> None:
         async with session() as http:
             for path, body, field in REFUSED:
                 full = {"text": "a", "return_logprob": True, **body} if path == "/generate" else body
-                async with http.post(pd.router + path, json=full) as response:
-                    answer = await response.json()
-                    assert response.status == 400 and answer["error"]["param"] == field, (body, answer)
+                status, answer = await post(http, pd.router + path, full)
+                assert status == 400 and answer["error"]["param"] == field, (body, answer)
 
     asyncio.run(ask())
     asyncio.run(assert_all_back(pd))

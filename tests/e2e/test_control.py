@@ -10,10 +10,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.client import assert_all_back, generate, generate_all, session
+from tests.e2e.client import assert_all_back, generate, generate_all, post, session, state_of, text_of
 from tests.e2e.cluster import READY_S, Cluster, cluster, tandem, wait_until
 from tests.e2e.workload import recall_body
-from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.engine_in_process import tokens_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 COMMON = ("--max-total-tokens", "16384", "--chunked-prefill-size", "64", "--stream", "threaded")
@@ -60,18 +60,7 @@ def body(start: int = 20, *, new: int = 60, **more: Any) -> dict[str, Any]:
 
 
 def expected(checkpoint: str, wanted: dict[str, Any]) -> list[int]:
-    engine = EngineInProcess(checkpoint)
-    try:
-        engine.add("r", wanted["input_ids"], max_new_tokens=wanted["sampling_params"]["max_new_tokens"])
-        engine.run()
-        return engine.tokens["r"]
-    finally:
-        engine.close()
-
-
-async def post(http: aiohttp.ClientSession, url: str, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    async with http.post(url, json=asked) as response:
-        return response.status, json.loads(await response.read() or b"{}")
+    return tokens_of(checkpoint, [wanted])[0]
 
 
 async def first_tokens(stream: aiohttp.ClientResponse) -> None:
@@ -95,9 +84,9 @@ async def _pause_and_continue(c: Cluster, mode: str, wanted: list[int]) -> None:
         assert status == 200, said
         later = asyncio.create_task(generate(http, c.router, body(100, new=4)))
         decode = c.workers[-1].url
-        before = await _counters(http, decode)
+        before = (await state_of(decode))["counters"]
         for _ in range(10):  # each a round trip to the scheduler: it turns, and computes nothing
-            assert (await _counters(http, decode))["steps"] == before["steps"]
+            assert (await state_of(decode))["counters"]["steps"] == before["steps"]
         assert not later.done()
         assert (await post(http, f"{c.router}/continue_generation", {}))[0] == 200
         last: dict[str, Any] = {}
@@ -106,11 +95,6 @@ async def _pause_and_continue(c: Cluster, mode: str, wanted: list[int]) -> None:
         assert last["output_ids"] == wanted
         assert last["meta_info"]["num_retractions"] == (mode == "retract")
         assert len((await later)["output_ids"]) == 4
-
-
-async def _counters(http: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    async with http.get(f"{url}/check") as response:
-        return (await response.json())["counters"]  # type: ignore[no-any-return]
 
 
 def test_a_pause_may_abort_and_its_errors_name_the_field(way: tuple[str, Cluster]) -> None:
@@ -128,17 +112,12 @@ async def _pause_aborts(c: Cluster) -> None:
             assert (await post(http, f"{c.router}/pause_generation", {}))[0] == 200
             assert b'"type":"abort"' in await running.read()
         held = asyncio.create_task(post(http, f"{c.router}/generate", body(rid="held")))
-        while not (await _queues(http, worker))["held"]:
+        while not (await state_of(worker))["queues"]["held"]:
             await asyncio.sleep(0.01)
         await post(http, f"{c.router}/abort_request", {"rid": "held"})
         assert (await held)[1]["meta_info"]["finish_reason"]["type"] == "abort"
         assert (await post(http, f"{c.router}/continue_generation", {}))[0] == 200
         assert len((await generate(http, c.router, body(new=3)))["output_ids"]) == 3
-
-
-async def _queues(http: aiohttp.ClientSession, url: str) -> dict[str, int]:
-    async with http.get(f"{url}/check") as response:
-        return (await response.json())["queues"]  # type: ignore[no-any-return]
 
 
 def test_weights_come_from_disk_without_restart(
@@ -264,15 +243,10 @@ def test_the_time_line_accounts_for_the_whole_request(way: tuple[str, Cluster]) 
 def test_a_prefill_worker_tells_how_fast_kv_goes(way: tuple[str, Cluster]) -> None:
     _, c = way
     asyncio.run(generate_all(c.router, [body(new=2)]))
-    text = asyncio.run(_metrics(c.of("prefill")[0].url))
+    text = asyncio.run(text_of(f"{c.of('prefill')[0].url}/metrics"))
     values = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "{" in line}
     assert values["sglang:kv_transfer_speed_gb_s"] > 0 and values["sglang:kv_transfer_latency_ms"] > 0
-    assert 'stage="decode"' in asyncio.run(_metrics(c.of("decode")[0].url))
-
-
-async def _metrics(url: str) -> str:
-    async with session() as http, http.get(f"{url}/metrics") as response:
-        return await response.text()
+    assert 'stage="decode"' in asyncio.run(text_of(f"{c.of('decode')[0].url}/metrics"))
 
 
 def test_a_worker_logs_its_intervals_and_ends_when_its_loop_stalls(tmp_path: Path) -> None:

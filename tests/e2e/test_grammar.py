@@ -14,7 +14,6 @@ import pytest
 
 from tests.e2e.client import assert_all_back, generate_all, session
 from tests.e2e.cluster import Cluster, cluster
-from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 COMMON = ("--max-total-tokens", "32768", "--chunked-prefill-size", "64", "--log-level", "warning")
 DENSE = ("--constrained-json-disable-any-whitespace", "--tool-call-parser", "qwen25")
@@ -52,14 +51,9 @@ def bodies() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reference(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Unified at depth 1."""
-    args = ("--unified", "--disable-overlap-schedule", "--model-path", checkpoint, *COMMON, *DENSE)
+    args = ("--unified", "--disable-overlap-schedule", "--model-path", qwen3, *COMMON, *DENSE)
     with cluster(tmp_path_factory.mktemp("unified"), *args) as c:
         answers = asyncio.run(generate_all(c.router, bodies()))
         asyncio.run(assert_all_back(c))
@@ -67,9 +61,9 @@ def reference(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def way(request: pytest.FixtureRequest, checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def way(request: pytest.FixtureRequest, qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp(request.param)
-    with cluster(folder, *WAYS[request.param], "--model-path", checkpoint, *COMMON, *DENSE) as c:
+    with cluster(folder, *WAYS[request.param], "--model-path", qwen3, *COMMON, *DENSE) as c:
         yield c
 
 

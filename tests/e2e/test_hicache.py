@@ -2,16 +2,14 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.client import assert_all_back, generate_all, session
+from tests.e2e.client import assert_all_back, generate_all, session, state_of, text_of
 from tests.e2e.cluster import SETTLE_S, Cluster, Worker, cluster, wait_until
-from tests.engine.engine_in_process import EngineInProcess
-from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.engine.engine_in_process import tokens_of
 
 FAMILIES, PREFIX_TOKENS, NEW_TOKENS = 8, 256, 6
 TIERED = (
@@ -29,32 +27,18 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: str) -> Iterator[list[list[int]]]:
+def expected(qwen3: str) -> list[list[int]]:
     """Without any cache."""
-    engine = EngineInProcess(checkpoint, disable_radix_cache=True)
-    for i, prompt in enumerate(prompts()):
-        engine.add(f"r{i}", prompt, max_new_tokens=NEW_TOKENS)
-    engine.run()
-    engine.close()
-    yield [engine.tokens[f"r{i}"] for i in range(len(prompts()))]
+    return tokens_of(qwen3, bodies(), disable_radix_cache=True)
 
 
-def ask(url: str) -> list[dict[str, Any]]:
+def bodies() -> list[dict[str, Any]]:
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    return asyncio.run(generate_all(url, [{"input_ids": p, "sampling_params": sampling} for p in prompts()]))
+    return [{"input_ids": prompt, "sampling_params": sampling} for prompt in prompts()]
 
 
 def state(worker: Worker) -> dict[str, Any]:
-    async def get() -> dict[str, Any]:
-        async with session() as http, http.get(f"{worker.url}/check") as response:
-            return await response.json()  # type: ignore[no-any-return]
-
-    return asyncio.run(get())
+    return asyncio.run(state_of(worker.url))
 
 
 def disk_at_rest(worker: Worker) -> bool:
@@ -67,16 +51,16 @@ def files(folder: Path) -> list[Path]:
 
 def served(c: Cluster, expected: list[list[int]]) -> list[dict[str, Any]]:
     """What each request's prompt cost: `meta_info`."""
-    answers = ask(c.router)
+    answers = asyncio.run(generate_all(c.router, bodies()))
     assert [answer["output_ids"] for answer in answers] == expected
     asyncio.run(assert_all_back(c))
     return [answer["meta_info"] for answer in answers]
 
 
 def test_tokens_are_the_same_from_host_and_from_files_of_an_earlier_process(
-    checkpoint: str, expected: list[list[int]], tmp_path: Path
+    qwen3: str, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    args = ("--model-path", checkpoint, "--hicache-storage-dir", str(tmp_path / "disk"), *TIERED)
+    args = ("--model-path", qwen3, "--hicache-storage-dir", str(tmp_path / "disk"), *TIERED)
     with cluster(tmp_path / "unified", "--unified", *args) as c:
         (worker,) = c.workers
         served(c, expected)
@@ -84,7 +68,7 @@ def test_tokens_are_the_same_from_host_and_from_files_of_an_earlier_process(
             assert sum(meta["cached_tokens_details"].values()) == meta["cached_tokens"]
         assert sum(meta["cached_tokens_details"]["host"] for meta in metas) >= FAMILIES * PREFIX_TOKENS // 2
         wait_until(lambda: disk_at_rest(worker), within_s=SETTLE_S, what="the files are written")
-        metrics = asyncio.run(text(f"{worker.url}/metrics"))
+        metrics = asyncio.run(text_of(f"{worker.url}/metrics"))
         names = ("tandem_hicache_host_hit_tokens_total", "sglang:hicache_host_used_tokens")
         for name in (*names, "tandem_hicache_disk_used_bytes"):
             assert f"{name}{{" in metrics
@@ -102,11 +86,6 @@ def test_tokens_are_the_same_from_host_and_from_files_of_an_earlier_process(
         asyncio.run(flush(c.router))
         wait_until(lambda: not files(tmp_path / "disk"), within_s=SETTLE_S, what="a flush deletes the files")
         assert state(worker)["ok"]
-
-
-async def text(url: str) -> str:
-    async with session() as http, http.get(url) as response:
-        return await response.text()
 
 
 async def flush(url: str) -> None:

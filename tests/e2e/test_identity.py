@@ -1,4 +1,4 @@
-"""The same tokens from every way to serve: unified at depth 1 and 2, mixed, disaggregated over NIXL and over Mooncake.
+"""The same tokens from every way to serve: one engine at depth 1, unified at depth 2, mixed, over NIXL and over Mooncake.
 
 Random weights in fp32, so that every layer's every KV slot matters and nothing ties.
 """
@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.client import assert_all_back, generate_all
 from tests.e2e.cluster import Cluster, cluster
 from tests.e2e.workload import mixed_bodies
-from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.engine.engine_in_process import tokens_of
 
 COMMON = ("--max-total-tokens", "65536", "--chunked-prefill-size", "128", "--log-level", "warning")
 OVERLAP = ("--stream", "threaded", "--stream-delay", "0.001")
@@ -28,25 +28,14 @@ def tokens(answers: list[dict]) -> list[list[int]]:  # type: ignore[type-arg]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """Unified at depth 1."""
-    args = ("--unified", "--disable-overlap-schedule", "--model-path", checkpoint, *COMMON)
-    with cluster(tmp_path_factory.mktemp("unified"), *args) as c:
-        answers = asyncio.run(generate_all(c.router, mixed_bodies(seed=1)))
-        asyncio.run(assert_all_back(c))
-    return tokens(answers)
+def reference(qwen3: str) -> list[list[int]]:
+    """One engine at depth 1."""
+    return tokens_of(qwen3, mixed_bodies(seed=1), depth=1, max_total_tokens=65536)
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def way(request: pytest.FixtureRequest, checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster(
-        tmp_path_factory.mktemp(request.param), *WAYS[request.param], "--model-path", checkpoint, *COMMON
-    ) as c:
+def way(request: pytest.FixtureRequest, qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp(request.param), *WAYS[request.param], "--model-path", qwen3, *COMMON) as c:
         yield c
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.client import assert_all_back, generate, session
+from tests.e2e.client import assert_all_back, generate, post, session
 from tests.e2e.cluster import Cluster, cluster
-from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.engine_in_process import tokens_of
 from tests.lora.tiny_adapters import make_tiny_adapter, merge
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -43,19 +43,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     base = make_tiny_checkpoint(folder / "base", "qwen3")
     adapters = {name: make_tiny_adapter(folder / name, base, seed=i) for i, name in enumerate(NAMES) if name}
     merged = {name: merge(folder / f"merged-{name}", base, "qwen3", path, {"": 2.0}) for name, path in adapters.items()}
-    answers = {name: _alone(merged.get(name, base)) for name in NAMES}
+    answers = {name: tokens_of(merged.get(name, base), [body()])[0] for name in NAMES}
     assert len({tuple(tokens) for tokens in answers.values()}) == len(NAMES)
     return Files(base, adapters, answers)
-
-
-def _alone(checkpoint: str) -> list[int]:
-    engine = EngineInProcess(checkpoint)
-    try:
-        engine.add("r", PROMPT, max_new_tokens=NEW)
-        engine.run()
-        return engine.tokens["r"]
-    finally:
-        engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +60,6 @@ def pd(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clust
 def body(lora: str = "", *, new: int = NEW, **more: Any) -> dict[str, Any]:
     sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
     return {"input_ids": PROMPT, "sampling_params": sampling, "lora_path": lora or None, **more}
-
-
-async def post(http: aiohttp.ClientSession, url: str, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    async with http.post(url, json=asked) as response:
-        return response.status, json.loads(await response.read() or b"{}")
 
 
 async def load(http: aiohttp.ClientSession, url: str, name: str, path: str) -> tuple[int, dict[str, Any]]:

@@ -4,17 +4,15 @@ import asyncio
 import dataclasses
 import random
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.e2e.client import assert_all_back, generate_all, session
+from tests.e2e.client import assert_all_back, generate_all, state_of, wait_for_state
 from tests.e2e.cluster import POLL_S, Cluster, cluster
-from tests.engine.engine_in_process import EngineInProcess
-from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.engine.engine_in_process import tokens_of
 
 FLAGS = ("--chunked-prefill-size", "64", "--log-level", "warning", "--stream", "threaded", "--stream-delay", "0.003")
 SMALL = ("--max-total-tokens", "640", "--num-reserved-decode-tokens", "0", "--schedule-conservativeness", "0")
@@ -29,14 +27,9 @@ DRAWS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
-def pd(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def pd(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two prefill workers, and a decode worker with memory for few answers at a time and no reserve."""
-    with cluster(tmp_path_factory.mktemp("pd"), "--model-path", checkpoint, *FLAGS, *SMALL, *WAY) as c:
+    with cluster(tmp_path_factory.mktemp("pd"), "--model-path", qwen3, *FLAGS, *SMALL, *WAY) as c:
         yield c
 
 
@@ -51,37 +44,13 @@ def bodies(count: int, new: int) -> list[dict[str, Any]]:
     ]
 
 
-def unified(checkpoint: str, asked: list[dict[str, Any]]) -> list[list[int]]:
-    """One after the other, nothing retracted."""
-    engine = EngineInProcess(checkpoint)
-    try:
-        for i, body in enumerate(asked):
-            engine.add(str(i), body["input_ids"], **body["sampling_params"])
-            engine.run()
-    finally:
-        engine.close()
-    return [engine.tokens[str(i)] for i in range(len(asked))]
-
-
-async def state(url: str) -> dict[str, Any]:
-    async with session() as http, http.get(f"{url}/check") as response:
-        return await response.json()  # type: ignore[no-any-return]
-
-
-async def wait_for(url: str, is_so: Any) -> None:
-    deadline_s = time.monotonic() + BOUNDED_S
-    while not is_so(now := await state(url)):
-        assert time.monotonic() < deadline_s, now
-        await asyncio.sleep(POLL_S / 5)
-
-
-def test_prefill_computes_it_again_and_nobody_can_tell(pd: Cluster, checkpoint: str) -> None:
+def test_prefill_computes_it_again_and_nobody_can_tell(pd: Cluster, qwen3: str) -> None:
     asked = bodies(8, new=160)
     answers = asyncio.run(generate_all(pd.router, asked))
-    assert [a["output_ids"] for a in answers] == unified(checkpoint, asked)
+    assert [a["output_ids"] for a in answers] == tokens_of(qwen3, asked)
     asyncio.run(assert_all_back(pd))
-    decode = asyncio.run(state(pd.of("decode")[0].url))["counters"]
-    prefills = [asyncio.run(state(worker.url))["counters"] for worker in pd.of("prefill")]
+    decode = asyncio.run(state_of(pd.of("decode")[0].url))["counters"]
+    prefills = [asyncio.run(state_of(worker.url))["counters"] for worker in pd.of("prefill")]
     through = decode["resumed_through_prefill"]
     assert through > 0 and through == sum(c.get("recomputed", 0) for c in prefills)
     assert through + decode["resumed_computed"] == decode["retractions"]
@@ -89,7 +58,7 @@ def test_prefill_computes_it_again_and_nobody_can_tell(pd: Cluster, checkpoint: 
     assert "recompute_failed" not in decode
 
 
-def test_prefill_dies_while_it_is_asked_and_decode_helps_itself(pd: Cluster, checkpoint: str) -> None:
+def test_prefill_dies_while_it_is_asked_and_decode_helps_itself(pd: Cluster, qwen3: str) -> None:
     """Both prefill workers stop, so that what they are asked stays pending, and are killed then."""
     asked = bodies(4, new=300)
     decode = dataclasses.replace(pd, workers=tuple(pd.of("decode")))
@@ -105,10 +74,12 @@ def test_prefill_dies_while_it_is_asked_and_decode_helps_itself(pd: Cluster, che
         """A load whose recomputation hangs. The prefill workers may stop too late, after the last retraction: try again then."""
         while True:
             load = asyncio.ensure_future(generate_all(pd.router, asked))
-            await wait_for(url, lambda now, load=load: all_decode(now) or load.done())
+            await wait_for_state(url, lambda now, load=load: all_decode(now) or load.done(), every_s=POLL_S / 5)
             for process in schedulers:
                 process.send_signal(signal.SIGSTOP)
-            await wait_for(url, lambda now, load=load: now["queues"]["resuming"] or load.done())
+            await wait_for_state(
+                url, lambda now, load=load: now["queues"]["resuming"] or load.done(), every_s=POLL_S / 5
+            )
             if not load.done():
                 return load
             for process in schedulers:
@@ -121,9 +92,9 @@ def test_prefill_dies_while_it_is_asked_and_decode_helps_itself(pd: Cluster, che
         return await asyncio.wait_for(load, BOUNDED_S)
 
     answers = asyncio.run(stop_and_kill())
-    assert [a["output_ids"] for a in answers] == unified(checkpoint, asked)
+    assert [a["output_ids"] for a in answers] == tokens_of(qwen3, asked)
     asyncio.run(assert_all_back(decode))
-    assert asyncio.run(state(url))["counters"]["recompute_failed"] > 0
+    assert asyncio.run(state_of(url))["counters"]["recompute_failed"] > 0
 
 
 def _scheduler(worker: int) -> psutil.Process:

@@ -1,7 +1,8 @@
 """The whole engine of one process (real model, pool, kernels, streams, scheduler), driven without sockets."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
@@ -99,3 +100,15 @@ class EngineInProcess:
     def close(self) -> None:
         self.parts.disk.close()
         self.parts.device.executor.close()
+
+
+def tokens_of(checkpoint: str, bodies: Sequence[Mapping[str, Any]], **flags: object) -> list[list[int]]:
+    """What one engine samples for these bodies of /generate."""
+    engine = EngineInProcess(checkpoint, **flags)  # type: ignore[arg-type]
+    try:
+        for i, body in enumerate(bodies):
+            engine.add(str(i), body["input_ids"], **body["sampling_params"])
+        engine.run()
+        return [engine.tokens[str(i)] for i in range(len(bodies))]
+    finally:
+        engine.close()

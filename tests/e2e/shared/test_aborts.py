@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.e2e.client import assert_all_back, generate, session
+from tests.e2e.client import assert_all_back, generate, generate_all, post, session
 from tests.e2e.cluster import Cluster
 from tests.e2e.workload import recall_body
 
@@ -19,7 +19,7 @@ def test_200_random_aborts_leave_nothing_behind(pd: Cluster) -> None:
     asyncio.run(_abort_many(pd))
     asyncio.run(assert_all_back(pd))
     body, wanted = recall_body(random.Random(5), 50, max_new_tokens=4)
-    assert asyncio.run(_one(pd, body))["output_ids"] == wanted
+    assert asyncio.run(generate_all(pd.router, [body]))[0]["output_ids"] == wanted
 
 
 async def _abort_many(c: Cluster) -> None:
@@ -64,11 +64,6 @@ async def _bystander(http: aiohttp.ClientSession, c: Cluster, gate: asyncio.Sema
     assert answer["output_ids"] == wanted
 
 
-async def _one(c: Cluster, body: dict[str, Any]) -> dict[str, Any]:
-    async with session() as http:
-        return await generate(http, c.router, body)
-
-
 def test_a_request_past_its_deadline_ends_with_504_and_leaves_nothing(nixl: Cluster) -> None:
     """Decode holds it, and prefill (paused) where it cannot begin."""
     asyncio.run(_too_late(nixl))
@@ -82,17 +77,12 @@ async def _too_late(c: Cluster) -> None:
     async with session() as http:
         await _assert_late(http, c, body, status=504)
         await _assert_late(http, c, body | {"stream": True}, status=200)  # it had begun
-        await _control(http, f"{prefill.url}/pause_generation", {"mode": "in_place"})
+        assert (await post(http, f"{prefill.url}/pause_generation", {"mode": "in_place"}))[0] == 200
         await _assert_late(http, c, body, status=504)
-        await _control(http, f"{prefill.url}/continue_generation", {})
+        assert (await post(http, f"{prefill.url}/continue_generation", {}))[0] == 200
 
 
 async def _assert_late(http: aiohttp.ClientSession, c: Cluster, body: dict[str, Any], *, status: int) -> None:
     async with http.post(f"{c.router}/generate", json=body, headers={"x-request-timeout": "0.5"}) as response:
         text = await response.text()
         assert response.status == status and "timeout of" in text and '"deadline"' in text, text[-500:]
-
-
-async def _control(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
-    async with http.post(url, json=body) as response:
-        assert response.status == 200, await response.text()

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.commands.trace import fetch
 from service.telemetry.records import TracesQuery
-from tests.e2e.client import generate, session
+from tests.e2e.client import generate, session, text_of
 from tests.e2e.cluster import Cluster, wait_until
 from tests.packages import ROOT
 
@@ -36,14 +36,8 @@ async def _served(cluster: Cluster, *, request_id: str, stream: bool = False) ->
         await generate(http, cluster.router, body)
 
 
-async def _get(url: str) -> str:
-    async with session() as http, http.get(url) as response:
-        assert response.status == 200
-        return await response.text()
-
-
 async def _bootstrap_url(cluster: Cluster) -> str:
-    info = json.loads(await _get(f"{cluster.of('prefill')[0].url}/server_info"))
+    info = json.loads(await text_of(f"{cluster.of('prefill')[0].url}/server_info"))
     return f"http://127.0.0.1:{info['disaggregation_bootstrap_port']}"
 
 
@@ -55,7 +49,7 @@ def exported(nixl: Cluster) -> dict[str, dict[str, set[str]]]:
         await _served(nixl, request_id="before-the-scrape", stream=True)
         urls = {worker.role: worker.url for worker in nixl.workers}
         urls |= {"router": nixl.router, "bootstrap": await _bootstrap_url(nixl)}
-        return {name: _names(await _get(f"{url}/metrics")) for name, url in urls.items()}
+        return {name: _names(await text_of(f"{url}/metrics")) for name, url in urls.items()}
 
     return asyncio.run(scrape())
 
