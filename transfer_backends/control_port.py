@@ -1,8 +1,8 @@
 """Sockets of the control plane: prefill listens (`ListenPort`), decode connects (`ConnectPort`). ZMQ over TCP.
 
-A port is used by one thread; only `wake` may be called from any. It carries frames and reports links that are gone; it
-knows no messages. Nothing here blocks except `poll`, for at most its timeout. With a secret every connection is CURVE
-(`curve.py`): strangers are refused before a frame of theirs is read.
+One thread uses a port; only `wake` may be called from any. A port carries frames and reports closed links; it knows no messages.
+Nothing blocks except `poll`, for its timeout at most. With a secret every connection is CURVE (`curve.py`): a stranger is refused
+before any of its frames is read.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class LinkClosed:
-    """`refused`: the other side does not speak as we do; mostly, it has another cluster secret, or one has none."""
+    """`refused`: the handshake failed, mostly because the cluster secrets differ or one side has none."""
 
     link: Any
     refused: bool = False
@@ -43,12 +43,12 @@ class LinkClosed:
 
 @dataclass(frozen=True)
 class SomeLinkClosed:
-    """One link is gone, not known which: send to each to find out (`send` is False for it)."""
+    """One link has closed; `send` returns False for it."""
 
 
 @dataclass(frozen=True)
 class PeersRefused:
-    """So many connections were turned away: they do not know the cluster's secret, or do not speak ZMQ."""
+    """`count` connections were refused: they lack the cluster secret or do not speak ZMQ."""
 
     count: int
 
@@ -57,13 +57,13 @@ Event = Frame | LinkClosed | SomeLinkClosed | PeersRefused
 
 
 def advertised_host(host: str) -> str:
-    """The address peers are told for a socket bound to `host`: itself, or this machine's own one for a wildcard."""
+    """Return the address that peers use for a socket bound to `host`: itself, or this machine's own for a wildcard."""
     if host not in ("0.0.0.0", "::", "*", ""):
         return host
     family, far = (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((far, 9))  # sends nothing: asks the routing table which address would be used
+            probe.connect((far, 9))  # sends nothing: looks up the source address in the routing table
         except OSError:
             return "::1" if host == "::" else "127.0.0.1"
         return str(probe.getsockname()[0])
@@ -79,7 +79,7 @@ class Waker:
         return self._fd
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed: nobody waits any more
+        with contextlib.suppress(OSError, ValueError):  # closed: no thread waits
             os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
@@ -92,7 +92,7 @@ class Waker:
 
 
 class ListenPort:
-    """A ROUTER that peers connect to. Links are the routing ids that the socket mints."""
+    """A ROUTER socket that peers connect to. Links are the routing ids that it mints."""
 
     def __init__(self, host: str, port: int, *, secret: bytes | None = None) -> None:
         self._context = zmq.Context(1)
@@ -158,7 +158,7 @@ class ListenPort:
 
 
 class ConnectPort:
-    """One DEALER a link; the caller numbers the links. A link never reconnects by itself."""
+    """One DEALER socket a link; the caller numbers the links. A link never reconnects by itself."""
 
     def __init__(self, *, secret: bytes | None = None) -> None:
         self._secret = secret
@@ -220,7 +220,7 @@ class ConnectPort:
 
 @dataclass(slots=True)
 class _Link:
-    """`made`: what of `_MADE` has happened."""
+    """`made`: the events of `_MADE` that have happened."""
 
     dealer: Any
     monitor: Any
@@ -244,7 +244,7 @@ def _link_events(number: int, link: _Link, ready: dict[Any, int]) -> Iterator[Ev
     seen = _drain_monitor(link.monitor)
     for kind in seen:
         link.made |= kind & _MADE
-    if any(kind & _GONE for kind in seen):  # who cannot read our greeting just hangs up
+    if any(kind & _GONE for kind in seen):  # a peer that cannot read our greeting hangs up
         yield LinkClosed(number, refused=link.made == zmq.EVENT_CONNECTED)
 
 
@@ -257,7 +257,7 @@ def _receive(source: Any) -> list[bytes] | None:
 
 
 def _drain_monitor(monitor: Any) -> list[int]:
-    """Kinds of the events that waited."""
+    """Return the kinds of the events that waited."""
     kinds = []
     while (parts := _receive(monitor)) is not None:
         kinds.append(int(parse_monitor_message(parts)["event"]))

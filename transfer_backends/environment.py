@@ -1,6 +1,6 @@
-"""What a manager takes from its machine, in one place: names, sockets, thread pools, proof of death.
+"""What a manager takes from its machine: names, sockets, thread pools, proof of death.
 
-Production uses the defaults. A simulation of whole clusters brings its own and so runs the managers themselves.
+Production uses the defaults. The simulation replaces them and so runs the production managers.
 """
 
 import uuid
@@ -14,7 +14,7 @@ from transfer_backends.liveness import Liveness, ProcessMark, liveness, own_mark
 
 
 class Listening(Protocol):
-    """A `ListenPort`: links are whatever it mints."""
+    """A `ListenPort`, which mints the links."""
 
     address: str
     wake: Callable[[], None]
@@ -25,7 +25,7 @@ class Listening(Protocol):
 
 
 class Connecting(Protocol):
-    """A `ConnectPort`: the caller numbers the links."""
+    """A `ConnectPort`, whose caller numbers the links."""
 
     wake: Callable[[], None]
 
@@ -49,7 +49,7 @@ def _new_incarnation() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """`pool(num_threads, name)`; `listen(host, port, secret=)`, port 0: a free one; `connect(secret=)`."""
+    """`pool(num_threads, name)`; `listen(host, port, secret=)`, port 0: any free port; `connect(secret=)`."""
 
     incarnation: Callable[[], str] = _new_incarnation
     mark: Callable[[], ProcessMark] = own_mark

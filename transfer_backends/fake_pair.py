@@ -1,4 +1,4 @@
-"""Sender and receiver that succeed at once without a peer: SGLang's `bootstrap_host 2.2.2.2`, for warm-up and health checks."""
+"""A sender and a receiver that succeed without a peer: SGLang's `bootstrap_host 2.2.2.2`, for warm-up and health checks."""
 
 from collections.abc import Sequence
 
@@ -61,7 +61,7 @@ class FakeReceiver(_Fake):
             self._state = KVPoll.Success
 
     def recompute(self, dst_pages: Sequence[int], metadata_row: int, work: Work) -> None:
-        raise IllegalTransition("fake room: nobody is there to compute")
+        raise IllegalTransition("fake room: no prefill worker is there to compute")
 
     def retries(self) -> int:
         return 0

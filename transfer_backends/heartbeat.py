@@ -1,7 +1,7 @@
-"""Does a connected peer still answer? Pure: told of time and of messages heard, says when to ping.
+"""Whether a connected peer still answers, and when to ping it. Pure.
 
-Misses are counted per ping and not measured as elapsed time, so that a stall of our own process (which wakes up with
-the peer's answers unread) costs one miss at most and never declares a living peer silent.
+Misses are counted per ping, not measured as elapsed time: a stall of our own process, which wakes up with the peer's answers
+unread, then costs one miss at most and never declares a living peer silent.
 """
 
 
@@ -21,7 +21,7 @@ class Heartbeat:
         self._misses = 0
 
     def due(self, now_s: float) -> bool:
-        """True when a ping is to be sent now; call at least once an interval, after reading all messages."""
+        """Return True if a ping is due. Call at least once an interval, after reading all messages."""
         if now_s < self._next_s:
             return False
         self._next_s = now_s + self._interval_s

@@ -1,7 +1,7 @@
 """The state of a transfer: the KVPoll values, the table of legal moves, and the machine that owns all states of a side.
 
 Pure. Knows neither messages nor memory. State names and values are SGLang's (`disaggregation/base/conn.py`). A worker has
-one rank today; the values are ordered so that several ranks could agree by MIN.
+one rank today; the values are ordered so that several ranks can agree by MIN.
 
     Bootstrapping --> WaitingForInput --> Transferring --> Success
           |                 |                  |
@@ -11,7 +11,7 @@ one rank today; the values are ordered so that several ranks could agree by MIN.
 from collections.abc import Iterator
 from enum import IntEnum
 
-RoomKey = tuple[int, int]  # (bootstrap_room, attempt)
+RoomKey = tuple[int, int]  # (bootstrap_room, room_attempt)
 
 
 class KVPoll(IntEnum):
@@ -36,30 +36,30 @@ TRANSITIONS: dict[KVPoll, frozenset[KVPoll]] = {
 
 
 class IllegalTransition(Exception):
-    """Our own code asked for a move that the table does not have. Nothing changed."""
+    """Our own code made a move that the table does not have. Nothing changed."""
 
 
 class PeerProtocolError(Exception):
-    """A peer's message asked for it. Handled (counted and dropped), nothing changed."""
+    """A peer sent what it may not send now. Counted and dropped; nothing changed."""
 
 
 class RoomInUse(ValueError):
-    """The room is live on this side; a room serves one transfer at a time."""
+    """The room is live on this side. A room serves one transfer at a time."""
 
 
 class TransferMachine:
-    """Owns the state of every live transfer of one side, keyed (room, attempt)."""
+    """Owns the state of every live transfer of one side, by (room, room_attempt)."""
 
     def __init__(self) -> None:
         self._states: dict[RoomKey, KVPoll] = {}
-        self.num_moves = 0  # only grows: tells a shell that something it shows to others changed
+        self.num_moves = 0  # only grows; shows that a visible state has changed
 
     def open(self, key: RoomKey) -> None:
-        room, attempt = key
-        if not 0 < room < 2**63 or attempt < 0:
+        room, room_attempt = key
+        if not 0 < room < 2**63 or room_attempt < 0:
             raise ValueError(f"bootstrap_room must be between 1 and 2**63-1 and attempt at least 0, got {key}")
         if key in self._states:
-            raise RoomInUse(f"bootstrap_room {room} (attempt {attempt}) is in use on this worker")
+            raise RoomInUse(f"bootstrap_room {room} (attempt {room_attempt}) is in use on this worker")
         self._states[key] = KVPoll.Bootstrapping
         self.num_moves += 1
 
@@ -67,7 +67,7 @@ class TransferMachine:
         return self._states[key]
 
     def move(self, key: RoomKey, to: KVPoll) -> None:
-        """Our own move. Raises `IllegalTransition` and changes nothing when the table does not have it."""
+        """Make a move of our own. Raises `IllegalTransition` if the table does not have it."""
         now = self._states[key]
         if to not in TRANSITIONS[now]:
             raise IllegalTransition(f"room {key}: {now.name} -> {to.name}")
@@ -75,7 +75,7 @@ class TransferMachine:
         self.num_moves += 1
 
     def move_by_peer(self, key: RoomKey, to: KVPoll) -> None:
-        """A move that a peer's message asks for: unknown rooms and illegal moves are the peer's fault."""
+        """Make a move that a peer's message requests. Raises `PeerProtocolError` for unknown rooms and illegal moves."""
         now = self._states.get(key)
         if now is None:
             raise PeerProtocolError(f"room {key} is not open")
@@ -84,7 +84,7 @@ class TransferMachine:
         self.move(key, to)
 
     def touch(self) -> None:
-        """Something beside the states changed that others wait for (`released`, `drained`)."""
+        """Count a change beside the states that the role waits for (`released`, `drained`)."""
         self.num_moves += 1
 
     def forget(self, key: RoomKey) -> None:

@@ -1,9 +1,9 @@
 """Proof that a peer process is dead, so that memory it could write to may be used again.
 
-A closed connection alone proves nothing: the process may live behind a broken network. Two proofs count:
-- same machine and pid namespace: /proc has no such process any more (pid and start time are compared, so a recycled
-  pid does not fool us), or it is a zombie;
-- elsewhere: its control port, which is bound for as long as its manager lives, refuses connections.
+A closed connection proves nothing: the process may live behind a broken network. Two proofs count:
+- same machine and pid namespace: /proc does not list the process (pid and start time are compared, in case the pid was
+  reused), or it is a zombie;
+- elsewhere: its control port refuses connections. The port is bound for as long as its manager lives.
 Does I/O; called off the control thread.
 """
 
@@ -24,14 +24,14 @@ class Liveness(Enum):
 
 
 class ProcessMark(msgspec.Struct, frozen=True, array_like=True):
-    """Names one process for ever. `host`: boot id and pid namespace, equal where pids mean the same."""
+    """Names one process, now and later. `host`: boot id and pid namespace, equal where pids mean the same."""
 
     host: str
     pid: int
     start_ticks: int
 
 
-UNMARKED = ProcessMark(host="", pid=0, start_ticks=0)  # a process that has not told its mark: only a knock is left
+UNMARKED = ProcessMark(host="", pid=0, start_ticks=0)  # a process whose mark is unknown: only its port can be probed
 
 
 def host_id() -> str:
@@ -53,7 +53,7 @@ def liveness(mark: ProcessMark, control: str, *, timeout_s: float = 1.0) -> Live
         stat = _stat(mark.pid)
         alive = stat is not None and stat[0] not in "ZX" and stat[1] == mark.start_ticks
         return Liveness.ALIVE if alive else Liveness.DEAD
-    return _knock(control, timeout_s)
+    return _probe(control, timeout_s)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
@@ -64,7 +64,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
         return None
 
 
-def _knock(control: str, timeout_s: float) -> Liveness:
+def _probe(control: str, timeout_s: float) -> Liveness:
     host, _, port = control.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):

@@ -1,6 +1,6 @@
-"""From page ids to pieces: merge runs that are contiguous on both sides, split what is longer than an engine likes.
+"""From page ids to pieces: merge runs that are contiguous on both sides, split those that are too long for an engine.
 
-Pure numpy. Merging is what makes transfers fast: engines pay per piece (one system call or one request each).
+Pure numpy. Merging makes transfers fast: an engine pays per piece (a system call or a request each).
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ I64 = npt.NDArray[np.int64]
 
 
 def merge_runs(src: I64, dst: I64) -> tuple[I64, I64, I64]:
-    """Item ids i64[n] on both sides -> run starts (src, dst) and run lengths in items, each i64[runs], in order."""
+    """Merge item ids i64[n] of both sides into run starts (src, dst) and run lengths in items, each i64[runs], in order."""
     if len(src) == 0:
         return src, dst, src
     breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
@@ -33,7 +33,7 @@ def split_runs(src: I64, dst: I64, lengths: I64, *, max_items: int) -> tuple[I64
 
 
 def plan_pieces(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_piece_bytes: int) -> Pieces:
-    """Address pieces that copy item src_ids[i] of `src` to item dst_ids[i] of `dst` (equal item sizes)."""
+    """Plan pieces that copy item src_ids[i] of `src` to item dst_ids[i] of `dst` (equal item sizes)."""
     size = src.item_bytes
     runs = merge_runs(src_ids, dst_ids)
     s, d, n = split_runs(*runs, max_items=max(1, max_piece_bytes // size))
@@ -48,7 +48,7 @@ def plan_pieces(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_pie
 
 
 def plan_strips(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, begin: int, end: int) -> Pieces:
-    """As `plan_pieces`, of bytes begin..end of each item alone: nothing adjoins, so nothing is merged, and nothing split."""
+    """Plan pieces of bytes begin..end of each item. They do not adjoin, so none is merged or split."""
     size, begin_bytes = np.uint64(src.item_bytes), np.uint64(begin)
     return Pieces(
         src=np.uint64(src.base_ptr) + src_ids.astype(np.uint64) * size + begin_bytes,
@@ -60,7 +60,7 @@ def plan_strips(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, begin: 
 
 
 def batches(pieces: Pieces, *, max_pieces: int, max_bytes: int) -> Iterator[Pieces]:
-    """Cut into posts of at most `max_pieces` pieces and about `max_bytes` bytes (one piece at least), in order."""
+    """Cut pieces into posts of at most `max_pieces` pieces and about `max_bytes` bytes (one piece at least), in order."""
     total = np.cumsum(pieces.lengths.astype(np.int64))
     begin = 0
     while begin < len(pieces):

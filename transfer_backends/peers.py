@@ -35,7 +35,7 @@ class Effects:
     counters: Counter[str] = field(default_factory=Counter)
 
 
-class Backoff:
+class RetryTimer:
     """Waits that double from `first_s` to `longest_s`. `at_s`: when the next try is due; None: none is planned."""
 
     def __init__(self, first_s: float, longest_s: float) -> None:

@@ -3,11 +3,10 @@
     decode  -> prefill: Register, TransferInfo, Recompute, Abort, Ping, Pong, Bye
     prefill -> decode:  Registered, Refused, Status, Nudge (`PollRequest`), Drained, Ping, Pong, Bye
 
-One ZMQ frame is one message: msgpack of a tagged struct out of a closed union. Who may speak at all is the connection's
-affair (`curve.py`). Every message names who sent it and for whom it is by incarnation (a uuid per process start):
-what was meant for an earlier life of a process is noticed by the first message. What is said of a room's writing names
-the try by `retry`, the number of tries that failed before it: news of an earlier one is noticed, too, and dropped.
-Knows no sockets and no rooms.
+One ZMQ frame is one message: msgpack of a tagged struct out of a closed union. The connection decides which processes may
+connect (`curve.py`). Every message names its sender and its receiver by incarnation (a uuid per process start), so the first
+message shows if it was meant for an earlier process. Messages about a room's writing carry the write try in `retry`, the number
+of tries that failed before it; a message about an earlier try is dropped. Knows no sockets and no rooms.
 """
 
 from typing import Annotated
@@ -35,7 +34,7 @@ PageBytes = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_PAGES)]
 
 
 class MalformedFrame(ValueError):
-    """Not a message of ours: counted and dropped."""
+    """The frame is not a message. Counted and dropped."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -53,7 +52,7 @@ class WireRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """What both sides must agree on before a byte moves."""
+    """What both sides must have in common before a byte moves."""
 
     version: int
     backend: Name
@@ -71,13 +70,13 @@ class Register(_Message, frozen=True):
 
 
 class Registered(_Message, frozen=True):
-    """`mark` lets decode prove that this process is dead when its connection goes away."""
+    """`mark` lets decode prove that this process is dead after its connection has closed."""
 
     mark: ProcessMark
 
 
 class Refused(_Message, frozen=True):
-    """`stale`: decode's idea of who lives here is out of date; it may look up and register again."""
+    """`stale`: decode connected to an incarnation that is not here; it may look up and register again."""
 
     reason: Text
     stale: bool
@@ -97,10 +96,10 @@ class TransferInfo(_Message, frozen=True):
 
 
 class Recompute(_Message, frozen=True):
-    """A transfer whose request comes from decode itself: compute the KV of `tokens`, draw nothing, write it.
+    """A transfer that decode itself requests: compute the KV of `tokens`, without sampling, and write it.
 
     `tokens`: int32 little-endian ids. `pages` are those of the whole prompt but for its first `skip_pages`, which decode has.
-    `share`: others may find the KV. `attempt` is never 0, so the key differs from that of every room the router minted.
+    `share`: other requests may reuse the KV. `attempt` is never 0, so the key differs from that of every room the router minted.
     """
 
     room: Room
@@ -125,11 +124,11 @@ class Status(_Message, frozen=True):
 
 
 class PollRequest(_Message, frozen=True, tag="Nudge"):
-    """Writes to decode's memory do not end by themselves: its engine has to be driven often (`Caps.target_must_poll`) for a while."""
+    """Writes to decode's memory do not end by themselves: decode must poll its engine often for a while (`Caps.target_must_poll`)."""
 
 
 class Abort(_Message, frozen=True):
-    """Stop writing for this room, whichever try it is, then say `Drained`. `retry`: the last that decode has heard of."""
+    """Stop writing for this room, in any try, then send `Drained`. `retry`: the last try that decode knows of."""
 
     room: Room
     attempt: Attempt
@@ -154,7 +153,7 @@ class Pong(_Message, frozen=True):
 
 
 class Bye(_Message, frozen=True):
-    """The sender's manager closes in order: nothing of it is in flight any more."""
+    """The sender shuts down, and no write of it is in flight."""
 
 
 Message = (
@@ -191,12 +190,12 @@ def decode(frame: bytes) -> Message:
 
 
 def clip(text: str) -> str:
-    """Fit a reason into `Text`."""
+    """Shorten a reason to fit into `Text`."""
     return text if len(text) <= 2000 else text[:2000] + "..."
 
 
 def pack_ids(ids: npt.NDArray[np.int64]) -> bytes:
-    """Of pages or of tokens."""
+    """Pack ids of pages or of tokens."""
     return ids.astype("<i4").tobytes()
 
 
@@ -211,7 +210,7 @@ def layout_of(args: KVArgs, *, backend: str) -> Layout:
 
 
 def layout_conflict(mine: Layout, theirs: Layout, *, me: str, them: str) -> str | None:
-    """One line that names both values of the first field that differs, or None."""
+    """Return one line that names both values of the first field that differs, or None."""
     for name in ("version", "backend", "signature", "page_size", "dtype", "kv_checksum"):
         a, b = getattr(mine, name), getattr(theirs, name)
         if a != b:

@@ -83,7 +83,7 @@ def test_the_report_tells_what_is_missing(tmp_path: Path) -> None:
 
 def test_a_crash_ends_the_run_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "fuzz.md"
-    monkeypatch.setattr("transfer_backends.prefill.registration.Registration.refuse", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("transfer_backends.prefill.admission.PeerAdmission.refuse", lambda *args, **kwargs: 1 / 0)
     monkeypatch.setattr("tools.fuzz.parts.ROUND", settings(ROUND, phases=[Phase.generate]))
     monkeypatch.setattr("tools.fuzz.run._prepare", lambda: None)
     monkeypatch.setattr("sys.argv", ["fuzz", "--parts", "frames", "--inputs", "3000", "--report", str(page)])

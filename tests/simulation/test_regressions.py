@@ -26,8 +26,8 @@ def test_a_room_that_found_its_prefill_worker_by_another_rooms_look_up_stops_loo
     """Its own retry was still due: it attached a second time, or its handshake 'timed out' in mid transfer."""
     core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
     first, second = core.open(1, 0, "b", 0.0), core.open(2, 0, "b", 0.0)
-    core.lookups.on_lookup_failed("b", 1, "not yet", permanent=False, now_s=0.0)  # both will try again
-    core.lookups.on_route("b", 1, Route("p:1", "p"), 0.001)
+    core.finder.on_lookup_failed("b", 1, "not yet", permanent=False, now_s=0.0)  # both will try again
+    core.finder.on_route("b", 1, Route("p:1", "p"), 0.001)
     core.on_message(1, Registered("p", "d", ProcessMark("h", 1, 1)), 0.002)
     assert core.machine.state(first) is core.machine.state(second) is KVPoll.WaitingForInput
     core.rooms.provide(first, [1, 2], 0, 0.003)

@@ -225,9 +225,9 @@ class World:
             self.end_lingering(prefill, task.incarnation)  # a failed fence ends the connection, and its writes with it
             prefill.core.completions.on_fenced(task.incarnation, ok=ok, now_s=self.now_s)
         elif isinstance(task, ConnectPeer) and ok:
-            prefill.core.registration.on_connected(task.incarnation)
+            prefill.core.admission.on_connected(task.incarnation)
         elif isinstance(task, ConnectPeer):
-            prefill.core.registration.on_connect_failed(task.incarnation, "injected", self.now_s)
+            prefill.core.admission.on_connect_failed(task.incarnation, "injected", self.now_s)
         else:
             assert isinstance(task, DropPeer)
 
@@ -243,11 +243,11 @@ class World:
         else:
             owner = next((p for p in self.prefills if p.name not in item.any_but), None)
         if owner is None:
-            decode.core.lookups.on_lookup_failed(
+            decode.core.finder.on_lookup_failed(
                 item.bootstrap, item.room, "unknown room", permanent=False, now_s=self.now_s
             )
         else:
-            decode.core.lookups.on_route(item.bootstrap, item.room, Route(owner.name, owner.name, True), self.now_s)
+            decode.core.finder.on_route(item.bootstrap, item.room, Route(owner.name, owner.name, True), self.now_s)
 
     def ticks(self) -> None:
         for entry in [entry for entry in self.half_open if entry[0] <= self.now_s]:

@@ -22,7 +22,7 @@ def test_one_prefill_worker_more_than_fit_is_refused_and_those_that_are_known_go
     core = decode_core(max_peers=2)
     for room in range(1, 4):
         core.open(room, 0, f"server-{room}:1", 0.0)
-        core.lookups.on_route(f"server-{room}:1", room, Route(f"h{room}:1", f"p{room}"), 0.0)
+        core.finder.on_route(f"server-{room}:1", room, Route(f"h{room}:1", f"p{room}"), 0.0)
     assert core.machine.state((3, 0)) is KVPoll.Failed and "no more fit (max_peers)" in (
         core.rooms.failure((3, 0)) or ""
     )
@@ -39,8 +39,8 @@ def test_the_latest_bootstrap_servers_are_remembered(monkeypatch: pytest.MonkeyP
     core = decode_core()
     for room in range(1, 9):
         core.open(room, 0, f"server-{room}:1", 0.0)
-        core.lookups.on_route(f"server-{room}:1", room, Route("h:1", "p", shared), 0.0)
-    table = core.lookups._shared if shared else core.lookups._routes
+        core.finder.on_route(f"server-{room}:1", room, Route("h:1", "p", shared), 0.0)
+    table = core.finder._shared if shared else core.finder._routes
     assert list(table) == [f"server-{room}:1" for room in (6, 7, 8)]
 
 
@@ -113,9 +113,9 @@ def test_decode_peers_of_prefill_are_bounded_and_a_lost_one_makes_room() -> None
 def test_a_decode_peer_that_cannot_be_reached_is_forgotten() -> None:
     core = prefill_core(handshake_timeout_s=3.0)
     core.on_message(b"a", registration("a"), 0.0)
-    core.registration.on_connect_failed("a", "no route", 1.0)
+    core.admission.on_connect_failed("a", "no route", 1.0)
     assert len(core.peers) == 1
-    core.registration.on_connect_failed("a", "no route", 1.0)
+    core.admission.on_connect_failed("a", "no route", 1.0)
     core.tick(2.0)
-    core.registration.on_connect_failed("a", "no route", 3.0)
+    core.admission.on_connect_failed("a", "no route", 3.0)
     assert len(core.peers) == 0 and core.peers.linked() == []

@@ -169,25 +169,25 @@ def test_a_restart_is_noticed_on_the_first_message() -> None:
         fresh.close()
 
 
-def test_the_dead_are_not_dialled_again() -> None:
+def test_the_dead_are_not_connected_to_again() -> None:
     core = decode_core()
     core.open(1, 0, "b", 0.0)
-    core.lookups.on_route("b", 1, Route("p:1", "p", shared=True), 0.0)
+    core.finder.on_route("b", 1, Route("p:1", "p", shared=True), 0.0)
     core.on_link_closed(1, 0.0)
     assert Prove("p", UNMARKED, "p:1") in core.effects.queue
     core.effects.queue.clear()
     core.proofs.on_proof("p", Liveness.UNKNOWN, 0.0)
     core.tick(0.1)
-    core.lookups.on_route("b", 1, Route("p:1", "p", shared=True), 0.1)
+    core.finder.on_route("b", 1, Route("p:1", "p", shared=True), 0.1)
     assert any(isinstance(item, Connect) for item in core.effects.queue)  # nothing is proven
     core.on_link_closed(2, 0.2)
     core.proofs.on_proof("p", Liveness.DEAD, 0.2)
     core.effects.queue.clear()
-    core.lookups.on_route("b", 1, Route("p:1", "p", shared=True), 0.3)
+    core.finder.on_route("b", 1, Route("p:1", "p", shared=True), 0.3)
     assert core.machine.state((1, 0)) is KVPoll.Failed and not core.effects.queue
     core.rooms.close((1, 0))
     core.open(2, 0, "b", 0.3)
-    core.lookups.on_route(
+    core.finder.on_route(
         "b", 2, Route("p:1", "p", shared=True), 0.2 + DEAD_S
     )  # a false alarm: it is listed all that time
     assert any(isinstance(item, Connect) for item in core.effects.queue)
@@ -201,38 +201,38 @@ def test_the_dead_are_not_dialled_again() -> None:
 def test_who_answers_is_not_dead_whatever_a_late_proof_says() -> None:
     core, route = decode_core(), Route("p:1", "p", shared=True)
     core.open(1, 0, "b", 0.0)
-    core.lookups.on_route("b", 1, route, 0.0)
+    core.finder.on_route("b", 1, route, 0.0)
     core.on_link_closed(1, 0.0)  # asks for a proof
-    core.lookups.on_route("b", 1, route, 0.1)
+    core.finder.on_route("b", 1, route, 0.1)
     core.proofs.on_proof("p", Liveness.DEAD, 0.2)  # while it connects anew
     core.on_message(2, Registered("p", "d", UNMARKED), 0.3)
     core.proofs.on_proof("p", Liveness.DEAD, 0.4)
     core.open(2, 0, "b", 0.5)
-    core.lookups.on_route("b", 2, route, 0.5)
+    core.finder.on_route("b", 2, route, 0.5)
     assert [core.machine.state((room, 0)) for room in (1, 2)] == [KVPoll.WaitingForInput] * 2
 
 
-def test_a_farewell_finds_its_worker_and_holds_nothing() -> None:
+def test_a_pending_abort_finds_its_worker_and_holds_nothing() -> None:
     core = decode_core()
     key = core.open(1, 0, "b", 0.0)
     core.rooms.abort(key, "user", 0.0)
     core.rooms.close(key)
     assert (len(core.rooms), core.rooms.num_pending_aborts) == (0, 1) and core.check() == []
     core.effects.queue.clear()
-    core.lookups.on_route("b", 1, Route("p:1", "p", shared=True), 0.1)
+    core.finder.on_route("b", 1, Route("p:1", "p", shared=True), 0.1)
     core.on_message(1, Registered("p", "d", UNMARKED), 0.2)
     said = [item[1] for item in core.effects.queue if isinstance(item, tuple)]
     assert [type(message) for message in said[1:]] == [Abort] and core.rooms.num_pending_aborts == 0
     assert not any(isinstance(message, TransferInfo) for message in said)
 
 
-def test_farewells_are_bounded_and_expire() -> None:
+def test_pending_aborts_are_bounded_and_expire() -> None:
     core = decode_core()
     for room in range(1, MAX_PENDING_ABORTS + 11):
         key = core.open(room, 0, "b", 0.0)
         core.rooms.abort(key, "user", 0.0)
         core.rooms.close(key)
     assert core.rooms.num_pending_aborts == MAX_PENDING_ABORTS and len(core.rooms) == 0 and core.check() == []
-    core.lookups.on_lookup_failed("b", 1, "nobody is registered", permanent=False, now_s=CONFIG.handshake_timeout_s)
+    core.finder.on_lookup_failed("b", 1, "nobody is registered", permanent=False, now_s=CONFIG.handshake_timeout_s)
     core.tick(CONFIG.handshake_timeout_s)
     assert core.rooms.num_pending_aborts == len(core.machine) == 0

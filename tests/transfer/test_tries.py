@@ -23,7 +23,7 @@ def decode_core() -> DecodeCore:
     """With a session, and room 7's pages given to prefill "p"."""
     core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
     core.open(*KEY, "b", 0.0)
-    core.lookups.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+    core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
     core.on_message(1, Registered("p", "d", MARK), 0.0)
     core.rooms.provide(KEY, PAGES, 1, 0.0)
     core.effects.queue.clear()
@@ -66,7 +66,7 @@ def test_an_acknowledgement_of_an_earlier_try_frees_nothing() -> None:
 def test_a_try_before_there_are_pages_is_a_lie() -> None:
     core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
     core.open(*KEY, "b", 0.0)
-    core.lookups.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+    core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
     core.on_message(1, Registered("p", "d", MARK), 0.0)
     with pytest.raises(PeerProtocolError, match="before it had pages"):
         told(core, KVPoll.Transferring, 0, 1)
@@ -80,10 +80,10 @@ class Prefill:
         self.decode = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
         self.core = PrefillCore(incarnation="p", mark=MARK, kv_args=args, caps=CAPS, config=CONFIG)
         self.decode.open(*KEY, "b", 0.0)
-        self.decode.lookups.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
+        self.decode.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
         self.exchange()
         assert isinstance(self.core.paths.commands.popleft(), ConnectPeer)
-        self.core.registration.on_connected("d")
+        self.core.admission.on_connected("d")
         self.exchange()
         self.core.rooms.open(*KEY, 0.0)
         self.decode.rooms.provide(KEY, PAGES, 1, 0.0)

@@ -199,7 +199,7 @@ class Story:
                     self.prefill.rooms.send(key, range(given), start=0, last=True, metadata_row=0, now_s=self.now_s)
 
     def route(self, room: int) -> None:
-        self.decode.lookups.on_route(BOOTSTRAP, room, Route("127.0.0.1:1", PREFILL, shared=room == 6), self.now_s)
+        self.decode.finder.on_route(BOOTSTRAP, room, Route("127.0.0.1:1", PREFILL, shared=room == 6), self.now_s)
 
     def drop(self, room: int) -> None:
         self.prefill.on_link_closed(f"link-{room % NUM_LINKS}", self.now_s)
@@ -219,7 +219,7 @@ class Story:
         while self.prefill.paths.commands:
             command = self.prefill.paths.commands.popleft()
             if isinstance(command, ConnectPeer):
-                self.prefill.registration.on_connected(command.incarnation)
+                self.prefill.admission.on_connected(command.incarnation)
             elif isinstance(command, FencePeer):
                 self.prefill.completions.on_fenced(command.incarnation, ok=True, now_s=self.now_s)
         while (post := self.prefill.outbox.next_post(self.now_s)) is not None:

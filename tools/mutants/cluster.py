@@ -27,15 +27,15 @@ from router.requests.rooms import RoomMinter
 from tools.mutants.core import CORE
 from tools.mutants.planting import Bugs
 from transfer_backends.decode.core import DecodeCore
-from transfer_backends.decode.lookup import LookUps
+from transfer_backends.decode.lookup import PrefillFinder
 from transfer_backends.decode.proof import Proofs
 from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.kvpoll import FINAL, KVPoll
+from transfer_backends.prefill.admission import PeerAdmission
 from transfer_backends.prefill.completions import Completions
 from transfer_backends.prefill.offers import Offers
 from transfer_backends.prefill.paths import Paths, PathState
 from transfer_backends.prefill.posts import num_open, plan_ops
-from transfer_backends.prefill.registration import Registration
 from transfer_backends.prefill.reports import Reports
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
@@ -113,7 +113,7 @@ def _(original, proofs, incarnation, proof, now_s):
 
 @CLUSTER.bug(
     "accept a registration for an earlier life",
-    Registration.register,
+    PeerAdmission.register,
     "Prefill accepts a registration that was meant for the process before it.",
 )
 def _(original, registration, link, message, now_s):
@@ -182,7 +182,7 @@ CLUSTER.skip(
 )
 CLUSTER.skip(
     "look a room up once and never again",
-    LookUps.seek,
+    PrefillFinder.seek,
     "A failed look-up is not repeated.",
     called_by=DecodeCore._check_deadline,
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from transfer_backends.contract import Route, TransferConfig
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.peers import Backoff, Link, Peer, PeerTable
+from transfer_backends.peers import Link, Peer, PeerTable, RetryTimer
 from transfer_backends.wire import Register
 
 FIRST_PROOF_S = 0.02
@@ -26,7 +26,7 @@ class PrefillPeer(Peer):
     route: Route
     mark: ProcessMark | None = None
     unsent_aborts: list[RoomKey] = field(default_factory=list)
-    proof: Backoff = field(default_factory=lambda: Backoff(FIRST_PROOF_S, LONGEST_PROOF_S))
+    proof: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_PROOF_S, LONGEST_PROOF_S))
     settled_at_s: float | None = None
 
     @property

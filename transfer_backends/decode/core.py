@@ -6,7 +6,7 @@ and commands (`effects`). Runs the same under threads and in a simulation. Knows
     role's thread     rooms          provide, abort, close; states
     control thread    this module    messages (`statuses`: those of rooms), lost links, deadlines
                       connections    to prefill workers; their registration
-    thread pools      lookups        the prefill worker of a room
+    thread pools      finder         the prefill worker of a room
                       proofs         whether a lost prefill worker is dead
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from transfer_backends.contract import Caps, KVArgs, Region, TransferConfig
 from transfer_backends.decode.connections import Connections, PrefillPeer
-from transfer_backends.decode.lookup import LookUps
+from transfer_backends.decode.lookup import PrefillFinder
 from transfer_backends.decode.lookup_line import LookUpLine
 from transfer_backends.decode.proof import Proofs
 from transfer_backends.decode.room import DecodeRoom
@@ -58,7 +58,7 @@ class DecodeCore:
         )
         self.proofs = Proofs(self.peers, self.connections, settle_s=caps.settle_s)
         self.rooms = DecodeRooms(self.peers, line, args=kv_args, config=config)
-        self.lookups = LookUps(self.rooms, self.peers, self.connections, self.proofs, line)
+        self.finder = PrefillFinder(self.rooms, self.peers, self.connections, self.proofs, line)
         self._config = config
         self._next_scan_s = 0.0
         statuses = Statuses(self.rooms, self.peers)
@@ -89,7 +89,7 @@ class DecodeCore:
     def open(self, room: int, room_attempt: int, bootstrap: str, now_s: float) -> RoomKey:
         """Open a room and look for its prefill worker."""
         opened = self.rooms.open(room, room_attempt, bootstrap, now_s)
-        self.lookups.seek(opened, now_s)
+        self.finder.seek(opened, now_s)
         return opened.key
 
     def say_bye(self) -> None:
@@ -119,14 +119,14 @@ class DecodeCore:
             self._lose(peer, REFUSED if refused else "the connection was lost", now_s)
 
     def _lose(self, peer: PrefillPeer, why: str, now_s: float) -> None:
-        self.lookups.drop_routes(peer.incarnation)
+        self.finder.drop_routes(peer.incarnation)
         rooms = self.rooms.of(peer)
         self.proofs.on_lost(peer, now_s)
         why = f"prefill worker {peer.route.control}: {why}"
         for room in rooms:
             state = self.machine.state(room.key)
             if state is KVPoll.Bootstrapping:
-                self.lookups.seek_again(room, why, now_s)
+                self.finder.seek_again(room, why, now_s)
             elif state not in FINAL:
                 self.rooms.fail(room, why, now_s, report=False)
         if peer in self.peers and peer.lost and not any(room.exposed for room in rooms):
@@ -151,7 +151,7 @@ class DecodeCore:
             if message.src != peer.incarnation:  # its address belongs to another process: that is proof
                 self.proofs.on_proof(peer.incarnation, Liveness.DEAD, now_s)
             return
-        self.lookups.drop_routes(peer.incarnation)
+        self.finder.drop_routes(peer.incarnation)
         self.connections.drop(peer)
         for room in self.rooms.of(peer):
             if self.machine.state(room.key) not in FINAL:
@@ -195,11 +195,11 @@ class DecodeCore:
     def _check_deadline(self, room: DecodeRoom, now_s: float) -> None:
         state, config = self.machine.state(room.key), self._config
         if room.retry.due(now_s) and now_s < room.deadline_s:
-            self.lookups.seek(room, now_s)
+            self.finder.seek(room, now_s)
         seeking = state is KVPoll.Bootstrapping or room.seeking
         if seeking and now_s >= room.deadline_s:
             reason = f"handshake timed out after {config.handshake_timeout_s:g} s: {room.error}"
-            self.lookups.give_up(room, reason, now_s)
+            self.finder.give_up(room, reason, now_s)
         elif state is KVPoll.WaitingForInput and room.num_pages is not None:
             self._limit(room, config.waiting_timeout_s, "prefill sent nothing", now_s)
         elif state is KVPoll.Transferring:

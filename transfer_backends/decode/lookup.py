@@ -33,7 +33,7 @@ class LookUp:
     any_but: tuple[str, ...] | None = None
 
 
-class LookUps:
+class PrefillFinder:
     def __init__(
         self,
         rooms: DecodeRooms,

@@ -1,7 +1,7 @@
 """Look-ups under way at each bootstrap server, and the rooms that wait in line for one. Pure.
 
-A server that hangs holds a thread for as long as its look-ups' own timeout: no more than `MAX_LOOKUPS_A_SERVER` at once, so
-that threads are left for the others. It must not know what a room is doing.
+A server that hangs holds a thread until the look-up times out. `MAX_LOOKUPS_A_SERVER` leaves threads for the other servers.
+The line does not know what a room is doing.
 """
 
 from collections import Counter
@@ -13,14 +13,14 @@ MAX_LOOKUPS_A_SERVER = 4
 
 
 class LookUpLine:
-    """Tables are by server; there is an entry only while a look-up is under way there."""
+    """Tables by server, with an entry only while a look-up is under way there."""
 
     def __init__(self) -> None:
         self._under_way: Counter[str] = Counter()
         self._waiting: dict[str, dict[RoomKey, None]] = {}
 
     def begin(self, server: str, key: RoomKey) -> bool:
-        """True: ask now. False: the room waits in line."""
+        """Return True if the look-up may start; else the room waits in line."""
         if self._under_way[server] >= MAX_LOOKUPS_A_SERVER:
             self._waiting.setdefault(server, {})[key] = None
             return False
@@ -28,13 +28,13 @@ class LookUpLine:
         return True
 
     def end(self, server: str) -> None:
-        """One was answered."""
+        """A look-up was answered."""
         self._under_way[server] -= 1
         if self._under_way[server] <= 0:
             del self._under_way[server]
 
     def take(self, server: str) -> RoomKey | None:
-        """The next in line, out of it."""
+        """Take the next room out of the line."""
         line = self._waiting.get(server)
         if not line:
             self._waiting.pop(server, None)
@@ -44,7 +44,7 @@ class LookUpLine:
         return key
 
     def leave(self, server: str, key: RoomKey) -> None:
-        """It needs none any more (or was not in line)."""
+        """Take the room out of the line, if it is there."""
         line = self._waiting.get(server, {})
         line.pop(key, None)
         if not line:

@@ -175,11 +175,11 @@ class DecodeManager:
             self._on_lookup_failed(item, f"bootstrap look-up: {type(error).__name__}: {error}", permanent=False)
         else:
             with self.control.locked() as now_s:
-                self.core.lookups.on_route(item.bootstrap, item.room, route, now_s)
+                self.core.finder.on_route(item.bootstrap, item.room, route, now_s)
 
     def _on_lookup_failed(self, item: LookUp, error: str, *, permanent: bool) -> None:
         with self.control.locked() as now_s:
-            self.core.lookups.on_lookup_failed(item.bootstrap, item.room, error, permanent=permanent, now_s=now_s)
+            self.core.finder.on_lookup_failed(item.bootstrap, item.room, error, permanent=permanent, now_s=now_s)
 
     def _prove(self, item: Prove) -> None:
         proof = self._liveness(item.mark, item.control)

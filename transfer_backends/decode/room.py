@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from transfer_backends.decode.connections import PrefillPeer
 from transfer_backends.kvpoll import RoomKey
-from transfer_backends.peers import Backoff
+from transfer_backends.peers import RetryTimer
 
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 0.5
@@ -27,7 +27,7 @@ class DecodeRoom:
     recomputes: bool = False
     peer: PrefillPeer | None = None
     looking: bool = False
-    retry: Backoff = field(default_factory=lambda: Backoff(FIRST_RETRY_S, LONGEST_RETRY_S))
+    retry: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_RETRY_S, LONGEST_RETRY_S))
     error: str = "the bootstrap server has not answered"
     failure: str | None = None
     num_pages: int | None = None

@@ -1,7 +1,7 @@
 """The GPU's context in each thread that drives an engine, by the CUDA driver's library. Never run on a GPU yet.
 
-A new thread has no context. UCX then finds cuda_ipc unreachable and goes by way of the host without a word, or crashes
-in cuEventQuery (openucx/ucx#11194, ai-dynamo/nixl#2102). The primary context is the one that torch works in, too.
+A new thread has no context. UCX then finds cuda_ipc unreachable and silently copies through the host, or crashes in
+cuEventQuery (openucx/ucx#11194, ai-dynamo/nixl#2102). The primary context is also the one that torch uses.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ LIBRARY = "libcuda.so.1"
 
 
 class CudaContext:
-    """Of device `ordinal`, as the process counts its devices. Raises BackendUnavailable where there is none."""
+    """The context of device `ordinal`, as the process counts its devices. Raises BackendUnavailable if there is none."""
 
     def __init__(self, ordinal: int, *, library: str = LIBRARY) -> None:
         try:
@@ -30,7 +30,7 @@ class CudaContext:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
 
     def enter(self) -> None:
-        """From now on this thread has the context. Costs nothing the next time."""
+        """Give this thread the context. Free after the first time."""
         if not getattr(self._here, "entered", False):
             self._call("cuCtxSetCurrent", self._context)
             self._here.entered = True

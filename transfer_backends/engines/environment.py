@@ -1,4 +1,4 @@
-"""Settings that engine libraries read from the environment once, and quiet for what they print while starting."""
+"""Settings that engine libraries read from the environment once, and a way to silence what they print at start."""
 
 import contextlib
 import os
@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 
 
 def set_defaults(settings: Mapping[str, str]) -> None:
-    """What the user has set stays."""
+    """Set variables that the user has not set."""
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
 def quiet(*fds: int) -> Iterator[None]:
-    """Send what C code writes to `fds` (1: stdout, 2: stderr) to /dev/null meanwhile."""
+    """Send what C code writes to `fds` (1: stdout, 2: stderr) to /dev/null inside the block."""
     saved = [(fd, os.dup(fd)) for fd in fds]
     null = os.open(os.devnull, os.O_WRONLY)
     try:

@@ -1,4 +1,4 @@
-"""An engine that moves no bytes: counts, waits, and fails as told. Deterministic by seed.
+"""An engine that moves no bytes: it counts, waits and fails as configured. Deterministic by seed.
 
 For tests of everything above engines, for control-plane load, and for `--disaggregation-transfer-backend fake`.
 """

@@ -1,10 +1,10 @@
 """Mooncake transfer engine over TCP. On a host with an HCA the library chooses RDMA; that has never been run.
 
-How it behaves is measured in facts/transfer.md section 1; what this file owes to it:
-- batch calls lie about completion (they return while accepted writes still land), so every piece is submitted and
-  checked by itself: one id is exact;
-- ids are raw pointers: never asked for again after their end;
-- its queues stall for ever when they overflow: the settings raise them and `caps.max_inflight` stays far below;
+Its measured behaviour decides how it is used here:
+- batch calls misreport completion (they return while accepted writes still land), so every piece is submitted and checked by
+  itself: one id is exact;
+- ids are raw pointers: never polled again after their end;
+- its queues stall for ever when they overflow: the settings raise them, and `caps.max_inflight` stays far below;
 - sync calls spin on a core: never used.
 """
 
@@ -66,7 +66,7 @@ def import_mooncake() -> Any:
 
 class MooncakeEngine:
     def __init__(self, *, host: str) -> None:
-        """`host`: the address peers reach this machine at."""
+        """`host`: this machine's address for peers."""
         self.caps = Caps(
             name="mooncake",
             max_inflight=256,
@@ -113,7 +113,7 @@ class MooncakeEngine:
         return MooncakePeer(known.session, known.scratch_ptr)
 
     def disconnect(self, peer: MooncakePeer) -> None:
-        """Connections belong to the engine, which drops broken ones by itself."""
+        """Do nothing: the engine drops broken connections by itself."""
 
     def post(self, peer: MooncakePeer, pieces: Pieces) -> MooncakeOp:
         op = MooncakeOp([], failed=False)
@@ -135,10 +135,8 @@ class MooncakeEngine:
         return MooncakeOp([], failed=False)  # each id is exact: nothing writes after its end
 
     def poll(self, op: MooncakeOp) -> OpState:
-        """Asks up to the first piece that is pending: those behind it end later, mostly, and a question for each at every look
-
-        cost the sender a tenth of its rate with small pages.
-        """
+        """Poll up to the first pending piece: those behind it mostly end later."""
+        # A poll of each piece every time cost the sender a tenth of its rate with small pages.
         check = self._engine.transfer_check_status
         num_final = 0
         for number in op.ids:
@@ -153,7 +151,7 @@ class MooncakeEngine:
         return OpState.FAILED if op.failed else OpState.DONE
 
     def progress(self) -> None:
-        """Its own threads do the work."""
+        """Do nothing: the engine has threads of its own."""
 
     def close(self) -> None:
         for address in self._addresses:
@@ -164,5 +162,5 @@ class MooncakeEngine:
 
 
 def _location(device: int | None) -> str:
-    """Mooncake's name of where memory is; "*": it looks itself."""
+    """Return Mooncake's name of where memory is; "*": let it find out."""
     return "*" if device is None else f"cuda:{device}"

@@ -1,6 +1,6 @@
 """NIXL over UCX: shared memory or CMA on one host, TCP between hosts. RDMA and CUDA IPC have never been run.
 
-How it behaves is measured in facts/transfer.md section 2; what this file owes to it:
+Its measured behaviour decides how it is used here:
 - no progress thread (it spins on a core): the target polls `progress`, the initiator polls its operations;
 - sync mode STRICT: the control thread polls while the sender thread posts (NONE crashes);
 - a handle is never released while pending: release does not cancel, the bytes keep landing;
@@ -29,7 +29,7 @@ from transfer_backends.engines.environment import quiet, set_defaults
 SETTINGS = {
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "error",
-    # A machine that is gone without a word: the kernel tries for a quarter of an hour, and what it reads stays held.
+    # A machine vanishes: the kernel would retry for a quarter of an hour, and the pages it reads would stay held.
     "UCX_TCP_USER_TIMEOUT": "20s",
 }
 LOCAL = {"UCX_NET_DEVICES": "lo"}
@@ -50,14 +50,14 @@ class NixlPeer:
 
 @dataclass(eq=False)
 class NixlOp:
-    """`state` is set when NIXL has said the last word; the handle is released then."""
+    """`state` becomes final with NIXL's last answer; the handle is released then."""
 
     handle: Any
     state: OpState
 
 
 def import_nixl() -> Any:
-    """The module that has `nixl_agent`: the meta package, or the wheel of a CUDA version (both run without CUDA)."""
+    """Import the module that has `nixl_agent`: the meta package, or the wheel of a CUDA version (both run without CUDA)."""
     set_defaults(SETTINGS)
     errors = []
     for name in ("nixl", "nixl_cu13", "nixl_cu12"):
@@ -75,10 +75,10 @@ def import_nixl() -> Any:
 
 
 def leave_without_destructors() -> None:
-    """End the process by `_exit(status)` before the destructors of shared libraries run, Python being finished by then.
+    """End the process by `_exit(status)` after Python has finished and before the destructors of shared libraries run.
 
-    Without it every process that made an agent dies of SIGSEGV at its very end, which looks like a crash to whoever
-    started it. glibc's `on_exit` hands its handler the exit status; handlers of libraries loaded earlier are skipped.
+    Otherwise every process that made an agent dies of SIGSEGV at its very end, which looks like a crash to its parent.
+    glibc's `on_exit` passes the exit status to its handler; handlers of libraries loaded earlier are skipped.
     """
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):  # not glibc
@@ -87,7 +87,7 @@ def leave_without_destructors() -> None:
 
 class NixlEngine:
     def __init__(self, *, host: str) -> None:
-        """`host`: the address peers reach this machine at. UCX listens on every network device, unless that is loopback."""
+        """`host`: this machine's address for peers. UCX listens on every network device, unless the address is loopback."""
         self.caps = Caps(
             name="nixl",
             max_inflight=4096,
@@ -113,12 +113,12 @@ class NixlEngine:
         self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
         self._registered: list[Any] = []
         self._context: CudaContext | None = None  # of the GPU whose memory is registered
-        # Adding and removing peers beside other calls crashes UCX (facts section 4, bug 11).
+        # Adding and removing peers beside other calls crashes UCX (vllm#49238, LightLLM#1470).
         self._membership = threading.Lock()
         self._closed = False
 
     def register(self, regions: Sequence[Region]) -> None:
-        """A GPU's memory raises what may be in flight: a window that is long for a CPU's is over in 30 us there."""
+        """Register pools. A GPU's memory raises the window: one that is long for a CPU is over in 30 us there."""
         for region in regions:
             if region.device is not None and self._context is None:
                 self.caps = _of_gpu(self.caps)
@@ -133,7 +133,7 @@ class NixlEngine:
         return msgspec.msgpack.encode(_Descriptor(self._agent.get_agent_metadata(), self._scratch.ctypes.data))
 
     def _enter(self) -> None:
-        """Before UCX is called, in whatever thread."""
+        """Call before UCX, in every thread."""
         if self._context is not None:
             self._context.enter()
 
@@ -181,10 +181,10 @@ class NixlEngine:
             self._note(op, lambda: self._agent.check_xfer_state(op.handle))
         return op.state
 
-    def _note(self, op: NixlOp, ask: Any) -> None:
+    def _note(self, op: NixlOp, call: Any) -> None:
         try:
-            answer = ask()
-        except Exception:  # nixlRemoteDisconnectError and its like: this is how NIXL says that an operation failed
+            answer = call()
+        except Exception:  # nixlRemoteDisconnectError and its like: NIXL reports failed operations so
             answer = "ERR"
         if answer == "PROC":
             return

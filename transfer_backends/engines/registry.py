@@ -1,4 +1,4 @@
-"""Engines by name. Libraries are imported only when their backend is asked for."""
+"""Engines by name. A backend's library is imported only for an engine of that name."""
 
 import importlib
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from transfer_backends.ports import Engine
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """`host`: the address that peers reach this worker at. `fake_*`: what the fake engine does to each operation."""
+    """`host`: this worker's address for peers. `fake_*`: what the fake engine does to each operation."""
 
     host: str = "127.0.0.1"
     fake_delay_s: float = 0.0

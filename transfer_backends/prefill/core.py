@@ -7,7 +7,7 @@ sockets, threads, clocks or engines.
     role's thread     rooms          open, send, abort, close; states
     sender thread     outbox         what to post next, and its window
                       completions    what follows when an operation has ended
-                      paths          connections to the memory of decode workers; registration: their answers
+                      paths          connections to the memory of decode workers; admission: who may register
     control thread    this module    messages (`offers`: those of rooms), lost links, deadlines
 """
 
@@ -18,12 +18,12 @@ from transfer_backends.contract import Caps, KVArgs, TransferConfig
 from transfer_backends.kvpoll import KVPoll, PeerProtocolError, TransferMachine
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.peers import Effects, Link, PeerTable
+from transfer_backends.prefill.admission import PeerAdmission
 from transfer_backends.prefill.completions import Completions
 from transfer_backends.prefill.inbox import Inbox
 from transfer_backends.prefill.offers import Offers
 from transfer_backends.prefill.outbox import Outbox
 from transfer_backends.prefill.paths import DecodePeer, Paths
-from transfer_backends.prefill.registration import Registration
 from transfer_backends.prefill.reports import Reports
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
@@ -39,7 +39,7 @@ class PrefillCore:
         layout, items = layout_of(kv_args, backend=caps.name), (kv_args.kv.item_bytes, kv_args.aux.item_bytes)
         self.peers: PeerTable[DecodePeer] = PeerTable(incarnation=incarnation, config=config)
         self.paths = Paths(self.peers, settle_s=caps.settle_s)
-        self.registration = Registration(self.peers, self.paths, mark=mark, layout=layout, items=items, config=config)
+        self.admission = PeerAdmission(self.peers, self.paths, mark=mark, layout=layout, items=items, config=config)
         self.inbox = Inbox(config)
         self.outbox = Outbox(self.peers, args=kv_args, caps=caps)
         self._reports = Reports(self.peers, page_bytes=kv_args.kv.item_bytes)
@@ -87,14 +87,14 @@ class PrefillCore:
     def on_message(self, link: Link, message: Message, now_s: float) -> None:
         """Raises `PeerProtocolError` (nothing changed) for what the peer may not say now."""
         if isinstance(message, Register):
-            known = self.registration.register(link, message, now_s)
+            known = self.admission.register(link, message, now_s)
             if known is not None:
                 self.rooms.fail_all_of(known.incarnation, "the decode worker connected anew")
             return
         peer = self.peers.by_link(link)
         if peer is None or message.dst != self.peers.incarnation or message.src != peer.incarnation:
             if not isinstance(message, Bye):
-                self.registration.refuse(link, message.src, "not registered with this prefill worker", stale=True)
+                self.admission.refuse(link, message.src, "not registered with this prefill worker", stale=True)
             return
         if not peer.registered:
             raise PeerProtocolError(f"{type(message).__name__} before the registration was answered")

@@ -197,9 +197,9 @@ class EngineDriver:
         elif isinstance(task, FencePeer):
             self._core.completions.on_fenced(task.incarnation, ok=ok, now_s=now_s)
         elif ok:
-            self._core.registration.on_connected(task.incarnation)
+            self._core.admission.on_connected(task.incarnation)
         else:
-            self._core.registration.on_connect_failed(task.incarnation, error, now_s)
+            self._core.admission.on_connect_failed(task.incarnation, error, now_s)
 
     def _drop_quiet(self) -> None:
         """Disconnect dropped peers once none of their operations is pending."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from transfer_backends.contract import Region
-from transfer_backends.peers import Backoff, Peer, PeerTable
+from transfer_backends.peers import Peer, PeerTable, RetryTimer
 from transfer_backends.running_time import RunningTime
 from transfer_backends.wire import PollRequest
 
@@ -28,7 +28,7 @@ class PathState(Enum):
 
 
 @dataclass(frozen=True)
-class Memory:
+class RemoteMemory:
     """A decode worker's pools, and the engine's descriptor of them."""
 
     kv: Region
@@ -40,10 +40,10 @@ class Memory:
 class Path:
     """`num_ops`: posted and not final. `settled_at_s`: bytes of a broken connection may land until then (running time)."""
 
-    memory: Memory
+    memory: RemoteMemory
     state: PathState = PathState.CONNECTING
     num_ops: int = 0
-    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_RETRY_S, LONGEST_RETRY_S))
+    reconnect: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_RETRY_S, LONGEST_RETRY_S))
     settled_at_s: float | None = None
     next_poll_request_s: float = 0.0
 
@@ -98,12 +98,12 @@ class Paths:
 
     def connect(self, peer: DecodePeer) -> None:
         peer.path.state = PathState.CONNECTING
-        peer.path.backoff.at_s = None
+        peer.path.reconnect.at_s = None
         self.commands.append(ConnectPeer(peer.incarnation, peer.path.memory.descriptor))
 
     def on_connected(self, peer: DecodePeer) -> None:
         peer.path.state = PathState.OPEN
-        peer.path.backoff.reset()
+        peer.path.reconnect.reset()
 
     def on_op_final(self, peer: DecodePeer, *, ok: bool) -> None:
         """One operation ended; a failed one is fenced when the last has ended."""
@@ -125,7 +125,7 @@ class Paths:
         path.settled_at_s = self._ran.at(now_s) + self._settle_s
         if path.state is PathState.FENCING:
             path.state = PathState.CONNECTING
-            path.backoff.plan(now_s)
+            path.reconnect.plan(now_s)
         return False
 
     def on_pending(self, incarnation: str, now_s: float) -> None:
@@ -145,7 +145,7 @@ class Paths:
             if path.settled_at_s is not None and self._ran.at(now_s) >= path.settled_at_s:
                 path.settled_at_s = None
                 settled.append(peer)
-            if path.backoff.due(now_s) and not peer.lost:
+            if path.reconnect.due(now_s) and not peer.lost:
                 self.connect(peer)
         return settled
 

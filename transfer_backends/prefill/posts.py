@@ -11,7 +11,7 @@ from transfer_backends.contract import Caps, Gate, KVArgs, Pieces, Progress
 from transfer_backends.kvpoll import RoomKey
 from transfer_backends.merge import I64, batches, plan_pieces, plan_strips
 from transfer_backends.prefill.inbox import Offer
-from transfer_backends.prefill.paths import Memory
+from transfer_backends.prefill.paths import RemoteMemory
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def num_open(chunk: Chunk, progress: Progress, args: KVArgs) -> int:
 
 
 def plan_ops(
-    chunk: Chunk, offer: Offer, memory: Memory, *, groups: tuple[int, int], args: KVArgs, caps: Caps
+    chunk: Chunk, offer: Offer, memory: RemoteMemory, *, groups: tuple[int, int], args: KVArgs, caps: Caps
 ) -> list[tuple[Pieces, int]]:
     """Return the pieces of each operation and their bytes of pages, for `groups` of layers (from, until) of a chunk.
 

@@ -15,7 +15,7 @@ MARK = ProcessMark("host", 1, 1)
 NUM_PAGES, PAGE_BYTES = 1024, 32768
 
 
-def test_a_peer_is_nudged_while_its_writes_are_pending_and_not_more_often_than_that_takes() -> None:
+def test_a_peer_is_asked_to_poll_while_its_writes_are_pending_and_not_more_often_than_needed() -> None:
     core = PrefillCore(incarnation="p", mark=MARK, kv_args=ARGS, caps=CAPS, config=CONFIG)
     regions = (WireRegion(r.base_ptr, r.num_items, r.item_bytes, None) for r in (ARGS.kv, ARGS.aux))
     core.on_message("link", Register("d", "p", layout_of(ARGS, backend=CAPS.name), *regions, b""), 0.0)
@@ -27,11 +27,11 @@ def test_a_peer_is_nudged_while_its_writes_are_pending_and_not_more_often_than_t
     assert core.effects.counters["nudges"] == 2 and POLL_REQUEST_EVERY_S < EAGER_S / 2
 
 
-def test_decode_is_eager_after_a_nudge_and_while_it_connects_but_not_because_a_room_is_open() -> None:
+def test_decode_is_eager_after_a_poll_request_and_while_it_connects_but_not_because_a_room_is_open() -> None:
     core = DecodeCore(incarnation="d", kv_args=ARGS, caps=CAPS, descriptor=b"", config=CONFIG)
     core.open(7, 0, "b", 0.0)
     assert not core.connections.eager(0.0)
-    core.lookups.on_route("b", 7, Route("p:1", "p"), 0.0)
+    core.finder.on_route("b", 7, Route("p:1", "p"), 0.0)
     assert core.connections.eager(0.0)  # prefill's probe is to arrive
     core.on_message(1, Registered("p", "d", MARK), 1.0)
     core.rooms.provide((7, 0), [5, 6], 1, 1.0)
@@ -40,7 +40,7 @@ def test_decode_is_eager_after_a_nudge_and_while_it_connects_but_not_because_a_r
     assert core.connections.eager(2.0 + 0.9 * EAGER_S) and not core.connections.eager(2.0 + 1.1 * EAGER_S)
 
 
-def test_over_tcp_nixl_s_writes_wait_for_decode_and_decode_is_told() -> None:
+def test_over_tcp_nixl_s_writes_wait_for_decode_which_prefill_asks_to_poll() -> None:
     pool = {"num_pages": NUM_PAGES, "page_bytes": PAGE_BYTES}
     common = {"backend": "nixl", "config": {"handshake_timeout_s": 5.0}, "env": {"UCX_TLS": "tcp"}}
     with (

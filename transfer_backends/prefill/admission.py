@@ -3,14 +3,14 @@
 from transfer_backends.contract import Region, TransferConfig
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.peers import Link, PeerTable, Send
-from transfer_backends.prefill.paths import DecodePeer, Memory, Path, Paths, PathState
+from transfer_backends.prefill.paths import DecodePeer, Path, Paths, PathState, RemoteMemory
 from transfer_backends.wire import Layout, Refused, Register, Registered, WireRegion, clip, layout_conflict
 
 ADDRESS_SPACE = 1 << 64
 MAX_ITEMS = 1 << 31  # page ids are int32
 
 
-class Registration:
+class PeerAdmission:
     """A peer is registered once the engine has reached its memory."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Registration:
             return
         self._peers.effects.counters["connect_failures"] += 1
         if peer.registered or now_s < peer.deadline_s:
-            peer.path.backoff.plan(now_s)
+            peer.path.reconnect.plan(now_s)
             return
         if peer.link is not None:
             self.refuse(peer.link, incarnation, f"prefill cannot reach decode's memory: {error}")
@@ -101,7 +101,7 @@ class Registration:
             message.src,
             self._peers.heartbeat(now_s),
             deadline_s=now_s + self._config.handshake_timeout_s,
-            path=Path(Memory(_region(message.kv), _region(message.aux), message.descriptor)),
+            path=Path(RemoteMemory(_region(message.kv), _region(message.aux), message.descriptor)),
         )
         self._peers.add(peer)
         self._peers.join(peer, link)
