@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from disagg.scheduler_process import TOLD
+from disagg.scheduler_process import OPERATING_ERROR
 from service.process.die_with_parent import die_with_parent
 
 TERM_S = 3.0  # what a child may take to end before it is killed
@@ -42,7 +42,7 @@ class Children:
 
     def told(self) -> bool:
         """Whether a child ended for a reason that it has told the operator itself."""
-        return any(process.poll() == TOLD for process in self._processes.values())
+        return any(process.poll() == OPERATING_ERROR for process in self._processes.values())
 
     def end(self) -> None:
         for process in self._processes.values():

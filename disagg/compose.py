@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from disagg.config import read_secret
 from disagg.decode_role import DecodeRole
 from disagg.layerwise import StepClock, groups_of
 from disagg.metadata import Checksum, MetadataBuffers
+from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from disagg.registration import RouteFinder, registrar_of
-from disagg.secret import read_secret
 from disagg.spec import SchedulerSpec
 from engine.build import EngineParts
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
@@ -51,13 +52,16 @@ def _prefill(
     return PrefillRole(
         scheduler=parts.scheduler,
         manager=manager,
-        metadata=metadata,
+        pages=PageSender(
+            metadata,
+            page_size=parts.pool.page_size,
+            page_bytes=parts.pool.page_bytes,
+            checksum=_checksum(spec, parts),
+            layerwise=bool(groups),
+            least_bytes=LEAST_BYTES,
+        ),
         directory=registrar,
-        page_bytes=parts.pool.page_bytes,
-        checksum=_checksum(spec, parts),
         bounds=_bounds(parts),
-        layerwise=bool(groups),
-        least_bytes=LEAST_BYTES,
     )
 
 

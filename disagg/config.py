@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from engine.config import MAX_PORT
 from service.flags import FlagSet, flag
+from service.security.secret import read_secret_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,3 +92,8 @@ class DisaggConfig(FlagSet):
 def role_name(config: DisaggConfig) -> str:
     """ "prefill" | "decode" | "unified", as people, logs and metrics call it."""
     return config.disaggregation_mode.replace("null", "unified")
+
+
+def read_secret(config: DisaggConfig) -> bytes | None:
+    """Return the secret that the cluster shares, or None. Raises SecurityConfigError for a file that cannot be one."""
+    return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file)

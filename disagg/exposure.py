@@ -2,8 +2,7 @@
 
 import logging
 
-from disagg.config import DisaggConfig
-from disagg.secret import read_secret
+from disagg.config import DisaggConfig, read_secret
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
 from engine.kv_events_config import FLAG, parse_kv_events_config

@@ -21,7 +21,7 @@ class Bounds:
 
 
 def why_not(work: Work, bounds: Bounds) -> str | None:
-    """Why this engine cannot compute it; None when it can."""
+    """Return why this engine cannot compute it; None when it can."""
     if len(work.tokens) > bounds.context_length:
         return f"{len(work.tokens)} tokens exceed the context of {bounds.context_length}"
     if not (work.tokens and min(work.tokens) >= 0 and max(work.tokens) < bounds.vocab_size):
@@ -30,7 +30,7 @@ def why_not(work: Work, bounds: Bounds) -> str | None:
 
 
 def request_for(asked: RecomputeRequest, now_s: float) -> Request:
-    """It ends when its KV is computed; what its last step draws is not looked at."""
+    """The request ends when its KV is computed; the sample of its last step is dropped."""
     return Request(
         rid=f"recompute-{asked.room}-{asked.room_attempt}",
         input_ids=list(asked.work.tokens),

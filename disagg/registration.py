@@ -3,13 +3,16 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from bootstrap_server.client import BootstrapError, Registrar, look_up
 from bootstrap_server.protocol import Registration
-from disagg.outages import Outages
 from transfer_backends.contract import KVArgs, LookupFailed, Route
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import PROTOCOL_VERSION
+
+GAP_S = 2.0  # rooms look up again every 0.5 s: a look-up after such a gap starts anew
+MAX_SERVERS = 4096
 
 
 def registrar_of(manager: PrefillManager, kv_args: KVArgs, *, server: str, secret: bytes | None) -> Registrar:
@@ -25,6 +28,35 @@ def registrar_of(manager: PrefillManager, kv_args: KVArgs, *, server: str, secre
         dtype=kv_args.dtype,
     )
     return Registrar(server, worker, secret=secret)
+
+
+@dataclass(slots=True)
+class Outages:
+    """Bootstrap servers that refuse connections, and since when. Pure; callers lock.
+
+    A refusing server may be starting again, so it gets `grace_s`; after that every look-up fails at once, until one is
+    answered, or none came for `GAP_S`. A silent server is not refusing: it may be behind a network that heals.
+    """
+
+    grace_s: float
+    _runs: dict[str, tuple[float, float]] = field(default_factory=dict)  # server -> (first, last refusal), latest last
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def refused(self, server: str, now_s: float) -> float | None:
+        """A look-up was refused. Return how long that has gone on, in seconds, if that is too long; else None."""
+        first_s, last_s = self._runs.pop(server, (now_s, now_s))
+        if now_s - last_s > GAP_S:
+            first_s = now_s
+        self._runs[server] = (first_s, now_s)
+        if len(self._runs) > MAX_SERVERS:
+            del self._runs[next(iter(self._runs))]
+        return now_s - first_s if now_s - first_s >= self.grace_s else None
+
+    def answered(self, server: str) -> None:
+        """It is there again, whatever it said."""
+        self._runs.pop(server, None)
 
 
 class RouteFinder:

@@ -1,27 +1,23 @@
 """Retracted requests of the decode role whose KV a prefill worker computes again.
 
-    retracted --> MEMORY --handshake done, pages--> TRANSFER --Success--> running: its next step is a usual one
+    retracted --> WAITING --handshake done, pages--> TRANSFER --Success--> running: its next step is a usual one
                     \\__ Failed, a bad row, nobody there, almost all still cached: computed by this engine instead __/
 
-Prefill is asked for the KV of every known token but the last, and draws nothing: the next token is drawn here, by a usual
-step on the last known one, so seeds, penalties, grammar and logprobs go on as if nothing had happened. Pages that
-are still cached here are neither computed for us nor sent.
+Prefill computes the KV of every known token but the last, and samples nothing: a usual step here samples the next token from
+the last known one, so seeds, penalties, grammar and logprobs go on as if nothing had happened. Pages that are still cached
+here are neither computed nor sent.
 
-The room is the request's own, the attempt its number of retractions: the router's rooms are attempt 0, so the key was never
-used by it, and no two retractions share one. It owns requests from `take` until they run, wait for this engine, or
-end. It must not know sockets: managers are the role's.
+The room is the request's own, the room attempt its number of retractions: the router's rooms are attempt 0, so no two
+transfers share a key. It owns requests from `take` until they run, wait for this engine, or end.
 """
 
 import logging
 import math
 from collections import Counter
-from dataclasses import dataclass
-from enum import Enum
-from typing import Protocol
 
+from disagg.handover import DecodeHandover, HandoverStage, Receivers
 from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt, verify
 from disagg.quarantine import Quarantine
-from disagg.subject import about_request
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
@@ -30,24 +26,6 @@ from transfer_backends.kvpoll import KVPoll, RoomInUse
 from transfer_backends.ports import KVReceiver
 
 log = logging.getLogger(__name__)
-
-
-class Stage(Enum):
-    MEMORY = "memory"
-    TRANSFER = "transfer"
-
-
-class Receivers(Protocol):
-    def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> KVReceiver: ...
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    request: Request
-    receiver: KVReceiver
-    room: int
-    stage: Stage = Stage.MEMORY
-    row: int | None = None
 
 
 class Resumption:
@@ -69,20 +47,22 @@ class Resumption:
         self._quarantine = quarantine
         self._moves_bytes = moves_bytes
         self._checksum = checksum
-        self._entries: dict[str, Entry] = {}  # in order of arrival of the requests
+        self._handovers: dict[str, DecodeHandover] = {}  # in order of arrival of the requests
         self.counters: Counter[str] = Counter()
 
     def take(self) -> None:
-        """Whom the scheduler has retracted since the last call."""
+        """Take over requests retracted since the last call."""
         for request in self._scheduler.held.take_retracted():
             receiver = self._open(request)
             if receiver is None:
                 self._scheduler.held.resume_here(request)
             else:
                 assert request.bootstrap is not None
-                self._entries[request.rid] = Entry(request, receiver, request.bootstrap.room)
-                in_order = sorted(self._entries.values(), key=lambda e: e.request.serial)
-                self._entries = {e.request.rid: e for e in in_order}
+                self._handovers[request.rid] = DecodeHandover(
+                    request, request.bootstrap.room, moves_bytes=self._moves_bytes, receiver=receiver
+                )
+                in_order = sorted(self._handovers.values(), key=lambda h: h.request.serial)
+                self._handovers = {h.request.rid: h for h in in_order}
 
     def _open(self, request: Request) -> KVReceiver | None:
         at = request.bootstrap
@@ -95,113 +75,113 @@ class Resumption:
             return None
 
     def poll(self, now_s: float, *, may_preempt: bool) -> None:
-        """Once a turn. Most urgent first; those that this engine computes are the older ones of equals."""
-        if not self._entries:
+        """Move each request on, most urgent first; of equally urgent ones those that this engine computes go first."""
+        if not self._handovers:
             return
         urgency = self._scheduler.held.urgency
         computed = max((urgency(r, now_s) for r in self._scheduler.held.retracted()), default=-math.inf)
         may_reserve = True
-        for entry in sorted(self._entries.values(), key=lambda e: -urgency(e.request, now_s)):
-            state = entry.receiver.poll()
+        for handover in sorted(self._handovers.values(), key=lambda h: -urgency(h.request, now_s)):
+            state = handover.receiver.poll()
             if state is KVPoll.Failed:
-                self._fail(entry, entry.receiver.failure() or "the transfer failed")
-            elif entry.stage is Stage.TRANSFER and state is KVPoll.Success:
-                self._land(entry)
-            elif entry.stage is Stage.MEMORY and state is KVPoll.WaitingForInput:
-                may_reserve = may_reserve and urgency(entry.request, now_s) > computed
-                may_reserve = may_reserve and self._ask(entry, may_preempt=may_preempt)
+                self._fail(handover, handover.receiver.failure() or "the transfer failed")
+            elif handover.stage is HandoverStage.TRANSFER and state is KVPoll.Success:
+                self._land(handover)
+            elif handover.stage is HandoverStage.WAITING and state is KVPoll.WaitingForInput:
+                may_reserve = may_reserve and urgency(handover.request, now_s) > computed
+                may_reserve = may_reserve and self._ask(handover, may_preempt=may_preempt)
 
     def waiting(self) -> list[Request]:
-        """Those that wait for memory: no new request that is not more urgent may have any before."""
-        return [e.request for e in self._entries.values() if e.stage is Stage.MEMORY]
+        """Requests that wait for memory: a new request gets none before them, unless it is more urgent."""
+        return [h.request for h in self._handovers.values() if h.stage is HandoverStage.WAITING]
 
-    def _ask(self, entry: Entry, *, may_preempt: bool) -> bool:
-        """Pages and a metadata row, told to prefill with the tokens; False when there is no room now."""
-        row, request = self._metadata.allocate(), entry.request
+    def _ask(self, handover: DecodeHandover, *, may_preempt: bool) -> bool:
+        """Reserve pages and a metadata row, and send them to prefill with the tokens; False when there is no room now."""
+        row, request = self._metadata.allocate(), handover.request
         if row is None:
             return False
-        entry.row = row
+        handover.metadata_row = row
         if not self._scheduler.held.reserve(request, may_preempt=may_preempt):
-            self._drop_row(entry)
+            self._drop_row(handover)
             return False
         page_size = self._scheduler.memory.allocator.page_size
         if request.num_tokens - request.computed_len <= page_size:  # less than a page: one small step of our own
-            self._here(entry, "almost all of it is still cached")
+            self._here(handover, "almost all of it is still cached")
             return False
-        entry.stage = Stage.TRANSFER
+        handover.stage = HandoverStage.TRANSFER
         known = request.tokens(0, request.num_tokens - 1)
         given = self._asked_pages(request)
         work = Work(tokens=known, skip_pages=request.shared_pages, priority=request.priority, share=request.keep_kv)
-        entry.receiver.recompute(given, row, work)
+        handover.receiver.recompute(given, row, work)
         return True
 
     def _asked_pages(self, request: Request) -> list[int]:
-        """Those of every known token but the last, without what is cached here."""
+        """Pages of every known token but the last, without what is cached here."""
         return request.pages[request.shared_pages : self._scheduler.memory.allocator.pages_for(request.num_tokens - 1)]
 
-    def _land(self, entry: Entry) -> None:
-        assert entry.row is not None
+    def _land(self, handover: DecodeHandover) -> None:
+        assert handover.metadata_row is not None
         try:
-            said = self._metadata.read(entry.row, room=entry.room if self._moves_bytes else None)
+            first = self._metadata.read(handover.metadata_row, room=handover.room if self._moves_bytes else None)
             if self._checksum is not None and self._moves_bytes:
-                verify(said, self._asked_pages(entry.request), self._checksum)
+                verify(first, self._asked_pages(handover.request), self._checksum)
                 self.counters["kv_checksum_verified"] += 1
         except (MetadataCorrupt, KVCorrupt) as error:
             self.counters["kv_checksum_failed"] += isinstance(error, KVCorrupt)
-            return self._fail(entry, str(error))
-        if said.result.bad or (self._moves_bytes and said.result.token is not None):
-            return self._fail(entry, "prefill computed NaN, or drew a token, which was not asked for")
-        del self._entries[entry.request.rid]
-        entry.request.transfer_retries += entry.receiver.retries()
-        self._quarantine.close(entry.receiver, entry.row)
+            return self._fail(handover, str(error))
+        if first.result.bad or (self._moves_bytes and first.result.token is not None):
+            return self._fail(handover, "prefill computed NaN, or sampled a token, which was not requested")
+        del self._handovers[handover.request.rid]
+        handover.request.transfer_retries += handover.receiver.retries()
+        self._quarantine.close(handover.receiver, handover.metadata_row)
         self.counters["resumed_through_prefill"] += 1
-        self._scheduler.held.resume_decoding(entry.request)
+        self._scheduler.held.resume_decoding(handover.request)
 
-    def _fail(self, entry: Entry, reason: str) -> None:
-        """The client hears nothing of it: this engine computes the KV."""
+    def _fail(self, handover: DecodeHandover, reason: str) -> None:
+        """This engine computes the KV; the client does not notice."""
         self.counters["recompute_failed"] += 1
         log.warning(
             "decode %s (room %d): prefill did not compute it again: %s",
-            entry.request.rid,
-            entry.room,
+            handover.request.rid,
+            handover.room,
             reason,
-            extra=about_request(entry.request, entry.room),
+            extra=handover.log_fields,
         )
-        self._here(entry, reason)
+        self._here(handover, reason)
 
-    def _here(self, entry: Entry, reason: str) -> None:
-        self._leave(entry, reason)
-        self._scheduler.held.resume_here(entry.request)
+    def _here(self, handover: DecodeHandover, reason: str) -> None:
+        self._leave(handover, reason)
+        self._scheduler.held.resume_here(handover.request)
 
     def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
-        """None: it is not here."""
-        entry = self._entries.get(rid)
-        if entry is None:
+        """End a request; None: it is not here."""
+        handover = self._handovers.get(rid)
+        if handover is None:
             return None
-        output = self._scheduler.held.end(entry.request, reason)
-        self._leave(entry, reason.message)
-        self._scheduler.held.release(entry.request)
+        output = self._scheduler.held.end(handover.request, reason)
+        self._leave(handover, reason.message)
+        self._scheduler.held.release(handover.request)
         return [output]
 
-    def _leave(self, entry: Entry, reason: str) -> None:
-        """Out of here, and its transfer over: what a peer may still write goes into quarantine, the rest stays its own."""
-        del self._entries[entry.request.rid]
-        entry.receiver.abort(reason)
-        if entry.receiver.drained():
-            self._quarantine.close(entry.receiver, entry.row)
+    def _leave(self, handover: DecodeHandover, reason: str) -> None:
+        """Let the request go and end its transfer: what a peer may still write goes into quarantine, the rest stays its own."""
+        del self._handovers[handover.request.rid]
+        handover.receiver.abort(reason)
+        if handover.receiver.drained():
+            self._quarantine.close(handover.receiver, handover.metadata_row)
         else:
-            pages = self._scheduler.held.quarantine(entry.request)
-            self._quarantine.add(entry.receiver, pages=pages, row=entry.row)
+            pages = self._scheduler.held.quarantine(handover.request)
+            self._quarantine.add(handover.receiver, pages=pages, row=handover.metadata_row)
 
-    def _drop_row(self, entry: Entry) -> None:
-        assert entry.row is not None
-        self._metadata.free(entry.row)
-        entry.row = None
+    def _drop_row(self, handover: DecodeHandover) -> None:
+        assert handover.metadata_row is not None
+        self._metadata.free(handover.metadata_row)
+        handover.metadata_row = None
 
     # ---- self-knowledge
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._handovers)
 
     @property
     def num_waiting(self) -> int:
@@ -210,4 +190,4 @@ class Resumption:
 
     @property
     def num_rows(self) -> int:
-        return sum(e.row is not None for e in self._entries.values())
+        return sum(h.metadata_row is not None for h in self._handovers.values())

@@ -16,9 +16,8 @@ import msgspec
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
 from disagg.children import Children
-from disagg.config import DisaggConfig
+from disagg.config import DisaggConfig, read_secret
 from disagg.exposure import check_events_exposure, check_exposure, make_allowlist
-from disagg.secret import read_secret
 from disagg.spec import SchedulerSpec
 from engine.config import EngineConfig, ServerConfig
 from engine.frontend.bootstrap_allowlist import BootstrapAllowlist

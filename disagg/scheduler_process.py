@@ -1,7 +1,7 @@
 """The scheduler process of a worker: builds engine and role, runs the loop, ends with its parent.
 
 `python -m disagg.scheduler_process --spec-json ...`. The only process that imports torch.
-Exit status: 0 told to end; TOLD an operating error, said in one line on stderr; anything else is a bug.
+Exit status: 0 ended by a signal or a message; OPERATING_ERROR, with one line on stderr; anything else is a bug.
 """
 
 import argparse
@@ -12,12 +12,11 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from disagg.config import DisaggConfig, role_name
-from disagg.secret import read_secret
+from disagg.config import DisaggConfig, read_secret, role_name
 from disagg.spec import SchedulerSpec
 from engine.config import EngineConfig
 from engine.grammar.queue import GrammarQueue
@@ -42,15 +41,15 @@ from service.telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError
 
 if TYPE_CHECKING:
-    from engine.build import EngineUse
+    from engine.build import EngineParts, EngineUse
 
 log = logging.getLogger(__name__)
 
-TOLD = 3
+OPERATING_ERROR = 3
 
 
 def run(spec: SchedulerSpec) -> None:
-    """Load, say `SchedulerReady`, serve until told to end. Raises ConfigError and BackendUnavailable."""
+    """Load, send `SchedulerReady`, serve until the end. Raises ConfigError and BackendUnavailable."""
     turns = TurnClock(limit_s=spec.engine.watchdog_timeout_s, now_s=time.monotonic())
     heartbeat = HeartbeatResponder(IpcPaths(spec.ipc_dir), turns)
     heartbeat.start()
@@ -63,8 +62,6 @@ def run(spec: SchedulerSpec) -> None:
 def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
     from disagg.compose import make_role  # torch comes in here, after the flags have been read
     from engine.build import build_engine
-    from engine.executor.profiler import TorchProfiler
-    from engine.machine import machine_facts
 
     started_s = time.monotonic()
     model = load_model_config(spec.engine.model_path)
@@ -83,15 +80,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         log.info(
             "--enable-hierarchical-cache has no effect in the decode role: peers write its pages outside stream order"
         )
-    adapters = AdapterControl(
-        store=parts.device.adapters,
-        max_loaded=parts.config.max_loaded_loras,
-        forget_prefixes_of=parts.scheduler.memory.cache.forget,
-        reply=ports.to_frontend,
-        wakeup=ports.call_attention,
-    )
-    for name, path in named_paths(parts.config).items():
-        adapters.load_now(name, path)
+    adapters = _load_adapters(parts, ports)
     publisher = _publisher(spec)
     role = make_role(spec, parts, wakeup=ports.call_attention)
     grammars = make_grammar_queue(spec.engine, model, tokenizer, wakeup=ports.call_attention)
@@ -100,49 +89,16 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         executor=parts.device.executor,
         role=role,
         ports=ports,
-        services=LoopServices(
-            weights=parts.weights,
-            profiler=TorchProfiler(parts.device.executor, name=role_name(spec.disagg)),
-            grammars=grammars,
-            adapters=adapters,
-            disk=parts.disk,
-            events=EventPump(parts.events, publisher),
-        ),
+        services=_services(spec, parts, adapters=adapters, grammars=grammars, publisher=publisher),
         turns=turns,
-        settings=LoopSettings(
-            depth=parts.depth,
-            eos_ids=frozenset(model.eos_token_ids),
-            prefill_only=spec.disagg.disaggregation_mode == "prefill",
-            stream_interval=parts.config.stream_interval,
-            recv_interval=parts.config.scheduler_recv_interval,
-            log_interval=parts.config.decode_log_interval,
-        ),
+        settings=_loop_settings(spec, parts),
         clock=time.monotonic,
     )
     watchdog = Watchdog(turns)
     _end_on_signals(loop, ports.call_attention)
-    allocator = parts.scheduler.memory.allocator
     spare_what_lives()
     turns.loaded()
-    ports.to_frontend(
-        SchedulerReady(
-            {
-                "max_total_num_tokens": allocator.num_pages * allocator.page_size,
-                "num_pages": allocator.num_pages,
-                "page_bytes": parts.pool.page_bytes,
-                "page_size": allocator.page_size,
-                "device": parts.config.device,
-                "dtype": parts.config.dtype,
-                "stream": parts.config.stream,
-                "overlap_depth": parts.depth,
-                "context_length": parts.config.context_length,
-                "chunked_prefill_size": parts.config.chunked_prefill_size,
-                "load_time_s": round(time.monotonic() - started_s, 3),
-                "kv_events_config": None if publisher is None else publisher.describe(),
-                **machine_facts(parts.config),
-            }
-        )
-    )
+    ports.to_frontend(SchedulerReady(_facts(parts, publisher, load_time_s=time.monotonic() - started_s)))
     watchdog.start()
     try:
         loop.run()
@@ -155,6 +111,73 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         role.close()
         parts.device.executor.close()
         ports.close()
+
+
+def _load_adapters(parts: "EngineParts", ports: ZmqPorts) -> AdapterControl:
+    """Load the adapters that flags name. Raises ConfigError."""
+    adapters = AdapterControl(
+        store=parts.device.adapters,
+        max_loaded=parts.config.max_loaded_loras,
+        forget_prefixes_of=parts.scheduler.memory.cache.forget,
+        reply=ports.to_frontend,
+        wakeup=ports.call_attention,
+    )
+    for name, path in named_paths(parts.config).items():
+        adapters.load_now(name, path)
+    return adapters
+
+
+def _services(
+    spec: SchedulerSpec,
+    parts: "EngineParts",
+    *,
+    adapters: AdapterControl,
+    grammars: GrammarQueue,
+    publisher: ZmqPublisher | None,
+) -> LoopServices:
+    from engine.executor.profiler import TorchProfiler
+
+    return LoopServices(
+        weights=parts.weights,
+        profiler=TorchProfiler(parts.device.executor, name=role_name(spec.disagg)),
+        grammars=grammars,
+        adapters=adapters,
+        disk=parts.disk,
+        events=EventPump(parts.events, publisher),
+    )
+
+
+def _loop_settings(spec: SchedulerSpec, parts: "EngineParts") -> LoopSettings:
+    return LoopSettings(
+        depth=parts.depth,
+        eos_ids=frozenset(parts.model.eos_token_ids),
+        prefill_only=spec.disagg.disaggregation_mode == "prefill",
+        stream_interval=parts.config.stream_interval,
+        recv_interval=parts.config.scheduler_recv_interval,
+        log_interval=parts.config.decode_log_interval,
+    )
+
+
+def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s: float) -> dict[str, Any]:
+    """What /server_info shows of the engine."""
+    from engine.machine import machine_facts
+
+    allocator, config = parts.scheduler.memory.allocator, parts.config
+    return {
+        "max_total_num_tokens": allocator.num_pages * allocator.page_size,
+        "num_pages": allocator.num_pages,
+        "page_bytes": parts.pool.page_bytes,
+        "page_size": allocator.page_size,
+        "device": config.device,
+        "dtype": config.dtype,
+        "stream": config.stream,
+        "overlap_depth": parts.depth,
+        "context_length": config.context_length,
+        "chunked_prefill_size": config.chunked_prefill_size,
+        "load_time_s": round(load_time_s, 3),
+        "kv_events_config": None if publisher is None else publisher.describe(),
+        **machine_facts(config),
+    }
 
 
 def _publisher(spec: SchedulerSpec) -> ZmqPublisher | None:
@@ -213,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         run(spec)
     except (ConfigError, BackendUnavailable, EngineError) as error:
         print(f"tandem serve: error: {error}", file=sys.stderr, flush=True)
-        return TOLD
+        return OPERATING_ERROR
     return 0
 
 

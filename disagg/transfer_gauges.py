@@ -6,11 +6,10 @@ KEPT = 64  # transfers that the gauges look back on
 
 
 class TransferGauges:
-    """Measured from the last chunk's hand-over until every byte and the metadata row have landed: what a request waits
+    """Times from the last chunk's hand-over until every byte and the metadata row have landed: what a request waits for.
 
-    for. (Earlier chunks travel while the next one computes.) The loop polls, so this is its resolution: speeds are lower
-    bounds for small prompts. Layer by layer most of the last chunk has left before: then the speed is what it looks like to
-    the request, and may be more than the wire's.
+    Earlier chunks travel while the next one computes. The loop polls, so speeds are lower bounds for small prompts. Layer by
+    layer most of the last chunk has left before: the speed is what the request sees, and may be more than the wire's.
     """
 
     def __init__(self) -> None:
@@ -18,13 +17,13 @@ class TransferGauges:
         self._bootstraps: deque[float] = deque(maxlen=KEPT)
 
     def bootstrapped(self, taken_s: float) -> None:
-        """Decode told its pages so long after the request had come."""
+        """Decode's pages were known `taken_s` after the request had come."""
         self._bootstraps.append(taken_s)
 
     def landed(self, *, size_bytes: int, taken_s: float) -> None:
         self._recent.append((size_bytes, max(taken_s, 1e-9)))
 
-    def gauges(self) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         waits = self._bootstraps
         bootstrap = {"kv_transfer_bootstrap_ms": sum(waits) / len(waits) * 1e3} if waits else {}
         if not self._recent:

@@ -11,6 +11,7 @@ from typing import Any
 from disagg.config import DisaggConfig
 from disagg.decode_role import DecodeRole
 from disagg.metadata import MetadataBuffers
+from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from engine.config import EngineConfig
@@ -128,9 +129,8 @@ class PlanWorker:
         return PrefillRole(
             scheduler=self.scheduler,
             manager=senders,
-            metadata=self._metadata,
+            pages=PageSender(self._metadata, page_size=self.spec.engine.page_size, page_bytes=self.spec.page_bytes),
             directory=senders,
-            page_bytes=self.spec.page_bytes,
             bounds=bounds,
         )
 

@@ -42,7 +42,7 @@ def with_checksums(cluster: Cluster) -> Cluster:
                 target.kv[d, offset] = source.kv.get((s, offset), EMPTY)
 
     cluster.wire.copy_pages = copy_whole  # type: ignore[method-assign]
-    cluster.prefill.role._checksum = Checksums(source)  # type: ignore[union-attr]
+    cluster.prefill.role._pages._checksum = Checksums(source)  # type: ignore[union-attr]
     cluster.decode.role._checksum = Checksums(target)  # type: ignore[union-attr]
     cluster.decode.role._resumption._checksum = Checksums(target)  # type: ignore[union-attr]
     return cluster

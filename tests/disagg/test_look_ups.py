@@ -8,8 +8,7 @@ import pytest
 
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
-from disagg.outages import GAP_S, MAX_SERVERS, Outages
-from disagg.registration import RouteFinder
+from disagg.registration import GAP_S, MAX_SERVERS, Outages, RouteFinder
 from tests.disagg.two_roles import Cluster
 from transfer_backends.contract import LookupFailed
 from transfer_backends.kvpoll import KVPoll

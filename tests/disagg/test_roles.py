@@ -74,8 +74,8 @@ def test_pages_are_handed_over_when_their_step_is_launched(depth: int) -> None:
     sent: list[tuple[int, int, Gate | None, bool]] = []
     for room, length in ((1, 12), (2, 30)):
         cluster.submit(f"r{room}", list(range(length)), room, new=3)
-        entry = cluster.prefill.role._entries[f"r{room}"]  # type: ignore[union-attr]
-        entry.sender = Recorded(entry.sender, sent)
+        handover = cluster.prefill.role._handovers[f"r{room}"]  # type: ignore[union-attr]
+        handover.sender = Recorded(handover.sender, sent)
         cluster.run(random.Random(depth))
         assert cluster.decode.scheduler.flush_cache()  # decode has nothing of it; prefill has
     first, second = sent[:3], sent[3:]
@@ -93,8 +93,8 @@ def test_few_pages_leave_with_the_last_chunk() -> None:
     cluster = Cluster(pages=(60, 60), page_size=4, chunk=8, depth=1, least_bytes=3)
     sent: list[tuple[int, int, Gate | None, bool]] = []
     cluster.submit("r", list(range(30)), 1, new=3)
-    entry = cluster.prefill.role._entries["r"]  # type: ignore[union-attr]
-    entry.sender = Recorded(entry.sender, sent)
+    handover = cluster.prefill.role._handovers["r"]  # type: ignore[union-attr]
+    handover.sender = Recorded(handover.sender, sent)
     cluster.run(random.Random(1))
     assert [(start, num, last) for start, num, _, last in sent] == [(0, 4, False), (4, 4, True)]
     assert cluster.decode.tokens == {"r": expected_tokens(list(range(30)), 3)}

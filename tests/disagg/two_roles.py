@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from disagg.decode_role import DecodeRole
 from disagg.metadata import MetadataBuffers
+from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from engine.core.outputs import StepEffects
@@ -85,12 +86,9 @@ class Cluster:
         self.prefill.role = PrefillRole(
             scheduler=self.prefill.scheduler,
             manager=self.wire,
-            metadata=rows_p,
+            pages=PageSender(rows_p, page_size=page_size, page_bytes=1, layerwise=layerwise, least_bytes=least_bytes),
             directory=self.wire,
-            page_bytes=1,
             bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
-            layerwise=layerwise,
-            least_bytes=least_bytes,
         )
         self.decode.role = DecodeRole(
             scheduler=self.decode.scheduler,

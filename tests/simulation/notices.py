@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from disagg.prefill_role import Stage
+from disagg.handover import HandoverStage
 from tests.simulation.network import RESET_S
 from tests.simulation.options import Options
 from tests.simulation.worker import CONTROL_TURN_S, Worker
@@ -138,7 +138,7 @@ def _seeks_another(hearer: Worker, key: RoomKey) -> bool:
 
 
 def _role_holds(hearer: Worker, key: RoomKey) -> bool:
-    entries: list[Any] = list(hearer.role._entries.values())
+    entries: list[Any] = list(hearer.role._handovers.values())
     if isinstance(hearer.manager, PrefillManager):
-        return any(e.sender._key == key and e.stage is not Stage.ENDING for e in entries)
+        return any(e.sender._key == key and e.stage is not HandoverStage.ENDING for e in entries)
     return any(e.receiver._receiver._key == key and e.receiver.poll() is KVPoll.Failed for e in entries)

@@ -8,7 +8,7 @@ def leftovers(worker: Worker) -> list[str]:
     counts = worker.scheduler.memory.allocator.counts()
     open_things = {
         "requests": len(worker.scheduler.stages.live),
-        "role entries": len(worker.role._entries),
+        "role entries": len(worker.role._handovers),
         "held pages": counts["held"],
         "quarantined pages": counts["quarantined"],
         "locked cached pages": worker.scheduler.memory.cache.num_pages - worker.scheduler.memory.cache.num_evictable,

@@ -14,6 +14,7 @@ from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.registry import Registry
 from disagg.decode_role import DecodeRole
 from disagg.metadata import Checksum, MetadataBuffers
+from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
@@ -187,12 +188,15 @@ class Worker:
         return PrefillRole(
             scheduler=self.scheduler,
             manager=self.manager,
-            metadata=self.metadata,
+            pages=PageSender(
+                self.metadata,
+                page_size=self.kv_args.page_size,
+                page_bytes=self.kv_args.kv.item_bytes,
+                checksum=self._checksum(),
+                layerwise=self.executor.layers > 1,
+            ),
             directory=registrar,
-            page_bytes=self.kv_args.kv.item_bytes,
             bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
-            checksum=self._checksum(),
-            layerwise=self.executor.layers > 1,
         )
 
     def _decode_role(self) -> DecodeRole:

@@ -6,8 +6,10 @@ import msgspec
 import numpy as np
 
 from bootstrap_server.client import Registrar
-from disagg.decode_role import DecodeRole, Stage
+from disagg.decode_role import DecodeRole
+from disagg.handover import HandoverStage
 from disagg.metadata import verify
+from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from engine.core.memory import Memory
 from engine.core.page_allocator import PageAllocator
@@ -215,9 +217,9 @@ CLUSTER.skip(
 )
 def _(original, role, now_s):
     outputs = original(role, now_s)
-    for entry in list(role._entries.values()):
-        if entry.stage is Stage.TRANSFER and entry.receiver.poll() is KVPoll.Transferring:
-            outputs += role._start(entry, now_s)
+    for handover in list(role._handovers.values()):
+        if handover.stage is HandoverStage.TRANSFER and handover.receiver.poll() is KVPoll.Transferring:
+            outputs += role._start(handover, now_s)
     return outputs
 
 
@@ -226,21 +228,21 @@ def _(original, role, now_s):
     PrefillRole._forget_when_released,
     "The metadata rows of some rooms are not freed.",
 )
-def _(original, role, entry):
-    if entry.sender.released() and entry.room % 4 == 0:
-        entry.row = None
-    original(role, entry)
+def _(original, role, handover):
+    if handover.sender.released() and handover.room % 4 == 0:
+        handover.metadata_row = None
+    original(role, handover)
 
 
 @CLUSTER.bug(
     "hand pages over before they are computed",
-    PrefillRole._send_whole_pages,
+    PageSender.send_whole_pages,
     "Pages of a step that is in flight are sent.",
 )
-def _(original, role, entry):
-    request, computed = entry.request, entry.request.computed_len
+def _(original, pages, handover):
+    request, computed = handover.request, handover.request.computed_len
     request.computed_len = max(computed, min(request.launched_len, len(request.input_ids) - 1))
-    original(role, entry)
+    original(pages, handover)
     request.computed_len = computed
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from disagg.decode_role import DecodeRole
+from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from engine.core import finish, hidden
 from engine.core.backups import Backups
@@ -346,10 +347,10 @@ def _(original, role, entry, reason):
 
 @CORE.bug(
     "the last chunk goes without the pages before it",
-    PrefillRole._send_whole_pages,
+    PageSender.send_whole_pages,
     "A page between two chunks is not sent.",
 )
-def _(original, role, entry):
-    before = entry.sent_pages
-    original(role, entry)
-    entry.sent_pages += entry.sent_pages > before
+def _(original, pages, handover):
+    before = handover.sent_pages
+    original(pages, handover)
+    handover.sent_pages += handover.sent_pages > before
