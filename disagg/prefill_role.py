@@ -218,7 +218,7 @@ class PrefillRole:
         }
 
     def counters(self) -> dict[str, float]:
-        return {**self._manager.counters, **(self._counters + self._pages.counters)}
+        return {**self._manager.counters, **self._counters, **self._pages.counters}
 
     def gauges(self) -> dict[str, float]:
         return self._pages.gauges.values()

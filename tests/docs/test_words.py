@@ -21,7 +21,6 @@ PENDING = """
     Contest
     Door
     Doorkeeper
-    Entry
     Exchange
     Gate
     Journey
@@ -39,14 +38,12 @@ PENDING = """
     Progress
     Question
     Race
-    Receivers
     Record
     Refused
     Registration
     Ring
     Route
     Siblings
-    Stage
     Stand
 """
 EVERYWHERE, CLASSES = "In pages and class names:", "As class names:"

@@ -27,5 +27,5 @@ def test_only_the_missing_suffix_is_sent(layers: str) -> None:
             counters, pool = pair.workers[0].role.counters(), pair.workers[0].parts.pool
             sent[cached] = [round(counters[f"kv_{what}_bytes"] / pool.page_bytes) for what in ("sent", "skipped")]
     pages = [-(-len(prompt) // pool.page_size) for prompt in (first, second)]
-    kept = (len(first) + NEW - 1) // pool.page_size  # the last token drawn has no KV
+    kept = (len(first) + NEW - 1) // pool.page_size  # the last sampled token has no KV
     assert sent == {False: [sum(pages), 0], True: [sum(pages) - kept, kept]}
