@@ -109,7 +109,7 @@ async def _build(stack: AsyncExitStack, *, stream: bool) -> Client:
     serving = await build_serving(base, stack)
     for worker in base.table.workers():
         base.table.on_check(worker, Check.OK, now_s=0.0)
-    upstream: Any = serving.legs._upstream
+    upstream: Any = serving.upstream
     events = STREAM_HEAD + chunk(EVENT) * EVENTS + chunk(DONE) + b"0\r\n\r\n"
     join_worker(upstream, prefill, answer=whole(ANSWER))
     join_worker(upstream, decode, answer=events if stream else whole(ANSWER))
@@ -139,27 +139,26 @@ PARTS = (  # the first that is in a file's path has its time
         ("aiohttp", "multidict", "service/http/s", "service/http/g", "service/http/r", "http/access", "http/l"),
     ),
     (
-        "the workers' side: our client, legs, race",
-        ("client/upstream", "requests/legs", "requests/race", "pool/lifelines"),
+        "the workers' side: our client, calls, attempts",
+        ("client/upstream", "attempts/upstream_call", "attempts/pair_attempt"),
     ),
     (
         "the dispatcher, answers",
         (
             "requests/dispatch",
             "requests/relay",
-            "requests/sse",
             "http/errors",
             "requests/live",
-            "requests/attempts",
+            "attempts/request",
         ),
     ),
-    ("bodies", ("router/body", "json_depth", "requests/rooms", "requests/entropy")),
+    ("bodies", ("router/body", "json_depth", "attempts/rooms")),
     ("keys", ("service/security/", "client/credentials")),
     ("admission, forecast", ("admission/",)),
     ("choice, load, breakers", ("choice/", "pool/")),
     (
-        "what is remembered: metrics, journey, dashboard, trace",
-        ("metrics", "prometheus", "requests/journey", "history/", "service/telemetry/"),
+        "what is remembered: metrics, dashboard, trace",
+        ("metrics", "prometheus", "history/", "service/telemetry/"),
     ),
 )
 

@@ -21,14 +21,14 @@ from benchmarks.trace_workers import DecodeModel, PrefillModel, TraceRequest, re
 from deploy.bench.environment import describe
 from router.choice.cache_aware import CacheAware, CacheAwareSettings, cached_of, queue_ends, unbalanced
 from router.choice.policies import (
-    Ask,
-    Choice,
     ConsistentHashing,
     LeastLoad,
+    Placement,
     Policy,
     PowerOfTwo,
     Random,
     RoundRobin,
+    RoutingHints,
     Stateless,
 )
 from router.choice.prefix_index import PrefixIndex
@@ -49,7 +49,7 @@ class LongestPrefix(Stateless):
         self._index = index
         self._settings = CacheAwareSettings()
 
-    def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
+    def choose(self, candidates: Sequence[Worker], ask: RoutingHints) -> Placement:
         matched = self._index.holders(ask.keys)
         best = max(candidates, key=lambda w: matched.depth(w.worker_id))
         if unbalanced(*queue_ends(candidates), self._settings):
@@ -57,7 +57,7 @@ class LongestPrefix(Stateless):
         elif cached_of(matched, best, ask) <= self._settings.cache_threshold * ask.prompt_tokens:
             best = min(candidates, key=lambda w: self._index.num_blocks(w.worker_id))
         self._index.touch(best.worker_id, ask.keys)
-        return Choice(best, cached_of(matched, best, ask))
+        return Placement(best, cached_of(matched, best, ask))
 
 
 def _draw() -> Callable[[int], int]:

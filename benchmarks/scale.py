@@ -23,7 +23,7 @@ from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
 from bootstrap_server.registry import Registry
 from deploy.bench.environment import describe
-from router.admission.forecast import Slo
+from router.attempts.request import Slo
 from router.config import POLICIES
 from service.process.open_files import allow_many_files
 

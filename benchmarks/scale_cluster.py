@@ -15,20 +15,19 @@ from typing import Any
 
 from benchmarks.trace_workers import REPORT_S, TraceRequest, keys_of
 from router.admission.admission import Admission
-from router.admission.forecast import Slo, Trip
-from router.admission.line import Ticket
-from router.choice.chooser import cost_tokens, make_chooser
-from router.choice.policies import Ask
+from router.admission.forecast import SentPrompt
+from router.admission.queue import AdmissionQueue, QueueLimits, Ticket
+from router.attempts.request import RoutedRequest, Slo
+from router.attempts.rooms import Entropy, RoomMinter
+from router.choice.chooser import make_chooser
+from router.choice.policies import RoutingHints, cost_tokens
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import RouterConfig
 from router.pool.models import serves
 from router.pool.states import Check
 from router.pool.worker import Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.entropy import Entropy
-from router.requests.exchange import Exchange
 from router.requests.picking import Picker
-from router.requests.rooms import RoomMinter
 
 TOKENS_PER_S = 8000.0  # of a prefill worker
 ITL_S = 0.03
@@ -84,10 +83,10 @@ class Stopwatch:
 class _Running:
     """A request that was sent to its workers."""
 
-    exchange: Exchange
+    request: RoutedRequest
     ticket: Ticket
     leases: list[Lease]
-    trip: Trip
+    prompt: SentPrompt
     rooms: tuple[int, ...]
 
 
@@ -107,7 +106,7 @@ class Cluster:
         self._table_of = ScannedTable if scanned else WorkerTable
         self.policy = policy
         self.workers = workers
-        self.slo = slo or Slo()
+        self.slo = slo
         self.watch = Stopwatch()
         self.now_s = 0.0
         self.served = self.computed = self.cached_tokens = 0
@@ -124,10 +123,11 @@ class Cluster:
         chooser = make_chooser(config, draw=lambda n: entropy.bits(32) % n)
         self.table = self._table_of(on_gone=chooser.forget)
         self.admission = Admission(config, chooser=chooser)
+        self.queue = AdmissionQueue(QueueLimits(running=config.max_concurrent_requests))
         self.rooms = RoomMinter(entropy.bits)
         self.picker = Picker(
             table=self.table,
-            chooser=chooser,
+            policies=chooser.policies,
             admission=self.admission,
             wait_s=0.0,
             silence_s=0.0,
@@ -156,10 +156,12 @@ class Cluster:
     def _serve(self, request: TraceRequest) -> None:
         keys = [key for block in request.blocks for key in cached_keys(block)][: request.input_tokens // BLOCK_TOKENS]
         session = str(request.blocks[:2][-1]) if request.blocks else ""
-        ask = Ask(prompt_tokens=request.input_tokens, output_tokens=request.output_tokens, keys=keys, session=session)
-        exchange = _exchange(ask, self.slo)
+        hints = RoutingHints(
+            prompt_tokens=request.input_tokens, output_tokens=request.output_tokens, keys=keys, session=session
+        )
+        routed = _request(hints, self.slo)
         begun_ns = time.thread_time_ns()
-        running = self._begin(exchange)
+        running = self._begin(routed)
         self.watch.add("begin", begun_ns)
         prefill, decode = running.leases
         self.cached_tokens += request.input_tokens - prefill.tokens
@@ -171,22 +173,22 @@ class Cluster:
         self._at(done_s, lambda: self._begun(running))
         self._at(done_s + request.output_tokens * ITL_S, lambda: self._end(running))
 
-    def _begin(self, exchange: Exchange) -> _Running:
+    def _begin(self, request: RoutedRequest) -> _Running:
         """What the dispatcher does with a request before it is sent."""
-        ticket, _ = self.admission.door.line.arrive("", priority=0, now_s=self.now_s)
-        chosen = self.picker.pick(exchange)
+        ticket, _ = self.queue.arrive("", priority=0, now_s=self.now_s)
+        chosen = self.picker.pick(request)
         assert chosen is not None
-        tokens = [cost_tokens(choice, exchange.ask) for choice in chosen]
-        trip = self.admission.forecast.depart(chosen[0].worker, tokens[0], now_s=self.now_s)
+        tokens = [cost_tokens(choice, request.hints) for choice in chosen]
         leases = [self.table.charge(choice.worker, cost) for choice, cost in zip(chosen, tokens, strict=True)]
-        return _Running(exchange, ticket, leases, trip, self.rooms.mint(1))
+        prompt = self.admission.forecast.expect(chosen[0].worker, tokens[0], now_s=self.now_s)
+        return _Running(request, ticket, leases, prompt, self.rooms.mint(1))
 
     def _begun(self, running: _Running) -> None:
         lease = running.leases[0]
         self._held[lease.worker.worker_id] -= lease.tokens
         self.computed += lease.tokens
         begun_ns = time.thread_time_ns()
-        self.admission.forecast.begun(running.trip, now_s=self.now_s)
+        self.admission.forecast.learn_ttft(running.prompt, now_s=self.now_s)
         self.table.release(lease)
         self.watch.add("first token", begun_ns)
 
@@ -197,7 +199,7 @@ class Cluster:
         begun_ns = time.thread_time_ns()
         self.table.release(lease)
         self.rooms.release(running.rooms)
-        self.admission.door.line.leave(running.ticket)
+        self.queue.leave(running.ticket)
         self.watch.add("end", begun_ns)
 
     def _hear_of(self, worker: Worker) -> Callable[[], None]:
@@ -230,20 +232,9 @@ class Cluster:
         self.now_s = now_s
 
 
-def _exchange(ask: Ask, slo: Slo) -> Exchange:
+def _request(hints: RoutingHints, slo: Slo | None) -> RoutedRequest:
     """Only what the picker reads of it is there."""
     absent: Any = None
-    return Exchange(
-        request=absent,
-        request_id="",
-        parsed=absent,
-        ask=ask,
-        body=b"",
-        call=absent,
-        live=absent,
-        started_s=0.0,
-        roles=ROLES,
-        model="",
-        slo=slo,
-        journey=absent,
+    return RoutedRequest(
+        http=absent, task=absent, request_id="", path="", started_s=0.0, hints=hints, slo=slo, roles=ROLES
     )

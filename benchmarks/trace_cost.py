@@ -1,21 +1,20 @@
 """What keeping the times of requests costs, in microseconds of CPU a request: `python -m benchmarks.trace_cost`.
 
-Router: a journey of two legs, from its beginning to the ring. Worker: a sample from its beginning to the ring. Scheduler: the
+Router: a trace of two calls, from its beginning to the ring. Worker: a sample from its beginning to the ring. Scheduler: the
 stages of a prompt of four chunks. No sockets, no engine: the difference that the code makes.
 """
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from engine.core.times import Times, stages
 from engine.frontend.client.tracing import Traces
 from engine.messages import Bootstrap, FinishReason, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
-from router.pool.worker import Role
-from router.requests.journey import Journeys
-from router.requests.legs import Leg
+from router.attempts.events import Events
+from router.history.recorder import Recorder
+from router.history.trace import RequestTraces
 from service.telemetry.context import TraceContext
 from service.telemetry.tracer import Tracer
 
@@ -34,19 +33,19 @@ def measure(act: Callable[[], object]) -> float:
 
 
 def router_part() -> Callable[[], object]:
-    journeys = Journeys(Tracer(ring_size=512))
-    reply = SimpleNamespace(heard_s=1.0, error=None, status=200)
-    legs = [
-        cast(Leg, SimpleNamespace(worker=SimpleNamespace(role=role, url="http://w"), reply=reply, ended=True))
-        for role in (Role.PREFILL, Role.DECODE)
-    ]
+    from tests.router.attempts import Launched, make_request
+
+    traces = RequestTraces(Tracer(ring_size=512), Recorder(time.monotonic))
+    launched = Launched(events=Events())
+    request = make_request()
+    attempt, prefill, decode = launched.pair(request)
+    prefill.answer(200)
+    decode.answer(200)
 
     def act() -> None:
-        journey = journeys.begin("id", "/v1/chat/completions", "", now_s=1.0)
-        journey.asked(1, b'"m"')
-        journey.sent(*legs, rooms=(7,))
-        journey.first_byte()
-        journey.end(200)
+        traces.on_routed(request)
+        traces.on_sent(request, attempt, 1.0)
+        traces.on_ended(request, 200, 2.0)
 
     return act
 

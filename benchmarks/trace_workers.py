@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.choice.chooser import cost_tokens
-from router.choice.policies import Ask, Choice, Policy
+from router.choice.policies import Placement, Policy, RoutingHints, cost_tokens
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.pool.states import Check
@@ -39,9 +38,9 @@ class TraceRequest:
     output_tokens: int
     blocks: tuple[int, ...]
 
-    def ask(self) -> Ask:
+    def ask(self) -> RoutingHints:
         """As a router would see it. A conversation is told by its first block that is not the common system prompt."""
-        return Ask(
+        return RoutingHints(
             prompt_tokens=self.input_tokens,
             output_tokens=self.output_tokens,
             keys=[key for block in self.blocks for key in keys_of(block)][: self.input_tokens // BLOCK_TOKENS],
@@ -223,7 +222,7 @@ def replay_decode(trace: list[TraceRequest], done_s: list[float], policy: Policy
     for when_s, request in sorted(zip(done_s, trace, strict=True), key=lambda pair: (pair[0], pair[1].at_s)):
         clock.run_until(when_s)
         ask = request.ask()
-        choice: Choice = policy.choose(workers, ask)
+        choice: Placement = policy.choose(workers, ask)
         at, tokens = choice.worker.worker_id, request.input_tokens + request.output_tokens
         lease = table.charge(choice.worker, cost_tokens(choice, ask))
         held[at] += tokens

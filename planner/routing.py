@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from planner.workload import PlannedRequest
-from router.choice.chooser import Chooser, cost_tokens, make_chooser
-from router.choice.policies import Ask
+from router.choice.chooser import Chooser, make_chooser
+from router.choice.policies import RoutingHints, cost_tokens
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import RouterConfig
 from router.pool.states import Check
@@ -38,9 +38,11 @@ class Routing(Generic[T]):
     def choose(self, role: str, pool: Sequence[T], request: PlannedRequest) -> tuple[T, Lease]:
         """Return a worker of `pool` and the lease to `release` at the end of the request."""
         by_worker = {self._worker(role, one).worker_id: one for one in pool}
-        ask = Ask(prompt_tokens=request.input_len, output_tokens=request.output_len, keys=self._keys(request))
-        choice = self._chooser.choose([self._workers[one] for one in pool], ask)
-        return by_worker[choice.worker.worker_id], self._table.charge(choice.worker, cost_tokens(choice, ask))
+        hints = RoutingHints(
+            prompt_tokens=request.input_len, output_tokens=request.output_len, keys=self._keys(request)
+        )
+        choice = self._chooser.choose([self._workers[one] for one in pool], hints)
+        return by_worker[choice.worker.worker_id], self._table.charge(choice.worker, cost_tokens(choice, hints))
 
     def release(self, lease: Lease) -> None:
         self._table.release(lease)

@@ -18,6 +18,9 @@ from aiohttp import web
 
 from router.admission.admission import Admission
 from router.admission.rate_limit import make_limiter
+from router.attempts.events import Events, Observer
+from router.attempts.rooms import Entropy, RoomMinter
+from router.attempts.upstream_call import CallFailed, CircuitReporter
 from router.body import Api
 from router.choice.chooser import Chooser, make_chooser
 from router.choice.kv_feed import KVEventFeed
@@ -30,23 +33,20 @@ from router.fleet.processes import Place
 from router.fleet.shared_load import SharedLoad
 from router.fleet.siblings import Siblings
 from router.history.recorder import Recorder
+from router.history.trace import RequestTraces
 from router.http.access import counted, limit_rate, need_of
 from router.http.control import Control
 from router.metrics import RouterMetrics
 from router.pool.breaker import BreakerSettings
 from router.pool.discovery import Discovery, open_discovery
 from router.pool.health import HealthMonitor
-from router.pool.lifelines import Lifelines
 from router.pool.peer_load import PeerLoad
 from router.pool.states import Thresholds
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.dispatch import Dispatcher, Parts
-from router.requests.entropy import Entropy
-from router.requests.journey import Journeys
-from router.requests.legs import Legs
+from router.requests.build import make_dispatcher, roles_of
+from router.requests.dispatch import Dispatcher
 from router.requests.live import LiveRequests
-from router.requests.rooms import RoomMinter
 from router.roles.auto import AutoRoles
 from router.roles.switch import Switch
 from service.flags import ConfigError
@@ -89,7 +89,7 @@ class Serving:
     """What asks workers."""
 
     session: aiohttp.ClientSession
-    legs: Legs
+    upstream: HttpUpstream
     monitor: HealthMonitor
     discovery: Discovery | None
     switch: Switch
@@ -117,7 +117,7 @@ def build_base(config: RouterConfig, place: Place | None, stack: AsyncExitStack)
 
     table.on_gone = on_gone
     metrics = RouterMetrics(table, feed)
-    metrics.show_admission(admission.forecast, admission.door.line)
+    metrics.show_admission(admission)
     return Base(
         config=config,
         place=place,
@@ -149,13 +149,11 @@ async def build_serving(base: Base, stack: AsyncExitStack) -> Serving:
     session = await stack.enter_async_context(open_session(**client))
     upstream = HttpUpstream(**client)
     stack.push_async_callback(upstream.close)
-    legs = Legs(upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
     monitor = HealthMonitor(
         config=config,
         table=base.table,
         session=session,
         credentials=base.credentials,
-        lifelines=legs.lifelines,
         on_report=lambda worker, report: base.recorder.on_report(worker.role, worker.report, report),
         on_info=base.feed.on_info,
     )
@@ -176,11 +174,11 @@ async def build_serving(base: Base, stack: AsyncExitStack) -> Serving:
         leads=base.place is None or base.place.row == 0,
     )
     stack.push_async_callback(auto_roles.close)
-    dispatcher = Dispatcher(_dispatch_parts(base, legs, monitor))
+    dispatcher = _dispatcher(base, upstream, monitor)
     stack.callback(dispatcher.close)
     return Serving(
         session=session,
-        legs=legs,
+        upstream=upstream,
         monitor=monitor,
         discovery=discovery,
         switch=switch,
@@ -189,20 +187,43 @@ async def build_serving(base: Base, stack: AsyncExitStack) -> Serving:
     )
 
 
-def _dispatch_parts(base: Base, legs: Legs, monitor: HealthMonitor) -> Parts:
-    return Parts(
-        config=base.config,
+class UnreachableWorkers(Observer):
+    """Has the health monitor look at a worker that a call could not reach."""
+
+    def __init__(self, monitor: HealthMonitor) -> None:
+        self._monitor = monitor
+
+    def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
+        if failure.reason in ("refused", "lost") or failure.draining:
+            log.warning("%s", failure)
+            self._monitor.on_unreachable(failure)
+
+
+def _dispatcher(base: Base, upstream: HttpUpstream, monitor: HealthMonitor) -> Dispatcher:
+    """The dispatcher, its observers, and the parts that some flag asks for."""
+    events = Events.of(
+        (
+            RequestTraces(base.tracer, base.recorder, log_requests=base.config.log_requests),
+            base.recorder,
+            base.metrics,
+            base.admission.forecast,
+            CircuitReporter(),
+            UnreachableWorkers(monitor),
+        )
+    )
+    return make_dispatcher(
+        base.config,
         table=base.table,
         rooms=base.rooms,
         chooser=base.chooser,
-        legs=legs,
+        admission=base.admission,
+        upstream=upstream,
+        events=events,
         metrics=base.metrics,
         credentials=base.credentials,
         secret=base.secret,
         live=base.live,
-        admission=base.admission,
-        on_unreachable=monitor.on_unreachable,
-        journeys=Journeys(base.tracer, base.recorder, log_requests=base.config.log_requests),
+        clock=time.monotonic,
     )
 
 
@@ -216,7 +237,7 @@ def build_routes(base: Base, serving: Serving) -> Routes:
         metrics=base.metrics,
         gate=base.gate,
         credentials=base.credentials,
-        roles=serving.dispatcher.roles,
+        roles=roles_of(base.config),
         live=base.live,
         siblings=base.siblings,
         tracer=base.tracer,
@@ -228,7 +249,7 @@ def build_routes(base: Base, serving: Serving) -> Routes:
         table=base.table,
         recorder=base.recorder,
         live=base.live,
-        num_running=lambda: base.admission.door.line.num_everywhere,
+        num_running=lambda: base.admission.num_running,
         siblings=base.siblings,
         auto_roles=serving.auto_roles.told if base.config.auto_roles else None,
     )
@@ -254,7 +275,7 @@ def build_guard(base: Base, routes: Routes) -> Handler:
         need_of=need_of,
         browser=_browser_rule(config, base.gate),
         admit=limit_rate(limiter, base.metrics),
-        is_trusted=base.siblings.is_one,
+        is_trusted=None if base.place is None else base.siblings.is_one,
         on_refused=base.metrics.on_refused,
         new_id=base.entropy.name,
     )

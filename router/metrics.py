@@ -12,11 +12,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.admission.fit import LineFit
-from router.admission.forecast import Forecast
-from router.admission.line import Line
+from router.admission.admission import Admission
+from router.admission.forecast import LineFit
+from router.attempts.events import Observer
+from router.attempts.pair_attempt import PairAttempt
+from router.attempts.request import RoutedRequest
+from router.attempts.upstream_call import CallFailed
 from router.pool.breaker import State
-from router.pool.worker import Worker
+from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 
 CIRCUITS = {State.CLOSED: 0, State.OPEN: 1, State.HALF_OPEN: 2}
@@ -36,8 +39,8 @@ class Caches(Protocol):
     def num_event_gaps(self, worker: Worker) -> int | None: ...
 
 
-class RouterMetrics:
-    """What happened to requests; `exposition()` is the text of /metrics."""
+class RouterMetrics(Observer):
+    """Counts what happens to requests; `exposition()` is the text of /metrics."""
 
     def __init__(self, table: WorkerTable, caches: "Caches | None" = None) -> None:
         self._table = table
@@ -79,13 +82,24 @@ class RouterMetrics:
         registry.register(_WorkerCollector(table, caches))
         registry.register(_SglangNames(self._tally, table))
 
-    def show_admission(self, forecast: Forecast, line: Line) -> None:
-        """Export what is known there, too."""
-        self._registry.register(_AdmissionCollector(forecast, line, self._table))
+    def show_admission(self, admission: Admission) -> None:
+        """Export the queue and the forecasts, too."""
+        self._registry.register(_AdmissionCollector(admission, self._table))
 
     def on_refused(self, why: str) -> None:
-        """A request was refused before it was read."""
         self.refused.labels(why).inc()
+
+    def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
+        self.errors.labels(failure.label, failure.worker.role.value).inc()
+
+    def on_no_worker(self, request: RoutedRequest, missing: list[Role]) -> None:
+        self.errors.labels("no_worker", ",".join(missing)).inc()
+
+    def on_retry(self, request: RoutedRequest, failure: CallFailed) -> None:
+        self.retries.labels(failure.reason).inc()
+
+    def on_first_byte(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+        self._tally.ttfb_s.observe(request.path, now_s - request.started_s)
 
     def on_begin(self) -> None:
         """A request came."""
@@ -97,10 +111,6 @@ class RouterMetrics:
         tally.inflight -= 1
         tally.answered[path, status] = tally.answered.get((path, status), 0) + 1
         tally.duration_s.observe(path, seconds)
-
-    def on_first_byte(self, path: str, seconds: float) -> None:
-        """A request's answer began."""
-        self._tally.ttfb_s.observe(path, seconds)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
@@ -178,11 +188,11 @@ class _WorkerCollector(Collector):
 
 
 class _AdmissionCollector(Collector):
-    """The line at the door, and the two straight lines of each worker (admission/forecast.py)."""
+    """The admission queue, and the two fitted lines of each worker (admission/forecast.py)."""
 
-    def __init__(self, forecast: Forecast, line: Line, table: WorkerTable) -> None:
-        self._fits = forecast.fits
-        self._line = line
+    def __init__(self, admission: Admission, table: WorkerTable) -> None:
+        self._fits = admission.forecast.fits
+        self._admission = admission
         self._table = table
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -190,7 +200,7 @@ class _AdmissionCollector(Collector):
         waiting = GaugeMetricFamily(
             "tandem_router_waiting_requests", "Requests that wait for their turn (--queue-size)"
         )
-        waiting.add_metric([], self._line.num_waiting)
+        waiting.add_metric([], self._admission.num_waiting)
         yield waiting
         for name, text, value in (
             ("ttft_base_seconds", "Foretold TTFT with nothing to compute", lambda w: _known(fits(w)[0], "intercept")),

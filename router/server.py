@@ -37,7 +37,6 @@ class RunningRouter:
         self.live = base.live
         self.recorder = base.recorder
         self.admission = base.admission
-        self.lifelines = serving.legs.lifelines
         self.monitor = serving.monitor
 
 

@@ -1,21 +1,21 @@
-"""Whether a request is served at all, now: limits and priority (door.py), objectives (forecast.py). Reads requests; picks no worker."""
+"""Whether a request is served at all, now: limits and priority, objectives (forecast.py). Reads requests; picks no worker."""
 
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 
 from aiohttp import web
 
-from router.admission.door import Door, Refused
-from router.admission.forecast import Forecast, Slo, TooLate, read_slo
-from router.admission.line import Limits, Ticket
+from router.admission.forecast import Forecast, TooLate
+from router.admission.queue import QueueLimits, Ticket
 from router.admission.rate_limit import client_of
+from router.admission.refused import Refused
+from router.admission.turns import Turns
+from router.attempts.request import ITL_HEADER, TTFT_HEADER, RoutedRequest, Slo, read_slo
 from router.body import BadBody, ParsedBody, named_priority
 from router.choice.chooser import Chooser
-from router.choice.policies import Ask
 from router.config import RouterConfig
 from router.pool.peer_load import PeerLoad
 from router.pool.worker import Worker
-from service.http.errors import error_response
 from service.http.guard import CALLER
 
 PRIORITY_HEADER = "x-priority"
@@ -23,67 +23,103 @@ MAX_PRIORITY = 1 << 31
 
 
 class Admission:
-    """`forecast` learns from those that are served."""
+    """One limit for all requests; where clients are limited, requests may wait or other processes count, too: `turns`.
+
+    `forecast` learns from the requests that are served.
+    """
 
     def __init__(self, config: RouterConfig, *, chooser: Chooser, peers: PeerLoad | None = None) -> None:
         self.forecast = Forecast()
+        self.turns: Turns | None = None
         self._chooser = chooser
+        self._max_running = config.max_concurrent_requests
+        self._running = 0
         self._by_client = config.max_concurrent_requests_per_client > 0 or config.queue_size > 0
-        limits = Limits(
-            running=config.max_concurrent_requests,
-            per_client=config.max_concurrent_requests_per_client,
-            queue=config.queue_size,
-            queue_timeout_s=config.queue_timeout_s,
-        )
-        self.door = Door(limits, peers)
+        if self._by_client or peers is not None:
+            limits = QueueLimits(
+                running=config.max_concurrent_requests,
+                per_client=config.max_concurrent_requests_per_client,
+                queue=config.queue_size,
+                queue_timeout_s=config.queue_timeout_s,
+            )
+            self.turns = Turns(limits, peers)
+        self._has_slo = config.slo_ttft_s > 0 or config.slo_itl_s > 0
         self._slo = Slo(config.slo_ttft_s or math.inf, config.slo_itl_s or math.inf)
 
-    def refuse_early(self, request: web.BaseRequest) -> None:
-        """Before its body is read. `Refused`."""
-        self.door.refuse_early(self._client(request))
+    @property
+    def num_running(self) -> int:
+        """Requests that run in all processes of this router."""
+        return self._running if self.turns is None else self.turns.queue.num_everywhere
 
-    def enter(self, request: web.BaseRequest, parsed: ParsedBody) -> Awaitable[Ticket]:
-        """Waits until the request may run; it must `leave`. `Refused`; `BadBody` for a priority that is none."""
-        return self.door.enter(self._client(request), priority=_priority(request, parsed))
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn in this process."""
+        return 0 if self.turns is None else self.turns.queue.num_waiting
 
-    def leave(self, ticket: Ticket) -> None:
+    def refuse_early(self, http: web.BaseRequest) -> None:
+        """Refuse before the body is read. `Refused`."""
+        if self.turns is not None:
+            self.turns.refuse_early(self._client(http))
+        elif self._running >= self._max_running:
+            raise _full(self._max_running)
+
+    async def enter(self, request: RoutedRequest) -> Ticket | None:
+        """Wait until the request may run; `leave` must follow. `Refused`; `BadBody` for a priority that is no number."""
+        priority = _priority(request.http, request.parsed)
+        if self.turns is not None:
+            return await self.turns.enter(self._client(request.http), priority=priority)
+        if self._running >= self._max_running:
+            raise _full(self._max_running)
+        self._running += 1
+        return None
+
+    def leave(self, ticket: Ticket | None) -> None:
         """The request is over."""
-        self.door.leave(ticket)
+        if self.turns is not None and ticket is not None:
+            self.turns.leave(ticket)
+        else:
+            self._running -= 1
 
-    def slo_of(self, request: web.BaseRequest) -> Slo:
-        """What it asks for. `BadBody`."""
+    def slo_of(self, http: web.BaseRequest) -> Slo | None:
+        """The objectives of a request; None: it has none. `BadBody`."""
+        headers = http.headers
+        if TTFT_HEADER not in headers and ITL_HEADER not in headers:
+            return self._slo if self._has_slo else None
         try:
-            return read_slo(request.headers, self._slo)
+            return read_slo(headers, self._slo)
         except ValueError as err:
             raise BadBody(None, str(err)) from None
 
-    def in_time(self, pool: Sequence[Worker], ask: Ask, slo: Slo, *, now_s: float) -> Sequence[Worker]:
-        """Those of `pool` that would keep `slo`. `Refused` where none would."""
-        if not slo.is_set:
+    def in_time(self, pool: Sequence[Worker], request: RoutedRequest, *, now_s: float) -> Sequence[Worker]:
+        """Return the workers of `pool` that would keep the request's objectives. `Refused` if there are none."""
+        if request.slo is None:
             return pool
-        tokens = self._chooser.uncached_tokens(pool, ask)
+        tokens = self._chooser.uncached_tokens(pool, request.hints)
         try:
-            return self.forecast.in_time(pool, slo, tokens=tokens, now_s=now_s)
+            return self.forecast.in_time(pool, request.slo, tokens=tokens, now_s=now_s)
         except TooLate as err:
-            why, headers = f"slo_{err.what}", {"Retry-After": str(err.retry_after_s)}
-            raise Refused(error_response(429, str(err), code=why, headers=headers), why) from None
+            raise Refused(str(err), why=f"slo_{err.what}", retry_after_s=err.retry_after_s) from None
 
-    def _client(self, request: web.BaseRequest) -> str:
-        return client_name(request) if self._by_client else ""
-
-
-def client_name(request: web.BaseRequest) -> str:
-    """The client, for what is counted by client: its API key's name, else its address."""
-    return request[CALLER].name or client_of(request.remote)
+    def _client(self, http: web.BaseRequest) -> str:
+        return client_name(http) if self._by_client else ""
 
 
-def _priority(request: web.BaseRequest, parsed: ParsedBody) -> int:
-    """Of the body, else of the header; higher goes first; 0 where nobody says."""
-    said = named_priority(parsed)
-    text = request.headers.get(PRIORITY_HEADER)
-    if said is None and text is not None:
+def client_name(http: web.BaseRequest) -> str:
+    """The client, for what is counted by client: the name of its API key, else its address."""
+    return http[CALLER].name or client_of(http.remote)
+
+
+def _full(limit: int) -> Refused:
+    return Refused(f"the router serves {limit} requests (--max-concurrent-requests); try again later", why="queue_full")
+
+
+def _priority(http: web.BaseRequest, parsed: ParsedBody) -> int:
+    """Of the body, else of the header; higher goes first; 0 by default."""
+    named = named_priority(parsed)
+    text = http.headers.get(PRIORITY_HEADER)
+    if named is None and text is not None:
         try:
-            said = int(text)
+            named = int(text)
         except ValueError:
             raise BadBody(None, f"{PRIORITY_HEADER}: must be an integer, got {text[:40]!r}") from None
-    return max(-MAX_PRIORITY, min(MAX_PRIORITY, said or 0))
+    return max(-MAX_PRIORITY, min(MAX_PRIORITY, named or 0))

@@ -6,6 +6,10 @@
 a and b are fitted per worker to observed streams: the time from sending a request to the first byte of its answer, and the
 mean time between its events. The fit thus includes network and batching. Early refusal follows Mooncake (FAST'25), separate
 objectives for the two pools follow DistServe (OSDI'24).
+
+The fit is recursive least squares with exponential forgetting: weighted means and co-moments, updated by each point (West
+1979, "Updating mean and variance estimates"). a and b are never negative: a longer queue never shortens a wait. Without spread
+in x there is no slope, and the mean stands for all.
 """
 
 import math
@@ -14,24 +18,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.admission.fit import LineFit
+from router.attempts.events import Observer
+from router.attempts.pair_attempt import PairAttempt
+from router.attempts.request import RoutedRequest, Slo
 from router.pool.worker import Role, Worker
 
-TTFT_HEADER = "x-slo-ttft-ms"
-ITL_HEADER = "x-slo-itl-ms"
 MIN_EVENTS = 4  # of a stream that says something about ITL
+KEEP = 0.98  # weight of a point relative to the next one: about 50 of them count
+MIN_POINTS = 8  # before which nothing is predicted
 STALE_S = 30.0  # without news for this long a worker is tried once despite its forecast: it may be faster now
-
-
-class Slo(msgspec.Struct, frozen=True):
-    """Objectives of one request, in seconds; inf: none."""
-
-    ttft_s: float = math.inf
-    itl_s: float = math.inf
-
-    @property
-    def is_set(self) -> bool:
-        return self.ttft_s < math.inf or self.itl_s < math.inf
 
 
 class TooLate(Exception):
@@ -45,6 +40,44 @@ class TooLate(Exception):
         )
         self.what = what
         self.retry_after_s = max(1, math.ceil(min(60.0, predicted_s - wanted_s)))
+
+
+@dataclass(slots=True)
+class LineFit:
+    """A straight line through measurements, recent ones counting most; see above."""
+
+    num_points: int = 0
+    _weight: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self.num_points += 1
+        self._weight = self._weight * KEEP + 1.0
+        dx, dy, share = x - self._x, y - self._y, 1.0 / self._weight
+        self._x += share * dx
+        self._y += share * dy
+        self._xx = KEEP * self._xx + dx * (x - self._x)
+        self._xy = KEEP * self._xy + dx * (y - self._y)
+
+    @property
+    def slope(self) -> float:
+        return max(0.0, self._xy / self._xx) if self._xx > 1e-9 else 0.0
+
+    @property
+    def intercept(self) -> float:
+        return max(0.0, self._y - self.slope * self._x)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are enough points to predict anything."""
+        return self.num_points >= MIN_POINTS
+
+    def at(self, x: float) -> float | None:
+        """Predict y; None while too little is known."""
+        return self.intercept + self.slope * x if self.is_known else None
 
 
 @dataclass(slots=True)
@@ -68,8 +101,8 @@ class _Known:
     pending_tokens: int = 0
 
 
-class Trip(msgspec.Struct):
-    """One request at one worker. `ahead_tokens`: to be computed before its first token, its own included."""
+class SentPrompt(msgspec.Struct):
+    """A request at one worker. `ahead_tokens`: to be computed before its first token, its own included."""
 
     known: _Known  # of that worker, in the incarnation that the request was sent to
     tokens: int
@@ -78,38 +111,75 @@ class Trip(msgspec.Struct):
     waiting: bool = True
 
 
-class Forecast:
+class Stream(msgspec.Struct):
+    """One attempt as its stream comes. Events of the first chunk do not count: when the model made them is unknown."""
+
+    prompt: SentPrompt
+    answering: _Known
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_events: int = 0
+    requests: int = 0  # at the answering worker when the stream began
+
+
+class Forecast(Observer):
     """Fitted lines of every worker, by worker id."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
+        self._streams: dict[PairAttempt, Stream] = {}
 
     def forget(self, worker: Worker) -> None:
         """Drop what is known: the worker left or restarted. Requests still running there no longer count."""
         self._known.pop(worker.worker_id, None)
 
-    def depart(self, worker: Worker, tokens: int, *, now_s: float) -> Trip:
-        """Note a request with this many uncached tokens that is about to be sent to the worker (and charged to it)."""
+    # ---- what happens to requests
+
+    def on_sent(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+        first = attempt.placements[0]
+        tokens = request.hints.prompt_tokens - first.cached_tokens
+        prompt = self.expect(first.worker, tokens, now_s=now_s)
+        self._streams[attempt] = Stream(prompt, self._of(attempt.answering.worker))
+
+    def on_first_byte(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+        if attempt.answering.streaming:  # a whole answer says nothing about its first token
+            stream = self._streams[attempt]
+            self.learn_ttft(stream.prompt, now_s=now_s)
+            stream.first_s = stream.last_s = now_s
+            stream.requests = attempt.answering.worker.requests_everywhere
+
+    def on_chunk(self, request: RoutedRequest, attempt: PairAttempt, chunk: bytes, now_s: float) -> None:
+        stream = self._streams[attempt]
+        stream.num_events += chunk.count(b"\n\n")
+        stream.last_s = now_s
+
+    def on_attempt_ended(self, attempt: PairAttempt, now_s: float) -> None:
+        stream = self._streams.pop(attempt)
+        self.computed(stream.prompt)
+        if attempt.completed and stream.num_events >= MIN_EVENTS:
+            requests = (stream.requests + attempt.answering.worker.requests_everywhere) / 2
+            stream.answering.itl.learn(requests, (stream.last_s - stream.first_s) / stream.num_events, now_s)
+
+    # ---- the two laws
+
+    def expect(self, worker: Worker, tokens: int, *, now_s: float) -> SentPrompt:
+        """Note a request with this many uncached tokens that was just charged to the worker."""
         known = self._of(worker)
-        trip = Trip(known, tokens, self._waiting(worker) + tokens, now_s)
+        own = 0 if worker.role is Role.PREFILL else tokens  # a prefill worker's load holds them already
+        prompt = SentPrompt(known, tokens, self._waiting(worker) + own, now_s)
         known.pending_tokens += tokens
-        return trip
+        return prompt
 
-    def begun(self, trip: Trip, *, now_s: float) -> None:
-        """Learn TTFT: the first byte of the stream came."""
-        trip.known.ttft.learn(trip.ahead_tokens, now_s - trip.sent_s, now_s)
-        self.computed(trip)
+    def learn_ttft(self, prompt: SentPrompt, *, now_s: float) -> None:
+        """The first byte of the stream came."""
+        prompt.known.ttft.learn(prompt.ahead_tokens, now_s - prompt.sent_s, now_s)
+        self.computed(prompt)
 
-    def computed(self, trip: Trip) -> None:
+    def computed(self, prompt: SentPrompt) -> None:
         """Stop counting the prompt as waiting. Idempotent."""
-        if trip.waiting:
-            trip.waiting = False
-            trip.known.pending_tokens -= trip.tokens
-
-    def on_pace(self, trip: Trip, pace: "Pace", *, requests: float, now_s: float) -> None:
-        """Learn ITL from a stream that ended; `requests`: mean number at the worker meanwhile."""
-        if pace.num_events >= MIN_EVENTS:
-            trip.known.itl.learn(requests, (pace.last_s - pace.first_s) / pace.num_events, now_s)
+        if prompt.waiting:
+            prompt.waiting = False
+            prompt.known.pending_tokens -= prompt.tokens
 
     def ttft_s(self, worker: Worker, tokens: int) -> float | None:
         """Predict TTFT of a request with this many uncached tokens; None: unknown."""
@@ -160,41 +230,3 @@ class Forecast:
         if known is None:
             known = self._known[worker.worker_id] = _Known()
         return known
-
-
-class Pace:
-    """Counts the events of one stream."""
-
-    __slots__ = ("first_s", "last_s", "num_events")
-
-    def __init__(self) -> None:
-        self.num_events = 0
-        self.first_s = self.last_s = 0.0
-
-    def on_chunk(self, chunk: bytes, now_s: float) -> None:
-        """Count events. Those in the first chunk do not count: the time at which the model made them is unknown."""
-        self.last_s = now_s
-        if self.first_s:
-            self.num_events += chunk.count(b"\n\n")
-        else:
-            self.first_s = now_s
-
-
-def read_slo(headers: Mapping[str, str], default: Slo) -> Slo:
-    """Read the objectives of one request, else the router's. `ValueError` names the header that is no positive number."""
-    if TTFT_HEADER not in headers and ITL_HEADER not in headers:
-        return default
-    return Slo(_seconds(headers, TTFT_HEADER, default.ttft_s), _seconds(headers, ITL_HEADER, default.itl_s))
-
-
-def _seconds(headers: Mapping[str, str], name: str, default_s: float) -> float:
-    text = headers.get(name)
-    if text is None:
-        return default_s
-    try:
-        value_s = float(text) / 1000
-    except ValueError:
-        value_s = 0.0
-    if not 0.0 < value_s < math.inf:
-        raise ValueError(f"{name}: must be a number of milliseconds above 0, got {text[:40]!r}")
-    return value_s

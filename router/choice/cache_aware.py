@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from router.choice.load import least_loaded, order_by_tokens
 from router.choice.load_order import LoadKey, LoadOrder, QueueLengths, load_key
-from router.choice.policies import Ask, Choice
+from router.choice.policies import Placement, RoutingHints
 from router.choice.prefix_index import Match, PrefixIndex
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.pool.pools import Pool, by_id
@@ -45,25 +45,25 @@ class CacheAware:
         self.index = index
         self._settings = settings
 
-    def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
+    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
         """It will be remembered that the prompt went there."""
-        matched = self.index.holders(ask.keys)
-        worker = self._soonest(candidates, ask, matched)
-        choice = Choice(worker, cached_of(matched, worker, ask))
-        if ask.keys:
-            self.index.touch(worker.worker_id, ask.keys)
+        matched = self.index.holders(hints.keys)
+        worker = self._soonest(candidates, hints, matched)
+        choice = Placement(worker, cached_of(matched, worker, hints))
+        if hints.keys:
+            self.index.touch(worker.worker_id, hints.keys)
         return choice
 
     def forget(self, worker: Worker) -> None:
         self.index.forget(worker.worker_id)
 
-    def _soonest(self, candidates: Sequence[Worker], ask: Ask, matched: Match) -> Worker:
+    def _soonest(self, candidates: Sequence[Worker], hints: RoutingHints, matched: Match) -> Worker:
         if not matched.groups:
             return least_loaded(candidates)
         shortest, longest = queue_ends(candidates)
         if unbalanced(shortest, longest, self._settings):
             return least_loaded(candidates)
-        least = self._settings.cache_threshold * ask.prompt_tokens
+        least = self._settings.cache_threshold * hints.prompt_tokens
         weight = 1 + RECOMPUTE_WEIGHT * shortest
         groups = [
             Credit(weight * depth * BLOCK_TOKENS, bits)
@@ -139,6 +139,6 @@ def unbalanced(shortest: int, longest: int, settings: CacheAwareSettings) -> boo
     return longest - shortest > settings.balance_abs_threshold and longest > settings.balance_rel_threshold * shortest
 
 
-def cached_of(matched: Match, worker: Worker, ask: Ask) -> int:
+def cached_of(matched: Match, worker: Worker, hints: RoutingHints) -> int:
     """Tokens of the prompt that `worker` has cached; never all of them: the last one is always computed."""
-    return max(0, min(matched.depth(worker.worker_id) * BLOCK_TOKENS, ask.prompt_tokens - 1))
+    return max(0, min(matched.depth(worker.worker_id) * BLOCK_TOKENS, hints.prompt_tokens - 1))

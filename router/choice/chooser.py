@@ -10,7 +10,16 @@ import msgspec
 
 from router.body import ParsedBody
 from router.choice.cache_aware import CacheAware, CacheAwareSettings, cached_of
-from router.choice.policies import Ask, Choice, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, Random, RoundRobin
+from router.choice.policies import (
+    ConsistentHashing,
+    LeastLoad,
+    Placement,
+    Policy,
+    PowerOfTwo,
+    Random,
+    RoundRobin,
+    RoutingHints,
+)
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_BYTES, prompt_keys
 from router.config import RouterConfig
@@ -33,48 +42,41 @@ class Chooser:
     """`policies`: one for each role that is served."""
 
     def __init__(self, policies: Mapping[Role, Policy]) -> None:
-        self._policies = policies
-        self._wants_keys = any(isinstance(policy, CacheAware) for policy in policies.values())
-        self._wants_session = any(isinstance(policy, ConsistentHashing) for policy in policies.values())
+        self.policies = policies
+        self.needs_keys = any(isinstance(policy, CacheAware) for policy in policies.values())
+        self.needs_session = any(isinstance(policy, ConsistentHashing) for policy in policies.values())
 
-    def ask(self, parsed: ParsedBody, headers: Mapping[str, str]) -> Ask:
+    def hints_of(self, parsed: ParsedBody, headers: Mapping[str, str]) -> RoutingHints:
         """What the policies will want to know of a request; once for all its attempts."""
-        return Ask(
+        return RoutingHints(
             prompt_tokens=parsed.prompt_tokens,
             output_tokens=parsed.output_tokens,
-            keys=prompt_keys(parsed) if self._wants_keys else (),
-            session=session_of(parsed, headers) if self._wants_session else "",
+            keys=prompt_keys(parsed) if self.needs_keys else (),
+            session=session_of(parsed, headers) if self.needs_session else "",
         )
 
-    def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
+    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
         """One of `candidates`, of one role, at least one; it will be remembered that it goes there."""
-        return self._policies[candidates[0].role].choose(candidates, ask)
+        return self.policies[candidates[0].role].choose(candidates, hints)
 
-    def uncached_tokens(self, candidates: Sequence[Worker], ask: Ask) -> dict[int, int]:
+    def uncached_tokens(self, candidates: Sequence[Worker], hints: RoutingHints) -> dict[int, int]:
         """By worker id, how much of the prompt each would have to compute, as far as its policy knows."""
-        policy = self._policies[candidates[0].role]
+        policy = self.policies[candidates[0].role]
         if not isinstance(policy, CacheAware):
-            return dict.fromkeys((w.worker_id for w in candidates), ask.prompt_tokens)
-        matched = policy.index.holders(ask.keys)
-        return {w.worker_id: ask.prompt_tokens - cached_of(matched, w, ask) for w in candidates}
+            return dict.fromkeys((w.worker_id for w in candidates), hints.prompt_tokens)
+        matched = policy.index.holders(hints.keys)
+        return {w.worker_id: hints.prompt_tokens - cached_of(matched, w, hints) for w in candidates}
 
     def cache_of(self, role: Role) -> PrefixIndex | None:
         """What is known of the caches of workers of this role, where its policy asks."""
-        policy = self._policies.get(role)
+        policy = self.policies.get(role)
         return policy.index if isinstance(policy, CacheAware) else None
 
     def forget(self, worker: Worker) -> None:
         """It left, or came back with an empty cache."""
-        policy = self._policies.get(worker.role)
+        policy = self.policies.get(worker.role)
         if policy is not None:
             policy.forget(worker)
-
-
-def cost_tokens(choice: Choice, ask: Ask) -> int:
-    """What a request holds of its worker until it is done: prefill what it computes, the others all its KV."""
-    if choice.worker.role is Role.PREFILL:
-        return ask.prompt_tokens - choice.cached_tokens
-    return ask.prompt_tokens + ask.output_tokens
 
 
 def make_chooser(config: RouterConfig, *, draw: Callable[[int], int]) -> Chooser:

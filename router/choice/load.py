@@ -16,8 +16,6 @@ from router.pool.worker import Role, Worker
 
 def least_loaded(candidates: Sequence[Worker]) -> Worker:
     """The one with the least load."""
-    if len(candidates) == 1:
-        return candidates[0]
     if isinstance(candidates, Pool):
         return _order_of(candidates).first()
     by_share = comparable_by_share(candidates)

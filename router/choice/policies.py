@@ -16,7 +16,7 @@ from router.pool.pools import Pool, by_id
 from router.pool.worker import Role, Worker
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may know of a request. `keys`: of its prompt's prefixes; `session`: whose it is, "" unknown.
 
     Both are left empty where no policy asks for them.
@@ -28,15 +28,22 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""
 
 
-class Choice(msgspec.Struct, frozen=True):
+class Placement(msgspec.Struct, frozen=True):
     """`cached_tokens`: of the prompt, that the worker has already, as far as we know."""
 
     worker: Worker
     cached_tokens: int = 0
 
 
+def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
+    """What a request holds of its worker until it is done: prefill what it computes, the others all its KV."""
+    if choice.worker.role is Role.PREFILL:
+        return hints.prompt_tokens - choice.cached_tokens
+    return hints.prompt_tokens + hints.output_tokens
+
+
 class Policy(Protocol):
-    def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
+    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
         """One of `candidates` (all of one role, at least one, in the order of ids); it is going to be sent there."""
 
     def forget(self, worker: Worker) -> None:
@@ -53,8 +60,8 @@ class Stateless:
 class LeastLoad(Stateless):
     """Fewest tokens (router/choice/load.py); then fewest requests; then the fewest so far; then the oldest."""
 
-    def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
-        return Choice(least_loaded(candidates))
+    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
+        return Placement(candidates[0] if len(candidates) == 1 else least_loaded(candidates))
 
 
 class PowerOfTwo(Stateless):
@@ -66,13 +73,13 @@ class PowerOfTwo(Stateless):
     def __init__(self, draw: Callable[[int], int]) -> None:
         self._draw = draw
 
-    def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
+    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
         if len(candidates) == 1:
-            return Choice(candidates[0])
+            return Placement(candidates[0])
         first, second = self._draw(len(candidates)), self._draw(len(candidates) - 1)
         pair = (candidates[first], candidates[second + (second >= first)])
         by_share = comparable_by_share(pair)
-        return Choice(min(pair, key=lambda worker: load_key(worker, by_share=by_share)))
+        return Placement(min(pair, key=lambda worker: load_key(worker, by_share=by_share)))
 
 
 class RoundRobin(Stateless):
@@ -81,12 +88,12 @@ class RoundRobin(Stateless):
     def __init__(self) -> None:
         self._last_id: dict[Role, int] = {}
 
-    def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
+    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
         last = self._last_id.get(candidates[0].role, -1)
         place = bisect_right(candidates, last, key=lambda worker: worker.worker_id)
         chosen = candidates[place % len(candidates)]
         self._last_id[chosen.role] = chosen.worker_id
-        return Choice(chosen)
+        return Placement(chosen)
 
 
 class Random(Stateless):
@@ -95,8 +102,8 @@ class Random(Stateless):
     def __init__(self, draw: Callable[[int], int]) -> None:
         self._draw = draw
 
-    def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
-        return Choice(candidates[self._draw(len(candidates))])
+    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
+        return Placement(candidates[self._draw(len(candidates))])
 
 
 class ConsistentHashing(Stateless):
@@ -105,8 +112,8 @@ class ConsistentHashing(Stateless):
     Workers are told apart by URL, so that all routers agree.
     """
 
-    def choose(self, candidates: Sequence[Worker], ask: Ask) -> Choice:
-        if not ask.session:
-            return Choice(least_loaded(candidates))
+    def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
+        if not hints.session:
+            return Placement(least_loaded(candidates))
         pool = candidates if isinstance(candidates, Pool) else Pool(candidates)
-        return Choice(pool.derived(by_id)[pool.derived(Ring).owner(ask.session)])
+        return Placement(pool.derived(by_id)[pool.derived(Ring).owner(hints.session)])

@@ -19,6 +19,11 @@ class Credentials:
 
         self._read_anew = [ring for ring in (self._api, self._worker, self._admin) if ring.has_file]
 
+    @property
+    def has_own(self) -> bool:
+        """The router has a key for workers, so a client's may not be passed on as it is; or keys that may change."""
+        return self._worker.is_set or bool(self._read_anew)
+
     def own(self) -> dict[str, str]:
         """For what the router asks by itself: health, load, information."""
         self._refresh()

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from router.history.quantiles import add, quantile
-from router.history.records import Record, Second, Snapshot
+from router.history.recorder import add, quantile
+from router.history.records import RequestRecord, Second, Snapshot
 from router.pool.worker import Worker
 from service.http.json_depth import JSON_ERRORS
 
@@ -21,7 +21,7 @@ _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
     """One memory of many: what each process served is added up, what all were told by workers stands once."""
     seconds: dict[int, Second] = {}
-    records: list[Record] = []
+    records: list[RequestRecord] = []
     switching: dict[str, str] = {}
     for snapshot in snapshots:
         records += snapshot.records
@@ -70,7 +70,7 @@ def show_worker(worker: Worker, *, switching_to: str | None = None) -> dict[str,
     }
 
 
-def pick_records(records: Sequence[Record]) -> list[Record]:
+def pick_records(records: Sequence[RequestRecord]) -> list[RequestRecord]:
     """The newest ones; those that run come before those that have ended."""
     running = [record for record in records if record.ended_s is None][-SHOWN_REQUESTS:]
     ended = [record for record in records if record.ended_s is not None]

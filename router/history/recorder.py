@@ -1,30 +1,41 @@
-"""Remembers the last requests and the last two minutes, by the second. Owns both; is told what happens, decides nothing.
+"""Remembers the last requests, and counts the last two minutes by the second. Pure but for the clock that it is given.
 
-It stands in the way of every request and of every event of a stream, so each call does little, and all of it is bounded.
-What a request was is known by its journey (router/requests/journey.py), which tells it when somebody looks.
-Pure but for the clock that it is given, for what is told without a time.
+It observes every request and every event of a stream, so each call does little, and all of it is bounded. What a request
+was is known by its trace (trace.py), which is read only when the dashboard asks. Latencies are counts in buckets, each an
+eighth wider than the one before: a quantile is off by 6 % at most, and sums of counts are counts, as in DDSketch
+(Masson, Rim and Lee, VLDB 2019).
 """
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from router.history.quantiles import bucket_of
-from router.history.records import Record, Second, Snapshot
+from router.attempts.events import Observer
+from router.attempts.pair_attempt import PairAttempt
+from router.attempts.request import RoutedRequest
+from router.attempts.upstream_call import CallFailed
+from router.history.records import RequestRecord, Second, Snapshot
 from router.pool.worker import LoadReport, Role
 
 KEPT_REQUESTS = 256  # that have ended
 MAX_RUNNING = 512  # that run and are remembered; more are only counted
 KEPT_SECONDS = 120
 
+MIN_S = 1e-5
+GROWTH = 1.125
+MAX_BUCKET = 160  # about 1,500 s
+_PER_LOG = 1 / math.log(GROWTH)
+_log = math.log
+
 
 class Watched(Protocol):
     """One request, under way or over."""
 
-    def shown(self) -> Record: ...
+    def shown(self) -> RequestRecord: ...
 
 
-class Recorder:
+class Recorder(Observer):
     """`place`: which of the router's processes this is. `now_s`: the clock."""
 
     def __init__(self, now_s: Callable[[], float], *, place: int = 0) -> None:
@@ -36,7 +47,7 @@ class Recorder:
         self._seconds: deque[Second] = deque([Second(int(now_s()))], maxlen=KEPT_SECONDS)
 
     def begin(self, request: Watched, now_s: float) -> str:
-        """A request that was read; its key, unique among all processes."""
+        """Remember a request that was read, and return its key, unique among all processes."""
         self._serial += 1
         key = f"{self._place}-{self._serial}"
         self.second(now_s).arrived += 1
@@ -44,33 +55,43 @@ class Recorder:
             self._running[key] = request
         return key
 
+    def end(self, request: Watched, key: str, *, failed: bool, now_s: float) -> None:
+        """A request that was begun is over."""
+        self._running.pop(key, None)
+        self._ended.append(request)
+        second = self.second(now_s)
+        second.ended += 1
+        second.failed += failed
+
     def second(self, now_s: float) -> Second:
-        """The one that runs. Times of requests are told a little late, of seconds that are over: those count for the last."""
+        """Return the current second. An event reported a little late counts for the latest one."""
         at, last = int(now_s), self._seconds[-1]
         if at > last.at:
             last = Second(at)
             self._seconds.append(last)
         return last
 
-    def count_ttft(self, seconds: float, now_s: float) -> None:
-        counts, bucket = self.second(now_s).ttft, bucket_of(seconds)
+    def on_sent(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+        if request.failed is not None and not attempt.hedge:
+            self.second(now_s).retried += 1
+
+    def on_first_byte(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+        counts, bucket = self.second(now_s).ttft, bucket_of(now_s - request.started_s)
         counts[bucket] = counts.get(bucket, 0) + 1
 
-    def count_gap(self, seconds: float, now_s: float) -> None:
-        counts, bucket = self.second(now_s).gaps, bucket_of(seconds)
+    def on_chunk(self, request: RoutedRequest, attempt: PairAttempt, chunk: bytes, now_s: float) -> None:
+        counts, bucket = self.second(now_s).gaps, bucket_of(now_s - request.last_byte_s)
         counts[bucket] = counts.get(bucket, 0) + 1
 
-    def on_failure(self, reason: str, role: str) -> None:
-        """A worker failed a request, which may go well on another one."""
-        failures, name = self.second(self.now_s()).failures, f"{role} {reason}"
+    def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
+        self._count_failure(f"{failure.worker.role.value} {failure.label}", now_s)
+
+    def on_no_worker(self, request: RoutedRequest, missing: list[Role]) -> None:
+        self._count_failure(f"{','.join(missing)} no_worker", self.now_s())
+
+    def _count_failure(self, name: str, now_s: float) -> None:
+        failures = self.second(now_s).failures
         failures[name] = failures.get(name, 0) + 1
-
-    def on_end(self, request: Watched, key: str, *, failed: bool, now_s: float) -> None:
-        self._running.pop(key, None)
-        self._ended.append(request)
-        second = self.second(now_s)
-        second.ended += 1
-        second.failed += failed
 
     def on_report(self, role: Role, before: LoadReport | None, report: LoadReport | None) -> None:
         """What a worker reports now, and what it reported before. A counter that fell is a new process's."""
@@ -85,3 +106,31 @@ class Recorder:
 
     def snapshot(self) -> Snapshot:
         return Snapshot([*self._seconds], [request.shown() for request in (*self._ended, *self._running.values())])
+
+
+def bucket_of(seconds: float) -> int:
+    """Which bucket a latency falls into."""
+    return min(MAX_BUCKET, int(_log(seconds / MIN_S) * _PER_LOG)) if seconds > MIN_S else 0
+
+
+def middle_of(bucket: int) -> float:
+    """Seconds in the (geometric) middle of a bucket."""
+    return float(MIN_S * GROWTH ** (bucket + 0.5))
+
+
+def add(into: dict[int, int], counts: Mapping[int, int]) -> None:
+    for bucket, count in counts.items():
+        into[bucket] = into.get(bucket, 0) + count
+
+
+def quantile(counts: Mapping[int, int], share: float) -> float | None:
+    """Seconds below which that share of them lies; None without any."""
+    total = sum(counts.values())
+    if not total:
+        return None
+    wanted, seen = max(1, math.ceil(share * total)), 0
+    for bucket in sorted(counts):
+        seen += counts[bucket]
+        if seen >= wanted:
+            return middle_of(bucket)
+    raise AssertionError("the counts add up to the total")

@@ -7,7 +7,7 @@ import msgspec
 
 
 class Second(msgspec.Struct):
-    """What happened in one second. Latencies are counts by bucket (quantiles.py); `failures` are counts by "role reason"."""
+    """What happened in one second. Latencies are counts by bucket (recorder.py); `failures` are counts by "role reason"."""
 
     at: int
     arrived: int = 0
@@ -23,7 +23,7 @@ class Second(msgspec.Struct):
     kv_bytes: int = 0
 
 
-class Attempt(msgspec.Struct):
+class AttemptRecord(msgspec.Struct):
     """One try of a request. `answering`: the decode (or unified) worker, or the prefill worker where it answers alone."""
 
     started_s: float
@@ -36,7 +36,7 @@ class Attempt(msgspec.Struct):
     cancelled_s: float | None = None  # the other one answered first
 
 
-class Record(msgspec.Struct):
+class RequestRecord(msgspec.Struct):
     """One request as the router saw it. `status` 0: it runs; 499: its client went away. `failure`: why it did not go well."""
 
     key: str  # unique among all processes
@@ -44,7 +44,7 @@ class Record(msgspec.Struct):
     path: str
     started_s: float
     prompt_tokens: int  # as the router estimates them
-    attempts: list[Attempt]
+    attempts: list[AttemptRecord]
     first_byte_s: float | None = None
     last_byte_s: float | None = None
     num_events: int = 0  # pieces in which a streamed answer went out
@@ -57,5 +57,5 @@ class Snapshot(msgspec.Struct):
     """What one process remembers. `switching`: workers that it moves to another role, by URL."""
 
     seconds: list[Second]
-    records: list[Record]
+    records: list[RequestRecord]
     switching: dict[str, str] = {}

@@ -19,12 +19,12 @@ from router.http.openapi import make_document
 from router.metrics import RouterMetrics
 from router.pool.discovery import Discovery
 from router.pool.health import HealthMonitor
-from router.pool.models import UnknownModel, join_models, serves
+from router.pool.models import join_models, serves
 from router.pool.states import Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, missing_roles
 from router.requests.live import LiveRequests
-from router.requests.replies import no_worker_message, unknown_model
+from router.requests.replies import no_worker_message
 from router.roles.switch import Switch, SwitchFailed, SwitchRefused
 from service.flags import ConfigError
 from service.http.errors import DRAINING, ApiError, error_response
@@ -169,10 +169,7 @@ class Control:
 
     async def get_model(self, request: web.BaseRequest) -> web.Response:
         """One model, as a worker that serves it describes it."""
-        try:
-            return await self._ask_one(request, self._table.models.meant(unquote(request.path.removeprefix(_MODEL))))
-        except UnknownModel as err:
-            return unknown_model(err)
+        return await self._ask_one(request, self._table.models.meant(unquote(request.path.removeprefix(_MODEL))))
 
     async def _ask_one(self, request: web.BaseRequest, model: str) -> web.Response:
         headers = self._credentials.for_client(_authorization(request))
@@ -294,8 +291,6 @@ class Control:
             name = self._table.models.of_adapter(
                 model=fields.get("model"), adapter=fields.get("lora_name"), loads=request.path == LOAD_ADAPTER
             )
-        except UnknownModel as err:
-            return unknown_model(err)
         except ValueError as err:
             return error_response(400, str(err), field="model")
         if "model" in fields:  # ours: a worker has one

@@ -59,11 +59,15 @@ class BreakerSettings:
 
 @dataclass(slots=True)
 class Circuit:
-    """One worker's. Whoever sends there calls `send`, and `end` once for each, whatever came of it."""
+    """One worker's. A request sent there calls `send`, and `end_trial` if that says so, whatever its result.
+
+    `quiet`: it is closed and remembers no fault, so only a fault changes it; nearly all circuits always are.
+    """
 
     settings: BreakerSettings = field(default_factory=BreakerSettings)
     state: State = State.CLOSED
-    on_open: Callable[[float], None] = lambda until_s: None  # told until when it is open; 0.0: no longer
+    quiet: bool = True
+    on_open: Callable[[float], None] = lambda until_s: None  # receives until when it is open; 0.0: no longer
     _since_s: float = -math.inf  # when it came into this state
     _faults_s: list[float] = field(default_factory=list)  # in a row, not older than the window
     _num_begun: int = 0  # while half open
@@ -73,38 +77,42 @@ class Circuit:
         """Whether a request may be sent there now."""
         if self.state is State.CLOSED:
             return True
-        if self.state is State.OPEN and now_s - self._since_s >= self.settings.timeout_s:
-            self.tell(Event.WAITED, now_s)
-        return self.state is State.HALF_OPEN and self._num_trials < self.settings.success
+        may_be_tried = self.state is State.HALF_OPEN or self._has_waited(now_s)
+        return may_be_tried and self._num_trials < self.settings.success
 
-    def send(self) -> bool:
-        """A request is sent; whether it is a trial."""
+    def send(self, now_s: float) -> bool:
+        """Note that a request is sent, and return whether it is a trial: `end_trial` must follow."""
+        if self._has_waited(now_s):
+            self.tell(Event.WAITED, now_s)
         trial = self.state is State.HALF_OPEN
         self._num_trials += trial
         return trial
 
-    def end(self, *, trial: bool) -> None:
-        """A request is over; `trial`: what `send` said of it."""
-        self._num_trials -= trial
+    def end_trial(self) -> None:
+        self._num_trials -= 1
         assert self._num_trials >= 0
+
+    def _has_waited(self, now_s: float) -> bool:
+        return self.state is State.OPEN and now_s - self._since_s >= self.settings.timeout_s
 
     def tell(self, event: Event, now_s: float) -> None:
         """Something happened. `BEGUN`, `WELL` and `FAULT` are of requests."""
         if not self.settings.enabled:
             return
-        if self.state is State.CLOSED and event is not Event.FAULT and not self._faults_s:
-            return  # all is well, and was: nearly every call
         target, needed = TRANSITIONS[self.state, event]
         count = self._count(event, now_s)
-        if target is self.state or (needed and count < getattr(self.settings, needed)):
-            return
+        if target is not self.state and not (needed and count < getattr(self.settings, needed)):
+            self._enter(target, now_s)
+        self.quiet = self.state is State.CLOSED and not self._faults_s
+
+    def _enter(self, target: State, now_s: float) -> None:
         self.state, self._since_s, self._num_begun = target, now_s, 0
         self._faults_s.clear()
         self.on_open(now_s + self.settings.timeout_s if target is State.OPEN else 0.0)
 
     def reset(self) -> None:
         """It is another process now, or was found dead: what it did before says nothing."""
-        self.state, self._num_begun = State.CLOSED, 0
+        self.state, self._num_begun, self.quiet = State.CLOSED, 0, True
         self._faults_s.clear()
         self.on_open(0.0)
 

@@ -16,7 +16,7 @@ import msgspec
 
 from router.client.credentials import Credentials
 from router.config import RouterConfig
-from router.pool.lifelines import Lifelines
+from router.pool.active_calls import give_up_vain_calls, last_byte_s
 from router.pool.models import has_adapters, parse_models, says_models
 from router.pool.reports import parse_bootstrap, parse_busy, parse_incarnation, parse_load, parse_mode, says_draining
 from router.pool.silence import Question
@@ -61,16 +61,12 @@ class HealthMonitor:
         table: WorkerTable,
         session: aiohttp.ClientSession,
         credentials: Credentials,
-        lifelines: Lifelines,
         on_report: Callable[[Worker, LoadReport | None], None] = lambda worker, report: None,
         on_info: Callable[[Worker, object], None] = lambda worker, info: None,
     ) -> None:
-        """`lifelines`: after each check of a worker, the requests that wait for it in vain end.
-
-        `on_report` gets a worker's load before the table does; `on_info` what a worker says of itself, when it comes up and
-        now and then.
+        """`on_report` gets a worker's load before the table does; `on_info` what a worker reports about itself, when it comes
+        up and now and then.
         """
-        self._lifelines = lifelines
         self._on_report = on_report
         self._credentials = credentials
         self._on_info = on_info
@@ -133,7 +129,7 @@ class HealthMonitor:
 
     async def _run(self, watch: "_Watch") -> None:
         await asyncio.sleep(watch.begin_s - _now_s())
-        while not watch.retired or self._lifelines.is_waited_for(watch.worker):
+        while not watch.retired or watch.worker.calls:
             watch.wake.clear()
             await self._check(watch)
             self._give_up(watch.worker)
@@ -149,7 +145,7 @@ class HealthMonitor:
 
     def _give_up(self, worker: Worker) -> None:
         """End the requests that wait for it in vain."""
-        count = self._lifelines.give_up(worker, _now_s())
+        count = give_up_vain_calls(worker, _now_s(), timeout_s=self._config.dead_worker_timeout_s)
         if count:
             log.warning("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
@@ -276,7 +272,7 @@ class HealthMonitor:
     def _question(self, worker: Worker) -> Question:
         return Question(
             limit_s=self._config.health_silence_s,
-            heard_s=lambda: self._lifelines.heard_s(worker),
+            heard_s=lambda: last_byte_s(worker),
             tell=partial(self._on_silence, worker),
         )
 

@@ -9,16 +9,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from service.http.errors import ApiError
+
 MAX_NAMES = 1024  # of one worker that are remembered
 
 Names = tuple[str, ...]
 
 
-class UnknownModel(Exception):
-    """No worker serves `model`; `known` are the names that are served."""
+class UnknownModel(ApiError):
+    """No worker serves `model`; `known` are the names that are served. `why`: in metrics."""
+
+    why = "model"
 
     def __init__(self, model: str, known: Sequence[str]) -> None:
-        super().__init__(f"model: {model!r} is not served here; there are: {', '.join(known)}")
+        message = f"model: {model!r} is not served here; there are: {', '.join(known)}"
+        super().__init__(404, message, field="model", code="model_not_found")
 
 
 @dataclass(frozen=True, slots=True)

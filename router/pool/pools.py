@@ -18,30 +18,32 @@ MAX_NARROWED = 4  # narrower pools kept with each: a circuit that is tried opens
 
 
 class LoadLog:
-    """Ids of workers whose load or report has changed, in order. `has_peers`: other processes change loads untold."""
+    """`ids` of workers whose load or report has changed, in order; `trim` when they are more than `2 * MAX_LOG`.
 
-    __slots__ = ("_dropped", "_ids", "has_peers")
+    `has_peers`: other processes change loads, too, and log nothing here.
+    """
+
+    __slots__ = ("_dropped", "has_peers", "ids")
 
     def __init__(self, *, has_peers: bool = False) -> None:
         self.has_peers = has_peers
-        self._ids: list[int] = []
+        self.ids: list[int] = []
         self._dropped = 0
 
-    def note(self, worker_id: int) -> None:
-        self._ids.append(worker_id)
-        if len(self._ids) > 2 * MAX_LOG:
-            del self._ids[:MAX_LOG]
-            self._dropped += MAX_LOG
+    def trim(self) -> None:
+        """Drop the oldest."""
+        del self.ids[:MAX_LOG]
+        self._dropped += MAX_LOG
 
     @property
     def end(self) -> int:
         """What there is to read, up to now."""
-        return self._dropped + len(self._ids)
+        return self._dropped + len(self.ids)
 
     def since(self, place: int) -> Sequence[int] | None:
         """Who has changed since `end` was `place`; None: too many to say."""
         begin = place - self._dropped
-        return self._ids[begin:] if begin >= 0 else None
+        return self.ids[begin:] if begin >= 0 else None
 
 
 class Pool(list["Worker"]):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
@@ -11,6 +12,9 @@ import msgspec
 from router.pool.breaker import Circuit
 from router.pool.peer_load import PeerLoad
 from router.pool.states import Check, Health
+
+if TYPE_CHECKING:
+    from router.pool.active_calls import ActiveCall
 
 # Through which a request goes, in this order; "retracted" lost its memory and waits for more.
 STAGES = ("bootstrap", "waiting", "inflight", "prealloc", "transfer", "running", "retracted")
@@ -81,6 +85,7 @@ class Worker:
     discovered: bool = False  # each process of this router finds it by itself
     models: tuple[str, ...] = ()  # names that it serves, its own first; none: it does not say
     circuit: Circuit = field(default_factory=Circuit)
+    calls: dict["ActiveCall", None] = field(default_factory=dict)  # that run there, in the order they began
 
     @property
     def url_host(self) -> str:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from router.pool.breaker import BreakerSettings, Circuit, State
 from router.pool.models import Catalogue, serves
 from router.pool.peer_load import PeerLoad
-from router.pool.pools import LoadLog, Pool
+from router.pool.pools import MAX_LOG, LoadLog, Pool
 from router.pool.states import TRANSITIONS, Check, Health, Thresholds
 from router.pool.worker import Lease, LoadReport, Role, Worker
 from service.http.errors import ApiError
@@ -239,7 +239,7 @@ class WorkerTable:
         reported = 0 if report is None else _reported_tokens(worker.role, report)
         worker.foreign_tokens = max(0, reported - worker.tokens_everywhere)
         if before != (worker.foreign_tokens, worker.capacity_tokens):
-            self._log.note(worker.worker_id)
+            self._note_load(worker)
 
     def on_bootstrap(self, worker: Worker, *, host: str, port: int | None) -> None:
         """Tell where a prefill worker's bootstrap server listens."""
@@ -258,9 +258,11 @@ class WorkerTable:
             self._models = Catalogue.of(w.models for w in self._workers)
         return self._models
 
-    def charge(self, worker: Worker, tokens: int) -> Lease:
+    def charge(self, worker: Worker, tokens: int, *, now_s: float = 0.0) -> Lease:
+        """Count a request with this many tokens there, until its lease is released."""
         assert tokens >= 0, tokens
-        lease = Lease(worker, tokens, worker.circuit.send())
+        circuit = worker.circuit
+        lease = Lease(worker, tokens, not circuit.quiet and circuit.send(now_s))
         self._leases[id(lease)] = lease
         worker.inflight_requests += 1
         worker.inflight_tokens += tokens
@@ -273,11 +275,18 @@ class WorkerTable:
         if self._leases.pop(id(lease), None) is not None:
             lease.worker.inflight_requests -= 1
             lease.worker.inflight_tokens -= lease.tokens
-            lease.worker.circuit.end(trial=lease.trial)
+            if lease.trial:
+                lease.worker.circuit.end_trial()
             self._on_load(lease.worker)
 
+    def _note_load(self, worker: Worker) -> None:
+        log = self._log
+        log.ids.append(worker.worker_id)
+        if len(log.ids) > 2 * MAX_LOG:
+            log.trim()
+
     def _on_load(self, worker: Worker) -> None:
-        self._log.note(worker.worker_id)
+        self._note_load(worker)
         if worker.peers is not None:
             worker.peers.publish(worker.slot, tokens=worker.inflight_tokens, requests=worker.inflight_requests)
 

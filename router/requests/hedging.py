@@ -1,16 +1,24 @@
-"""Whether a request whose answer does not come is sent to a second pair as well, and to whom. Pure.
+"""Sends a request whose answer does not come to a second pair as well (--hedge-after; composed in only then).
 
 A hedge saves a request from one slow worker, and costs another worker all of its work. So only a share of requests may be
-hedged (a bucket that fills with them, as the retry budgets of Finagle and gRPC), and never where somebody waits: a pool
-that is slow because it is full gets no more work. The idea is Dean's and Barroso's (The Tail at Scale, CACM 2013).
+hedged (a bucket that fills with them, as the retry budgets of Finagle and gRPC), and none while requests wait: a pool that is
+slow because it is full gets no more work. The idea is Dean's and Barroso's (The Tail at Scale, CACM 2013).
 """
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
+from router.admission.admission import Admission
+from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
+from router.attempts.request import RoutedRequest
+from router.body import BadBody
+from router.metrics import RouterMetrics
 from router.pool.worker import LoadReport, Worker
+from router.requests.picking import Picker
 
 HEDGE_HEADER = "x-tandem-hedge-after-ms"
 MAX_SAVED = 10.0  # hedges that a quiet time may leave for a bad one
@@ -44,34 +52,78 @@ class Budget:
         return enough
 
 
-class Hedging:
-    """Of one router process. `after_s`: for streams that do not say it themselves."""
+class HedgeRules:
+    """When a request is hedged. Pure. `after_s`: for streams whose request does not name a time."""
 
     def __init__(self, *, after_s: float, share: float) -> None:
         self._after_s = after_s
-        self.budget = Budget(share)
+        self._budget = Budget(share)
 
     def after_s(self, headers: Mapping[str, str], *, streams: bool) -> float | None:
-        """How long this request's answer may keep silent; None: for ever. `ValueError` names the header.
+        """Return how long this request's answer may keep silent; None: for ever. `BadBody` names the header.
 
-        An answer that is not streamed is silent until it is whole, which says nothing of how fast its workers are: it is
-        hedged where its client says after which time.
+        An answer that is not streamed is silent until it is whole, which says nothing about the speed of its workers: it is
+        hedged only if its client says after which time.
         """
-        self.budget.earn()
-        said_s = read_hedge_after_s(headers)
-        return (said_s or None) if said_s is not None else (self._after_s if streams else None)
+        self._budget.earn()
+        named_s = read_hedge_after_s(headers)
+        return (named_s or None) if named_s is not None else (self._after_s if streams else None)
 
     def withheld(self, *, waiting: bool, pools: object | None) -> Withheld | None:
-        """Why a request that is due is not hedged; None: it is, and that is paid for. `pools`: of `other_pools`."""
+        """Return why a request that is due is not hedged; None: it is, and that is paid for. `pools`: of `other_pools`."""
         if waiting:
             return Withheld.BUSY
         if pools is None:
             return Withheld.NO_OTHER
-        return None if self.budget.spend() else Withheld.BUDGET
+        return None if self._budget.spend() else Withheld.BUDGET
+
+
+class Hedging:
+    """Begins hedges in one router process."""
+
+    def __init__(
+        self,
+        rules: HedgeRules,
+        *,
+        picker: Picker,
+        launcher: AttemptLauncher,
+        admission: Admission,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self.rules = rules
+        self._picker = picker
+        self._launcher = launcher
+        self._admission = admission
+        self._metrics = metrics
+        self._clock = clock
+
+    def arm(self, request: RoutedRequest, group: AttemptGroup) -> asyncio.TimerHandle | None:
+        """Begin a second attempt once the answer has been silent for long enough. A request has one chance."""
+        if request.hedge_after_s is None:
+            return None
+        begin = partial(self._begin, request, group.running[0])
+        return asyncio.get_running_loop().call_later(request.hedge_after_s, group.begin_hedge, begin)
+
+    def count(self, group: AttemptGroup, winner: PairAttempt | None) -> None:
+        """The attempts of `group` are over, and this one answered."""
+        if group.hedge is not None:
+            self._metrics.hedges.labels("won" if winner is group.hedge else "lost").inc()
+
+    def _begin(self, request: RoutedRequest, first: PairAttempt) -> PairAttempt | None:
+        request.hedge_after_s = None
+        pools = other_pools(self._picker.pools(request), first.workers)
+        why = self.rules.withheld(waiting=self._admission.num_waiting > 0, pools=pools)
+        if why is not None or pools is None:
+            self._metrics.hedges_withheld.labels(why).inc()
+            return None
+        self._metrics.hedges.labels("started").inc()
+        headers = request.headers_at(self._clock())
+        return self._launcher.begin(request, headers, self._picker.choose(request, pools), hedge=True)
 
 
 def read_hedge_after_s(headers: Mapping[str, str]) -> float | None:
-    """Of a request, in seconds, 0: never; None: it does not say. `ValueError` names the header."""
+    """Read the seconds that a request names, 0: never; None: it names none. `BadBody` names the header."""
     text = headers.get(HEDGE_HEADER)
     if text is None:
         return None
@@ -80,7 +132,7 @@ def read_hedge_after_s(headers: Mapping[str, str]) -> float | None:
     except ValueError:
         value_s = -1.0
     if not 0.0 <= value_s < math.inf:
-        raise ValueError(f"{HEDGE_HEADER}: must be a number of milliseconds, 0: no hedge; got {text[:40]!r}")
+        raise BadBody(None, f"{HEDGE_HEADER}: must be a number of milliseconds, 0: no hedge; got {text[:40]!r}")
     return value_s
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from router.body import Api
-from router.requests.sse import SseSplitter
+from router.requests.relay import SseSplitter
 from service.http.json_depth import JSON_ERRORS
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")

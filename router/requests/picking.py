@@ -1,51 +1,49 @@
-"""Picks the workers of an attempt: who is alive, serves the model, has not failed the request, and would be in time.
+"""Picks the workers of an attempt: alive, serving the model, not those that failed the request, in time for its objectives.
 
-Holds a request for which nobody is there to be picked, where that may soon be otherwise. Sends nothing and charges nobody.
-Which of several good workers it is, the policies say (router/choice).
+Holds a request for which no worker can be picked, where that may soon change. Sends nothing and charges no worker. Which of
+several good workers it is, the policies say (router/choice).
 """
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from router.admission.admission import Admission
+from router.attempts.deadline import time_given
+from router.attempts.request import RoutedRequest
 from router.body import ParsedBody, named_model
-from router.choice.chooser import Chooser
-from router.choice.policies import Choice
+from router.choice.policies import Placement, Policy
 from router.pool.silence import ROUNDING_S
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
-from router.requests.deadline import time_given
-from router.requests.exchange import Exchange
-from router.requests.hedging import other_pools
 
-Chosen = tuple[Choice, ...]
+Placements = tuple[Placement, ...]
 
 
 class Picker:
-    """`wait_s`: as --retry-wait. `silence_s`: as --dead-worker-timeout. It hears of each change of the table."""
+    """`wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout. It is called at each change of the table."""
 
     def __init__(
         self,
         *,
         table: WorkerTable,
-        chooser: Chooser,
+        policies: Mapping[Role, Policy],
         admission: Admission,
         wait_s: float,
         silence_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._table = table
-        self._chooser = chooser
+        self._policies = policies
         self._admission = admission
         self._wait_s = wait_s
         self._silence_s = silence_s or math.inf
         self._clock = clock
-        self._held: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] = []
         table.on_change = self._on_change
 
     def model_of(self, parsed: ParsedBody, roles: Sequence[Role]) -> str:
-        """Which name its workers must serve; "": any will do. `UnknownModel`."""
+        """Return the name that its workers must serve; "": any will do. `UnknownModel`."""
         catalogue = self._table.models
         if not catalogue.names:
             return ""
@@ -54,78 +52,76 @@ class Picker:
             ready = (base for base in catalogue.bases if not missing_roles(self._table, roles, base))
         return catalogue.meant(named_model(parsed), ready)
 
-    async def pick_later(self, exchange: Exchange) -> Chosen | None:
-        """As `pick`, which has just found nobody; the request waits while that may soon be otherwise:
+    async def pick_later(self, request: RoutedRequest) -> Placements | None:
+        """Pick as `pick`, which has just found no worker, as soon as there is one. The request waits while
 
-        - all workers that it could go to are silent. Either they pause, or they are dead, and that is known in seconds: sent to a
-          dead one, it would hang there for much longer. Up to `silence_s`, and no longer than its client.
-        - none is alive, and it has failed already. What broke its connections may have made their health checks fail as well,
-          and be over. Up to `wait_s`.
+        - all workers that it could go to are silent: up to `silence_s`, and no longer than its client. Either they pause, or
+          they are dead, which is known in seconds; a request sent to a dead one would hang for much longer.
+        - no worker is alive, and the request has failed already: up to `wait_s`. What broke its connections may have made
+          health checks fail, too, and be over.
         """
         began_s = _now_s()
-        while (left_s := self._patience_s(exchange) - (_now_s() - began_s)) > ROUNDING_S:
+        while (left_s := self._patience_s(request) - (_now_s() - began_s)) > ROUNDING_S:
             await self._change(left_s)
-            chosen = self.pick(exchange)
-            if chosen is not None:
-                return chosen
+            placements = self.pick(request)
+            if placements is not None:
+                return placements
         return None
 
-    def pick(self, exchange: Exchange) -> Chosen | None:
-        """One worker of each role as its policy says, among those best tried next; None when a role has none. `Refused`."""
-        pools = self._pools(exchange)
+    def pick(self, request: RoutedRequest) -> Placements | None:
+        """Pick one worker of each role by its policy, among those best tried next; None when a role has none. `Refused`."""
+        pools = self.pools(request)
         for pool in pools:
             if not pool or pool[0].silent:  # where one is, all are: others would have been preferred
-                return None  # before a policy remembers what then is sent to nobody
-        if exchange.attempts.last is None and exchange.slo.is_set:  # who was let in is not turned away later
+                return None  # before a policy remembers what then is sent nowhere
+        if request.slo is not None and request.failed is None:  # an admitted request is not refused later
             now_s = self._clock()
-            pools = [self._admission.in_time(p, exchange.ask, exchange.slo, now_s=now_s) for p in pools]
-        return self.choose(exchange, pools)
+            pools = [self._admission.in_time(pool, request, now_s=now_s) for pool in pools]
+        return self.choose(request, pools)
 
-    def other_pools(self, exchange: Exchange, taken: Sequence[Worker]) -> list[Sequence[Worker]] | None:
-        """Where a hedge may go while the attempt at the workers `taken` goes on; None: nobody is free."""
-        return other_pools(self._pools(exchange), taken)
+    def choose(self, request: RoutedRequest, pools: Iterable[Sequence[Worker]]) -> Placements:
+        """Choose one worker of each pool; the policies will remember that the request goes there."""
+        policies, hints = self._policies, request.hints
+        return tuple([policies[pool[0].role].choose(pool, hints) for pool in pools])
 
-    def choose(self, exchange: Exchange, pools: Iterable[Sequence[Worker]]) -> Chosen:
-        """One of each, as the policies say; they will remember that the request goes there."""
-        return tuple([self._chooser.choose(workers, exchange.ask) for workers in pools])
+    def pools(self, request: RoutedRequest) -> list[Sequence[Worker]]:
+        """Return the workers of each role that the request may go to."""
+        table, model, now_s, failed = self._table, request.model, self._clock(), request.failed
+        pools: list[Sequence[Worker]] = [table.ready(role, model, now_s=now_s) for role in request.roles]
+        return pools if failed is None else [failed.best_of(pool) for pool in pools]
 
-    def missing(self, exchange: Exchange) -> list[Role]:
-        """Roles of which nobody is alive, or, where all have somebody, those of which all are silent."""
-        table, roles, model = self._table, exchange.roles, exchange.model
+    def missing(self, request: RoutedRequest) -> list[Role]:
+        """Return the roles without a live worker, or, where every role has one, those whose workers are all silent."""
+        table, roles, model = self._table, request.roles, request.model
         return missing_roles(table, roles, model) or silent_roles(table, roles, model)
 
     # ---- inside
 
-    def _patience_s(self, exchange: Exchange) -> float:
+    def _patience_s(self, request: RoutedRequest) -> float:
         """How long the request may wait in all, as things are now."""
-        table, roles, model = self._table, exchange.roles, exchange.model
+        table, roles, model = self._table, request.roles, request.model
         if missing_roles(table, roles, model):
-            return self._wait_s if exchange.attempts.last is not None else 0.0
-        if silent_roles(table, roles, model) and all(self._pools(exchange)):
-            return min(self._silence_s, time_given(exchange.call.headers))
+            return self._wait_s if request.failed is not None else 0.0
+        if silent_roles(table, roles, model) and all(self.pools(request)):
+            return min(self._silence_s, time_given(request.headers))
         return 0.0
 
     async def _change(self, within_s: float) -> None:
-        """Until the table changes, or so long."""
-        bell = asyncio.get_running_loop().create_future()
-        self._held.append(bell)
+        """Wait until the table changes, or this long."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
         try:
             async with asyncio.timeout(within_s if within_s < math.inf else None):
-                await bell
+                await waiter
         except TimeoutError:
             return
         finally:
-            self._held.remove(bell)
+            self._waiters.remove(waiter)
 
     def _on_change(self) -> None:
-        for bell in self._held:
-            if not bell.done():
-                bell.set_result(None)
-
-    def _pools(self, exchange: Exchange) -> list[Sequence[Worker]]:
-        """Of each role, who may be sent to."""
-        table, model, now_s = self._table, exchange.model, self._clock()
-        return [exchange.attempts.candidates(table.ready(role, model, now_s=now_s)) for role in exchange.roles]
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
 
 def _now_s() -> float:

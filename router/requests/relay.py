@@ -1,44 +1,84 @@
-"""Passes a worker's event stream to the client, chunk by chunk as it comes. Knows nothing of workers or retries."""
+"""Passes a worker's answer to the client, a stream chunk by chunk as it comes. Knows nothing of retries."""
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from aiohttp import web
 
+from router.attempts.upstream_call import CallFailed, UpstreamCall, broken_stream
 from router.client.upstream import UpstreamError
-from router.requests.legs import Leg, LegError, broken_stream
-from router.requests.merge import SseMerger
-from router.requests.sse import SseSplitter
 from service.http.stream import open_stream
+
+MAX_EVENT_BYTES = 16 << 20  # an event longer than this is passed on in pieces
+
+_ANSWER_HEADERS = {"content-type": "Content-Type", "retry-after": "Retry-After"}
+_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
 class StreamBroken(Exception):
     """The worker's stream ended early, after bytes went to the client. `out` takes one more event, then ends."""
 
-    def __init__(self, out: web.StreamResponse, cause: LegError) -> None:
+    def __init__(self, out: web.StreamResponse, cause: CallFailed) -> None:
         super().__init__(str(cause))
         self.out, self.cause = out, cause
 
 
-async def relay_stream(
-    request: web.BaseRequest,
-    leg: Leg,
-    *,
-    headers: Mapping[str, str],
-    merger: SseMerger | None,
-    on_first: Callable[[bytes], None],
-    on_more: Callable[[bytes], None],
-) -> web.StreamResponse:
-    """Send the leg's answer to the client until it ends; the caller ends the response (`write_eof`).
+class Splitter(Protocol):
+    """Takes a stream in any pieces; whole events come out as soon as they are complete."""
 
-    `on_first` is told what came first, `on_more` each further piece. `StreamBroken` if the worker broke off; the client's own
-    connection errors pass.
+    def feed(self, chunk: bytes) -> bytes: ...
+
+    def rest(self) -> bytes:
+        """What follows the last whole event, at the orderly end of a stream."""
+
+
+class SseSplitter:
+    """Passes on whole events only, so that an error event may follow at any time and both can be parsed.
+
+    Workers write whole events nearly always, so nearly always the chunk itself is returned.
     """
-    out = await open_stream(request, status=leg.reply.status, headers=headers)
-    splitter = SseSplitter()
-    feed = merger.feed if merger else splitter.feed
-    read = leg.reply.readany
-    chunk = leg.reply.take()
-    on_first(chunk)
+
+    def __init__(self) -> None:
+        self._tail = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        data = self._tail + chunk if self._tail else chunk
+        if data.endswith(_ENDS):
+            self._tail = b""
+            return data
+        end = max(_end_of_last(data, end) for end in _ENDS)
+        if end == 0 and len(data) > MAX_EVENT_BYTES:
+            end = len(data)
+        self._tail = data[end:]
+        return data[:end]
+
+    def rest(self) -> bytes:
+        rest, self._tail = self._tail, b""
+        return rest
+
+
+def _end_of_last(data: bytes, separator: bytes) -> int:
+    at = data.rfind(separator)
+    return 0 if at < 0 else at + len(separator)
+
+
+def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers of a worker's answer (names in lower case) that its client gets."""
+    return {name: headers[low] for low, name in _ANSWER_HEADERS.items() if low in headers}
+
+
+async def relay_stream(
+    http: web.BaseRequest, call: UpstreamCall, *, splitter: Splitter, on_more: Callable[[bytes], None]
+) -> web.StreamResponse:
+    """Send the call's answer to the client until it ends; the caller ends the response (`write_eof`).
+
+    `on_more` receives each piece but the first. `StreamBroken` if the worker broke off; the client's own connection errors
+    pass.
+    """
+    headers = {**answer_headers(call.reply.headers), "Cache-Control": "no-cache"}
+    out = await open_stream(http, status=call.reply.status, headers=headers)
+    feed, read = splitter.feed, call.reply.readany
+    chunk = call.reply.take()
     while chunk:
         events = feed(chunk)
         if events:
@@ -46,17 +86,17 @@ async def relay_stream(
         try:
             chunk = await read()
         except UpstreamError as err:
-            raise StreamBroken(out, broken_stream(leg.worker, err)) from None
+            raise StreamBroken(out, broken_stream(call.worker, err)) from None
         if chunk:
             on_more(chunk)
-    rest = merger.rest() if merger else splitter.rest()
+    rest = splitter.rest()
     if rest:
         await out.write(rest)
     return out
 
 
 async def end_with_event(out: web.StreamResponse, event: bytes) -> web.StreamResponse:
-    """The last event of a stream that broke; no [DONE] follows, so that no client takes it for a good end."""
+    """End a stream that broke with this event; no [DONE] follows, so that no client takes it for a good end."""
     await out.write(event)
     await out.write_eof()
     return out

@@ -1,32 +1,24 @@
-"""What the router answers where it has no worker's good answer to pass on. Pure."""
-
-from collections.abc import Mapping
+"""Answers of the router where no worker's good answer can be passed on. Pure."""
 
 import msgspec
 from aiohttp import web
 
-from router.pool.models import UnknownModel, serves
+from router.attempts.upstream_call import CallFailed
+from router.pool.models import serves
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.legs import LegError
-from service.http.errors import DRAINING, error_response
+from router.requests.relay import answer_headers
+from service.http.errors import DRAINING, ApiError, error_response
 from service.http.json_depth import JSON_ERRORS
 from service.http.stream import error_event
 
-RETRY_AFTER_S = "1"  # told to clients when no worker is there
+RETRY_AFTER_S = 1  # where no worker is there
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
 
-_ANSWER_HEADERS = {"content-type": "Content-Type", "retry-after": "Retry-After"}
 
-
-def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Those of a worker's answer (names in lower case) that its client gets."""
-    return {name: headers[low] for low, name in _ANSWER_HEADERS.items() if low in headers}
-
-
-def draining_response(message: str) -> web.Response:
+def draining(message: str) -> ApiError:
     """503 of a router that ends; another one may serve the request."""
-    return error_response(503, message, code=DRAINING, headers={"Retry-After": RETRY_AFTER_S})
+    return ApiError(503, message, code=DRAINING, retry_after_s=RETRY_AFTER_S)
 
 
 def handed_back_event() -> bytes:
@@ -34,13 +26,12 @@ def handed_back_event() -> bytes:
     return error_event(503, HANDED_BACK, code=DRAINING)
 
 
-def too_many_samples() -> web.Response:
-    message, headers = "the router has too many samples in flight", {"Retry-After": RETRY_AFTER_S}
-    return error_response(429, message, code="queue_full", headers=headers)
+def too_many_samples() -> ApiError:
+    return ApiError(429, "the router has too many samples in flight", code="queue_full", retry_after_s=RETRY_AFTER_S)
 
 
-def no_worker_response(message: str) -> web.Response:
-    return error_response(503, message, code="no_worker", headers={"Retry-After": RETRY_AFTER_S})
+def no_worker(message: str) -> ApiError:
+    return ApiError(503, message, code="no_worker", retry_after_s=RETRY_AFTER_S)
 
 
 def no_worker_message(table: WorkerTable, missing: list[Role], model: str = "") -> str:
@@ -56,12 +47,7 @@ def _state(worker: Worker) -> str:
     return "it is asked and says nothing" if worker.silent else worker.last_error or worker.health.value
 
 
-def unknown_model(err: UnknownModel) -> web.Response:
-    """404 that names the models there are."""
-    return error_response(404, str(err), field="model", code="model_not_found")
-
-
-def failure_response(failure: LegError) -> web.Response:
+def failure_response(failure: CallFailed) -> web.Response:
     """A worker's own error as it is; else what happened to the connection."""
     if failure.reason == "status":
         return web.Response(status=failure.status, body=failure.body, headers=answer_headers(failure.headers))
@@ -69,13 +55,13 @@ def failure_response(failure: LegError) -> web.Response:
     return error_response(status, str(failure), code=f"worker_{failure.reason}")
 
 
-def failure_event(failure: LegError) -> bytes:
+def failure_event(failure: CallFailed) -> bytes:
     """The same as the last event of a stream that has begun."""
     status = failure.status or 502
     return error_event(status, _message_of(failure))
 
 
-def _message_of(failure: LegError) -> str:
+def _message_of(failure: CallFailed) -> str:
     """What the worker said, without the JSON around it; else what happened."""
     try:
         return msgspec.json.decode(failure.body, type=_ErrorBody).error.message

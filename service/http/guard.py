@@ -20,11 +20,8 @@ from service.telemetry.context import CURRENT, OPERATIONS, TraceContext, request
 log = logging.getLogger(__name__)
 
 CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
+ANYBODY = Caller(Access.ADMIN)  # at a server without keys
 CLIENT_GONE = 499  # the status in logs and metrics of a request whose client went away
-
-
-def _never(request: web.BaseRequest) -> bool:
-    return False
 
 
 def _admit_all(request: web.BaseRequest, need: Access) -> ApiError | None:
@@ -46,7 +43,7 @@ def make_guard(
     need_of: Callable[[str, str], Access],
     browser: BrowserRule,
     admit: Callable[[web.BaseRequest, Access], ApiError | None] = _admit_all,
-    is_trusted: Callable[[web.BaseRequest], bool] = _never,
+    is_trusted: Callable[[web.BaseRequest], bool] | None = None,
     on_refused: Callable[[str], None] = _ignore,
     new_id: Callable[[], str] = _new_id,
 ) -> Handler:
@@ -57,6 +54,8 @@ def make_guard(
     request without an id.
     """
 
+    has_keys = gate.api.is_set or gate.admin.is_set
+
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         route = routes.of(request)
         request_id = request_id_of(request.headers.get(REQUEST_ID_HEADER, "")) or new_id()
@@ -64,7 +63,7 @@ def make_guard(
         operation = OPERATIONS.get(request.path, "")
         # The task of this request is its own, so nothing has to be put back.
         CURRENT.set(TraceContext(request_id, operation, request.headers.get("traceparent", "")))
-        refusal = None if is_trusted(request) else refuse(request)
+        refusal = None if is_trusted is not None and is_trusted(request) else refuse(request)
         response = refusal.response() if refusal is not None else await answer_of(route.handler, request)
         if not response.prepared:
             response.headers[REQUEST_ID_HEADER] = request_id
@@ -76,6 +75,9 @@ def make_guard(
             on_refused("browser")
             return ApiError(page.status, page.message, code=page.code)
         need = need_of(request.method, request.path)
+        if not has_keys:
+            request[CALLER] = ANYBODY
+            return admit(request, need)
         request[CALLER] = gate.caller(request.headers.get("Authorization", ""), time.monotonic())
         refusal = key_refusal(request, gate, need)
         if refusal is not None:

@@ -152,7 +152,7 @@ class Cluster:
         await until(lambda: self.router.table.num_leases == 0 and self.router.rooms.num_live == 0)
         self.router.table.check()
         self.router.rooms.check()
-        await until(lambda: len(self.router.lifelines) == 0)
+        await until(lambda: not any(worker.calls for worker in self.router.table.workers()))
 
 
 async def until(condition: Callable[[], Any]) -> Any:

@@ -10,21 +10,26 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.admission.fit import MIN_POINTS, LineFit
-from router.admission.forecast import STALE_S, Forecast, Pace, Slo, TooLate
-from router.admission.line import Limits, Line, Stand
+from router.admission.admission import Admission
+from router.admission.forecast import MIN_POINTS, STALE_S, Forecast, LineFit, TooLate
+from router.admission.queue import AdmissionQueue, QueueLimits, TicketStatus
+from router.attempts.events import Events
+from router.attempts.request import Slo
+from router.choice.chooser import make_chooser
+from router.config import RouterConfig
 from router.fleet.shared_load import SharedLoad
 from router.metrics import RouterMetrics
 from router.pool.breaker import Event
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
+from tests.router.attempts import Launched, make_request
 from tests.router.dummies import DummyWorker, cluster, stream, until
 
 # ---- the line
 
 
-def line(**limits: int) -> Line:
-    return Line(Limits(**{"running": 2, "queue": 3, **limits}))
+def line(**limits: int) -> AdmissionQueue:
+    return AdmissionQueue(QueueLimits(**{"running": 2, "queue": 3, **limits}))
 
 
 def test_higher_priority_goes_first_then_who_came_first() -> None:
@@ -45,9 +50,9 @@ def test_a_full_line_drops_the_lowest_priority_and_of_those_the_latest() -> None
     waits.arrive("a", priority=0, now_s=0.0)
     low, high = (waits.arrive("a", priority=p, now_s=0.0)[0] for p in (0, 1))
     lowest, changed = waits.arrive("a", priority=-1, now_s=0.0)
-    assert lowest.stand is Stand.FULL and not changed
+    assert lowest.status is TicketStatus.FULL and not changed
     _, changed = waits.arrive("a", priority=1, now_s=0.0)
-    assert changed == [low] and low.stand is Stand.FULL and high.stand is Stand.WAITS
+    assert changed == [low] and low.status is TicketStatus.FULL and high.status is TicketStatus.WAITS
     waits.check()
 
 
@@ -56,7 +61,7 @@ def test_who_floods_the_line_is_dropped_and_not_the_other() -> None:
     waits.arrive("flood", priority=0, now_s=0.0)
     flood = [waits.arrive("flood", priority=0, now_s=0.0)[0] for _ in range(3)]
     other, changed = waits.arrive("other", priority=0, now_s=0.0)
-    assert other.stand is Stand.WAITS and changed == [flood[2]]
+    assert other.status is TicketStatus.WAITS and changed == [flood[2]]
 
 
 def test_a_client_at_its_limit_is_passed_over() -> None:
@@ -64,32 +69,32 @@ def test_a_client_at_its_limit_is_passed_over() -> None:
     first, _ = waits.arrive("a", priority=0, now_s=0.0)
     second, _ = waits.arrive("a", priority=9, now_s=0.0)
     other, _ = waits.arrive("b", priority=0, now_s=0.0)
-    assert [t.stand for t in (first, second, other)] == [Stand.RUNS, Stand.WAITS, Stand.RUNS]
+    assert [t.status for t in (first, second, other)] == [TicketStatus.RUNS, TicketStatus.WAITS, TicketStatus.RUNS]
     assert waits.leave(first) == [second]
     waits.check()
 
 
 def test_who_waited_too_long_is_refused_and_who_leaves_makes_no_room() -> None:
-    waits = Line(Limits(running=1, queue=9, queue_timeout_s=10.0))
+    waits = AdmissionQueue(QueueLimits(running=1, queue=9, queue_timeout_s=10.0))
     waits.arrive("a", priority=0, now_s=0.0)
     early, _ = waits.arrive("a", priority=0, now_s=1.0)
     late, _ = waits.arrive("a", priority=0, now_s=5.0)
-    assert waits.tick(10.9) == [] and waits.tick(11.0) == [early] and early.stand is Stand.LATE
+    assert waits.tick(10.9) == [] and waits.tick(11.0) == [early] and early.status is TicketStatus.LATE
     assert waits.leave(late) == [] and waits.num_waiting == 0 and waits.num_running == 1
 
 
 def test_limits_count_over_all_processes(tmp_path: Path) -> None:
     views = [SharedLoad(tmp_path / "load", row=row, num_rows=2) for row in range(2)]
-    limits = Limits(running=3, per_client=2, queue=5)
-    here, there = (Line(limits, view) for view in views)
+    limits = QueueLimits(running=3, per_client=2, queue=5)
+    here, there = (AdmissionQueue(limits, view) for view in views)
     first, _ = here.arrive("a", priority=0, now_s=0.0)
-    assert there.arrive("a", priority=0, now_s=0.0)[0].stand is Stand.RUNS
+    assert there.arrive("a", priority=0, now_s=0.0)[0].status is TicketStatus.RUNS
     third, _ = there.arrive("a", priority=0, now_s=0.0)
-    assert third.stand is Stand.WAITS, "its client has one here and one there"
-    assert there.arrive("b", priority=0, now_s=0.0)[0].stand is Stand.RUNS
-    assert here.arrive("c", priority=0, now_s=0.0)[0].stand is Stand.WAITS, "three run in all"
+    assert third.status is TicketStatus.WAITS, "its client has one here and one there"
+    assert there.arrive("b", priority=0, now_s=0.0)[0].status is TicketStatus.RUNS
+    assert here.arrive("c", priority=0, now_s=0.0)[0].status is TicketStatus.WAITS, "three run in all"
     here.leave(first)
-    assert third in there.tick(0.0) or third.stand is Stand.WAITS  # c may have taken the room
+    assert third in there.tick(0.0) or third.status is TicketStatus.WAITS  # c may have taken the room
     for view in views:
         view.close()
 
@@ -137,8 +142,10 @@ def teach(forecast: Forecast, table: WorkerTable, worker: Worker, *, speed: floa
     for i in range(60):
         tokens = draw.randrange(100, 4000)
         ahead = table.charge(worker, draw.randrange(0, 20000))
-        trip = forecast.depart(worker, tokens, now_s=float(i))
-        forecast.begun(trip, now_s=i + law(ahead.tokens + tokens) / speed)
+        own = table.charge(worker, tokens)
+        prompt = forecast.expect(worker, tokens, now_s=float(i))
+        table.release(own)
+        forecast.learn_ttft(prompt, now_s=i + law(ahead.tokens + tokens) / speed)
         table.release(ahead)
 
 
@@ -189,21 +196,29 @@ def test_one_request_tries_a_worker_of_which_nothing_was_heard_for_long() -> Non
 def test_requests_of_a_former_incarnation_teach_nothing() -> None:
     _, [worker] = pool(1, Role.PREFILL)
     forecast = Forecast()
-    trips = [forecast.depart(worker, 5, now_s=0.0) for _ in range(MIN_POINTS)]
+    prompts = [forecast.expect(worker, 5, now_s=0.0) for _ in range(MIN_POINTS)]
     forecast.forget(worker)
-    for trip in trips:
-        forecast.begun(trip, now_s=70.0)
+    for prompt in prompts:
+        forecast.learn_ttft(prompt, now_s=70.0)
     assert forecast.ttft_s(worker, 1000) is None
 
 
 def test_time_between_tokens_is_foretold_by_the_requests_at_the_worker() -> None:
-    table, [worker] = pool(1, Role.DECODE)
     forecast = Forecast()
+    launched = Launched(events=Events.of([forecast]))
+    table, worker, request = launched.table, launched.worker(Role.DECODE, "http://d0"), make_request()
     for requests in (*range(1, 20), *range(1, 20)):
-        pace = Pace()
-        for event in range(11):
-            pace.on_chunk(b"data: x\n\n", 1.0 + event * (0.010 + 0.002 * requests))
-        forecast.on_pace(forecast.depart(worker, 0, now_s=0.0), pace, requests=requests, now_s=2.0)
+        others = [table.charge(worker, 1) for _ in range(requests - 1)]
+        attempt, prefill, decode = launched.pair(request)
+        decode.answer(200, events=True, complete=False)
+        forecast.on_first_byte(request, attempt, 1.0)
+        for event in range(1, 11):
+            forecast.on_chunk(request, attempt, b"data: x\n\n", 1.0 + event * (0.010 + 0.002 * requests))
+        prefill.answer(200)
+        attempt.complete()
+        attempt.end()
+        for lease in others:
+            table.release(lease)
     slo = Slo(itl_s=0.0305)  # ten requests
     leases = [table.charge(worker, 1) for _ in range(9)]
     assert forecast.in_time([worker], slo, tokens={}, now_s=3.0) == [worker]
@@ -234,9 +249,9 @@ def test_requests_wait_their_turn_by_priority_and_the_line_is_bounded() -> None:
             jobs = [asyncio.create_task(c.post("/generate", {"text": "first"}))]
             await until(lambda: c.decodes[0].seen)
             jobs.append(asyncio.create_task(c.post("/generate", {"text": "low"})))
-            await until(lambda: c.router.live.requests()[1:])
+            await until(lambda: len(c.router.live) > 1)
             jobs.append(asyncio.create_task(c.post("/generate", {"text": "header"}, headers={"X-Priority": "3"})))
-            await until(lambda: c.router.live.requests()[2:])
+            await until(lambda: len(c.router.live) > 2)
             jobs.append(asyncio.create_task(c.post("/generate", {"text": "body", "priority": 7})))
             status, headers, answer = await jobs[1]
             assert status == 429 and headers["Retry-After"] == "1" and message(answer)[0] == "queue_full"
@@ -334,7 +349,9 @@ def test_prompts_that_wait_at_a_prefill_worker_count() -> None:
             forecast = c.router.admission.forecast
             assert forecast.ttft_s(prefill, 10) is not None
             for i in range(60):  # a law that is ours
-                forecast.begun(forecast.depart(prefill, 10 * i, now_s=0.0), now_s=10 * i * SECONDS_PER_TOKEN)
+                own = c.router.table.charge(prefill, 10 * i)
+                forecast.learn_ttft(forecast.expect(prefill, 10 * i, now_s=0.0), now_s=10 * i * SECONDS_PER_TOKEN)
+                c.router.table.release(own)
             assert (await c.post("/generate", {"input_ids": [1] * 80, "stream": True}))[0] == 200
             lease = c.router.table.charge(prefill, 40_000)
             status, _, answer = await c.post("/generate", {"input_ids": [1] * 80, "stream": True})
@@ -349,15 +366,17 @@ def test_prompts_that_wait_at_a_prefill_worker_count() -> None:
 def test_metrics_show_circuits_what_is_foretold_and_who_waits() -> None:
     table = WorkerTable()
     known, unknown = (table.add(f"http://{name}:1", role=Role.PREFILL) for name in "ab")
-    forecast, door = Forecast(), line(running=1)
+    config = RouterConfig(max_concurrent_requests=1, queue_size=3)
+    admission = Admission(config, chooser=make_chooser(config, draw=lambda n: 0))
     metrics = RouterMetrics(table)
-    metrics.show_admission(forecast, door)
-    ttft, itl = forecast.fits(known)
+    metrics.show_admission(admission)
+    ttft, itl = admission.forecast.fits(known)
     for i in range(MIN_POINTS):
         ttft.add(1000.0 * i, 0.25 + 0.5 * i)
         itl.add(1.0 + i, 0.02 + 0.01 * i)
     for _ in range(3):
-        door.arrive("", priority=0, now_s=0.0)
+        assert admission.turns is not None
+        admission.turns.queue.arrive("", priority=0, now_s=0.0)
     for _ in range(table.breaker.failure):
         unknown.circuit.tell(Event.FAULT, 0.0)
     samples = {

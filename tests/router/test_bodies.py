@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.body import Api, BadBody, parse_body, write_bodies
 from router.requests.merge import Merger, SseMerger
-from router.requests.sse import SseSplitter
+from router.requests.relay import SseSplitter
 from service.http.stream import error_event
 
 

@@ -45,11 +45,11 @@ def test_faults_older_than_the_window_do_not_count() -> None:
 
 def test_after_the_timeout_a_few_try_it_and_their_answers_close_it() -> None:
     circuit = opened()
-    assert circuit.takes(10.0) and circuit.send()
-    assert circuit.takes(10.0) and circuit.send()
+    assert circuit.takes(10.0) and circuit.send(10.0)
+    assert circuit.takes(10.0) and circuit.send(10.0)
     assert not circuit.takes(11.0), "as many trials at a time as it takes to close it"
-    circuit.end(trial=True)  # cancelled: says nothing
-    assert circuit.takes(11.0) and circuit.send()
+    circuit.end_trial()  # cancelled: says nothing
+    assert circuit.takes(11.0) and circuit.send(11.0)
     circuit.tell(Event.BEGUN, 12.0)
     assert circuit.state is State.HALF_OPEN
     circuit.tell(Event.BEGUN, 12.0)
@@ -58,7 +58,8 @@ def test_after_the_timeout_a_few_try_it_and_their_answers_close_it() -> None:
 
 def test_one_fault_of_a_trial_opens_it_for_another_timeout() -> None:
     circuit = opened()
-    assert circuit.takes(10.0)
+    assert circuit.takes(10.0) and circuit.send(10.0)
+    circuit.end_trial()
     circuit.tell(Event.FAULT, 11.0)
     assert circuit.state is State.OPEN and not circuit.takes(20.9) and circuit.takes(21.0)
 
@@ -116,7 +117,7 @@ def test_a_worker_that_is_well_again_is_tried_and_taken_back() -> None:
         flags: dict[str, Any] = {"cb_failure_threshold": 2, "cb_success_threshold": 2, "cb_timeout_duration_s": 0}
         async with cluster(prefill=1, decode=2, policy="round_robin", **flags) as c:
             c.decodes[0].behave = always(500, {"error": {"message": "broken"}})
-            while states(c)[1] != "half_open":
+            while states(c)[1] != "open":
                 assert (await c.post("/generate", {"text": "a"}))[0] == 200
             c.decodes[0].behave = answer_ok
             while states(c)[1] != "closed":

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.attempts.rooms import RoomMinter
 from router.config import RouterConfig, check_config
 from router.pool.reports import parse_bootstrap, parse_load, parse_mode
 from router.pool.states import TRANSITIONS, Check, Health, Thresholds
 from router.pool.worker import Lease, LoadReport, Role
 from router.pool.workers import WorkerTable, WorkerTableError, missing_roles
-from router.requests.dispatch import backoff_s
+from router.requests.dispatch import Retries
 from router.requests.replies import no_worker_message
-from router.requests.rooms import RoomMinter
 from service.flags import ConfigError
 
 
@@ -214,7 +214,7 @@ def test_mode_of_a_worker() -> None:
 
 
 def test_backoff_starts_at_nothing_and_is_bounded() -> None:
-    assert [backoff_s(i, base_s=0.05) for i in (0, 1, 2, 20)] == [0.0, 0.05, 0.1, 1.0]
+    assert [Retries(limit=3, backoff_s=0.05).pause_s(i) for i in (0, 1, 2, 20)] == [0.0, 0.05, 0.1, 1.0]
 
 
 @pytest.mark.parametrize(

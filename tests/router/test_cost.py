@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import uvloop
 
+from router.attempts.pair_attempt import AttemptGroup
 from router.metrics import RouterMetrics
 from router.pool.workers import WorkerTable
+from tests.router.attempts import Launched, make_request
 from tests.router.dummies import cluster
-from tests.router.test_race import ToldReply, race_of
 
 PATH = "/v1/chat/completions"
 
@@ -34,7 +35,7 @@ def kept_garbage() -> Iterator[None]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_served_request_leaves_nothing_for_the_collector(*, stream: bool) -> None:
-    """Replies, legs and races in a circle keep bodies, which may be large, until it comes; and it takes its time."""
+    """Replies, calls and attempts in a circle keep bodies, which may be large, until it comes; and it takes its time."""
 
     async def scenario() -> None:
         async with cluster() as c:
@@ -55,10 +56,9 @@ def test_a_served_request_leaves_nothing_for_the_collector(*, stream: bool) -> N
 
 def test_a_good_end_of_prefill_wakes_nobody() -> None:
     async def scenario() -> None:
-        prefill, decode = ToldReply(), ToldReply()
-        race = race_of(prefill, decode)
+        attempt, prefill, decode = Launched().pair()
         steps = 0
-        answer = race.answer(wait_for_prefill=False)
+        answer = AttemptGroup(attempt, on_failed=lambda attempt, failure: None).winner()
 
         class Counted:
             def __await__(self) -> Iterator[Any]:
@@ -73,10 +73,10 @@ def test_a_good_end_of_prefill_wakes_nobody() -> None:
 
         task = asyncio.create_task(wait())
         await asyncio.sleep(0)
-        prefill.tell(200)
+        prefill.answer(200)
         for _ in range(3):
             await asyncio.sleep(0)
-        decode.tell(200)
+        decode.answer(200)
         await task
         assert steps == 1
 
@@ -85,9 +85,12 @@ def test_a_good_end_of_prefill_wakes_nobody() -> None:
 
 def test_what_requests_count_is_exposed_as_prometheus_would_count_it() -> None:
     metrics = RouterMetrics(WorkerTable())
+    request = make_request()
+    request.path = PATH
+    attempt, *_ = Launched().pair(request)
     for seconds, status in ((0.005, 200), (0.0051, 200), (1000.0, 499)):
         metrics.on_begin()
-        metrics.on_first_byte(PATH, seconds)
+        metrics.on_first_byte(request, attempt, seconds)
         metrics.on_answered(PATH, status, seconds)
     metrics.on_begin()
     lines = metrics.exposition().decode().splitlines()

@@ -1,23 +1,30 @@
 """What the dashboard remembers and makes of it: quantiles, the recorder, the picture. No sockets."""
 
-from contextvars import copy_context
-from functools import partial
-from typing import Any
-
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.client.upstream import UpstreamError
+from router.attempts.events import Events
+from router.attempts.failed_workers import FailedWorkers
+from router.attempts.pair_attempt import PairAttempt
 from router.dashboard.picture import SHOWN_REQUESTS, SHOWN_SECONDS, decode_snapshot, draw, merge, pick_records
-from router.history.quantiles import MIN_S, add, bucket_of, middle_of, quantile
-from router.history.recorder import KEPT_REQUESTS, KEPT_SECONDS, MAX_RUNNING, Recorder
+from router.history.recorder import (
+    KEPT_REQUESTS,
+    KEPT_SECONDS,
+    MAX_RUNNING,
+    MIN_S,
+    Recorder,
+    add,
+    bucket_of,
+    middle_of,
+    quantile,
+)
+from router.history.trace import RequestTraces
 from router.pool.worker import LoadReport, Role
 from router.pool.workers import WorkerTable
-from router.requests.journey import Journey, Journeys
-from router.requests.legs import Leg
 from service.telemetry.records import TracesQuery
 from service.telemetry.tracer import Tracer
+from tests.router.attempts import Launched, ScriptedReply, make_request
 
 
 class Clock:
@@ -28,26 +35,48 @@ class Clock:
         return self.now
 
 
-class Reply:
-    """What a journey reads of an answer."""
+class Told:
+    """A request as its events reach the recorder and the trace. Times are the clock's."""
 
-    def __init__(self) -> None:
-        self.status, self.complete, self.heard_s = 200, False, 0.0
-        self.error: UpstreamError | None = None
+    def __init__(self, recorder: Recorder, name: str = "id", *, tracer: Tracer | None = None) -> None:
+        self.clock = recorder.now_s
+        observers = RequestTraces(tracer or Tracer(ring_size=0), recorder), recorder
+        self.events = Events.of(observers)
+        self.launched = Launched(events=self.events, clock=self.clock)
+        self.request = make_request(name, now_s=self.clock())
+        for tell in self.events.on_routed:
+            tell(self.request)
 
+    def sent(self, decode: str = "http://d0") -> tuple[PairAttempt, ScriptedReply, ScriptedReply]:
+        self.attempt, prefill, answer = self.launched.pair(self.request, decode=decode)
+        return self.attempt, prefill, answer
 
-def leg(role: Role, url: str) -> tuple[Leg, Reply]:
-    reply: Any = Reply()
-    return Leg(WorkerTable().add(url, role=role), reply, stream=True), reply
+    def failed(self, attempt: PairAttempt) -> None:
+        failure = attempt.answering.failure()
+        assert failure is not None
+        self.request.failed = FailedWorkers(failure)
+        for tell in self.events.on_attempt_failed:
+            tell(self.request, attempt, failure, self.clock())
+        attempt.end()
 
+    def first_byte(self) -> None:
+        now_s = self.clock()
+        for tell in self.events.on_first_byte:
+            tell(self.request, self.attempt, now_s)
+        self.request.first_byte_s = self.request.last_byte_s = now_s
+        self.request.num_chunks = 1
 
-def begun(recorder: Recorder, name: str = "id", *, tracer: Tracer | None = None) -> Journey:
-    journeys = Journeys(tracer or Tracer(ring_size=0), recorder)
-    begin = partial(journeys.begin, name, "/generate", "", now_s=recorder.now_s())
-    journey = copy_context().run(begin)  # it names the request of its task, and this is the test's
-    journey.asked(num_samples=1, prompt_tokens=5, model=b'"m"')
-    journey.routed()
-    return journey
+    def chunk(self) -> None:
+        now_s = self.clock()
+        for tell in self.events.on_chunk:
+            tell(self.request, self.attempt, b"x", now_s)
+        self.request.last_byte_s = now_s
+        self.request.num_chunks += 1
+
+    def end(self, status: int = 200, *, failure: str = "") -> None:
+        self.request.failure = failure
+        for tell in self.events.on_ended:
+            tell(self.request, status, self.clock())
 
 
 @settings(max_examples=100, deadline=None)
@@ -70,34 +99,34 @@ def test_latencies_beyond_all_bounds_stay_in_bounds() -> None:
 def test_a_request_is_remembered_with_what_happened_when() -> None:
     clock = Clock()
     recorder, tracer = Recorder(clock), Tracer(ring_size=4)
-    journey = begun(recorder, "mine", tracer=tracer)
-    (prefill, prefill_reply), (decode, reply) = leg(Role.PREFILL, "http://p0"), leg(Role.DECODE, "http://d0")
-    first = journey.sent(prefill, decode, rooms=(7,), now_s=clock.now)
+    told = Told(recorder, "mine", tracer=tracer)
+    first, prefill, decode = told.sent("http://d0")
     clock.now += 0.5
-    reply.complete, reply.status, reply.heard_s = True, 500, clock.now
-    journey.attempt_failed("decode worker http://d0: HTTP 500", first, now_s=clock.now)
-    (prefill, prefill_reply), (decode, reply) = leg(Role.PREFILL, "http://p0"), leg(Role.DECODE, "http://d1")
-    journey.sent(prefill, decode, rooms=(8,), now_s=clock.now)
+    decode.heard_s = prefill.heard_s = clock.now
+    decode.answer(500)
+    told.failed(first)
+    _, prefill, decode = told.sent("http://d1")
     clock.now += 0.25
     assert recorder.snapshot().records[0].attempts[1].prefill_ended_s is None
-    prefill_reply.complete, prefill_reply.heard_s = True, clock.now
+    prefill.heard_s = clock.now
+    prefill.answer(200)
     assert recorder.snapshot().records[0].attempts[1].prefill_ended_s == 1001.0
     clock.now += 0.25
-    journey.first_byte(clock.now)
+    told.first_byte()
     for _ in range(3):
         clock.now += 0.125
-        journey.event(clock.now)
+        told.chunk()
     assert recorder.snapshot().records[0].last_byte_s is None  # more may come
-    journey.end(200, now_s=clock.now)
+    told.end()
     (record,) = recorder.snapshot().records
     assert record.request_id == "mine" and record.status == 200 and record.failure == ""
-    first, second = record.attempts
-    assert (first.answering, first.failure, first.failed_s) == (
+    before_it, after_it = record.attempts
+    assert (before_it.answering, before_it.failure, before_it.failed_s) == (
         "http://d0",
         "decode worker http://d0: HTTP 500",
         1000.75,
     )
-    assert (second.prefill, second.started_s, second.prefill_ended_s) == ("http://p0", 1000.75, 1001.0)
+    assert (after_it.prefill, after_it.started_s, after_it.prefill_ended_s) == ("http://p0", 1000.75, 1001.0)
     assert (record.first_byte_s, record.last_byte_s, record.ended_s) == (1001.25, 1001.625, 1001.625)
     assert record.num_events == 4
     before, after = recorder.snapshot().seconds
@@ -107,39 +136,35 @@ def test_a_request_is_remembered_with_what_happened_when() -> None:
     (traced,) = tracer.ring.find(TracesQuery(ids=["mine"]))  # the same, as `tandem trace` tells it
     spans = [(s.name, s.attributes.get("url.full"), s.attributes.get("error.type")) for s in traced.spans]
     assert spans == [
-        ("prefill leg", "http://p0", None),
+        ("prefill leg", "http://p0", "lost"),
         ("decode leg", "http://d0", "500"),
         ("prefill leg", "http://p0", None),
         ("decode leg", "http://d1", None),
         ("answer", None, None),
     ]
-    assert traced.model == "m" and traced.attributes["tandem.bootstrap_room"] == "8"
+    room = told.attempt.rooms[0]
+    assert traced.model == "m" and traced.attributes["tandem.bootstrap_room"] == str(room)
     assert round(traced.spans[2].end_s - traced.start_s, 3) == 0.75
 
 
 def test_what_counts_as_a_failure() -> None:
     recorder = Recorder(Clock())
-    said = []
     for status, broken in ((200, ""), (400, ""), (429, ""), (499, ""), (499, "cut"), (502, ""), (200, "broke off")):
-        journey = begun(recorder)
-        if broken:
-            journey.broke(broken)
-        journey.end(status, now_s=recorder.now_s())
-        said.append(journey.shown().failure)
-    assert said == ["", "HTTP 400", "HTTP 429", "the client went away", "cut", "HTTP 502", "broke off"]
+        Told(recorder).end(status, failure=broken)
+    shown = [record.failure for record in recorder.snapshot().records]
+    assert shown == ["", "HTTP 400", "HTTP 429", "the client went away", "cut", "HTTP 502", "broke off"]
     (second,) = recorder.snapshot().seconds
-    assert (second.ended, second.failed) == (7, 2)  # not the client's own mistakes, nor those who left
+    assert (second.ended, second.failed) == (7, 2)  # not the client's own mistakes, nor clients that left
 
 
 def test_memory_is_bounded() -> None:
     clock = Clock()
     recorder = Recorder(clock)
-    running = [begun(recorder, "x" * 1000) for _ in range(MAX_RUNNING + 5)]
+    running = [Told(recorder, "x" * 1000) for _ in range(MAX_RUNNING + 5)]
     assert len(recorder.snapshot().records) == MAX_RUNNING
-    for journey in running:
+    for told in running:
         clock.now += 1.0
-        journey.broke("y" * 1000)
-        journey.end(200, now_s=clock.now)
+        told.end(failure="y" * 1000)
     snapshot = recorder.snapshot()
     assert len(snapshot.records) == KEPT_REQUESTS and len(snapshot.seconds) == KEPT_SECONDS
     assert max(len(r.request_id) + len(r.failure) for r in snapshot.records) < 500
@@ -162,10 +187,14 @@ def test_processes_are_added_up_but_for_what_all_of_them_hear() -> None:
     clock = Clock()
     pair = [Recorder(clock, place=place) for place in (0, 1)]
     for recorder in pair:
-        journey = begun(recorder)
-        journey.first_byte(clock.now)
-        journey.end(200, now_s=clock.now)
-        recorder.on_failure("lost", "decode")
+        told = Told(recorder)
+        attempt, _, decode = told.sent()
+        told.first_byte()
+        told.end()
+        decode.close()
+        failure = attempt.answering.failure()
+        assert failure is not None
+        recorder.on_call_failed(failure, clock.now)
         recorder.on_report(Role.UNIFIED, LoadReport(), LoadReport(output_tokens_total=7))
     snapshots = [recorder.snapshot() for recorder in pair]
     snapshots[1].switching["http://w:1"] = "decode"  # one of them moves it, all show it
@@ -185,10 +214,11 @@ def test_the_picture_speaks_of_the_last_minute_and_draws_two() -> None:
     clock = Clock()
     recorder = Recorder(clock)
     for _ in range(200):  # one a second, 0.5 s to the first token
-        journey = begun(recorder)
+        told = Told(recorder)
+        told.sent()
         clock.now += 0.5
-        journey.first_byte(clock.now)
-        journey.end(200, now_s=clock.now)
+        told.first_byte()
+        told.end()
         clock.now += 0.5
     table = WorkerTable()
     table.on_report(table.add("http://w:1", role=Role.UNIFIED), LoadReport(stages={"running": 3}))
@@ -208,7 +238,7 @@ def test_a_router_that_just_began_divides_by_the_time_it_has_run() -> None:
     clock = Clock()
     recorder = Recorder(clock)
     for _ in range(6):
-        begun(recorder).end(200, now_s=clock.now)
+        Told(recorder).end()
     clock.now += 3.0
     window = draw(recorder.snapshot(), [], now_s=clock.now)["window"]
     assert (window["seconds"], window["requests_per_s"]) == (3, 2.0)
@@ -216,8 +246,8 @@ def test_a_router_that_just_began_divides_by_the_time_it_has_run() -> None:
 
 def test_running_requests_are_shown_before_ended_ones() -> None:
     recorder = Recorder(Clock())
-    running = begun(recorder, "runs")
+    Told(recorder, "runs")
     for i in range(KEPT_REQUESTS):
-        begun(recorder, f"{i}").end(200, now_s=1000.25)
+        Told(recorder, f"{i}").end()
     shown = pick_records(recorder.snapshot().records)
-    assert shown[0] == running.shown() and len(shown) == SHOWN_REQUESTS
+    assert shown[0].request_id == "runs" and shown[0].ended_s is None and len(shown) == SHOWN_REQUESTS

@@ -11,16 +11,15 @@ import pytest
 import uvloop
 from aiohttp import web
 
+from router.attempts.deadline import less_time, time_given
+from router.attempts.upstream_call import CallFailed
 from router.client.credentials import Credentials
 from router.config import RouterConfig, check_config
 from router.pool.health import HealthMonitor
-from router.pool.lifelines import Lifelines
 from router.pool.reports import says_draining
 from router.pool.states import Check, Health
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from router.requests.deadline import less_time, time_given
-from router.requests.legs import LegError
 from router.requests.replies import no_worker_message
 from service.flags import ConfigError
 from service.security.keys import KeyRing
@@ -106,13 +105,10 @@ def test_its_word_takes_it_out_of_the_pool_before_the_next_check() -> None:
         config = RouterConfig()
         credentials = Credentials(config, api=KeyRing(key=None, file=None, flag="--api-key"))
         session: Any = None  # nothing is asked
-        lifelines = Lifelines(timeout_s=0)
-        monitor = HealthMonitor(
-            config=config, table=table, session=session, credentials=credentials, lifelines=lifelines
-        )
-        monitor.on_unreachable(LegError(worker, reason="status", status=503, body=b'{"error":{"code":"queue_full"}}'))
+        monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
+        monitor.on_unreachable(CallFailed(worker, reason="status", status=503, body=b'{"error":{"code":"queue_full"}}'))
         assert table.alive(Role.DECODE) == [worker]
-        monitor.on_unreachable(LegError(worker, reason="status", status=503, body=json.dumps(DRAINING).encode()))
+        monitor.on_unreachable(CallFailed(worker, reason="status", status=503, body=json.dumps(DRAINING).encode()))
         assert worker.health is Health.DRAINING and "draining" in no_worker_message(table, [Role.DECODE])
 
     asyncio.run(told())
@@ -175,7 +171,7 @@ def test_what_a_draining_router_cannot_finish_is_handed_back(how: str) -> None:
                 worker.behave = streams_on
             running = [asyncio.create_task(c.post("/generate", {**BODY, "stream": s})) for s in (False, True)]
             await until(lambda: len(c.decodes[0].seen) == 2)
-            await until(lambda: sum(r.cut is not None for r in c.router.live.requests()) == 1)
+            await until(lambda: sum(r.cut is not None for r in c.router.live.requests) == 1)
             draining, at_once = await until_draining(c, timeout_s=0.0 if how == "time is over" else 60.0)
             if how == "second signal":
                 at_once.set()
@@ -233,7 +229,7 @@ def test_a_retry_has_less_of_the_clients_time() -> None:
 
 def test_the_tables_that_callers_fill_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr("router.requests.rooms.MAX_LIVE_ROOMS", 2)
+        monkeypatch.setattr("router.attempts.rooms.MAX_LIVE_ROOMS", 2)
         monkeypatch.setattr("router.pool.workers.MAX_WORKERS", 2)
         async with cluster() as c:
             body = {"text": "a", "sampling_params": {"n": 3}}

@@ -14,7 +14,7 @@ from router.config import RouterConfig, check_config
 from router.pool.breaker import State
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.hedging import MAX_SAVED, Budget, Hedging, Withheld, other_pools
+from router.requests.hedging import MAX_SAVED, Budget, HedgeRules, Withheld, other_pools
 from service.flags import ConfigError
 from tests.router.dummies import DEADLINE_S, Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
 from tests.router.test_failures import CHAT, STREAM, streams_on
@@ -344,19 +344,19 @@ def test_a_hedge_goes_to_others_where_there_are_any_and_to_nobody_with_a_queue()
 
 
 def test_why_a_hedge_is_withheld_and_that_only_a_made_one_costs() -> None:
-    hedging = Hedging(after_s=1.0, share=0.5)
-    assert hedging.withheld(waiting=True, pools=[]) is Withheld.BUSY
-    assert hedging.withheld(waiting=False, pools=None) is Withheld.NO_OTHER
-    assert hedging.withheld(waiting=False, pools=[]) is None
-    assert hedging.withheld(waiting=False, pools=[]) is Withheld.BUDGET
+    rules = HedgeRules(after_s=1.0, share=0.5)
+    assert rules.withheld(waiting=True, pools=[]) is Withheld.BUSY
+    assert rules.withheld(waiting=False, pools=None) is Withheld.NO_OTHER
+    assert rules.withheld(waiting=False, pools=[]) is None
+    assert rules.withheld(waiting=False, pools=[]) is Withheld.BUDGET
 
 
 def test_the_flag_is_for_streams_the_header_for_any_and_0_for_none() -> None:
-    hedging = Hedging(after_s=2.0, share=0.5)
+    rules = HedgeRules(after_s=2.0, share=0.5)
     said = {"x-tandem-hedge-after-ms": "500"}
-    assert hedging.after_s({}, streams=True) == 2.0 and hedging.after_s({}, streams=False) is None
-    assert hedging.after_s(said, streams=True) == hedging.after_s(said, streams=False) == 0.5
-    assert hedging.after_s({"x-tandem-hedge-after-ms": "0"}, streams=True) is None
+    assert rules.after_s({}, streams=True) == 2.0 and rules.after_s({}, streams=False) is None
+    assert rules.after_s(said, streams=True) == rules.after_s(said, streams=False) == 0.5
+    assert rules.after_s({"x-tandem-hedge-after-ms": "0"}, streams=True) is None
 
 
 @given(share=st.floats(0.001, 1.0), steps=st.lists(st.booleans(), max_size=300))

@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from router.body import Api, parse_body
 from router.choice.cache_aware import CacheAware, CacheAwareSettings
-from router.choice.chooser import Chooser, cost_tokens, make_chooser, session_of
-from router.choice.policies import Ask, Choice, ConsistentHashing, LeastLoad, PowerOfTwo, Random, RoundRobin
+from router.choice.chooser import Chooser, make_chooser, session_of
+from router.choice.policies import (
+    ConsistentHashing,
+    LeastLoad,
+    Placement,
+    PowerOfTwo,
+    Random,
+    RoundRobin,
+    RoutingHints,
+    cost_tokens,
+)
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, chain
 from router.config import POLICIES, RouterConfig
@@ -20,7 +29,7 @@ from router.pool.states import Check
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 
-ANY = Ask()
+ANY = RoutingHints()
 
 
 def table_of(count: int, *, role: Role = Role.DECODE) -> WorkerTable:
@@ -103,8 +112,8 @@ def test_power_of_two_takes_the_less_loaded_of_two_different_ones() -> None:
 # ---- sessions
 
 
-def sessions(count: int) -> list[Ask]:
-    return [Ask(session=f"s{i}") for i in range(count)]
+def sessions(count: int) -> list[RoutingHints]:
+    return [RoutingHints(session=f"s{i}") for i in range(count)]
 
 
 @settings(max_examples=30, deadline=None)
@@ -162,8 +171,8 @@ def keys_of(text: str, blocks: int) -> list[bytes]:
     return chain(b"", text.encode().ljust(blocks * BLOCK_BYTES, b"."))
 
 
-def ask_of(keys: list[bytes], *, tokens: int | None = None) -> Ask:
-    return Ask(prompt_tokens=len(keys) * BLOCK_TOKENS + 1 if tokens is None else tokens, keys=keys)
+def ask_of(keys: list[bytes], *, tokens: int | None = None) -> RoutingHints:
+    return RoutingHints(prompt_tokens=len(keys) * BLOCK_TOKENS + 1 if tokens is None else tokens, keys=keys)
 
 
 def cache_aware(**flags: Any) -> CacheAware:
@@ -174,10 +183,10 @@ def test_a_prompt_goes_where_its_prefix_is_and_costs_only_the_rest() -> None:
     table, policy = table_of(3, role=Role.PREFILL), cache_aware()
     ask = ask_of(keys_of("a", 4))
     first = policy.choose(table.workers(), ask)
-    assert first == Choice(table.workers()[0], 0) and cost_tokens(first, ask) == 4 * BLOCK_TOKENS + 1
+    assert first == Placement(table.workers()[0], 0) and cost_tokens(first, ask) == 4 * BLOCK_TOKENS + 1
     table.charge(first.worker, 1)  # a little load does not drive it away
     again = policy.choose(table.workers(), ask_of(keys_of("a", 4)))
-    assert again == Choice(first.worker, 4 * BLOCK_TOKENS) and cost_tokens(again, ask) == 1
+    assert again == Placement(first.worker, 4 * BLOCK_TOKENS) and cost_tokens(again, ask) == 1
     assert policy.choose(table.workers(), ask_of(keys_of("b", 4))).worker is not first.worker
 
 
@@ -254,15 +263,15 @@ def test_a_worker_that_left_or_went_down_is_no_longer_known_to_have_anything() -
 def test_each_role_has_its_policy_and_asks_only_for_what_it_needs() -> None:
     body = parsed(text="x" * 2000, user="u")
     draw = random.Random(0).randrange
-    plain = make_chooser(RouterConfig(), draw=draw).ask(body, {})
+    plain = make_chooser(RouterConfig(), draw=draw).hints_of(body, {})
     assert (plain.keys, plain.session, plain.prompt_tokens) == ((), "", body.prompt_tokens)
     config = RouterConfig(pd_disaggregation=True, prefill_policy="cache_aware", decode_policy="consistent_hashing")
     chooser = make_chooser(config, draw=draw)
-    ask = chooser.ask(body, {})
+    ask = chooser.hints_of(body, {})
     assert (len(ask.keys), ask.session) == (3, "u")
     decodes = workers_of(4)
     expected = ConsistentHashing().choose(decodes, ask).worker
-    assert chooser.choose(decodes, ask) == Choice(expected)
+    assert chooser.choose(decodes, ask) == Placement(expected)
 
 
 @settings(max_examples=25, deadline=None)
@@ -275,7 +284,7 @@ def test_every_policy_gives_a_candidate_and_no_cost_is_negative(
         table = table_of(count, role=role)
         for _ in range(8):
             blocks, tokens = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 700))
-            ask = Ask(prompt_tokens=tokens, keys=keys_of("a", blocks), session=f"{tokens}")
+            ask = RoutingHints(prompt_tokens=tokens, keys=keys_of("a", blocks), session=f"{tokens}")
             left_out = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
             candidates = [worker for worker in table.workers() if worker.worker_id not in left_out]
             choice = chooser.choose(candidates, ask)

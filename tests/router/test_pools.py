@@ -9,7 +9,7 @@ import pytest
 from router.choice.cache_aware import SMALL_GROUP, CacheAware, CacheAwareSettings, queue_ends, unbalanced
 from router.choice.load import comparable_by_share, least_loaded
 from router.choice.load_order import SWEEP, LoadOrder, OrderByShare, load_key
-from router.choice.policies import Ask, ConsistentHashing, RoundRobin
+from router.choice.policies import ConsistentHashing, RoundRobin, RoutingHints
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.fleet.shared_load import SharedLoad
@@ -151,7 +151,9 @@ def test_workers_that_all_say_their_capacity_are_ordered_by_share_and_by_tokens_
     assert least_loaded(pool) is workers[5]
 
 
-def plain_soonest(candidates: Sequence[Worker], ask: Ask, index: PrefixIndex, settings: CacheAwareSettings) -> Worker:
+def plain_soonest(
+    candidates: Sequence[Worker], ask: RoutingHints, index: PrefixIndex, settings: CacheAwareSettings
+) -> Worker:
     """The rule of router/choice/cache_aware.py, a worker at a time."""
     matched = index.match(ask.keys)
     shortest, longest = queue_ends(list(candidates))
@@ -177,7 +179,7 @@ def test_cache_aware_takes_the_same_worker_as_a_look_at_each(seed: int) -> None:
         story.step()
         talk, depth = rng.randrange(12), rng.randrange(1, 9)
         keys = [b"system", b"tools", *(b"%d.%d" % (talk, i) for i in range(depth))]
-        ask = Ask(prompt_tokens=len(keys) * BLOCK_TOKENS + rng.randrange(4 * BLOCK_TOKENS), keys=keys)
+        ask = RoutingHints(prompt_tokens=len(keys) * BLOCK_TOKENS + rng.randrange(4 * BLOCK_TOKENS), keys=keys)
         pool = story.table.ready(Role.PREFILL, "", now_s=story.now_s)
         groups = [bits.bit_count() for _, bits in index.holders(keys).groups]
         assert len(pool) > SMALL_GROUP
@@ -195,13 +197,13 @@ def test_round_robin_goes_on_after_the_last_one_in_pools_too() -> None:
         story.step()
         pool = story.table.ready(Role.DECODE, "", now_s=story.now_s)
         expected = next((w for w in pool if w.worker_id > last), pool[0])
-        assert policy.choose(pool, Ask()).worker is expected
+        assert policy.choose(pool, RoutingHints()).worker is expected
         last = expected.worker_id
 
 
 def test_sessions_keep_their_worker_while_others_of_the_pool_come_and_go() -> None:
     story, policy = Story(random.Random(4)), ConsistentHashing()
-    asks = [Ask(session=f"s{i}") for i in range(60)]
+    asks = [RoutingHints(session=f"s{i}") for i in range(60)]
     homes: dict[str, Worker] = {}
     moved = 0
     for _ in range(200):
@@ -247,15 +249,15 @@ def test_narrower_pools_are_kept_and_few_of_them() -> None:
 
 def test_a_reader_that_is_far_behind_looks_at_all() -> None:
     log = LoadLog()
-    log.note(1)
+    log.ids.append(1)
     place = log.end
-    log.note(2)
+    log.ids.append(2)
     assert log.since(place) == [2]
-    for _ in range(2 * MAX_LOG):
-        log.note(3)
+    log.ids += [3] * 2 * MAX_LOG
+    log.trim()
     assert log.since(place) is None
     assert log.since(log.end) == []
-    log.note(4)
+    log.ids.append(4)
     assert log.since(log.end - 1) == [4]
 
 

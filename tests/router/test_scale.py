@@ -16,7 +16,6 @@ from router.client.credentials import Credentials
 from router.client.session import open_session
 from router.config import RouterConfig
 from router.pool.health import BETWEEN_S, HealthMonitor, _Watch
-from router.pool.lifelines import Lifelines
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from service.process.open_files import allow_many_files
@@ -107,7 +106,6 @@ async def first_checks(table: WorkerTable) -> list[float]:
             table=table,
             session=session,
             credentials=Credentials(config, api=gate.api),
-            lifelines=Lifelines(timeout_s=0),
         )
         for worker in table.workers():
             monitor.watch(worker)

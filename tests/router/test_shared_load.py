@@ -42,7 +42,8 @@ def test_a_circuit_that_one_process_opens_keeps_the_others_away_until_its_time_i
     assert other.circuit.state is State.CLOSED, "it was not this one's finding"
     assert not other.takes(159.9) and other.takes(160.0)
     finder.circuit.tell(Event.FAULT, 200.0)  # open already: it is tried first
-    assert other.takes(201.0) and finder.takes(202.0) and finder.circuit.state is State.HALF_OPEN
+    assert other.takes(201.0) and finder.takes(202.0) and finder.circuit.send(202.0)
+    assert finder.circuit.state is State.HALF_OPEN
     finder.circuit.tell(Event.FAULT, 203.0)
     assert not other.takes(204.0)
     finder.circuit.reset()  # another process answers there

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import uvloop
 
-from router.pool.lifelines import Lifelines
+from router.pool.active_calls import last_byte_s
 from router.pool.silence import Question, quiet_for
 from router.pool.states import Check, Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.legs import Leg
+from tests.router.attempts import Launched
 from tests.router.dummies import Cluster, cluster, hang, until, workers
 from tests.router.test_failures import CHAT, STREAM, streams_on
-from tests.router.test_race import ToldReply
 
 QUICK: dict[str, Any] = {"health_check_interval_s": 0.02, "health_silence_s": 0.05}
 PATIENT: dict[str, Any] = {**QUICK, "health_check_timeout_s": 60.0}
@@ -220,16 +219,15 @@ def test_silence_counts_from_the_question_or_from_what_came_later() -> None:
 
 
 def test_only_bytes_of_an_answer_are_a_sign_of_life_not_that_it_was_asked_for() -> None:
-    worker, lifelines = WorkerTable().add("http://w:1", role=Role.DECODE), Lifelines(timeout_s=30.0)
-    reply = ToldReply()
-    leg = Leg(worker, reply, stream=True)
+    launched = Launched()
+    worker = launched.worker(Role.DECODE, "http://d0")
+    _, _, reply = launched.pair()
     reply.heard_s = 7.0  # when it was sent
-    lifelines.begin(leg)
-    assert lifelines.heard_s(worker) == -math.inf
-    reply.status = 200
-    assert lifelines.heard_s(worker) == 7.0
-    lifelines.over(leg)
-    assert lifelines.heard_s(worker) == -math.inf
+    assert last_byte_s(worker) == -math.inf
+    reply.answer(200, events=True, complete=False)
+    assert last_byte_s(worker) == 7.0
+    reply.answer(200)
+    assert last_byte_s(worker) == -math.inf
 
 
 def test_a_stream_of_a_silent_worker_goes_on() -> None:

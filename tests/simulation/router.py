@@ -15,23 +15,24 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from router.admission.admission import Admission
+from router.attempts.events import Events
+from router.attempts.rooms import RoomMinter
+from router.attempts.upstream_call import CircuitReporter
 from router.body import Api
 from router.choice.chooser import make_chooser
 from router.client.credentials import Credentials
+from router.compose import UnreachableWorkers
 from router.config import RouterConfig
 from router.history.recorder import Recorder
+from router.history.trace import RequestTraces
 from router.http.access import counted, need_of
 from router.metrics import RouterMetrics
 from router.pool.health import HealthMonitor
-from router.pool.lifelines import Lifelines
 from router.pool.states import Thresholds
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from router.requests.dispatch import Dispatcher, Parts
-from router.requests.journey import Journeys
-from router.requests.legs import Legs
+from router.requests.build import make_dispatcher
 from router.requests.live import LiveRequests
-from router.requests.rooms import RoomMinter
 from service.http.guard import make_guard
 from service.http.routes import Routes
 from service.process.stop_signals import StopSignals
@@ -84,26 +85,23 @@ class Router:
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(config, api=gate.api)
         self.live = LiveRequests()
-        legs = Legs(self._upstream, Lifelines(timeout_s=config.dead_worker_timeout_s))
-        self.monitor = HealthMonitor(
-            config=config, table=self.table, session=session, credentials=credentials, lifelines=legs.lifelines
-        )
-        self.dispatcher = Dispatcher(
-            Parts(
-                config=config,
-                table=self.table,
-                rooms=self.rooms,
-                chooser=chooser,
-                legs=legs,
-                metrics=metrics,
-                credentials=credentials,
-                secret=None,
-                live=self.live,
-                admission=Admission(config, chooser=chooser),
-                on_unreachable=self.monitor.on_unreachable,
-                journeys=Journeys(Tracer(ring_size=0), Recorder(self.aio.time)),
-                clock=self.aio.time,
-            )
+        self.monitor = HealthMonitor(config=config, table=self.table, session=session, credentials=credentials)
+        admission, recorder = Admission(config, chooser=chooser), Recorder(self.aio.time)
+        traces = RequestTraces(Tracer(ring_size=0), recorder)
+        reports = CircuitReporter(), UnreachableWorkers(self.monitor)
+        self.dispatcher = make_dispatcher(
+            config,
+            table=self.table,
+            rooms=self.rooms,
+            chooser=chooser,
+            admission=admission,
+            upstream=self._upstream,
+            events=Events.of((traces, recorder, metrics, admission.forecast, *reports)),
+            metrics=metrics,
+            credentials=credentials,
+            secret=None,
+            live=self.live,
+            clock=self.aio.time,
         )
         browser = BrowserRule(host=config.host, has_keys=False)
         generate = counted(self.dispatcher.handle, metrics)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from router.attempts.deadline import LEAST_S
 from router.client.upstream import HttpReply, UpstreamError
-from router.requests.deadline import LEAST_S
 from service.http.deadline import TIMEOUT_HEADER
 from tests.simulation.aio import VirtualLoop
 from tests.simulation.http import Call, Head, Request, call

@@ -20,12 +20,11 @@ from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import from_finish
 from engine.loop.control import EngineControl
 from engine.loop.deadlines import Deadlines
+from router.attempts.pair_attempt import AttemptGroup, PairAttempt
+from router.attempts.request import RoutedRequest
+from router.attempts.rooms import RoomMinter
 from router.pool.workers import WorkerTable
-from router.requests.attempt import Attempt
-from router.requests.contest import Contest
-from router.requests.dispatch import Dispatcher
-from router.requests.live import LiveRequest, LiveRequests
-from router.requests.rooms import RoomMinter
+from router.requests.live import LiveRequests
 from tools.mutants.core import CORE
 from tools.mutants.planting import Bugs
 from transfer_backends.decode.core import DecodeCore
@@ -346,28 +345,30 @@ CLUSTER.skip(
     "keep the lease of an ended leg",
     WorkerTable.release,
     "The load of an ended request stays charged to its worker.",
-    called_by=Attempt.end,
+    called_by=PairAttempt.end,
 )
 CLUSTER.skip(
     "do not hand back what has not ended when the router ends",
-    LiveRequest.hand_back,
+    RoutedRequest.hand_back,
     "A router ends without an answer to what still runs.",
     called_by=LiveRequests.drain,
 )
 
 
 @CLUSTER.bug(
-    "give a retry the whole deadline again", Dispatcher._call_again, "A retry starts with the timeout of the first try."
+    "give a retry the whole deadline again",
+    RoutedRequest.headers_at,
+    "A retry starts with the timeout of the first try.",
 )
-def _(original, dispatcher, exchange):
-    return exchange.call.later(0.0)
+def _(original, request, now_s):
+    return request.headers
 
 
 @CLUSTER.bug(
     "let the loser of a hedge run on",
-    Attempt.end,
+    PairAttempt.end,
     "The attempt that loses a hedge is not ended.",
-    called_by=Contest.end,
+    called_by=AttemptGroup.end,
 )
 def _(original, attempt, why=None):
     if why is None:

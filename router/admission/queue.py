@@ -1,11 +1,12 @@
-"""Who may run now, who waits for it, and who is refused: limits for all requests and for each client. Pure.
+"""Which requests run now, which wait, and which are refused: limits for all requests and for each client. Pure.
 
     arrive --> there is room: runs -------------------> over
            \\-> waits, in order of priority, then arrival --> runs
-                   \\-> refused: the line is too long, or it waited too long
+                   \\-> refused: the queue is too long, or it waited too long
 
-When the line is too long the lowest priority goes first; of several such, the latest one of the client that has most of them
-there, so that who sends a flood fills no line but its own. Counts are over all processes of the router; each has a line.
+A queue that is too long drops the lowest priority; of several such, the latest request of the client with the most of them
+there, so that a client that floods the queue displaces only itself. Counts are over all processes of the router; each process
+has a queue.
 """
 
 from bisect import insort
@@ -16,16 +17,16 @@ from enum import StrEnum
 from router.pool.peer_load import PeerLoad
 
 
-class Stand(StrEnum):
+class TicketStatus(StrEnum):
     WAITS = "waits"
     RUNS = "runs"
-    FULL = "full"  # refused: no room in the line
+    FULL = "full"  # refused: no room in the queue
     LATE = "late"  # refused: waited as long as is allowed
     OVER = "over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class QueueLimits:
     """`per_client` 0: none. `queue`: how many may wait, each for `queue_timeout_s`."""
 
     running: int
@@ -36,18 +37,18 @@ class Limits:
 
 @dataclass(slots=True, order=True)
 class Ticket:
-    """One request, from its arrival. Sorted: who comes first in the line."""
+    """One request, from its arrival. Sorted: first in the queue first."""
 
     _rank: tuple[int, int]  # less priority is later; then arrival
     client: str = field(compare=False)
     since_s: float = field(compare=False)
-    stand: Stand = field(default=Stand.WAITS, compare=False)
+    status: TicketStatus = field(default=TicketStatus.WAITS, compare=False)
 
 
-class Line:
+class AdmissionQueue:
     """All tickets of one process that are not over. Each call returns the tickets it changed, but for the one it is told of."""
 
-    def __init__(self, limits: Limits, peers: PeerLoad | None = None) -> None:
+    def __init__(self, limits: QueueLimits, peers: PeerLoad | None = None) -> None:
         self.limits = limits
         self._peers = peers
         self._waiting: list[Ticket] = []
@@ -87,7 +88,7 @@ class Line:
         ticket = Ticket((-priority, self._num_arrived), client, now_s)
         if not self._waiting and not self.full and not self.client_full(client):  # as below, but soon
             self._count(client, 1)
-            ticket.stand = Stand.RUNS
+            ticket.status = TicketStatus.RUNS
             return ticket, []
         insort(self._waiting, ticket)
         changed = self._admit()
@@ -97,11 +98,11 @@ class Line:
 
     def leave(self, ticket: Ticket) -> list[Ticket]:
         """It is over, or its client left while it waited."""
-        if ticket.stand is Stand.RUNS:
+        if ticket.status is TicketStatus.RUNS:
             self._count(ticket.client, -1)
-        elif ticket.stand is Stand.WAITS:
+        elif ticket.status is TicketStatus.WAITS:
             self._waiting.remove(ticket)
-        ticket.stand = Stand.OVER
+        ticket.status = TicketStatus.OVER
         return self._admit()
 
     def tick(self, now_s: float) -> list[Ticket]:
@@ -109,14 +110,14 @@ class Line:
         late = [t for t in self._waiting if now_s - t.since_s >= self.limits.queue_timeout_s]
         for ticket in late:
             self._waiting.remove(ticket)
-            ticket.stand = Stand.LATE
+            ticket.status = TicketStatus.LATE
         return late + self._admit()
 
     def check(self) -> None:
         """Assert the counts."""
         assert self._running == self._of_client.total() >= 0, (self._running, self._of_client)
         assert self._waiting == sorted(self._waiting) and len(self._waiting) <= self.limits.queue
-        assert all(ticket.stand is Stand.WAITS for ticket in self._waiting)
+        assert all(ticket.status is TicketStatus.WAITS for ticket in self._waiting)
 
     def _admit(self) -> list[Ticket]:
         """Let run who may, the first first. A client that has enough is passed over."""
@@ -129,7 +130,7 @@ class Line:
             if not self.client_full(ticket.client):
                 self._waiting.remove(ticket)
                 self._count(ticket.client, 1)
-                ticket.stand = Stand.RUNS
+                ticket.status = TicketStatus.RUNS
                 admitted.append(ticket)
         return admitted
 
@@ -140,7 +141,7 @@ class Line:
         most = max(waiting.values())
         dropped = next(ticket for ticket in reversed(lowest) if waiting[ticket.client] == most)
         self._waiting.remove(dropped)
-        dropped.stand = Stand.FULL
+        dropped.status = TicketStatus.FULL
         return dropped
 
     def _count(self, client: str, step: int) -> None:

@@ -1,0 +1,78 @@
+"""Holds requests until the admission queue lets them run. Owns the futures that they wait for; decides nothing (queue.py)."""
+
+import asyncio
+
+from router.admission.queue import AdmissionQueue, QueueLimits, Ticket, TicketStatus
+from router.admission.refused import Refused
+from router.pool.peer_load import PeerLoad
+
+TICK_S = 0.05  # how soon room in another process is seen
+
+
+class Turns:
+    def __init__(self, limits: QueueLimits, peers: PeerLoad | None = None) -> None:
+        self.queue = AdmissionQueue(limits, peers)
+        self._waiters: dict[int, asyncio.Future[None]] = {}
+        self._ticker: asyncio.TimerHandle | None = None
+
+    def refuse_early(self, client: str) -> None:
+        """Refuse what is refused whatever the request says: no request ever waits, and there is no room. `Refused`."""
+        if not self.queue.limits.queue and (self.queue.full or self.queue.client_full(client)):
+            raise self._refused(client, TicketStatus.FULL)
+
+    async def enter(self, client: str, *, priority: int) -> Ticket:
+        """Wait for the request's turn; `leave` must follow. `Refused`."""
+        ticket, changed = self.queue.arrive(client, priority=priority, now_s=_now_s())
+        self._wake(changed)
+        try:
+            if ticket.status is TicketStatus.WAITS:
+                await self._wait(ticket)
+            if ticket.status is not TicketStatus.RUNS:
+                raise self._refused(client, ticket.status)
+        except BaseException:
+            self.leave(ticket)
+            raise
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """The request is over."""
+        self._wake(self.queue.leave(ticket))
+
+    async def _wait(self, ticket: Ticket) -> None:
+        waiter = self._waiters[id(ticket)] = asyncio.get_running_loop().create_future()
+        self._tick_soon()
+        try:
+            await waiter
+        finally:
+            del self._waiters[id(ticket)]
+
+    def _wake(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            waiter = self._waiters.get(id(ticket))
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+
+    def _tick_soon(self) -> None:
+        if self._ticker is None:
+            self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticker = None
+        self._wake(self.queue.tick(_now_s()))
+        if self.queue.num_waiting:
+            self._tick_soon()
+
+    def _refused(self, client: str, status: TicketStatus) -> Refused:
+        limits = self.queue.limits
+        if status is TicketStatus.LATE:
+            why, message = "queue_timeout", f"no room in {limits.queue_timeout_s:g} s (--queue-timeout-secs)"
+        elif self.queue.client_full(client):
+            why = "client_limit"
+            message = f"this client has {limits.per_client} requests here (--max-concurrent-requests-per-client)"
+        else:
+            why, message = "queue_full", f"the router serves {limits.running} requests (--max-concurrent-requests)"
+        return Refused(f"{message}; try again later", why=why)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

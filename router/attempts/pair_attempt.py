@@ -1,0 +1,359 @@
+"""One attempt of a request at a prefill and a decode worker, or at one worker; and several of them side by side.
+
+The first failure ends both calls of an attempt, decode's answer is the client's. No tasks: all answers ring one bell
+(`Reply.listener`). Knows nothing of bodies' contents, of the client's answer, or of which workers were chosen and why.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from router.attempts.events import Events
+from router.attempts.request import RoutedRequest
+from router.attempts.rooms import RoomMinter
+from router.attempts.upstream_call import CallFailed, UpstreamCall
+from router.body import write_bodies
+from router.choice.policies import Placement, cost_tokens
+from router.client.upstream import Upstream, UpstreamError
+from router.pool.worker import Lease, Worker
+from router.pool.workers import WorkerTable
+from service.security.voucher import VOUCHER_HEADER, vouch
+
+TAIL_S = 5.0  # how long prefill may take to end its own answer after the client has all of decode's
+GOING = 503  # the answer of a worker that ends, or whose engine died
+
+
+class Bell:
+    """Wakes one waiter. A ring without a waiter is lost: look first, then wait."""
+
+    __slots__ = ("_waiter",)
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def has_waiter(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
+
+    def ring(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+
+class PairAttempt:
+    """Owns rooms, leases and calls: `end` gives all of them back, and must be called once.
+
+    `answering`: the call whose answer goes to the client; `prefill`: the one beside it, None at a single worker. `bell` rings
+    when `settled` may have changed. `refused`: prefill refused the request after its answer had begun. `completed`: the client
+    has the whole answer; `cancelled`: another attempt answered first.
+    """
+
+    __slots__ = (
+        *("_closed", "_ended", "_launcher", "_leases", "_on_late_failure", "_waits_for_prefill", "answering", "bell"),
+        *(
+            "cancelled",
+            "completed",
+            "ended_s",
+            "hedge",
+            "placements",
+            "prefill",
+            "refused",
+            "rooms",
+            "started_s",
+            "workers",
+        ),
+    )
+
+    def __init__(
+        self,
+        answering: UpstreamCall,
+        prefill: UpstreamCall | None = None,
+        *,
+        launcher: "AttemptLauncher",
+        placements: Sequence[Placement] = (),
+        leases: Sequence[Lease] = (),
+        rooms: Sequence[int] = (),
+        started_s: float = 0.0,
+        hedge: bool = False,
+        waits_for_prefill: bool = False,
+    ) -> None:
+        """`waits_for_prefill`: the answer needs the whole of prefill's. `hedge`: it runs beside another attempt."""
+        self.answering = answering
+        self.prefill = prefill
+        self.placements = placements
+        self.workers = tuple([placement.worker for placement in placements])
+        self.rooms = rooms
+        self.started_s = started_s
+        self.hedge = hedge
+        self.bell = Bell()
+        self.refused: CallFailed | None = None
+        self.completed = self.cancelled = False
+        self.ended_s: float | None = None
+        self._launcher = launcher
+        self._leases = leases
+        self._waits_for_prefill = waits_for_prefill
+        self._closed = self._ended = False
+        self._on_late_failure: Callable[[CallFailed], None] | None = None
+        answering.reply.listener = self._ring
+        if prefill is not None:
+            if prefill.ended:
+                launcher.table.release(leases[0])
+            prefill.reply.listener = self._on_prefill_change
+
+    @property
+    def calls(self) -> tuple[UpstreamCall, ...]:
+        """In the order they were sent; the one that answers is the last."""
+        return (self.answering,) if self.prefill is None else (self.prefill, self.answering)
+
+    def settled(self) -> bool:
+        """Whether the answer has begun (and prefill's is whole, if it is needed). `CallFailed` of the call that failed."""
+        if not self._is_decided():
+            return False
+        failures = [failure for call in self.calls if (failure := call.failure()) is not None]
+        if failures:
+            raise min(failures, key=_severity)
+        return True
+
+    def begin_answer(self) -> None:
+        """Release the prefill worker: decode would not have begun before the prompt was computed."""
+        if self.prefill is not None:
+            self._launcher.table.release(self._leases[0])
+
+    def watch_prefill(self, on_failure: Callable[[CallFailed], None]) -> None:
+        """Report a failure of prefill from now on, while the client gets decode's stream.
+
+        If prefill now *refuses* the request (an HTTP error), decode's stream is cut, and `refused` says why. A connection
+        that breaks is no reason, nor is 503 of a worker that ends: decode may have all it needs, and its own protocol with
+        the prefill worker knows whether it has.
+        """
+        self._on_late_failure = on_failure
+
+    def complete(self) -> None:
+        """The client has the whole answer: prefill may end its own undisturbed, for a while."""
+        self.completed = self._closed = True
+        if self.prefill is not None and not self.prefill.ended:
+            asyncio.get_running_loop().call_later(TAIL_S, self.prefill.close)
+
+    def close(self, why: UpstreamError | None = None) -> None:
+        """End the calls that still run, with this error. No effect after `complete`."""
+        if not self._closed:
+            self._closed = True
+            for call in self.calls:
+                call.reply.close(why)
+
+    def end(self, why: UpstreamError | None = None) -> None:
+        """Give back what the attempt took; calls that still run end with that error."""
+        launcher = self._launcher
+        launcher.on_ended(self)
+        launcher.table.release(self._leases[-1])
+        self.close(why)
+        self._ended = True
+        if self.prefill is not None:
+            launcher.tails.add(self)
+            if self.prefill.ended:
+                launcher.on_prefill_ended(self)
+
+    def _is_decided(self) -> bool:
+        """Whether there is an answer, or will be none."""
+        if self.answering.begun and (self.prefill is None or self.prefill.ended or not self._waits_for_prefill):
+            return True
+        return any([call.failure() is not None for call in self.calls])
+
+    def _ring(self) -> None:
+        """Wake the waiter only once it is decided: a good end of prefill comes first and decides nothing."""
+        if self.bell.has_waiter and self._is_decided():
+            self.bell.ring()
+
+    def _on_prefill_change(self) -> None:
+        self._ring()
+        prefill = self.prefill
+        if prefill is None or not prefill.ended:
+            return
+        self._launcher.table.release(self._leases[0])
+        if self._ended:
+            self._launcher.on_prefill_ended(self)
+        elif self._on_late_failure is not None and not self._closed:
+            self._judge(prefill, self._on_late_failure)
+
+    def _judge(self, prefill: UpstreamCall, on_failure: Callable[[CallFailed], None]) -> None:
+        """Prefill has ended while the client is served."""
+        failure = prefill.failure()
+        if failure is None:
+            return
+        on_failure(failure)
+        if failure.reason == "status" and failure.status != GOING:
+            self.refused = failure
+            self.answering.close()
+
+
+def _severity(failure: CallFailed) -> tuple[bool, bool]:
+    """If both calls fail, report the final error first, then a lost connection, then the peer's complaint about it."""
+    return failure.retryable, failure.reason == "status"
+
+
+class AttemptGroup:
+    """The attempts of a request that run side by side: one, or two with a hedge. The first that answers wins.
+
+    Every attempt still in `running` must be ended by the caller, the winner too.
+    """
+
+    __slots__ = ("_bell", "_due", "_first", "_on_failed", "hedge", "running")
+
+    def __init__(self, first: PairAttempt, *, on_failed: Callable[[PairAttempt, CallFailed], None]) -> None:
+        self.running = [first]
+        self.hedge: PairAttempt | None = None
+        self._first = first
+        self._bell = first.bell
+        self._on_failed = on_failed
+        self._due: Callable[[], PairAttempt | None] | None = None
+
+    async def winner(self) -> PairAttempt:
+        """Wait for the attempt whose answer begins. `CallFailed` of the last one that fails."""
+        while (winner := self._settled()) is None:
+            if self._due is not None:
+                begin, self._due = self._due, None
+                self._join(begin())
+            else:
+                await self._bell.wait()
+        return winner
+
+    def begin_hedge(self, begin: Callable[[], PairAttempt | None]) -> None:
+        """Have the waiter of `winner` begin another attempt, unless one has settled."""
+        self._due = begin
+        self._bell.ring()
+
+    def end(self, winner: PairAttempt | None = None) -> None:
+        """End all but `winner`."""
+        for attempt in tuple(self.running):
+            if attempt is not winner:
+                self.running.remove(attempt)
+                attempt.cancelled = winner is not None
+                attempt.end(None if winner is None else UpstreamError("cancelled", "another attempt answered first"))
+
+    def _join(self, hedge: PairAttempt | None) -> None:
+        self.hedge = hedge
+        if hedge is not None:
+            hedge.bell = self._bell
+            self.running.append(hedge)
+
+    def _settled(self) -> PairAttempt | None:
+        for attempt in tuple(self.running):
+            try:
+                if attempt.settled():
+                    return attempt
+            except CallFailed as failure:
+                self._on_failed(attempt, failure)
+                if len(self.running) == 1 or (attempt is self._first and not failure.retryable):
+                    raise
+                self.running.remove(attempt)  # the other one may do better: a hedge that is refused says nothing of it
+                attempt.end()
+        return None
+
+
+class AttemptLauncher:
+    """Begins attempts. `tails`: ended ones whose prefill call still runs; `close` ends those calls."""
+
+    def __init__(
+        self,
+        *,
+        table: WorkerTable,
+        rooms: RoomMinter,
+        upstream: Upstream,
+        events: Events,
+        secret: bytes | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.table = table
+        self.tails: set[PairAttempt] = set()
+        self._rooms = rooms
+        self._upstream = upstream
+        self._events = events
+        self._secret = secret
+        self._clock = clock
+
+    def begin(
+        self,
+        request: RoutedRequest,
+        headers: Mapping[str, str],
+        placements: Sequence[Placement],
+        *,
+        hedge: bool = False,
+    ) -> PairAttempt:
+        """Send a request to those workers. `hedge`: beside another attempt that goes on."""
+        parsed, now_s = request.parsed, self._clock()
+        rooms: tuple[int, ...] = ()
+        prefill: UpstreamCall | None = None
+        if len(placements) == 1:
+            leases = self._charge(request, placements, now_s)
+            answering = self._call(placements[0].worker, request.path, headers, request.body, stream=True)
+        else:
+            compute, answer_by = placements[0].worker, placements[1].worker
+            rooms = self._rooms.mint(parsed.num_samples)
+            host, port = compute.bootstrap_host, compute.bootstrap_port
+            prefill_body, decode_body = write_bodies(parsed, host=host, port=port, rooms=rooms)
+            leases = self._charge(request, placements, now_s)
+            prefill = self._call(compute, request.path, headers, prefill_body, stream=False)
+            vouched = self._vouched(headers, compute, rooms)
+            answering = self._call(answer_by, request.path, vouched, decode_body, stream=True)
+        attempt = PairAttempt(
+            answering,
+            prefill,
+            launcher=self,
+            placements=placements,
+            leases=leases,
+            rooms=rooms,
+            started_s=now_s,
+            hedge=hedge,
+            waits_for_prefill=parsed.wants_input_logprobs,
+        )
+        for tell in self._events.on_sent:
+            tell(request, attempt, now_s)
+        return attempt
+
+    def close(self) -> None:
+        """End the prefill calls that outlive their attempts."""
+        for attempt in tuple(self.tails):
+            if attempt.prefill is not None:
+                attempt.prefill.close()
+
+    def on_ended(self, attempt: PairAttempt) -> None:
+        """The client needs it no more."""
+        now_s = attempt.ended_s = self._clock()
+        for tell in self._events.on_attempt_ended:
+            tell(attempt, now_s)
+
+    def on_prefill_ended(self, attempt: PairAttempt) -> None:
+        """Nothing of the attempt runs any more, here or at its workers."""
+        self.tails.discard(attempt)
+        now_s = self._clock()
+        for tell in self._events.on_prefill_ended:
+            tell(attempt, now_s)
+        self._rooms.release(attempt.rooms)
+
+    def _charge(self, request: RoutedRequest, placements: Sequence[Placement], now_s: float) -> list[Lease]:
+        hints, charge = request.hints, self.table.charge
+        return [charge(placement.worker, cost_tokens(placement, hints), now_s=now_s) for placement in placements]
+
+    def _call(
+        self, worker: Worker, path: str, headers: Mapping[str, str], body: bytes, *, stream: bool
+    ) -> UpstreamCall:
+        reply = self._upstream.post(worker.url, path, headers=headers, body=body)
+        call = UpstreamCall(worker, reply, stream=stream)
+        if not call.ended:
+            worker.calls[call] = None
+            reply.on_end = partial(worker.calls.pop, call, None)
+        return call
+
+    def _vouched(self, headers: Mapping[str, str], prefill: Worker, rooms: Sequence[int]) -> Mapping[str, str]:
+        """Add our word for the bootstrap server that the body names, where there is a secret to give it by."""
+        secret, port = self._secret, prefill.bootstrap_port
+        if secret is None or port is None:
+            return headers
+        return {**headers, VOUCHER_HEADER: vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)}

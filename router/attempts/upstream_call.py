@@ -1,0 +1,181 @@
+"""One HTTP request to one worker and its answer, and the classification of failures.
+
+Decides nothing about retries at other workers: a failure is one `CallFailed` that says what it was.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from router.attempts.events import Observer
+from router.client.upstream import STREAM_TYPE, Reply, UpstreamError
+from router.pool.breaker import UNJOINED, Event, is_fault
+from router.pool.reports import says_draining
+from router.pool.worker import Role, Worker
+
+if TYPE_CHECKING:
+    from router.attempts.pair_attempt import PairAttempt
+    from router.attempts.request import RoutedRequest
+
+RETRYABLE_STATUSES = frozenset((500, 502, 503))
+
+
+class CallFailed(Exception):
+    """A worker did not answer a request well.
+
+    `reason`: that of `UpstreamError` ("down": pool/active_calls.py gave it up; never "cancelled"), or "status": an HTTP error,
+    whole in `status`, `headers` (names in lower case) and `body`.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        reason: str,
+        detail: str = "",
+        status: int = 0,
+        headers: Mapping[str, str] | None = None,
+        body: bytes = b"",
+    ) -> None:
+        super().__init__(f"{worker.role} worker {worker.url}: {detail or f'HTTP {status}'}")
+        self.worker = worker
+        self.reason = reason
+        self.status = status
+        self.headers = headers or {}
+        self.body = body
+
+    @property
+    def label(self) -> str:
+        """The reason in metrics."""
+        return f"http_{self.status}" if self.reason == "status" else self.reason
+
+    @property
+    def draining(self) -> bool:
+        """The worker ends in good order: it takes nothing new, or could not finish this request."""
+        return self.status == 503 and says_draining(self.body)
+
+    @property
+    def unjoined(self) -> bool:
+        """Decode could not reach its prefill worker. The answer does not say which side failed."""
+        return self.status == UNJOINED and self.worker.role is Role.DECODE
+
+    @property
+    def is_fault(self) -> bool:
+        """The worker itself is to blame."""
+        decode = self.worker.role is Role.DECODE
+        return is_fault(
+            reason=self.reason, status=self.status, headers=self.headers, draining=self.draining, decode=decode
+        )
+
+    @property
+    def retryable(self) -> bool:
+        """Another worker may do better. Back-pressure and bad requests (4xx) are the client's to handle."""
+        return self.reason in ("refused", "lost", "down") or self.status in RETRYABLE_STATUSES
+
+
+class UpstreamCall:
+    """One request to one worker, under way. `reply.listener` is called when any of these may have changed."""
+
+    __slots__ = ("_failure", "_stream", "reply", "worker")
+
+    def __init__(self, worker: Worker, reply: Reply, *, stream: bool) -> None:
+        """`stream`: the answer may be one to pass on as it comes."""
+        self.worker = worker
+        self.reply = reply
+        self._stream = stream
+        self._failure: CallFailed | None = None
+
+    @property
+    def streaming(self) -> bool:
+        """The answer is a good one, and to be passed on as it comes."""
+        status = self.reply.status
+        return self._stream and 0 < status < 300 and self.reply.headers.get("content-type", "").startswith(STREAM_TYPE)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come."""
+        return self.reply.complete or self.reply.error is not None
+
+    @property
+    def begun(self) -> bool:
+        """There is something for the client: the first bytes of a stream, or the whole of any other answer."""
+        return self.reply.complete or (self.reply.num_buffered > 0 and self.streaming)
+
+    @property
+    def well(self) -> bool:
+        """A good answer came, and all of it."""
+        return self.reply.complete and self.reply.status < 300
+
+    def failure(self) -> CallFailed | None:
+        """What went wrong before the answer had begun; an answer that has begun is judged by its reader."""
+        if self._failure is None:
+            self._failure = self._find_failure()
+        return self._failure
+
+    def _find_failure(self) -> CallFailed | None:
+        reply = self.reply
+        if reply.error is not None:
+            return _broken(self.worker, reply.error)
+        if not reply.complete:
+            return None
+        if reply.status >= 300:
+            return CallFailed(
+                self.worker, reason="status", status=reply.status, headers=reply.headers, body=reply.take()
+            )
+        if self.streaming and not reply.num_buffered:
+            return CallFailed(self.worker, reason="lost", detail="the stream ended before its first event")
+        return None
+
+    @property
+    def waits_since_s(self) -> float | None:
+        """When anything came last, or the call began (the loop's time); None: what came is not taken yet."""
+        return None if self.reply.num_buffered else self.reply.heard_s
+
+    @property
+    def last_byte_s(self) -> float:
+        """When bytes came last (the loop's time); -inf: none did."""
+        return self.reply.heard_s if self.reply.status else -math.inf
+
+    def give_up(self, why: str) -> None:
+        """End the call because its worker is gone."""
+        self.reply.close(UpstreamError("down", why))
+
+    def close(self) -> None:
+        self.reply.close()
+
+
+def broken_stream(worker: Worker, err: UpstreamError) -> CallFailed:
+    """The failure of an answer of which the client has a part."""
+    if err.reason == "down":
+        return _broken(worker, err)
+    return CallFailed(worker, reason="lost", detail=f"the stream broke off: {err}")
+
+
+def _broken(worker: Worker, err: UpstreamError) -> CallFailed:
+    return CallFailed(worker, reason=err.reason, detail=str(err))
+
+
+class CircuitReporter(Observer):
+    """Tells the circuits of workers how calls went."""
+
+    def on_first_byte(self, request: "RoutedRequest", attempt: "PairAttempt", now_s: float) -> None:
+        for worker in attempt.workers:
+            if not worker.circuit.quiet:
+                worker.circuit.tell(Event.BEGUN, now_s)
+
+    def on_attempt_ended(self, attempt: "PairAttempt", now_s: float) -> None:
+        _tell_end(attempt.answering, now_s)
+
+    def on_prefill_ended(self, attempt: "PairAttempt", now_s: float) -> None:
+        if attempt.prefill is not None:
+            _tell_end(attempt.prefill, now_s)
+
+    def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
+        if failure.is_fault:
+            failure.worker.circuit.tell(Event.FAULT, now_s)
+
+
+def _tell_end(call: UpstreamCall, now_s: float) -> None:
+    """A fault was told when it happened."""
+    if not call.worker.circuit.quiet and call.well:
+        call.worker.circuit.tell(Event.WELL, now_s)

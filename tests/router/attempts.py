@@ -1,0 +1,126 @@
+"""Requests and attempts without sockets: answers are scripted by the test."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from router.attempts.events import Events
+from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
+from router.attempts.request import RoutedRequest
+from router.attempts.rooms import Entropy, RoomMinter
+from router.body import Api, parse_body
+from router.choice.policies import Placement, RoutingHints
+from router.client.upstream import UpstreamError
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
+
+EVENTS = {"content-type": "text/event-stream"}
+
+
+class ScriptedReply:
+    """A worker's answer: `answer` and `close` change it."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.complete = False
+        self.error: UpstreamError | None = None
+        self.heard_s = 0.0
+        self.listener: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], None] = lambda: None
+        self._body = b""
+
+    @property
+    def num_buffered(self) -> int:
+        return len(self._body)
+
+    @property
+    def closed(self) -> bool:
+        return self.error is not None
+
+    def answer(self, status: int, body: bytes = b"x", *, events: bool = False, complete: bool = True) -> None:
+        self.status, self._body, self.complete = status, body, complete
+        self.headers = EVENTS if events else {}
+        self._changed()
+
+    def take(self) -> bytes:
+        body, self._body = self._body, b""
+        return body
+
+    async def readany(self) -> bytes:
+        return self.take()
+
+    def close(self, error: UpstreamError | None = None) -> None:
+        if not self.complete and self.error is None:
+            self.error = error or UpstreamError("lost", "closed")
+            self._changed()
+
+    def _changed(self) -> None:
+        if self.complete or self.error is not None:
+            self.on_end()
+        self.listener()
+
+
+class ScriptedUpstream:
+    """Sends nothing; `replies` are the answers, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.replies: list[ScriptedReply] = []
+
+    def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> Any:
+        self.replies.append(ScriptedReply())
+        return self.replies[-1]
+
+
+def make_request(name: str = "id", *, body: bytes = b'{"text": "hello, you", "model": "m"}', now_s: float = 0.0) -> Any:
+    """A request that was read, and belongs to no connection and no task."""
+    http: Any = SimpleNamespace(headers={})
+    task: Any = None
+    request = RoutedRequest(http=http, task=task, request_id=name, path="/generate", started_s=now_s, body=body)
+    request.parsed = parsed = parse_body(Api.GENERATE, body)
+    request.hints = RoutingHints(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
+    return request
+
+
+class Launched:
+    """Attempts of requests at workers of `table`; `events` hear of them."""
+
+    def __init__(self, *, events: Events | None = None, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self.table = WorkerTable()
+        self.upstream = ScriptedUpstream()
+        self.rooms = RoomMinter(Entropy().bits)
+        self.launcher = AttemptLauncher(
+            table=self.table,
+            rooms=self.rooms,
+            upstream=self.upstream,
+            events=events or Events(),
+            secret=None,
+            clock=clock,
+        )
+
+    def worker(self, role: Role, url: str) -> Worker:
+        """The one at this address, added if it is not in the table."""
+        known = [worker for worker in self.table.workers() if worker.url == url]
+        return known[0] if known else self.table.add(url, role=role)
+
+    def pair(
+        self, request: RoutedRequest | None = None, *, prefill: str = "http://p0", decode: str = "http://d0"
+    ) -> tuple[PairAttempt, ScriptedReply, ScriptedReply]:
+        """(an attempt, prefill's answer, decode's answer)."""
+        workers = self.worker(Role.PREFILL, prefill), self.worker(Role.DECODE, decode)
+        placements = [Placement(worker) for worker in workers]
+        attempt = self.launcher.begin(request or make_request(), {}, placements)
+        first, second = self.upstream.replies[-2:]
+        return attempt, first, second
+
+    def check(self) -> None:
+        """Nothing is held any more."""
+        self.table.check()
+        assert self.table.num_leases == self.rooms.num_live == len(self.launcher.tails) == 0
+
+
+async def turns(count: int = 2) -> None:
+    """Let other tasks run."""
+    for _ in range(count):
+        await asyncio.sleep(0)
