@@ -13,7 +13,11 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 TESTS = Path(__file__).parent
-SHARED = ("e2e/shared", "hostile")  # folders whose files share servers: one process of pytest-xdist runs all of each
+SHARED = (
+    "e2e/shared",
+    "e2e/tiny",
+    "hostile",
+)  # folders whose files share servers: one process of pytest-xdist runs all of each
 LONG = (*SHARED, "e2e", "faults")
 
 

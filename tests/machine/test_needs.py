@@ -32,7 +32,7 @@ def test_a_missing_library_is_said_once(args: list[str], tmp_path: Path):
         ("chromium", "tests/router", True),
         ("chromium", "tests/router/test_dashboard.py", True),
         ("chromium", "tests/core", False),
-        ("libnuma1", "tests/e2e/test_identity.py", True),
+        ("libnuma1", "tests/e2e/tiny/test_identity.py", True),
         ("libnuma1", "tests/core", False),
         ("gcc", "tests/core", True),
         ("python3-venv", "tests", False),

@@ -11,12 +11,11 @@ import aiohttp
 import pytest
 
 from tests.e2e.client import assert_all_back, generate, generate_all, post, session, state_of, text_of
-from tests.e2e.cluster import READY_S, Cluster, cluster, tandem, wait_until
+from tests.e2e.cluster import READY_S, Cluster, tandem, wait_until
 from tests.e2e.workload import recall_body
 from tests.engine.engine_in_process import tokens_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
-COMMON = ("--max-total-tokens", "16384", "--chunked-prefill-size", "64", "--stream", "threaded")
 STAGES = {
     "unified": {"queue_time", "prefill_time", "decode_time"},
     "pd": {"bootstrap_time", "queue_time", "prefill_time", "transfer_time", "decode_time"},
@@ -24,21 +23,14 @@ STAGES = {
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Two of one shape."""
-    folder = tmp_path_factory.mktemp("models")
-    first, second = (make_tiny_checkpoint(folder / str(seed), "qwen3", seed=seed) for seed in (1, 2))
-    return first, second
+def checkpoints(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The model that is served, and one of its shape."""
+    return qwen3, make_tiny_checkpoint(tmp_path_factory.mktemp("second"), "qwen3", seed=2)
 
 
 @pytest.fixture(scope="module", params=STAGES)
-def way(
-    request: pytest.FixtureRequest, checkpoints: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Cluster]]:
-    shape = ("--unified",) if request.param == "unified" else ("--transfer-backend", "nixl")
-    args = (*shape, "--model-path", checkpoints[0], "--stream-delay", "0.004", "--log-level", "warning", *COMMON)
-    with cluster(tmp_path_factory.mktemp(request.param), *args) as c:
-        yield request.param, c
+def way(request: pytest.FixtureRequest) -> tuple[str, Cluster]:
+    return request.param, request.getfixturevalue(request.param)
 
 
 @pytest.fixture(autouse=True)

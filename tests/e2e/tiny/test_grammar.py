@@ -14,13 +14,8 @@ import pytest
 
 from tests.e2e.client import assert_all_back, generate_all, session
 from tests.e2e.cluster import Cluster, cluster
+from tests.e2e.tiny.conftest import COMMON
 
-COMMON = ("--max-total-tokens", "32768", "--chunked-prefill-size", "64", "--log-level", "warning")
-DENSE = ("--constrained-json-disable-any-whitespace", "--tool-call-parser", "qwen25")
-WAYS = {
-    "unified-depth-2": ("--unified", "--stream", "threaded", "--stream-delay", "0.001"),
-    "nixl": ("--transfer-backend", "nixl", "--stream", "threaded", "--stream-delay", "0.001"),
-}
 PERSON = {
     "type": "object",
     "properties": {"name": {"enum": ["ada", "bob"]}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
@@ -53,18 +48,16 @@ def bodies() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def reference(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Unified at depth 1."""
-    args = ("--unified", "--disable-overlap-schedule", "--model-path", qwen3, *COMMON, *DENSE)
-    with cluster(tmp_path_factory.mktemp("unified"), *args) as c:
+    args = ("--unified", "--disable-overlap-schedule", "--model-path", qwen3, *COMMON)
+    with cluster(tmp_path_factory.mktemp("depth-1"), *args) as c:
         answers = asyncio.run(generate_all(c.router, bodies()))
         asyncio.run(assert_all_back(c))
     return answers
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def way(request: pytest.FixtureRequest, qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp(request.param)
-    with cluster(folder, *WAYS[request.param], "--model-path", qwen3, *COMMON, *DENSE) as c:
-        yield c
+@pytest.fixture(scope="module", params=["unified", "pd"])
+def way(request: pytest.FixtureRequest) -> Cluster:
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 
 @pytest.fixture

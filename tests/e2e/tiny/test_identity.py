@@ -13,12 +13,10 @@ from tests.e2e.cluster import Cluster, cluster
 from tests.e2e.workload import mixed_bodies
 from tests.engine.engine_in_process import tokens_of
 
-COMMON = ("--max-total-tokens", "65536", "--chunked-prefill-size", "128", "--log-level", "warning")
+MODEL = ("--max-total-tokens", "65536", "--chunked-prefill-size", "128", "--log-level", "warning")
 OVERLAP = ("--stream", "threaded", "--stream-delay", "0.001")
-WAYS = {
-    "unified-depth-2": ("--unified", *OVERLAP),
+OTHERS = {  # besides the clusters of this folder
     "mixed": ("--unified", "--enable-mixed-chunk", "--schedule-policy", "lpm", *OVERLAP),
-    "nixl": ("--transfer-backend", "nixl", "--disaggregation-layerwise-transfer", "on", *OVERLAP),
     "mooncake": ("--transfer-backend", "mooncake", "--page-size", "4"),
 }
 
@@ -33,9 +31,12 @@ def reference(qwen3: str) -> list[list[int]]:
     return tokens_of(qwen3, mixed_bodies(seed=1), depth=1, max_total_tokens=65536)
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=["unified", "pd", *OTHERS])
 def way(request: pytest.FixtureRequest, qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster(tmp_path_factory.mktemp(request.param), *WAYS[request.param], "--model-path", qwen3, *COMMON) as c:
+    if request.param not in OTHERS:
+        yield request.getfixturevalue(request.param)
+        return
+    with cluster(tmp_path_factory.mktemp(request.param), *OTHERS[request.param], "--model-path", qwen3, *MODEL) as c:
         yield c
 
 

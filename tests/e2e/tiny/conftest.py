@@ -1,0 +1,30 @@
+"""Clusters of a tiny random model that the files of this folder share: one worker, and a pair over NIXL, both at depth 2.
+
+A test may pause them or load other weights; it leaves them as it found them.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cluster import Cluster, cluster
+
+COMMON = (
+    *("--max-total-tokens", "65536", "--chunked-prefill-size", "64", "--log-level", "warning"),
+    *("--stream", "threaded", "--stream-delay", "0.004"),
+    *("--constrained-json-disable-any-whitespace", "--tool-call-parser", "qwen25"),
+)
+
+
+@pytest.fixture(scope="package")
+def unified(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("unified"), "--unified", "--model-path", qwen3, *COMMON) as c:
+        yield c
+
+
+@pytest.fixture(scope="package")
+def pd(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Layers leave as they are computed."""
+    way = ("--transfer-backend", "nixl", "--disaggregation-layerwise-transfer", "on")
+    with cluster(tmp_path_factory.mktemp("pd"), *way, "--model-path", qwen3, *COMMON) as c:
+        yield c
