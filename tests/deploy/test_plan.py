@@ -60,20 +60,6 @@ def test_ports_are_dealt_out_once_each() -> None:
     assert dealt == ClusterPorts(front=9, prefill=((100, 101), (102, 103)), decode=decode)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"prefill": 0}, "--prefill: must be 1 to 64, got 0"),
-        ({"decode": 65}, "--decode: must be 1 to 64, got 65"),
-        ({"port": 70000}, r"--port: must be 0 to 65535 \(0: a free one\), got 70000"),
-        ({"start_timeout_s": 0}, "--start-timeout: must be above 0, got 0"),
-    ],
-)
-def test_values_that_cannot_be_honoured_are_named(flags: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        ClusterConfig(**flags)  # type: ignore[arg-type]
-
-
 def test_an_address_that_is_not_ours_is_named() -> None:
     with pytest.raises(ConfigError, match=r"--port: cannot listen on 192\.0\.2\.1:80"):
         require_free("192.0.2.1", 80, flag="--port")

@@ -44,8 +44,6 @@ def test_many_requests_take_steps_of_32() -> None:
 @pytest.mark.parametrize(
     ("flags", "cuda", "named"),
     [
-        ({"cuda_graph_bs": (0,)}, True, "--cuda-graph-bs"),
-        ({"cuda_graph_max_bs": 0}, True, "--cuda-graph-max-bs"),
         ({"cuda_graph_bs": (4,)}, False, "--cuda-graph-bs"),
         ({"cuda_graph_max_bs": 4}, False, "--cuda-graph-max-bs"),
         ({"cuda_graph_max_bs": 4, "disable_cuda_graph": True}, True, "--cuda-graph-max-bs"),

@@ -195,13 +195,6 @@ BAD = {
     "need --enable-hierarchical-cache": {"hicache_storage_backend": "file", "hicache_storage_dir": "/tmp/x"},
     "--hicache-storage-dir: give both": {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
     "--hicache-storage-backend file and": {"enable_hierarchical_cache": True, "hicache_storage_dir": "/tmp/x"},
-    "--hicache-ratio: must": {"enable_hierarchical_cache": True, "hicache_ratio": 0.0},
-    "--hicache-size: must": {"enable_hierarchical_cache": True, "hicache_size": float("nan")},
-    "--hicache-storage-size-gb: must": {"enable_hierarchical_cache": True, "hicache_storage_size_gb": -1.0},
-    "--hicache-storage-prefetch-timeout: must": {
-        "enable_hierarchical_cache": True,
-        "hicache_storage_prefetch_timeout_s": -0.1,
-    },
 }
 
 

@@ -1,4 +1,4 @@
-"""Flags of the loop's listeners: out of range is one line that names the flag."""
+"""Flags that bound a step: durations and chunks for each device."""
 
 import pytest
 
@@ -6,23 +6,6 @@ from engine.config import EngineConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.resolve import resolve, step_budget
 from service.flags import ConfigError
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("stream_interval", 0),
-        ("scheduler_recv_interval", -1),
-        ("decode_log_interval", 0),
-        ("watchdog_timeout_s", -0.5),
-        ("max_step_time_s", -1.0),
-        ("max_step_time_s", float("inf")),
-        ("max_step_time_s", float("nan")),
-    ],
-)
-def test_out_of_range_names_the_flag(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match="--" + field.removesuffix("_s").replace("_", "-") + ": must be"):
-        EngineConfig(model_path=DEFAULT_MODEL_PATH, **{field: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

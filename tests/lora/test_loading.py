@@ -161,14 +161,10 @@ BAD_FLAGS = {
     "--lora-paths =x": {"lora_paths": ("=x",)},
     "--lora-paths a=": {"lora_paths": ("a=",)},
     "two adapters are called 'a'": {"lora_paths": ("a=1", "a=2")},
-    "--max-loras-per-batch: must be at least 1, got 0": {"max_loras_per_batch": 0},
-    "--max-lora-rank: must be at least 1, got -1": {"max_lora_rank": -1},
-    "--max-loaded-loras: must be at least 1, got 0": {"max_loaded_loras": 0},
     "2 adapters are more than --max-loaded-loras 1": {
         "lora_paths": ("a=1", "b=1"),
         "max_loaded_loras": 1,
     },
-    "--lora-drain-wait-threshold: must be at least 0": {"lora_drain_wait_threshold_s": -1.0},
 }
 
 

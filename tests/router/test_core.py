@@ -226,16 +226,7 @@ def test_backoff_starts_at_nothing_and_is_bounded() -> None:
         ({"pd_disaggregation": True, "decode": ("http://h:99999",)}, "--decode"),
         ({"pd_disaggregation": True, "prefill": (("ftp://h:1", None),)}, "--prefill"),
         ({"pd_disaggregation": True, "prefill": (("http://h:1", 70000),)}, "--prefill"),
-        ({"policy": "best"}, "--policy"),
-        ({"pd_disaggregation": True, "prefill_policy": "best"}, "--prefill-policy"),
         ({"decode_policy": "random"}, "--decode-policy"),
-        ({"cache_threshold": 1.5}, "--cache-threshold"),
-        ({"balance_rel_threshold": 0.5}, "--balance-rel-threshold"),
-        ({"max_tree_size": 0}, "--max-tree-size"),
-        ({"port": -1}, "--port"),
-        ({"retry_max": -1}, "--retry-max"),
-        ({"health_check_interval_s": 0.0}, "--health-check-interval-secs"),
-        ({"health_failure_threshold": 0}, "--health-failure-threshold"),
     ],
 )
 def test_a_flag_that_cannot_be_honoured_is_named(flags: dict[str, object], named: str) -> None:

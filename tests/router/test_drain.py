@@ -14,14 +14,13 @@ from aiohttp import web
 from router.attempts.deadline import less_time, time_given
 from router.attempts.upstream_call import CallFailed
 from router.client.credentials import Credentials
-from router.config import RouterConfig, check_config
+from router.config import RouterConfig
 from router.pool.health import HealthMonitor
 from router.pool.reports import says_draining
 from router.pool.states import Check, Health
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.requests.replies import no_worker_message
-from service.flags import ConfigError
 from service.security.keys import KeyRing
 from tests.e2e.cluster import tandem
 from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
@@ -250,8 +249,3 @@ def test_a_router_process_ends_with_status_0(tmp_path: Path, signals: list[signa
             router.process.send_signal(number)
         assert router.process.wait(20) == 0
         assert "Traceback" not in router.log.read_text()
-
-
-def test_a_drain_timeout_below_0_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--drain-timeout: must be at least 0, got -1"):
-        check_config(RouterConfig(drain_timeout_s=-1))

@@ -10,12 +10,10 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import RouterConfig, check_config
 from router.pool.breaker import State
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.hedging import MAX_SAVED, Budget, HedgeRules, Withheld, other_pools
-from service.flags import ConfigError
 from tests.router.dummies import DEADLINE_S, Cluster, DummyWorker, always, answer_ok, cluster, events_of, hang, until
 from tests.router.test_failures import CHAT, STREAM, streams_on
 
@@ -376,9 +374,3 @@ def test_a_quiet_time_saves_up_a_few_hedges_only() -> None:
     for _ in range(1000):
         budget.earn()
     assert sum(budget.spend() for _ in range(1000)) == MAX_SAVED
-
-
-@pytest.mark.parametrize("flags", [{"hedge_after_s": -1.0}, {"hedge_budget": 0.0}, {"hedge_budget": 1.5}])
-def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="--hedge-"):
-        check_config(RouterConfig(**flags))  # type: ignore[arg-type]

@@ -211,10 +211,6 @@ def test_pauses_grow_up_to_a_bound_and_begin_anew_after_success() -> None:
             {"service_discovery": True, "pd_disaggregation": True, "prefill_selector": ("a=b",)},
             "--decode-selector: --service-discovery needs it",
         ),
-        (
-            {"service_discovery": True, "selector": ("a=b",), "service_discovery_port": 0},
-            "--service-discovery-port: must be 1 to 65535, got 0",
-        ),
     ],
 )
 def test_flags_that_cannot_be_honoured_are_named(flags: dict[str, Any], message: str) -> None:
