@@ -1,7 +1,7 @@
 """Command-line flags derived from frozen config dataclasses, so that the two cannot drift.
 
-Owns the mapping field <-> `--flag-name` in both directions and the one-line error style of every command. It knows no
-particular config: names, types, defaults, choices, units, ranges and help all come from the dataclass (service/flags.py).
+Owns the mapping between fields and flags in both directions, and the one-line errors of every command. Names, types,
+defaults, choices, units, ranges and help come from the dataclass (service/flags.py).
 """
 
 import argparse
@@ -22,7 +22,7 @@ Parse = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One flag: how it is written, how its text becomes a value, and what help says about it."""
+    """One flag: its name on the command line, the parser of its text, and its spec."""
 
     name: str
     option: str
@@ -34,7 +34,7 @@ class Flag:
 
 
 def flags_of(config_class: type, *, skip: Collection[str] = ()) -> Iterator[Flag]:
-    """The flags of a config dataclass, in field order, without `skip` and those that a command parses by hand."""
+    """Yield the flags of a config dataclass in field order, without `skip` and those that a command parses by hand."""
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         if field.name not in skip and not spec_of(field).by_hand:
@@ -51,7 +51,7 @@ def add_flags(
 ) -> None:
     """Add one help group with every flag of `config_class`.
 
-    `only_given`: flags that the user did not type leave no trace in the namespace (for `given_argv`).
+    `only_given`: leave flags that the user did not type out of the namespace (for `given_argv`).
     """
     group = parser.add_argument_group(title)
     for flag in flags_of(config_class, skip=skip):
@@ -65,7 +65,7 @@ def config_from(args: argparse.Namespace, config_class: type[Config], **by_hand:
 
 
 def given_argv(args: argparse.Namespace, config_class: type, *, skip: Collection[str] = ()) -> list[str]:
-    """The argv that hands the flags found in `args` (parsed with `only_given`) on to another process."""
+    """Return the argv that passes the flags in `args` (parsed with `only_given`) on to another process."""
     argv: list[str] = []
     for flag in flags_of(config_class, skip=skip):
         if hasattr(args, flag.name):
@@ -74,7 +74,7 @@ def given_argv(args: argparse.Namespace, config_class: type, *, skip: Collection
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line that names the flag, and which never guesses an abbreviation."""
+    """An argparse parser without abbreviations, whose errors are one line that names the flag."""
 
     def __init__(self, **keywords: Any) -> None:
         keywords.setdefault("formatter_class", _HelpFormatter)
@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def parse_strict(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Like `parse_args`, but an unknown flag is answered with the nearest known one."""
+        """Like `parse_args`, but the error for an unknown flag suggests the nearest known one."""
         args, unknown = self.parse_known_args(argv)
         if unknown:
             self.error(_unknown_flag_message(unknown[0], list(self._option_string_actions)))
@@ -118,7 +118,7 @@ def _flag(field: "dataclasses.Field[Any]", hint: Any) -> Flag:
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:
-    """(the type of one value, whether several may be given); `X | None` counts as X."""
+    """Return (type of one value, whether the flag takes several); `X | None` counts as X."""
     if isinstance(hint, types.UnionType):
         (hint,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     if typing.get_origin(hint) is tuple:
@@ -149,7 +149,7 @@ def _metavar(flag: Flag) -> str:
 
 
 def _help_text(flag: Flag) -> str:
-    """The text, then in brackets: the range where it has two ends, what special values mean, the default."""
+    """Return the text, then in brackets a range with two ends, the special values, the default."""
     spec = flag.spec
     numbers = spec.range
     notes = [numbers.bounds()] if _has_two_ends(numbers) else []

@@ -1,6 +1,6 @@
-"""Sends one request and times its answer. Knows the OpenAI wire, nothing of load patterns. Never raises for a bad server.
+"""Sends one request and times its answer, by the OpenAI protocol. A bad server raises nothing.
 
-Clock: `time.perf_counter`. Tokens are counted by the server's `usage`, where it gives none by the events with text.
+Clock: `time.perf_counter`. Token counts are the server's `usage`, or without it the number of events with text.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ _DECODER = msgspec.json.Decoder(StreamChunk)
 
 
 class StreamFailed(Exception):
-    """The answer began and did not end well. `kind` is for counting."""
+    """The answer failed. `kind`: for counting."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(detail)
@@ -112,13 +112,13 @@ class Target:
                 _note(record, _decode(await reply.read()))
 
     def body(self, request: BenchRequest) -> dict[str, Any]:
-        """The JSON body of `request`."""
+        """Return the JSON body of `request`."""
         body: dict[str, Any] = {
             "model": self._options.model,
             "max_tokens": request.output_len,
             "temperature": self._options.temperature,
         }
-        if self._options.ignore_eos:  # every generated token shall bring an event, special ones too
+        if self._options.ignore_eos:  # each generated token makes an event, special ones too
             body |= {"ignore_eos": True, "skip_special_tokens": False}
         if self._options.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -128,7 +128,7 @@ class Target:
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """The first name in /v1/models; raises `ConfigError` when the server does not answer."""
+    """Return the first name in /v1/models. Raises `ConfigError` if the server does not answer."""
     try:
         async with session.get(url.rstrip("/") + "/v1/models", timeout=aiohttp.ClientTimeout(total=30)) as reply:
             body = await reply.json(content_type=None)

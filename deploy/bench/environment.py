@@ -1,4 +1,4 @@
-"""Where a measurement was made: hardware, versions, commit, command. Without it a number means nothing."""
+"""The environment of a measurement: hardware, versions, commit, command."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe() -> dict[str, object]:
-    """A JSON-ready description of this machine, this code and this command."""
+    """Return a JSON-ready description of this machine, this code and this command."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(_without_folders(arg) for arg in sys.argv),

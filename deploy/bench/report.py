@@ -1,4 +1,4 @@
-"""Turns summaries into a table for people. Pure."""
+"""Summaries as tables. Pure."""
 
 from collections.abc import Mapping, Sequence
 

@@ -2,12 +2,12 @@
 
 
 class SseParser:
-    """Feed it what arrives, in any cuts; an event's data comes out once its line is complete."""
+    """Takes bytes in pieces of any size; returns the data of an event once its line is complete."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of each `data:` line that `chunk` completes."""
+        """Return the data of each `data:` line that `chunk` completes."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]

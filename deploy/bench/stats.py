@@ -16,9 +16,9 @@ LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """What happened to one request. Times in seconds; `sent_s` counts from the start of the run.
+    """The times and counts of one request. Times in seconds; `sent_s` counts from the start of the run.
 
-    `late_s`: how much later than planned it was sent (open loop). `error`: its kind, None for an answer in full.
+    `late_s`: delay of its sending against the plan (open loop). `error`: kind of failure; None for a full answer.
     """
 
     idx: int
@@ -108,14 +108,14 @@ def summarize(records: Sequence[RequestRecord], *, duration_s: float) -> Summary
 
 
 def tpot_s(record: RequestRecord) -> float | None:
-    """Seconds per output token after the first; None where there is no such token."""
+    """Return seconds per output token after the first; None without such a token."""
     if record.ttft_s is None or record.output_tokens < 2:
         return None
     return (record.e2e_s - record.ttft_s) / (record.output_tokens - 1)
 
 
 def ratios(first: Summary, second: Summary) -> dict[str, float]:
-    """second / first: of the medians of each latency, and of the rates."""
+    """Return second / first for the medians of each latency, and for the rates."""
     found = {}
     for name in ("requests_per_s", "output_tokens_per_s"):
         found[name] = _ratio(getattr(first, name), getattr(second, name))

@@ -10,7 +10,7 @@ from service.flags import ConfigError
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure; 0 when every request was answered, 1 otherwise."""
+    """Measure; return 0 if every request was answered, else 1."""
     config = config_from(build_parser().parse_strict(argv), BenchConfig)
     check_bench(config)
     if config.output and not Path(config.output).absolute().parent.is_dir():

@@ -8,7 +8,7 @@ from router.config import RouterConfig
 
 
 def run(argv: Sequence[str]) -> int:
-    """Route until told to stop."""
+    """Route until a signal."""
     config = config_of(build_parser().parse_strict(argv))
     from router.server import serve  # not before the flags are right
 
@@ -29,7 +29,7 @@ def build_parser() -> Parser:
         nargs="+",
         metavar=("URL", "BOOTSTRAP_PORT"),
         default=[],
-        help="a prefill worker; repeatable; without BOOTSTRAP_PORT it is read from the worker",
+        help="a prefill worker; repeatable; default BOOTSTRAP_PORT: as the worker reports",
     )
     workers.add_argument("--decode", action="append", metavar="URL", default=[], help="a decode worker; repeatable")
     workers.add_argument(
@@ -39,7 +39,7 @@ def build_parser() -> Parser:
 
 
 def config_of(args: argparse.Namespace) -> RouterConfig:
-    """The router's config. Naming prefill or decode workers, or their pods, says --pd-disaggregation."""
+    """Build the router's config. Prefill or decode workers, or selectors of their pods, imply --pd-disaggregation."""
     pairs = (args.prefill, args.decode, args.prefill_selector, args.decode_selector)
     args.pd_disaggregation = args.pd_disaggregation or any(pairs)
     return config_from(

@@ -1,4 +1,4 @@
-"""`tandem serve`: flags to configs, then the worker. Knows no more of the worker than `run_worker`."""
+"""`tandem serve`: flags to configs, then the worker."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
-"""`tandem trace`: where the time of requests went, as a file for https://ui.perfetto.dev. Needs no collector.
+"""`tandem trace`: the times of requests, as a file for https://ui.perfetto.dev. Needs no collector.
 
-Router and workers keep the times of their last requests (--trace-ring); the router is asked, and asks its workers.
+Router and workers keep the times of their last requests (--trace-ring); the router also collects those of its workers.
 """
 
 import http.client
@@ -24,7 +24,7 @@ SHOWN = 20  # requests listed on the terminal
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig(FlagSet):
-    """Which requests, whom to ask, where the file goes."""
+    """The requests, the server, and the output file."""
 
     last: int | None = flag(None, "number of requests, the last that ended; default: 10 if no ID is given")
     url: str = flag("http://127.0.0.1:8000", "URL of the router, or of a worker that runs alone")
@@ -33,7 +33,7 @@ class TraceConfig(FlagSet):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the file; 1 when nothing is known of the requests."""
+    """Write the file. Raises ConfigError if the server does not know the requests."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, TraceConfig)
     query = query_of(args.ids, config.last)
@@ -55,7 +55,7 @@ def build_parser() -> Parser:
 
 
 def query_of(ids: Sequence[str], last: int | None) -> TracesQuery:
-    """Raises ConfigError."""
+    """Return the query for request `ids`, or for the `last` requests. Raises ConfigError."""
     if ids and last is not None:
         raise ConfigError("--last: give either request ids or --last")
     query = TracesQuery(ids=list(ids)) if ids else TracesQuery(last=10 if last is None else last)
@@ -65,7 +65,7 @@ def query_of(ids: Sequence[str], last: int | None) -> TracesQuery:
 
 
 def fetch(url: str, query: TracesQuery, *, api_key: str | None) -> list[Record]:
-    """Raises ConfigError for a server that does not answer as a router or worker does."""
+    """Fetch the records. Raises ConfigError for a server that does not answer as a router or worker does."""
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}/traces", data=msgspec.json.encode(query), headers=headers)
@@ -81,7 +81,7 @@ def fetch(url: str, query: TracesQuery, *, api_key: str | None) -> list[Record]:
 
 
 def summary(records: Sequence[Record], output: str) -> str:
-    """A line for each of the last requests, then where the file is."""
+    """Return a line for each of the last requests, then the path of the file."""
     lines = [_line(records, name) for name in dict.fromkeys(record.request_id for record in records)]
     return "\n".join([*lines[-SHOWN:], f"{len(lines)} requests: {output} (open it at https://ui.perfetto.dev)"])
 
@@ -96,4 +96,4 @@ def _line(records: Sequence[Record], request_id: str) -> str:
         for span in r.spans
         if span.name != "chunk"
     )
-    return f"{request_id}: {1e3 * whole_s:.1f} ms ({stages or 'no worker tells'})"
+    return f"{request_id}: {1e3 * whole_s:.1f} ms ({stages or 'no worker reports it'})"

@@ -1,4 +1,4 @@
-"""`tandem up`: a whole cluster on this machine, from flags to a summary with a line to paste."""
+"""`tandem up`: a whole cluster on this machine, from flags to a summary with a command to paste."""
 
 import argparse
 import asyncio
@@ -54,11 +54,16 @@ _SHARED = (
     "trace_ring",
 )
 _MODEL_FLAGS = ("model_path", "revision", "served_model_name")
-_WORKER_KEYS = ("api_key", "api_key_file", "admin_api_key", "admin_api_key_file")  # the router shows workers the same
+_WORKER_KEYS = (
+    "api_key",
+    "api_key_file",
+    "admin_api_key",
+    "admin_api_key_file",
+)  # the router sends the same keys to the workers
 
 
 def run(argv: Sequence[str]) -> int:
-    """Start the cluster and stay in the foreground until Ctrl-C; returns the exit status."""
+    """Start the cluster and stay in the foreground until Ctrl-C; return the exit status."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, ClusterConfig)
     if config.port:
@@ -84,7 +89,7 @@ def build_parser() -> Parser:
 
 
 def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessSpec], str]:
-    """(the processes, the URL clients use). Ports are free at the time of the call."""
+    """Return (the processes, the URL for clients). Ports are free at the time of the call."""
     front, *free = [config.port, *free_ports(num_ports(config))] if config.port else free_ports(num_ports(config) + 1)
     worker_args = [
         *given_argv(args, EngineConfig),
@@ -101,9 +106,9 @@ def plan(config: ClusterConfig, args: argparse.Namespace) -> tuple[list[ProcessS
 
 
 def set_local_model(args: argparse.Namespace) -> None:
-    """Put the local files of the model into `args`. Raises ConfigError for what is wrong with them.
+    """Put the local files of the model into `args`. Raises ConfigError if they cannot be used.
 
-    A model of the hub is downloaded here, once, so that the workers find it and their start-up time counts none of it.
+    A model of the hub is downloaded here, once: the workers find it, and their start time does not include the download.
     """
     given = {name: getattr(args, name) for name in _MODEL_FLAGS if hasattr(args, name)}
     if not given:

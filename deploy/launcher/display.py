@@ -1,7 +1,7 @@
-"""What a person sees while the cluster loads: live bars on a terminal, plain lines anywhere else.
+"""The progress of a cluster that loads: live bars on a terminal, plain lines elsewhere.
 
-`render` is pure. A process's progress is read from what it says: the last percentage in its last log line (as tqdm
-writes it) fills its bar; until there is one, the bar only shows that it is alive.
+`render` is pure. The last percentage in the last log line of a process (as tqdm writes it) fills its bar; before the first
+one, the bar shows only that the process is alive.
 """
 
 import re
@@ -20,7 +20,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessProgress:
-    """One process as seen now. `healthy_s`: seconds from start to healthy, None before."""
+    """The state of one process. `text`: its last log line. `healthy_s`: seconds from start to healthy; None before."""
 
     name: str
     text: str
@@ -37,12 +37,12 @@ class Display(Protocol):
 
 
 def make_display(out: TextIO = sys.stderr) -> Display:
-    """Live bars when `out` is a terminal, else a line per change."""
+    """Return live bars if `out` is a terminal, else a line per change."""
     return LiveDisplay(out) if out.isatty() else PlainDisplay(out)
 
 
 def render(states: Sequence[ProcessProgress]) -> list[str]:
-    """One line of text for each process."""
+    """Return one line of text per process."""
     width = max((len(state.name) for state in states), default=0)
     return [_line(state, width) for state in states]
 
@@ -71,7 +71,7 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """Says once that a process has started and once that it is healthy."""
+    """Prints one line when a process starts and one when it is healthy."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

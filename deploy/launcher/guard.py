@@ -1,10 +1,10 @@
-"""The guard: a tiny process that kills the cluster's process groups when the launcher is gone, however it went.
+"""The guard: a small process that kills the cluster's process groups when the launcher ends, for whatever reason.
 
 Run as a script (standard library only, no site-packages, so it starts in milliseconds). The launcher holds the other
-end of its stdin and writes one line per change: `+PGID` (watch) and `-PGID` (ended and reaped). End of input means
-that the launcher has ended, by kill -9 too: what is still watched is killed, and the files it would have removed itself
-go. PR_SET_PDEATHSIG on the children (service/process/die_with_parent.py) covers the same for the direct children; only the guard reaches
-their children and files.
+end of its stdin and writes one line per change: `+PGID` (watch) and `-PGID` (ended and reaped). End of input means that
+the launcher has ended, also by kill -9: the guard kills the groups that are still watched and removes their files.
+PR_SET_PDEATHSIG (service/process/die_with_parent.py) ends the direct children as well; only the guard reaches their
+children and files.
 
 usage: guard.py PREFIX    paths that begin with PREFIX, the process id of a group's leader and "-" belong to that group
 """
@@ -19,7 +19,7 @@ from typing import IO
 
 
 def watch(lines: IO[str]) -> set[int]:
-    """Read `lines` to their end; returns the process groups that were still watched."""
+    """Read `lines` to their end; return the process groups that are still watched."""
     groups: set[int] = set()
     for line in lines:
         sign, number = line[:1], line[1:].strip()

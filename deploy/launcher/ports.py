@@ -11,9 +11,9 @@ ATTEMPTS = 10_000
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
-    """`count` distinct free ports below the range that the kernel hands out to outgoing connections.
+    """Return `count` distinct free ports below the kernel's range for outgoing connections.
 
-    A port from inside that range could become some connection's source port between this call and the listen.
+    A port of that range could become the source port of a connection between this call and the listen.
     """
     ceiling = max(LOWEST_PORT + 2 * count + 1000, _ephemeral_low())
     rng = random.SystemRandom()

@@ -1,4 +1,4 @@
-"""Small HTTP reads for the launcher: standard library only, so that it starts at once. Never raises for a bad server."""
+"""Small HTTP reads for the launcher, with the standard library only: it starts at once. A bad server raises nothing."""
 
 import http.client
 import json
@@ -21,7 +21,7 @@ def is_healthy(url: str, *, timeout_s: float) -> bool:
 
 
 def get_json(url: str, *, timeout_s: float, api_key: str | None = None) -> dict[str, Any]:
-    """The JSON object at `url`; {} when there is none."""
+    """Return the JSON object at `url`; {} if there is none."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
         with _OPENER.open(request, timeout=timeout_s) as reply:

@@ -1,7 +1,7 @@
-"""One child process of the launcher: start, log file, end. Each leads a process group of its own.
+"""One child process of the launcher: start, log file, end. Each child leads a process group of its own.
 
-A group of its own keeps a terminal's Ctrl-C away from the children (the launcher ends them in order) and lets one
-kill reach the grandchildren.
+The group keeps a terminal's Ctrl-C away from the children (the launcher ends them in order), and one kill reaches the
+grandchildren.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Guard:
         self._tell(f"-{group}\n")
 
     def close(self) -> None:
-        """Let the guard end; it kills what is still watched."""
+        """Let the guard end; it kills the groups that are still watched."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -66,7 +66,7 @@ class Child:
 
     @classmethod
     def start(cls, spec: ProcessSpec, *, log_dir: Path, watcher: Guard, env: Mapping[str, str]) -> Self:
-        """Start `spec` with the environment `env` (its own additions win)."""
+        """Start `spec` with the environment `env`; variables of `spec` take precedence."""
         log_path = log_dir / f"{spec.name}.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
@@ -90,7 +90,7 @@ class Child:
         return self.exit_status() is None
 
     def exit_status(self) -> int | None:
-        """None while it runs. When it has ended, what is left of its group is killed and removed, once."""
+        """Return None while it runs. After its end, kill the rest of its group and remove its files, once."""
         status = self._process.poll()
         if status is not None and not self._reaped:
             self._reaped = True
@@ -100,33 +100,33 @@ class Child:
         return status
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM to the leader, which finishes its requests and ends its own children)."""
+        """Send SIGTERM to the leader, which finishes its requests and ends its own children."""
         if self.alive:
             self._process.terminate()
 
     def hurry(self) -> None:
-        """Ask it to end at once: SIGINT on top of SIGTERM, in case one of them is ignored."""
+        """End it at once: send SIGTERM and SIGINT, in case one of them is ignored."""
         self.terminate()
         if self.alive:
             self._process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
-        """End the whole group at once."""
+        """Kill the whole group."""
         if self.alive:
             self._kill_group()
             self._process.wait()
             self.exit_status()
 
     def last_line(self) -> str:
-        """What it said last, for a status line; progress bars rewrite their line with carriage returns."""
+        """Return the last log line, for a status line; progress bars rewrite theirs with carriage returns."""
         lines = self._tail()
         return lines[-1] if lines else ""
 
     def last_error(self) -> str:
-        """The line of its log that most likely says why it ended."""
+        """Return the log line that most likely gives the reason for the end."""
         lines = self._tail()
         errors = [line for line in lines if _ERROR_LINE.search(line)]
-        return errors[-1] if errors else (lines[-1] if lines else "it said nothing")
+        return errors[-1] if errors else (lines[-1] if lines else "its log is empty")
 
     def _tail(self) -> list[str]:
         with self.log_path.open("rb") as log:
@@ -140,5 +140,5 @@ class Child:
 
 
 def own_prefix() -> str:
-    """How the directories begin that a worker makes for its sockets; its process id follows (engine/ipc.py)."""
+    """Return the prefix of the directories of workers' sockets; the process id follows (engine/ipc.py)."""
     return str(Path(tempfile.gettempdir()) / "tandem-ipc-")

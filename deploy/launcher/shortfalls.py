@@ -1,4 +1,4 @@
-"""What the workers of a cluster could not use of their machine: what it costs, and the line that mends it. Pure."""
+"""What the workers lack on this machine: the cost, and the command that fixes it. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ BY_TORCH = "torch computes instead, several times slower"
 
 
 def shortfalls(infos: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines for the summary, from the /get_server_info of each worker of one machine; each thing is said once."""
+    """Return lines for the summary, from the /get_server_info of each worker of one machine, without repetition."""
     return list(dict.fromkeys(line for info in infos for line in _of_worker(info)))
 
 

@@ -1,4 +1,4 @@
-"""What is said once a cluster is healthy: the ready file and the text for people. Pure, from what the workers told."""
+"""The ready file and the summary of a healthy cluster. Pure but for the writing of the file."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 from deploy.launcher.shortfalls import shortfalls
 
-# A key seen before is answered with its value: the shipped model recalls, and only through the KV cache.
+# The shipped model answers a repeated key with its value, which it recalls through the KV cache alone.
 RECALL_PROMPT = "k17 v42 k03 v91 k17"
 OTHER_PROMPT = "What is the capital of France? Answer in one sentence."
 
@@ -27,13 +27,13 @@ class Member:
 
 
 def ready_json(members: Sequence[Member], *, front: str) -> str:
-    """The text of the ready file: where to send requests, and the workers behind it."""
+    """Return the text of the ready file: the URL for requests, and the workers behind it."""
     workers = [{"role": m.role, "url": m.url, "pid": m.pid} for m in members if m.role != "router"]
     return json.dumps({"router": front, "workers": workers})
 
 
 def write_ready_file(path: Path, text: str) -> None:
-    """Write atomically: a reader sees nothing or all of it."""
+    """Write atomically: a reader sees the whole file or none."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text)
     draft.replace(path)
@@ -42,7 +42,7 @@ def write_ready_file(path: Path, text: str) -> None:
 def summary_text(
     members: Sequence[Member], *, front: str, backend: str | None, log_dir: Path, model: str, shipped: bool, auth: bool
 ) -> str:
-    """Which process listens where, how much KV there is, what this machine lacks, and a line to paste."""
+    """Return the summary: addresses, KV capacities, what this machine lacks, and a command to paste."""
     width = max(len(member.name) for member in members)
     lines = [f"  {m.name:<{width}}  {m.url:<28}  pid {m.pid:<8} {_capacity(m)}".rstrip() for m in members]
     how = f"KV crosses by {backend}" if backend else "unified: one worker does it all"
@@ -67,7 +67,7 @@ def _lacking(members: Sequence[Member]) -> list[str]:
 
 
 def kv_capacity_tokens(info: Mapping[str, Any]) -> int | None:
-    """Tokens of KV that a worker holds, by its /get_server_info."""
+    """Return the KV capacity of a worker in tokens, from its /get_server_info."""
     for name in ("max_total_num_tokens", "kv_capacity_tokens", "max_total_tokens"):
         if isinstance(info.get(name), int):
             return int(info[name])

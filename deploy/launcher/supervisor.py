@@ -1,8 +1,8 @@
 """Runs a set of processes as one: start, wait until all are healthy, stay, end all together.
 
-Owns the children's lives. Knows nothing of what they are: specs come in, and `on_ready` is told once all are healthy.
-However this process ends, its children end too: after a drain on SIGTERM, at once on SIGINT, SIGHUP or a second signal,
-by the guard otherwise. The router drains first: its requests need the workers to finish.
+Specs come in, and `on_ready` is called once all processes are healthy. The children end with this process: after a drain on
+SIGTERM, at once on SIGINT, SIGHUP or a second signal, by the guard otherwise. The router drains first: its requests need
+the workers to finish.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from service.process.stop_signals import StopSignals
 POLL_S = 0.05
 WATCH_S = 0.2
 PROBE_TIMEOUT_S = 2.0
-KILL_AFTER_S = 3.5  # of the 5 s in which everything must have ended, on a busy machine too
-DRAIN_MARGIN_S = 4.0  # after its drain a process hands back, answers and ends its own children
+KILL_AFTER_S = 3.5  # everything must have ended within 5 s, on a busy machine too
+DRAIN_MARGIN_S = 4.0  # after its drain a process hands requests back, answers and ends its own children
 
 OnReady = Callable[[Sequence[Child]], Awaitable[None]]
 
 
 class StartFailed(Exception):
-    """A process ended, or did not become healthy in time; the text says which and why."""
+    """A process ended, or was not healthy in time; the text gives its name and the reason."""
 
 
 class Supervisor:
@@ -57,7 +57,7 @@ class Supervisor:
         self._stop, self._at_once = self._signals.asked, self._signals.at_once
 
     async def run(self, on_ready: OnReady) -> int:
-        """Start everything, stay until a signal or until nothing lives; returns the exit status."""
+        """Start all processes and stay until a signal or the last end; return the exit status."""
         with self._signals.caught(on_hangup=self._signals.on_sigint):
             try:
                 self._start()
@@ -126,7 +126,7 @@ class Supervisor:
         ]
 
     async def _watch(self) -> int:
-        """Stay until told to stop (0) or until no process is left (1). A death is told; the others go on."""
+        """Stay until a signal (0) or until no process is left (1). Report each end; the other processes go on."""
         living = list(self._children)
         while not self._stop.is_set():
             for child in [child for child in living if not child.alive]:
@@ -139,7 +139,7 @@ class Supervisor:
         return 0
 
     async def _end_all(self) -> None:
-        """Routers, then workers, each with time to drain; SIGKILL to the groups that are still there after it."""
+        """Drain routers, then workers; kill the groups that are left."""
         routers = [child for child in self._children if child.spec.role == "router"]
         for stage in (routers, [child for child in self._children if child not in routers]):
             if not self._at_once.is_set() and self._stop.is_set():
@@ -152,7 +152,7 @@ class Supervisor:
             child.kill()
 
     async def _drain(self, children: Sequence[Child]) -> None:
-        """Returns when `children` have ended, or had the time to, or a signal says that there is none."""
+        """Return when `children` have ended, at the end of the drain time, or at a second signal."""
         for child in children:
             child.terminate()
         deadline_s = time.monotonic() + self._drain_timeout_s + (DRAIN_MARGIN_S if self._drain_timeout_s else 0.0)
