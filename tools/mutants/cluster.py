@@ -113,7 +113,7 @@ def _(original, proofs, incarnation, proof, now_s):
 
 
 @CLUSTER.bug(
-    "accept a registration for an earlier life",
+    "accept a registration for an earlier process",
     PeerAdmission.register,
     "Prefill accepts a registration that was meant for the process before it.",
 )
@@ -132,7 +132,7 @@ def _(original, paths, peer, *, ok):
 
 
 @CLUSTER.bug(
-    "say Success before the last write is done",
+    "report Success before the last write is done",
     Completions._on_written,
     "A room succeeds while one of its writes is in flight.",
 )
@@ -188,13 +188,13 @@ CLUSTER.skip(
     called_by=DecodeCore._check_deadline,
 )
 CLUSTER.skip(
-    "do not tell decode that a transfer has failed",
+    "do not report a failed transfer to decode",
     Reports.status,
     "Decode learns of a failed transfer by its own timeout alone.",
     called_by=PrefillRooms.fail,
 )
 CLUSTER.skip(
-    "do not tell prefill of an abort",
+    "do not send an abort to prefill",
     DecodeRooms.send_abort,
     "Prefill goes on with a room that decode has given up.",
     called_by=DecodeRooms.report_abort,
@@ -262,7 +262,7 @@ def _(original, allocator, pages):
 
 
 @CLUSTER.bug(
-    "give memory back while a step is in flight",
+    "free memory while a step is in flight",
     Stages.take_settled,
     "Ended requests give their memory back although a launched step still writes it.",
 )
@@ -284,7 +284,7 @@ CLUSTER.skip(
 
 
 @CLUSTER.bug(
-    "take other weights while KV is in use",
+    "load other weights while KV is in use",
     Scheduler.holds_no_kv,
     "An update of the weights does not wait for running requests.",
     called_by=EngineControl._finish_update,
@@ -301,7 +301,7 @@ def _(original, deadlines, now_s):
 # ---- the worker's server
 
 CLUSTER.skip(
-    "take requests while draining",
+    "accept requests while draining",
     EngineClient.close,
     "A draining worker takes new requests.",
     called_by=draining.drain,
@@ -313,15 +313,13 @@ CLUSTER.skip(
     called_by=draining._hand_back,
 )
 CLUSTER.skip(
-    "take a request that comes too late for its deadline",
+    "accept a request that cannot meet its deadline",
     EngineClient._check_timeout,
     "A request whose deadline cannot be met is queued all the same.",
 )
 
 
-@CLUSTER.bug(
-    "refuse for load without a word when to come again", from_finish, "A 503 for load carries no Retry-After header."
-)
+@CLUSTER.bug("refuse for load without Retry-After", from_finish, "A 503 for load carries no Retry-After header.")
 def _(original, finish):
     error = original(finish)
     assert error.retry_after_s is None or finish.status == 503
@@ -342,7 +340,7 @@ def _(original, minter):
 
 
 CLUSTER.skip(
-    "keep the lease of an ended leg",
+    "keep the lease of an ended attempt",
     WorkerTable.release,
     "The load of an ended request stays charged to its worker.",
     called_by=PairAttempt.end,

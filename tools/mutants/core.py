@@ -58,7 +58,7 @@ def _(original, stages):
     return settled
 
 
-@CORE.bug("the wasted step's token is told", Results.collect, "An ended request gets the token of one more step.")
+@CORE.bug("the wasted step's token is sent", Results.collect, "An ended request gets the token of one more step.")
 def _(original, results, plan, result):
     ended = [
         (request, item, item_result)
@@ -224,7 +224,7 @@ def _(original, departures, request, *, elsewhere):
 
 
 @CORE.bug(
-    "prompt logprobs are told twice after a retraction",
+    "prompt logprobs are sent twice after a retraction",
     Departures._requeue,
     "Logprobs of the part that is computed again are kept.",
 )
@@ -246,7 +246,7 @@ def _(original, table, request):
 
 
 @CORE.bug(
-    "a hidden state is told twice after a retraction",
+    "a hidden state is sent twice after a retraction",
     hidden.note_launch,
     "Hidden states of positions that are computed again are sent again.",
 )
