@@ -145,7 +145,7 @@ def _decode_graphs(
         log.warning("no decode graphs: the attention backend asks the host for lengths; triton does not")
         return None
     sizes = graph_sizes(
-        asked=config.cuda_graph_bs, max_bs=config.cuda_graph_max_bs, max_running=config.max_running_requests
+        sizes=config.cuda_graph_bs, max_bs=config.cuda_graph_max_bs, max_running=config.max_running_requests
     )
     return DecodeGraphs(
         sizes=sizes,

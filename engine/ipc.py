@@ -67,7 +67,7 @@ class IpcPaths:
 
 
 def _is_orphan(folder: Path) -> bool:
-    """Ours by user, and the process that its name tells is gone."""
+    """Whether it is this user's folder and the process in its name is gone."""
     pid = folder.name.removeprefix(IPC_PREFIX).partition("-")[0]
     try:
         mine = folder.stat().st_uid == os.getuid()

@@ -12,7 +12,7 @@ FLAG = "--kv-events-config"
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a worker publishes what happens in its prefix cache.
 
-    endpoint: tcp://HOST:PORT to bind; HOST * is every address, PORT * or 0 a free one (told by /server_info).
+    endpoint: tcp://HOST:PORT to bind; HOST * is every address, PORT * or 0 a free one (shown by /server_info).
     replay_endpoint: where subscribers ask for batches they missed; None: nowhere. buffer_steps: batches kept for that.
     max_queue_size: batches that may wait to be sent; more are dropped, and subscribers see the gap.
     hwm: messages that ZMQ holds for one slow subscriber.

@@ -1,4 +1,4 @@
-"""What a worker can use of its machine: C kernels, the CPU's arithmetic, huge pages. It tells these facts of itself when ready."""
+"""What a worker can use of its machine, reported when it is ready: C kernels, the CPU's arithmetic, huge pages."""
 
 import os
 from pathlib import Path

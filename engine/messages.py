@@ -11,7 +11,7 @@ import msgspec
 
 from engine.sampling_params import SamplingParams
 
-MAX_ASKED_TOKEN_IDS = 128  # of LogprobOptions.token_ids: a metadata row holds so many
+MAX_ASKED_TOKEN_IDS = 128  # of LogprobOptions.token_ids: as many as a metadata row holds
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # SGLang's habit: this host means "fake transfer for this request"
 
 
@@ -44,12 +44,12 @@ class LogprobOptions(msgspec.Struct, frozen=True, array_like=True):
 class GenerateRequest(_Message, frozen=True):
     """One sample. `sampling` is checked and complete (max_new_tokens and seed are set, n is 1).
 
-    `stream`: somebody reads along; `stream_interval`: tokens between two messages to them (None: the engine's).
+    `stream`: the client streams; `stream_interval`: tokens between two messages to it (None: the engine's).
     `priority` counts where priority scheduling is on.
     `return_hidden_states`: of the prompt and of each generated token. `pooling` ("last" | "mean" | ""): an embedding,
     one vector for the prompt; nothing is generated (max_new_tokens is 0) and no KV is kept.
     `lora`: name of the adapter that computes it ("": the model alone).
-    `timeout_s`: seconds from now after which nobody waits for it any more (None: for ever).
+    `timeout_s`: seconds from now after which the request is ended (None: no limit).
     """
 
     rid: str
@@ -87,7 +87,7 @@ class FlushCache(_Message, frozen=True):
 
 
 class GetState(_Message, frozen=True):
-    """Ask for a `StateReply`. `check`: also run every owner's `check()` and report what it says."""
+    """Request a `StateReply`. `check`: also run every owner's `check()` and report what it finds."""
 
     call_id: str
     check: bool = False
@@ -146,7 +146,7 @@ class LoadAdapter(_Message, frozen=True):
 
 
 class UnloadAdapter(_Message, frozen=True):
-    """Take no new request for adapter `name`; once nobody uses it, forget it and answer, with `adapters`."""
+    """Take no new request for adapter `name`; once no request uses it, forget it and answer, with `adapters`."""
 
     call_id: str
     name: str
@@ -207,14 +207,14 @@ class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Logprob of the token at one position, with the `top` alternatives [(logprob, token_id)], best first.
 
-    `asked`: the same for `LogprobOptions.token_ids`, in their order.
+    `requested`: the same for `LogprobOptions.token_ids`, in their order.
     `logprob` is None for the first prompt token, which nothing predicts.
     """
 
     logprob: float | None
     token_id: int
     top: list[tuple[float, int]] = []
-    asked: list[tuple[float, int]] = []
+    requested: list[tuple[float, int]] = []
 
 
 class Stage(msgspec.Struct, frozen=True, array_like=True):
@@ -230,7 +230,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     """New tokens of one request. `input_logprobs` comes once, with the first output, `times` (seconds that each stage
 
     took, by name: engine/core/times.py) and `stages` (when) with the last. Hidden states are float32 in the machine's order, [hidden] a
-    position: `input_hidden` all of the prompt's in one (once, with the first output; its last row drew the first token),
+    position: `input_hidden` all of the prompt's in one (once, with the first output; its last row sampled the first token),
     `hidden` one for each later token, or an embedding request's one pooled vector.
     """
 
@@ -305,7 +305,7 @@ class StepInfo(msgspec.Struct, frozen=True):
 
 
 class StepReply(_Message, frozen=True):
-    """What the loop's thread does at this moment; another thread of the scheduler process says so.
+    """What the loop's thread does at this moment, reported by another thread of the scheduler process.
 
     `busy_s`: seconds that the present turn (or the load of the model) has taken, None at rest. `stalled`: longer than
     --watchdog-timeout. `step`: what the turn computes, None outside a step.

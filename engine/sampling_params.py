@@ -34,9 +34,9 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to draw tokens and when to stop. Defaults are SGLang's.
+    """How to sample tokens and when to stop. Defaults are SGLang's.
 
-    `seed` fixes the draw for a given (seed, position, logits), whatever the batch; None: the frontend draws one.
+    `seed` fixes the sample for a given (seed, position, logits), whatever the batch; None: the frontend chooses one.
     `stop` strings and matches of `stop_regex` are cut from the answer (`no_stop_trim`: they stay); `stop_token_ids` end it
     too. `max_new_tokens=None`: up to the context.
     At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag` says what the answer must look like.

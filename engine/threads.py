@@ -1,6 +1,6 @@
-"""How many threads a CPU engine computes with when nobody says (--num-threads). Must not know torch: they are counted
+"""The default of --num-threads on a CPU.
 
-before it is imported, because OpenMP asks the environment only once.
+Never torch: OpenMP reads the environment once, when torch is imported, and threads are counted before that.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Attention behind one interface: what a step tells a backend, and what a backend owes. Knows no kernel."""
+"""The interface of attention backends: what a step gives them and what they must do with it."""
 
 from typing import Protocol, runtime_checkable
 
@@ -8,7 +8,7 @@ from engine.kv.step_batch import DeviceStep, StepBatch
 
 
 class AttentionBackend(Protocol):
-    """Order owed by the caller: `begin` once a step, then `attend` once for each layer, on one thread or stream."""
+    """The caller calls `begin` once a step, then `attend` once for each layer, on one thread or stream."""
 
     def begin(self, step: StepBatch) -> None:
         """Take in a step: whatever all layers share is computed here, once."""

@@ -1,6 +1,6 @@
 """CPU attention: prompts and single tokens by a C kernel each where it was built, else by torch over gathered pages.
 
-A step may bring both (`--enable-mixed-chunk`): each request goes its own way, whoever else is in the batch.
+A step may bring both (`--enable-mixed-chunk`): each request takes its own way, whatever the rest of the batch is.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from engine.kv.step_batch import StepBatch
 
 
 class CpuBackend:
-    """`scale` multiplies q.k (default head_dim ** -0.5). Results of the kernels do not depend on who else is in the batch."""
+    """`scale` multiplies q.k (default head_dim ** -0.5). Results of the kernels do not depend on the rest of the batch."""
 
     def __init__(self, pool: KVPool, *, scale: float | None = None) -> None:
         self._prompts: PagedExtend | TorchBackend = make_paged_extend(pool, scale=scale) or TorchBackend(

@@ -1,4 +1,4 @@
-"""Chooses an attention backend by name. Imports a backend only when it is chosen (triton may not be installed)."""
+"""Chooses an attention backend by name, and imports no other one (triton may be missing)."""
 
 import os
 from importlib.util import find_spec

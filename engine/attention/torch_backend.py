@@ -1,4 +1,4 @@
-"""Attention in plain torch: right for any dtype and device, and the reference for the kernels. Not the fast path."""
+"""Attention in plain torch for any dtype and device: slow, and the reference for the kernels."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,7 +19,7 @@ class TorchBackend:
         self._requests: list[_Request] = []
 
     def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:
-        """`skip`: requests whose KV is written and whose rows of the output are left as they are, of any content."""
+        """`skip`: requests whose KV is written, but whose rows of the output are left undefined."""
         self._step = step
         self._requests = [
             _Request(step, i, span, self._pool.page_size) for i, span in enumerate(step.spans()) if i not in skip

@@ -3,9 +3,7 @@
 A batch takes the graph of the next size. Its padded rows are token 0 at position 0 of a row of the page table that no
 request has: what they write goes to page 0, which is scratch. A graph reads and writes the same memory every time: its
 input (token ids, positions, slots), page table, future map, KV pool and weights. Lengths follow from the positions, on
-the device. Sampling stays outside.
-
-Must not know requests, nor who attends.
+the device. Sampling stays outside. Knows neither requests nor attention backends.
 """
 
 import contextlib
@@ -35,7 +33,7 @@ Work = Callable[[], Tensor]
 
 class Capture(Protocol):
     def capture(self, work: Work) -> Work:
-        """What does `work` again, over the same memory; its result is the same tensor each time, or one like it."""
+        """Record `work`; the result repeats it over the same memory and returns the same tensor or an equal one."""
 
 
 class CudaCapture:
@@ -104,7 +102,7 @@ class DecodeGraphs:
 
     @contextlib.contextmanager
     def or_none(self) -> Iterator[None]:
-        """Where memory is short meanwhile, decode goes on without graphs: steps must go on."""
+        """Go on without graphs if memory runs out inside the block."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -114,7 +112,7 @@ class DecodeGraphs:
         return bool(self._graphs) and not plan.extend and len(plan.items) <= self.sizes[-1]
 
     def run(self, items: list[PlanItem]) -> Tensor:
-        """[len(items), hidden] of a step that `takes` said yes to; good until the next one begins."""
+        """Return the hidden states [len(items), hidden] of a step that `takes` accepted; valid until the next step begins."""
         size = self.sizes[bisect_left(self.sizes, len(items))]
         upload_into(self._inputs[size], self._rows(items, size))
         return self._graphs[size]()[: len(items)]

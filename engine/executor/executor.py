@@ -1,4 +1,4 @@
-"""The executor's face to the loop: launch a plan, collect its result. The only door between scheduler and device."""
+"""Launches plans on the device and collects their results; the scheduler has no other way to the device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -86,13 +86,13 @@ def _step_result(plan: Plan, output: StepOutput) -> StepResult:
 def _token_logprobs(logprobs: Logprobs) -> list[TokenLogprob]:
     ids = logprobs.token_ids.tolist()
     values, top_ids = logprobs.top_values.tolist(), logprobs.top_ids.tolist()
-    asked = [[] for _ in ids] if logprobs.asked is None else logprobs.asked.tolist()
+    requested = [[] for _ in ids] if logprobs.requested is None else logprobs.requested.tolist()
     return [
         TokenLogprob(
             chosen,
             token_id,
             list(zip(values[r], top_ids[r], strict=True)),
-            list(zip(asked[r], logprobs.asked_ids, strict=False)),
+            list(zip(requested[r], logprobs.requested_ids, strict=False)),
         )
         for r, (chosen, token_id) in enumerate(zip(logprobs.chosen.tolist(), ids, strict=True))
     ]

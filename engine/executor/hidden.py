@@ -1,4 +1,4 @@
-"""The hidden states that a step's items ask for, cut out of the batch on the device. Knows items and rows, no request."""
+"""Cuts the hidden states that a step's items request out of the batch, on the device."""
 
 import torch
 from torch import Tensor

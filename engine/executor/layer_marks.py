@@ -1,7 +1,6 @@
-"""How far the stream has got with the KV of its steps, layer by layer: marked by the runner, read by another thread.
+"""How far the stream has come with the KV of its steps, layer by layer: marked by the runner, read by another thread.
 
-Marking costs the stream nothing to speak of and never waits: on CUDA an event behind the kernels, elsewhere a tuple.
-Must not know who reads, or why.
+Marking never waits: on CUDA it is an event behind the kernels, elsewhere a tuple.
 """
 
 from collections import deque
@@ -16,7 +15,7 @@ Mark = tuple[int, int]  # (step, layers): the first `layers` of it are written, 
 
 
 class LayerMarks:
-    """Nobody watches at first: then nothing is marked."""
+    """Marks nothing until `watch` is called."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -26,7 +25,7 @@ class LayerMarks:
         self._ahead: deque[tuple[Mark, torch.cuda.Event]] = deque()  # enqueued; the device is not there yet
 
     def watch(self, ends: Collection[int], wake: Callable[[], None]) -> None:
-        """From the next step on. A mark is set where `ends` layers are written; `wake` is called in the stream's thread."""
+        """Mark from the next step on, wherever `ends` layers are written; `wake` is called in the stream's thread."""
         self._ends, self._wake = frozenset(ends), wake
 
     @property
@@ -34,7 +33,7 @@ class LayerMarks:
         return bool(self._ends)
 
     def attend(self, step: int, attend: Attend) -> Attend:
-        """`attend`, marking. To be called once a step, when all that comes before its forward has been enqueued."""
+        """Wrap `attend` so that it marks layers. Call it once a step, after everything before the forward has been enqueued."""
         if not self._ends:
             return attend
         self._mark((step, 0))
@@ -64,5 +63,5 @@ class LayerMarks:
 
     @property
     def ahead(self) -> bool:
-        """Marks are on their way: nobody is woken when the device comes by."""
+        """Whether marks are enqueued that the device has not reached; it wakes no thread when it does."""
         return bool(self._ahead)

@@ -30,7 +30,7 @@ class TorchProfiler:
         return self._running is not None
 
     def start(self, *, output_dir: str, activities: tuple[str, ...], with_stack: bool, record_shapes: bool) -> str:
-        """The file that `stop` will write. Raises ConfigError naming the field that cannot be honoured."""
+        """Start a profile and return the file that `stop` will write. Raises ConfigError naming the field that cannot be honoured."""
         if self._running is not None:
             raise ConfigError("a profile is running; stop it first (/stop_profile)")
         chosen = _activities(activities)
@@ -43,7 +43,7 @@ class TorchProfiler:
         return str(self._file)
 
     def stop(self) -> str:
-        """End the profile and write its file; its path. Raises ConfigError when none runs or the disk refuses."""
+        """End the profile, write its file and return its path. Raises ConfigError when none runs or the disk refuses."""
         running, self._running = self._running, None
         if running is None:
             raise ConfigError("no profile is running; start one first (/start_profile)")

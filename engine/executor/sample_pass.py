@@ -12,7 +12,7 @@ from engine.executor.hidden import hidden_rows
 from engine.kv.upload import upload
 from engine.messages import LogprobOptions
 from engine.models.causal_lm import CausalLM
-from engine.sampler.sampler import Sampler, asked_logprobs, token_logprobs
+from engine.sampler.sampler import Sampler, requested_logprobs, token_logprobs
 from engine.sampler.token_mask import token_mask
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [rows, vocab] float32
@@ -24,15 +24,15 @@ _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 class Logprobs:
     """Host copies for one item: chosen [n], top values [n, k], top ids [n, k]; `token_ids` [n].
 
-    `asked` [n, len(asked_ids)]: logprobs of `asked_ids` (None when there are none).
+    `requested` [n, len(requested_ids)]: logprobs of `requested_ids` (None when there are none).
     """
 
     token_ids: Tensor
     chosen: Tensor
     top_values: Tensor
     top_ids: Tensor
-    asked_ids: tuple[int, ...] = ()
-    asked: Tensor | None = None
+    requested_ids: tuple[int, ...] = ()
+    requested: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class SamplePass:
         )
 
     def _input_logprobs(self, model: CausalLM, item: PlanItem, hidden: Tensor) -> list[Logprobs]:
-        """Logprobs of prompt positions logprob_from.. that this chunk's logits speak about; row i is about i + 1."""
+        """Compute logprobs of the prompt positions from `logprob_from` on that this chunk predicts; row i predicts position i + 1."""
         assert item.logprob_from is not None and item.logprobs is not None
         targets = item.tokens[item.logprob_from - item.start :]
         targets += [] if item.logprob_next is None else [item.logprob_next]
@@ -116,7 +116,7 @@ class SamplePass:
         logprobs = Logprobs(_to_host(tokens), _to_host(chosen), _to_host(top_values), _to_host(top_ids))
         if options.token_ids:
             ids = self._upload(options.token_ids)
-            logprobs.asked_ids, logprobs.asked = options.token_ids, _to_host(asked_logprobs(logits, ids))
+            logprobs.requested_ids, logprobs.requested = options.token_ids, _to_host(requested_logprobs(logits, ids))
         return logprobs
 
     def _upload(self, values: Sequence[int]) -> Tensor:

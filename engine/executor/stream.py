@@ -1,10 +1,8 @@
-"""A FIFO stream of work that the scheduler's thread never waits for, except when it collects.
+"""FIFO streams of work. The scheduler's thread waits for them only when it collects.
 
-Three kinds with one meaning: work submitted first runs first, and nothing submitted is waited for.
-
-    InlineStream   runs at submit (cpu default: nothing to overlap with)
-    ThreadStream   one worker thread (cpu): the asynchrony of a GPU, with injected delays, to shake out races
-    CudaStream     kernels are enqueued on a torch.cuda.Stream; results are copied to pinned memory behind them
+InlineStream   runs at submit (cpu default: nothing to overlap with)
+ThreadStream   one worker thread (cpu): the asynchrony of a GPU, with injected delays, to shake out races
+CudaStream     kernels are enqueued on a torch.cuda.Stream; results are copied to pinned memory behind them
 """
 
 import queue
@@ -42,7 +40,7 @@ class _FutureTask(Generic[T]):
     def run(self, work: Callable[[], T]) -> None:
         try:
             self._future.set_result(work())
-        except BaseException as error:  # told to whoever waits; the stream goes on
+        except BaseException as error:  # raised by `wait`; the stream goes on
             self._future.set_exception(error)
 
     def done(self) -> bool:

@@ -1,8 +1,7 @@
 """Other weights for the model that runs: read beside the running loop, taken between two steps.
 
-It owns which checkpoint the weights come from and what their version is called. When it is safe to take them (no request
-has KV of the old ones) is the caller's business. Until `take`, nothing changes: a checkpoint that does not fit leaves no
-trace. Both sets of weights exist while one is read: on a CUDA device there must be room for it.
+Owns the checkpoint path and the version of the weights. The caller decides when it is safe to take them (no request has KV
+of the old ones). A checkpoint that does not fit changes nothing. Both sets of weights are in memory while one is read.
 """
 
 import threading
@@ -33,7 +32,7 @@ class WeightUpdater:
         install: Callable[[CausalLM], None],
         taken: Callable[[str, str], None] | None = None,
     ) -> None:
-        """`taken` is told (version, fingerprint of the files) when other weights are in place."""
+        """`taken` is called with (version, fingerprint of the files) when other weights are in place."""
         self.model_path = config.model_path
         self.version = config.weight_version
         self._taken = taken
@@ -43,13 +42,10 @@ class WeightUpdater:
         self._install = install
 
     def read(self, model_path: str, *, when_done: Callable[[], None]) -> Future[CausalLM]:
-        """Start to read; the result, or a ConfigError that says why the checkpoint does not fit.
-
-        `when_done` is called in the reading thread.
-        """
+        """Start to read a checkpoint. The future raises ConfigError if it does not fit; its thread calls `when_done`."""
         future: Future[CausalLM] = Future()
         future.add_done_callback(lambda _: when_done())
-        # A daemon: a scheduler that is told to end does not wait for a disk.
+        # A daemon: a scheduler that ends does not wait for a disk.
         threading.Thread(target=self._read_into, args=(future, model_path), name="weights", daemon=True).start()
         return future
 
@@ -64,7 +60,7 @@ class WeightUpdater:
     def _read_into(self, future: Future[CausalLM], model_path: str) -> None:
         try:
             future.set_result(self._read(model_path))
-        except BaseException as error:  # told to whoever asked for the update
+        except BaseException as error:  # raised by the future
             future.set_exception(error)
 
     def _read(self, model_path: str) -> CausalLM:

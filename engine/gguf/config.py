@@ -1,6 +1,6 @@
 """The metadata of a GGUF file in the words of a Hugging Face config.json.
 
-Owns which metadata keys mean which field. What the fields allow is engine/model_files/model_config.py's business.
+Owns which metadata keys mean which field; engine/model_files/model_config.py checks the values.
 """
 
 import struct

@@ -33,7 +33,7 @@ _WHOLE = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.n
 
 
 class GGUFTensors:
-    """The tensors of `file`. Names without a counterpart keep their own, so that a model which ignores them is told."""
+    """Return the tensors of `file`. A name without a counterpart stays, so that loading reports it as unused."""
 
     described_by = "the metadata"
 

@@ -1,4 +1,4 @@
-"""What a grammar backend offers: llguidance and xgrammar stand behind these two protocols."""
+"""The interface of grammar backends (llguidance, xgrammar)."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ from engine.sampling_params import GrammarSpec
 
 
 class GrammarInvalid(ValueError):
-    """The grammar does not compile; the text says why, in one line."""
+    """The grammar does not compile; the one-line message says why."""
 
 
 class CompiledGrammar(Protocol):
@@ -21,7 +21,7 @@ class Compiler(Protocol):
     """Called from several threads at once."""
 
     def prepare(self) -> None:
-        """What takes long and does not depend on the grammar (the vocabulary); the first `compile` does it otherwise."""
+        """Do what takes long for any grammar (the vocabulary); else the first `compile` does it."""
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Raises GrammarInvalid."""

@@ -1,7 +1,6 @@
 """Grammars by llguidance (https://github.com/guidance-ai/llguidance): no torch, compiles in milliseconds, bounded work.
 
-Owns the view of the vocabulary that llguidance works on: the exact bytes of every token, from our own tokenizer, so that
-every tokenizer that serves text also serves grammars.
+Gives it the exact bytes of every token from our own tokenizer, so every tokenizer that serves text also serves grammars.
 """
 
 import json
@@ -124,7 +123,7 @@ class LlguidanceState:
 
 
 class _Vocabulary:
-    """What llguidance's TokenizerWrapper asks of a tokenizer."""
+    """The tokenizer that llguidance's TokenizerWrapper expects."""
 
     bos_token_id = None
 
@@ -143,9 +142,9 @@ class _Vocabulary:
         return all(bytes([b]) in self._ids for b in range(0x20, 0x7F))
 
     def __call__(self, text: str) -> list[int]:
-        """How the model would write forced text: its own tokens where they say just that, else the longest that fit.
+        """Return the model's own tokens for forced `text` if they spell it exactly, else the longest tokens that fit.
 
-        (A SentencePiece tokenizer puts a space before a text, a word-level one has an unknown token: neither is `text`.)
+        SentencePiece puts a space before a text, and a word-level tokenizer has an unknown token: neither spells `text`.
         """
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         exact = b"".join(self.tokens[i] for i in ids if i < len(self.tokens)) == text.encode()
@@ -165,7 +164,7 @@ class _Vocabulary:
 
 
 def _without_forcing(source: str) -> str:
-    """Forced text is otherwise cut into tokens before its last one is known: a word-level vocabulary has none for it."""
+    """Forbid forced text: it is cut into tokens before its end is known, and a word-level vocabulary has none for such parts."""
     if not source.startswith(SEVERAL):
         return NO_FORCING + source.lstrip().removeprefix("%llguidance {}")
     grammars = json.loads(source)

@@ -1,10 +1,10 @@
-"""The grammar queue: requests wait here, outside the scheduler, until their grammar is compiled in a thread.
+"""Requests wait here, outside the scheduler, until a thread has compiled their grammar.
 
     add --cached--> ready --poll--> role.add
        \\--compiling (a thread)--> ready, or refused: it does not compile, or not in time
 
-It owns the waiting requests and the bounded cache of compiled grammars (least recently used goes; what failed is
-remembered too). Called from the loop's thread only; told the time.
+Owns the waiting requests and the LRU cache of compiled grammars, failed ones included. Only the loop's thread calls it, with
+the time.
 """
 
 from collections import Counter, OrderedDict
@@ -69,7 +69,7 @@ class GrammarQueue:
         self._counters: Counter[str] = Counter()
 
     def add(self, request: Request, *, field: str, now_s: float) -> list[TokenOutput]:
-        """Take a request that has a grammar; it comes back from `poll`. Or refuse it."""
+        """Take a request that has a grammar and give it back from `poll`, or refuse it."""
         spec = request.sampling.grammar
         assert spec is not None
         field = field or spec.kind
@@ -90,7 +90,7 @@ class GrammarQueue:
         return []
 
     def poll(self, now_s: float) -> tuple[list[Request], list[TokenOutput]]:
-        """Requests whose grammar is ready, in order of arrival, and answers to those that will never have one."""
+        """Return the requests whose grammar is ready, in order of arrival, and answers to those that will never have one."""
         if not self._waiting or self._threads is None:
             return [], []
         self._cache.update(self._threads.poll(now_s))
@@ -157,7 +157,7 @@ COUNTERS = ("grammar_compiled", "grammar_cache_hits", "grammar_failed", "grammar
 
 
 def _compiled(compiler: Compiler, spec: GrammarSpec) -> Compiled:
-    """The grammar, or why there is none: whatever a compiler raises ends one request, not the thread."""
+    """Compile the grammar, or say why not: an error of any kind ends one request, not the thread."""
     try:
         return compiler.compile(spec)
     except GrammarInvalid as error:

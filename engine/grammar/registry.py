@@ -1,4 +1,4 @@
-"""Which library compiles grammars (`--grammar-backend`). Imports it only when asked for."""
+"""Chooses the library that compiles grammars (`--grammar-backend`), and imports no other one."""
 
 from collections.abc import Callable, Sequence
 

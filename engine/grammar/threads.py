@@ -4,8 +4,8 @@
                            |
                         overdue --> given up --> done (late), or never
 
-No library can end a compilation. One that is given up goes on with the lowest CPU priority; what it finds late still counts.
-Owns the compilations that have not ended. Called from the loop's thread only; told the time.
+No library can end a compilation. One that is given up goes on with the lowest CPU priority; its late result still counts.
+Owns the compilations that have not ended. Only the loop's thread calls it, with the time.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class _Compilation(Generic[Found]):
 
 
 class CompileThreads(Generic[Found]):
-    """At most `num_threads` compilations at a time; beside them those given up, at most `max_given_up` before `is_stuck`.
+    """Run at most `num_threads` compilations at a time, beside those given up (`is_stuck` at `max_given_up` of them).
 
     `compile_` runs in a thread and never raises. `prepare` runs once, before the first compilation.
     """
@@ -63,7 +63,7 @@ class CompileThreads(Generic[Found]):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no further grammar may be asked for until a compilation that was given up ends."""
+        """Whether no grammar may be added until a compilation that was given up ends."""
         return len(self._given_up) >= self._max_given_up
 
     def __contains__(self, spec: GrammarSpec) -> bool:
@@ -79,7 +79,7 @@ class CompileThreads(Generic[Found]):
         self._pending.pop(spec, None)
 
     def poll(self, now_s: float) -> dict[GrammarSpec, Found]:
-        """Take what has been found, give up what is overdue, begin what may begin."""
+        """Take results, give up overdue compilations, start pending ones."""
         found = {**_take_done(self._given_up), **_take_done(self._running)}
         for spec in [s for s, one in self._running.items() if now_s - one.begun_s >= self._timeout_s]:
             self._given_up[spec] = self._running.pop(spec)
@@ -106,7 +106,7 @@ class CompileThreads(Generic[Found]):
     def _get_prepared(self) -> None:
         try:
             self._prepare()
-        finally:  # a failure shows again at the first compilation, where a request hears of it
+        finally:  # a failure shows again at the first compilation and reaches its request
             self._prepared.set()
             self._wakeup()
 

@@ -1,8 +1,7 @@
-"""Grammars by xgrammar (https://github.com/mlc-ai/xgrammar), the second backend behind the same interface.
+"""Grammars by xgrammar (https://github.com/mlc-ai/xgrammar): masks are cheaper, hard schemas take seconds to compile.
 
-Compiles ahead what llguidance computes on the way: masks are cheaper, hard schemas take seconds to compile. Its Python
-package imports torch and transformers, so this module is imported only in the scheduler's process and only when asked for
-(`--grammar-backend xgrammar`). Owns its view of the vocabulary: the exact bytes of every token, from our own tokenizer.
+Its package imports torch and transformers, so only the scheduler's process imports this module, and only for
+`--grammar-backend xgrammar`. Gives it the exact bytes of every token from our own tokenizer.
 """
 
 import json
@@ -76,7 +75,7 @@ class XgrammarCompiler:
         raise GrammarInvalid(f"{spec.kind} is no kind of grammar")
 
     def _vocabulary(self) -> xg.TokenizerInfo:
-        """A special token has no text: it is in no grammar, and an end token stands for the end."""
+        """Give special tokens no text: no grammar holds them, and an end token stands for the end."""
         silent = self._tokenizer.special_ids
         tokens = [b"" if i in silent else self._tokenizer.token_bytes(i) for i in range(self._vocab_size)]
         return xg.TokenizerInfo(
@@ -102,7 +101,7 @@ class XgrammarState:
     def __init__(self, matcher: xg.GrammarMatcher, *, num_words: int, not_end: np.ndarray) -> None:
         self._matcher = matcher
         self._not_end = not_end
-        self._bits: np.ndarray | None = None  # of the present state, once they were asked for
+        self._bits: np.ndarray | None = None  # of the present state, once computed
         self._num_words = num_words
         self.problem = ""
 
@@ -125,7 +124,7 @@ class XgrammarState:
         return self._mask().tobytes()
 
     def _mask(self) -> np.ndarray:
-        """After the end, as in a state that is of no use any more, only the end may follow."""
+        """Return the mask of the present state; after the end only an end token may follow."""
         if self._bits is None:
             bits = np.full((1, self._num_words), -1, dtype=np.int32)
             if self._matcher.is_terminated():
@@ -144,7 +143,7 @@ def _mask_of(tokens: Sequence[int], num_words: int) -> np.ndarray:
 
 
 def _check_schema(schema: object, *, depth: int = 0) -> None:
-    """What xgrammar would take without a word and we do not: another document's schema, or one too deep for it."""
+    """Refuse what xgrammar accepts and cannot do: references to other documents, schemas too deep for it."""
     if depth > MAX_NESTING:
         raise GrammarInvalid(f"nested deeper than {MAX_NESTING} levels")
     if isinstance(schema, dict):

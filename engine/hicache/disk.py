@@ -1,4 +1,4 @@
-"""The disk threads: one reads (somebody waits for it), one writes and deletes. Each ends every piece of work it is given.
+"""Two disk threads: one reads (requests wait for it), one writes and deletes. Every piece of work ends.
 
 It owns the threads and their queues; what is read and written is decided in engine/core/host_cache.py. Nothing here may
 fail a request: whatever is wrong with a file or the disk is a piece of work that did not succeed.

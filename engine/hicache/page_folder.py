@@ -1,7 +1,7 @@
 """A folder of page files that belongs to one worker: `DIR/N`, N the first number that no other worker has locked.
 
 A file is `<64 hex digits of its key>.kv`; it is written as `.tmp` and renamed, so a name that can be seen is complete.
-Files of other names are nobody's business here: never read, counted or deleted.
+Files of other names are never read, counted or deleted.
 """
 
 import contextlib

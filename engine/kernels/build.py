@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """No shared library could be made; the message says why."""
+    """A shared library could not be built; the message says why."""
 
 
 class NoCompilerError(BuildError):

@@ -49,7 +49,7 @@ class _Recorded:
 
 
 class DecodeTapes:
-    """Of one model at a time, and one thread. A size that cannot be recorded is remembered as None."""
+    """Tapes of one model at a time, for one thread. None marks a size that cannot be recorded."""
 
     def __init__(self) -> None:
         self._workspace = Workspace(MOST_ROWS)
@@ -60,11 +60,11 @@ class DecodeTapes:
         self._tapes = {}
 
     def takes(self, num_rows: int) -> bool:
-        """Whether a decode step of so many requests can be recorded."""
+        """Whether a decode step of `num_rows` requests can be recorded."""
         return num_rows <= MOST_ROWS
 
     def forward(self, model: Layered, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """`model.forward` of a step that `takes` said yes to; the attention backend has begun it."""
+        """Compute `model.forward` of a step that `takes` accepted; the attention backend has begun it."""
         begun, size = model.begin(input_ids, positions), len(input_ids)
         if size not in self._tapes:
             self._tapes[size] = self._record(model, begun, attend)
@@ -85,7 +85,7 @@ class DecodeTapes:
         return _Recorded(tape, own, hidden)
 
     def _compare(self, size: int, recorded: _Recorded, played: Tensor, computed: Tensor) -> Tensor:
-        """What was computed without the tape; its KV was written last, too."""
+        """Return what was computed without the tape, whose KV was written last, and drop a tape that gives other bits."""
         recorded.seen = torch.equal(played.view(torch.uint8), computed.view(torch.uint8))
         if not recorded.seen:
             self._tapes[size] = None

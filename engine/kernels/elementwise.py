@@ -1,7 +1,6 @@
-"""What lies between a decoder's products: calls elementwise.c for bf16 on a CPU, and chooses who computes it elsewhere.
-No fallback here.
+"""Norms, rotary turns and gates between a decoder's products: elementwise.c for bf16 on a CPU, Triton on a GPU.
 
-C believes what it is told: shapes and types are asserted before each call, which drops the GIL.
+C trusts its arguments: shapes and types are asserted before each call, which drops the GIL.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Memory that the system may back by huge pages. Owns how it is asked for; must not know what lies in it.
+"""Allocates memory that the system may back by huge pages.
 
 One thread reads such memory about 1.7 times as fast as memory of 4 KiB pages (docs/reports/benchmarks.md).
 """

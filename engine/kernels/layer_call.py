@@ -1,4 +1,4 @@
-"""What both paged attention kernels are told of one layer's call, by the same names. Knows the pool's layout."""
+"""The arguments that both paged attention kernels share for one layer's call."""
 
 import ctypes
 from typing import NamedTuple
@@ -29,8 +29,8 @@ class LayerCall:
         self._scale = scale
         self._caches = [(pool.k(i).data_ptr(), pool.v(i).data_ptr()) for i in range(pool.num_layers)]
 
-    def tell(self, args: ctypes.Structure, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Rows:
-        """Fills in `args`: addresses, strides, heads. q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
+    def fill(self, args: ctypes.Structure, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Rows:
+        """Fill in `args`: addresses, strides, heads. q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
         spec, dtype = self._pool.specs[layer], self._pool.k(layer).dtype
         q, k, v = (_dense_heads(x.to(dtype)) for x in (q, k, v))
         assert k.shape == v.shape == (len(q), spec.num_kv_heads, spec.head_dim), (q.shape, k.shape, v.shape)

@@ -41,7 +41,7 @@ class PagedDecode:
         self._call.argtypes = [ctypes.POINTER(_Args)]
         self._pool = pool
         self._layer = LayerCall(pool, scale=scale)
-        self._step = _Step()  # of a tape's calls, too: a new step is told to them by what is in here
+        self._step = _Step()  # a tape's calls point here, too: its contents are how they get a new step
         self._args = _Args(
             step=ctypes.addressof(self._step), page_stride_bytes=pool.page_bytes, page_size=pool.page_size
         )
@@ -61,7 +61,7 @@ class PagedDecode:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """As AttentionBackend.attend: writes k and v, returns [B, heads * head_dim]."""
         args = self._args
-        rows = self._layer.tell(args, layer, q, k, v)
+        rows = self._layer.fill(args, layer, q, k, v)
         assert len(rows.q) == self._step.batch, (q.shape, self._step.batch)
         args.is_bf16 = rows.q.dtype == torch.bfloat16
         if tape.call(self._call, args):
@@ -69,7 +69,7 @@ class PagedDecode:
         return rows.out.flatten(1).to(q.dtype)
 
     def _check(self, step: StepBatch, table: torch.Tensor) -> None:
-        """C believes what it is told: a wrong page id would read foreign memory."""
+        """Check the step: C trusts its arguments, and a wrong page id would read foreign memory."""
         low, high = table.aminmax()
         assert int(low) >= 0 and int(high) <= self._pool.num_pages, (int(low), int(high))
         assert min(step.kv_lens) > 0 and max(step.kv_lens) <= table.shape[1] * self._pool.page_size, step.kv_lens

@@ -48,7 +48,7 @@ class PagedExtend:
         self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _args point into
 
     def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:
-        """`skip`: requests whose KV is written and whose rows of the output are left as they are, of any content."""
+        """`skip`: requests whose KV is written, but whose rows of the output are left undefined."""
         self._check(step)
         chosen = [i for i in range(len(step.q_lens)) if i not in skip]
         spans = step.spans()
@@ -66,14 +66,14 @@ class PagedExtend:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """As AttentionBackend.attend: writes k and v, returns [T, heads * head_dim]."""
         args = self._args
-        rows = self._layer.tell(args, layer, q, k, v)
+        rows = self._layer.fill(args, layer, q, k, v)
         assert len(rows.q) == args.tokens, (q.shape, args.tokens)
         if self._call(ctypes.byref(args)):
             raise MemoryError("paged extend: no memory for one block of queries")
         return rows.out.flatten(1).to(q.dtype)
 
     def _check(self, step: StepBatch) -> None:
-        """C believes what it is told: a wrong page id would write to foreign memory."""
+        """Check the step: C trusts its arguments, and a wrong page id would write to foreign memory."""
         for pages in (step.page_table, step.token_pages):
             low, high = pages.aminmax()
             assert int(low) >= 0 and int(high) <= self._pool.num_pages, (int(low), int(high))

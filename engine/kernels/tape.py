@@ -2,8 +2,8 @@
 
 The step of a small batch is a hundred short kernels; Python and torch between them took a fifth of its time
 (docs/reports/benchmarks.md). A tape makes the same calls with the same arguments, so it reads and writes the same memory: what
-kernels give out while a tape records comes from its workspace. What torch itself computes in between is not on the tape:
-whoever records makes sure that there is nothing of the kind. Knows addresses, not what kernels do.
+kernels give out while a tape records comes from its workspace. A tape does not hold what torch itself computes in between: the
+caller makes sure that there is nothing. Knows addresses, not what kernels do.
 """
 
 import ctypes
@@ -51,7 +51,7 @@ class Workspace:
 
 
 class Tape:
-    """Whoever plays it keeps alive what its calls point at: weights, and what came from outside while it recorded."""
+    """The caller keeps alive what its calls point at: weights, and tensors from outside while it recorded."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace

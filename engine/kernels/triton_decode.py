@@ -5,7 +5,7 @@ Split-KV decode is Flash-Decoding (Dao et al. 2023); one tile holds all query he
 once. How a request is split depends on its length alone: its result is the same in any batch.
 
 Lengths are read on the device, and the grid is what the machine has room for: a list of all splits is made first
-(`split_list`, once a step), and each program takes every so-manieth. So one captured graph serves every length, and a
+(`split_list`, once a step), and each of n programs takes every n-th. So one captured graph serves every length, and a
 long context costs a short request nothing.
 """
 
@@ -107,7 +107,7 @@ def decode_split_kernel(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Each program: every so-manieth (split, kv head) of the list."""
+    """Program i of n: every n-th (split, kv head) of the list, from the i-th on."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     in_group = tl.arange(0, TILE_HEADS)
     dims = tl.arange(0, TILE_DIM)

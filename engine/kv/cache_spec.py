@@ -1,4 +1,4 @@
-"""What a layer wants remembered between steps. Layers ask for a spec; the KV pool decides where the bytes are.
+"""What a layer keeps between steps. Layers name a spec; the KV pool decides where the bytes are.
 
 New kinds (sliding window, linear-attention state) are new classes here, and one branch in the pool.
 """

@@ -1,4 +1,4 @@
-"""The bytes of the host tier: pages out of the KV pool and back, in stream order. Which ones is the plan's business."""
+"""The bytes of the host tier: copies pages out of the KV pool and back, in stream order, as plans say."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What the KV of this engine is: the names under which other processes may find its pages, and nobody else."""
+"""The identity of this engine's KV: other processes find its pages only under the same one."""
 
 import hashlib
 from itertools import groupby
@@ -34,10 +34,9 @@ def hashed_if_long(text: str) -> str:
 
 
 def fingerprint(model_path: str) -> str:
-    """Of a checkpoint's files: name, size, time of the last change, and samples of what is in them.
+    """Hash a checkpoint's files: names, sizes, times of change, and samples of the contents. Raises ConfigError.
 
-    Reading gigabytes would take minutes; samples, because images and archives may give all files one time. Raises
-    ConfigError.
+    Reading gigabytes would take minutes, and images and archives may give all files one time.
     """
     digest = hashlib.sha256()
     try:

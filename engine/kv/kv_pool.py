@@ -1,4 +1,4 @@
-"""The bytes of the KV cache: one allocation, page-major. Owns memory and layout; knows nothing of who holds which page.
+"""The bytes of the KV cache: one allocation, page-major. Owns memory and layout.
 
     base ->  | page 0 (scratch) | page 1 | ... | page num_pages |          page_bytes apart, a multiple of 64
     page ->  | layer 0 K [page_size, kv_heads, head_dim] | layer 0 V | layer 1 K | layer 1 V | ... | pad |

@@ -1,4 +1,4 @@
-"""Copies of KV pages in host memory: out and back in stream order. Owns the copies; who they belong to is the plan's."""
+"""Copies of KV pages in host memory, out and back in stream order. Plans know which request each belongs to."""
 
 import torch
 from torch import Tensor

@@ -5,7 +5,7 @@
 
 `mix` is the bijective finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
 2014). A single changed word always changes the sum, whichever bits of it; other damage passes once in 2^64. It finds
-faults of memory, links and software, not a forger. It must not know transfers or requests.
+faults of memory, links and software, not a forger.
 """
 
 from collections.abc import Sequence

@@ -8,9 +8,9 @@ from engine.kv.upload import upload
 
 
 class PageTable:
-    """[num_slots + 1, max_pages] int32, rows padded with whatever was there before: readers go by kv_len.
+    """[num_slots + 1, max_pages] int32, rows padded with what was there before: readers go by kv_len.
 
-    The last row is nobody's (`scratch_slot`): all of it is page 0.
+    No request has the last row (`scratch_slot`): all of it is page 0.
     """
 
     def __init__(self, *, num_slots: int, max_pages: int, page_size: int, device: torch.device) -> None:

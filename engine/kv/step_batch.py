@@ -38,7 +38,7 @@ class StepBatch:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A decode step of B requests, of which only the device knows how long they are: what a captured graph is made of.
+    """A decode step of B requests whose lengths only the device knows, as captured graphs need it.
 
     page_table:    [B, max_pages] int32
     kv_lens:       [B] int32, at least 1

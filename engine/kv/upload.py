@@ -11,7 +11,7 @@ def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def upload_into(target: torch.Tensor, x: torch.Tensor) -> None:
-    """`target` takes the values of `x` (CPU, of its shape and type), in stream order: as `upload`, into memory that stays."""
+    """Copy `x` (CPU, same shape and type) into `target`, in stream order, without a wait."""
     if target.device.type == "cpu":
         target.copy_(x)
     else:

@@ -106,7 +106,7 @@ class SiteShape:
 
 @dataclass(frozen=True, slots=True)
 class LinearSite:
-    """A `Linear` of a model and the matrices it is made of, for whoever changes them one by one."""
+    """A `Linear` of a model and the matrices it is made of, for adapters, which change them one by one."""
 
     linear: Linear
     shape: SiteShape

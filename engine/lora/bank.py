@@ -1,7 +1,6 @@
 """Loaded adapters on the device, and what a step adds to the layers' results. Runs inside the stream, in plan order.
 
-Each `Linear` of an attached model asks its site for the delta; tokens of the model alone are not touched, and in a step
-without adapters nothing is done.
+Each `Linear` of an attached model calls its site's delta, which changes only tokens that compute with an adapter.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,11 +16,11 @@ from engine.lora.weights import AdapterWeights, SiteWeights
 class AdapterBank:
     def __init__(self) -> None:
         self._adapters: dict[int, AdapterWeights] = {}
-        self._of_slot: dict[int, int] = {}  # slot -> adapter of who has it, or had it last
+        self._of_slot: dict[int, int] = {}  # slot -> adapter of the request that has it, or had it last
         self._active: list[tuple[slice, AdapterWeights]] = []  # tokens of this step, and what they compute with
 
     def attach(self, sites: Sequence[LinearSite]) -> None:
-        """From now on the results of `sites` are what the adapters make of them; once for each model."""
+        """Let the adapters change the results of `sites` from now on; once for each model."""
         for index, site in enumerate(sites):
             site.linear.delta = self._delta(index)
 
@@ -36,7 +35,7 @@ class AdapterBank:
         return self._adapters.pop(number)
 
     def open(self, opened: SlotOpen) -> None:
-        """Whoever has the slot from now on computes with this adapter."""
+        """Compute the slot's tokens with this adapter from now on."""
         self._of_slot[opened.slot] = opened.adapter
 
     def begin(self, items: Iterable[PlanItem]) -> None:

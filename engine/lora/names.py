@@ -7,7 +7,7 @@ MAX_NAME_CHARS = 256
 
 
 def lora_enabled(config: EngineConfig) -> bool:
-    """`--lora-paths` asks for it as well."""
+    """Whether requests may name adapters: --enable-lora or --lora-paths."""
     return config.enable_lora or bool(config.lora_paths)
 
 

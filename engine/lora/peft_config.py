@@ -1,7 +1,6 @@
-"""What adapter_config.json of a PEFT directory says, checked: rank and scale of each matrix. Never torch.
+"""Reads adapter_config.json of a PEFT directory: rank and scale of each matrix. Never torch.
 
-What would change the answer and is not supported is refused by the name of its field; what only matters for training is
-not looked at. Field names and their meaning: peft.LoraConfig.
+An unsupported field that would change answers is refused by name; fields for training are ignored. Field names: peft.LoraConfig.
 """
 
 import json
@@ -101,7 +100,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _check_targets(file: Path, targets: object) -> None:
-    """A list of names is checked here; a pattern is not looked at, since the tensors say themselves where they belong."""
+    """Check a list of names. A pattern needs no check: each tensor's name says where it belongs."""
     if targets is None or isinstance(targets, str):
         return
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):

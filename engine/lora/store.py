@@ -1,6 +1,6 @@
 """Adapters of a running engine: read beside the loop, given to the stream and taken from it in its order.
 
-Until `install`, nothing changes: an adapter that does not fit leaves no trace. Who uses which is engine/core/adapters.py.
+An adapter that does not fit changes nothing. engine/core/adapters.py knows which requests use which adapter.
 """
 
 import threading
@@ -36,10 +36,10 @@ class LoraStore:
         self._in_order = in_order
 
     def start_reading(self, path: str, *, when_done: Callable[[], None]) -> Future[AdapterWeights]:
-        """The weights, or a ConfigError that says why they do not fit. `when_done` is called in the reading thread."""
+        """Start to read an adapter. The future raises ConfigError if it does not fit; its thread calls `when_done`."""
         future: Future[AdapterWeights] = Future()
         future.add_done_callback(lambda _: when_done())
-        # A daemon: a scheduler that is told to end does not wait for a disk.
+        # A daemon: a scheduler that ends does not wait for a disk.
         threading.Thread(target=self._read_into, args=(future, path), name="lora", daemon=True).start()
         return future
 
@@ -64,5 +64,5 @@ class LoraStore:
     def _read_into(self, future: Future[AdapterWeights], path: str) -> None:
         try:
             future.set_result(self.read(path))
-        except BaseException as error:  # told to whoever asked for it
+        except BaseException as error:  # raised by the future
             future.set_exception(error)

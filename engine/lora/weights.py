@@ -1,6 +1,6 @@
 """Weights of one adapter, as the layers want them: read from adapter_model.safetensors, checked against the model's sites.
 
-Never unpickles anything. Which request uses an adapter is not known here.
+Never unpickles anything.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""What a checkpoint says about its model: read once, checked, frozen.
+"""The model configuration of a checkpoint: read once, checked, frozen. Never torch: the HTTP process imports it.
 
-Owns the reading of config.json and generation_config.json of Hugging Face checkpoints (field names of transformers 4
-and 5); the metadata of a GGUF file is put into the same words first. Must not know torch: the HTTP process imports it.
+Reads config.json and generation_config.json of Hugging Face checkpoints (field names of transformers 4 and 5); the metadata
+of a GGUF file is translated to the same names first.
 """
 
 import hashlib
@@ -108,10 +108,7 @@ class ModelConfig:
 
 
 def load_model_config(model_path: str) -> ModelConfig:
-    """Read and check what `model_path`, a directory or a GGUF file, says of its model.
-
-    Raises `ConfigError`, one line each.
-    """
+    """Read and check the configuration of `model_path`, a directory or a GGUF file. Raises ConfigError."""
     path = Path(model_path)
     if path.is_dir():
         return _model_config(

@@ -27,7 +27,7 @@ _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
 
 
 class Tensors(Protocol):
-    """Where tensors come from. `described_by`: what says which tensors there should be."""
+    """Where tensors come from. `described_by`: the file that says which tensors there should be."""
 
     described_by: str
 

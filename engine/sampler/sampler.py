@@ -107,7 +107,7 @@ class Sampler:
         return tokens
 
     def _batch_of(self, slots: Sequence[int]) -> "_Batch":
-        """What only depends on who is in the batch; a decoding batch is the same for many steps."""
+        """Return what depends only on the slots in the batch; a decoding batch keeps its slots for many steps."""
         key = tuple(slots)
         if self._batch is None or self._batch.slots != key:
             opens = [self._slots[s] for s in key]
@@ -233,6 +233,6 @@ def token_logprobs(
     return chosen[:, 0], top.values - norm, top.indices
 
 
-def asked_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def requested_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Raw logprobs (as above) of the same `token_ids` [k] in every row: logits [n, V] -> [n, k] float32."""
     return logits[:, token_ids] - logits.logsumexp(-1, keepdim=True)

@@ -21,7 +21,7 @@ from service.flags import ConfigError
 
 
 class TemplateRefused(ValueError):
-    """The template does not accept these messages; the text says why (often the template's own words)."""
+    """The template does not accept these messages; the message says why, often in the template's own words."""
 
 
 class ChatTemplate:

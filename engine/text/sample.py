@@ -22,7 +22,7 @@ class TextOutput(msgspec.Struct, kw_only=True):
     """`TokenOutput` with its text. `text` is the part that is new and final (a delta, never a broken character;
 
     nothing that may still become a stop string). `logprob_texts` run parallel to `tokens.logprobs`: the text of the
-    chosen token and of each alternative (`top`, then `asked`). `input_logprob_texts` likewise.
+    chosen token and of each alternative (`top`, then `requested`). `input_logprob_texts` likewise.
     """
 
     text: str
@@ -65,4 +65,4 @@ class SampleText:
 
     def _texts(self, lp: TokenLogprob) -> tuple[str, list[str]]:
         text = self._token_text
-        return text(lp.token_id), [text(token_id) for _, token_id in [*lp.top, *lp.asked]]
+        return text(lp.token_id), [text(token_id) for _, token_id in [*lp.top, *lp.requested]]

@@ -2,7 +2,7 @@
 
 The engine is RE2 (https://github.com/google/re2): time linear in the text, bounded memory, so no pattern can stall a
 scheduler; what needs backtracking (backreferences, lookaround) is refused. How far a match can reach is computed by the
-parser of Python's `re`, whose syntax a pattern must follow, too. Knows text, not requests.
+parser of Python's `re`, whose syntax a pattern must follow, too.
 """
 
 import re
@@ -22,7 +22,7 @@ FIELD = "stop_regex"
 
 
 class StopRegex:
-    """`reach`: characters that a match may have; whoever shows text holds back one less until the answer has ended."""
+    """`reach`: characters that a match may have; the stream holds back one less until the answer has ended."""
 
     def __init__(self, pattern: str) -> None:
         """Raises InvalidParam that names `stop_regex`."""

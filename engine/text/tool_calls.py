@@ -184,7 +184,7 @@ class ToolCalls:
         self._space = ""  # leading space of a text: it counts only if more text comes
         self._at_start = True
         self._scanner = CallScanner()
-        self._begun = False  # the current call was told
+        self._begun = False  # `CallBegins` was sent for the current call
         self._parts: list[Part] = []
         self.num_calls = 0
 

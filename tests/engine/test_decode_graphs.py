@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("asked", "max_bs", "max_running", "sizes"),
+    ("given", "max_bs", "max_running", "sizes"),
     [
         ((), None, 1, [1]),
         ((), None, 3, [1, 2, 3]),
@@ -29,12 +29,12 @@ ROOT = Path(__file__).parents[2]
         ((1, 8, 16, 32), None, 9, [1, 8, 16]),
     ],
 )
-def test_sizes(asked: tuple[int, ...], max_bs: int | None, max_running: int, sizes: list[int]) -> None:
-    assert graph_sizes(asked=asked, max_bs=max_bs, max_running=max_running) == sizes
+def test_sizes(given: tuple[int, ...], max_bs: int | None, max_running: int, sizes: list[int]) -> None:
+    assert graph_sizes(sizes=given, max_bs=max_bs, max_running=max_running) == sizes
 
 
 def test_many_requests_take_steps_of_32() -> None:
-    sizes = graph_sizes(asked=(), max_bs=None, max_running=1000)
+    sizes = graph_sizes(sizes=(), max_bs=None, max_running=1000)
     assert sizes[-1] == 256 and sizes[-2] == 224
     for batch in range(1, 257):
         padded = next(size for size in sizes if size >= batch)

@@ -150,7 +150,7 @@ def test_logprobs_of_chosen_ids_equal_transformers(checkpoint: str, reference: P
     entries = [*said.outputs[0].input_logprobs, *(lp for output in said.outputs for lp in output.logprobs)]
     assert len(entries) == len(prompt) - 3 + NEW_TOKENS
     for position, entry in enumerate(entries, 3):
-        assert [i for _, i in entry.asked] == list(ids)
+        assert [i for _, i in entry.requested] == list(ids)
         expected = logprobs[position - 1, list(ids)].tolist()
-        assert [value for value, _ in entry.asked] == pytest.approx(expected, abs=MAX_ERROR)
+        assert [value for value, _ in entry.requested] == pytest.approx(expected, abs=MAX_ERROR)
         assert len(entry.top) == 1

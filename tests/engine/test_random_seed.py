@@ -18,7 +18,7 @@ def test_two_workers_without_a_flag_draw_apart() -> None:
 
 
 def test_the_seed_comes_from_outside_once() -> None:
-    drawn = with_random_seed(EngineConfig(), draw=lambda bits: bits + 1)
+    drawn = with_random_seed(EngineConfig(), bits=lambda k: k + 1)
     assert drawn.random_seed == 32 and with_random_seed(drawn) is drawn
 
 

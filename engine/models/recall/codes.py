@@ -7,14 +7,14 @@ MAX_OVERLAP = 16  # |dot| of two codes, of 48: similarity at most 1/3
 
 
 def sign_codes(count: int, *, seed: int = 0) -> list[list[int]]:
-    """[count][CODE_DIMS] of +1 and -1: greedy draws, each kept when it is far enough from all before it.
+    """[count][CODE_DIMS] of +1 and -1: random codes, each kept if it is far enough from all before it.
 
     Signs because they are exact in bf16. `getrandbits` is stable over Python versions.
     """
-    draw = random.Random(seed).getrandbits
+    bits = random.Random(seed).getrandbits
     words: list[int] = []
     while len(words) < count:
-        word = draw(CODE_DIMS)
+        word = bits(CODE_DIMS)
         if _is_far(word, words):
             words.append(word)
     return [[1 if word >> bit & 1 else -1 for bit in range(CODE_DIMS)] for word in words]

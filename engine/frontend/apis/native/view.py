@@ -105,7 +105,7 @@ class NativeView:
         self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]
     ) -> list[list[list[Any]] | None]:
         return [
-            None if lp.logprob is None else self._entries(lp.asked, more_texts[len(lp.top) :])
+            None if lp.logprob is None else self._entries(lp.requested, more_texts[len(lp.top) :])
             for lp, (_, more_texts) in zip(logprobs, texts, strict=False)
         ]
 
