@@ -137,7 +137,7 @@ class MetadataBuffers:
             entry["logprob"], entry["top_num"] = result.logprob.logprob, len(top)
             entry["top_values"][: len(top)] = [value for value, _ in top]
             entry["top_ids"][: len(top)] = [token for _, token in top]
-            asked = result.logprob.asked[:MAX_ASKED]
+            asked = result.logprob.requested[:MAX_ASKED]
             entry["asked_num"] = len(asked)
             entry["asked_values"][: len(asked)] = [value for value, _ in asked]
             entry["asked_ids"][: len(asked)] = [token for _, token in asked]

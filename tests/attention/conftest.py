@@ -1,8 +1,1 @@
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The machine is shared: more intra-op threads than free cores is many times slower."""
-    torch.set_num_threads(1)
+from tests.one_thread import one_thread  # noqa: F401 (a fixture of every test here)

@@ -1,12 +1,11 @@
 """A tiny checkpoint of each family and the same model in transformers."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.tiny_checkpoints import ARCHITECTURES, make_tiny_checkpoint
+from tests.one_thread import one_thread  # noqa: F401 (a fixture of every test here)
 
 
 @pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
@@ -17,11 +16,3 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="module")
 def reference(checkpoint: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

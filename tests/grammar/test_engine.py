@@ -3,11 +3,9 @@
 import json
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import engine.core.new_token_ratio as new_token_ratio
 from engine.core.plan import Plan
@@ -50,14 +48,6 @@ def compiler(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Compiler:
     compiler = make_compiler(request.param, tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], any_whitespace=False)
     assert compiler is not None
     return compiler
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run(path: str, compiler: Compiler, **flags: object) -> EngineInProcess:

@@ -1,7 +1,6 @@
 """Adapters applied per token, against the same adapters merged into the weights by hand, in transformers and in the engine."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +61,6 @@ def start(models: dict[str, dict[str, str]], **flags: object) -> EngineInProcess
 def prompt_of(length: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(16, 272) for _ in range(length)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 PATHS: dict[str, dict[str, Any]] = {

@@ -1,11 +1,5 @@
 import os
 
-import pytest
-import torch
+from tests.one_thread import one_thread  # noqa: F401 (a fixture of every test here)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)

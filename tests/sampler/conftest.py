@@ -1,7 +1,1 @@
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+from tests.one_thread import one_thread  # noqa: F401 (a fixture of every test here)
