@@ -113,7 +113,10 @@ class PageSender:
         handover.last_pages, handover.last_sent_s = len(rest) or handover.last_pages, now_s
 
     def on_landed(self, handover: PrefillHandover, now_s: float) -> None:
-        """Decode has everything: count what has moved."""
+        """Decode has everything: count what was computed for it, and what has moved."""
+        if handover.recompute:
+            self.counters["recomputed"] += 1
+            self.counters["recomputed_tokens"] += len(handover.request.input_ids) - handover.request.cached_tokens
         if not handover.moves_bytes:
             return
         skip = handover.sender.skip_pages

@@ -137,7 +137,11 @@ class PrefillRole:
         elif handover.stage is HandoverStage.WAITING and state is not KVPoll.Bootstrapping:
             return self._schedule(handover, now_s)
         elif handover.stage is HandoverStage.TRANSFER and state is KVPoll.Success:
-            return self._succeed(handover, now_s)
+            assert handover.answer is not None
+            handover.stage = HandoverStage.ENDING
+            self._pages.on_landed(handover, now_s)
+            self._forget_when_released(handover)
+            return [handover.answer]
         return []
 
     def _schedule(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
@@ -157,16 +161,6 @@ class PrefillRole:
             sender.abort(outputs[0].finish.message if outputs[0].finish else "refused")
             handover.stage = HandoverStage.ENDING
         return outputs
-
-    def _succeed(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
-        assert handover.answer is not None
-        handover.stage = HandoverStage.ENDING
-        if handover.recompute:
-            self._counters["recomputed"] += 1
-            self._counters["recomputed_tokens"] += len(handover.request.input_ids) - handover.request.cached_tokens
-        self._pages.on_landed(handover, now_s)
-        self._forget_when_released(handover)
-        return [handover.answer]
 
     def _fail(self, handover: PrefillHandover) -> list[TokenOutput]:
         waiting = handover.stage is HandoverStage.WAITING
