@@ -91,7 +91,7 @@ def _decode(
 
 
 def _layer_groups(spec: SchedulerSpec, parts: EngineParts) -> tuple[LayerGroup, ...]:
-    return groups_of(parts.pool.layer_ends(), asked=spec.disagg.disaggregation_layerwise_transfer)
+    return groups_of(parts.pool.layer_ends(), mode=spec.disagg.disaggregation_layerwise_transfer)
 
 
 def _bounds(parts: EngineParts) -> Bounds:

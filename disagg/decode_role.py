@@ -247,7 +247,8 @@ class DecodeRole:
         assert owned == used, f"{used} metadata rows used, {owned} owned"
         self._quarantine.check()
         self._metadata.check()
-        assert not (wrong := self._manager.check()), "; ".join(wrong)
+        wrong = self._manager.check()
+        assert not wrong, "; ".join(wrong)
 
     def close(self) -> None:
         self._manager.close()

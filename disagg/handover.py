@@ -43,7 +43,7 @@ class Handover:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefillHandover(Handover):
-    """`recompute`: decode asked for it, and no client waits for an answer. `sent_pages`: of the request's row.
+    """`recompute`: for decode, which retracted the request; no client waits for an answer. `sent_pages`: of the request's row.
 
     `last_pages` went with the last chunk, at `last_sent_s`. `answer`: the output to send once decode has everything.
     """

@@ -11,15 +11,15 @@ MIN_PIECE_BYTES = (
 )  # of one group in one page: engines pay by the piece (docs/reports/benchmarks.md, "KV transfer")
 
 
-def groups_of(layer_ends: Sequence[int], *, asked: str) -> tuple[LayerGroup, ...]:
-    """`asked`: --disaggregation-layerwise-transfer. (): pages leave whole.
+def groups_of(layer_ends: Sequence[int], *, mode: str) -> tuple[LayerGroup, ...]:
+    """`mode`: --disaggregation-layerwise-transfer. (): pages leave whole.
 
     `auto`: where a page is large enough to be cut.
     """
     worth_it = layer_ends[-1] >= 2 * MIN_PIECE_BYTES
-    if asked == "off" or (asked == "auto" and not worth_it):
+    if mode == "off" or (mode == "auto" and not worth_it):
         return ()
-    return group_layers(layer_ends, min_piece_bytes=MIN_PIECE_BYTES if asked == "auto" else 1)
+    return group_layers(layer_ends, min_piece_bytes=MIN_PIECE_BYTES if mode == "auto" else 1)
 
 
 def group_layers(layer_ends: Sequence[int], *, min_piece_bytes: int) -> tuple[LayerGroup, ...]:

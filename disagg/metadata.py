@@ -1,7 +1,7 @@
 """Metadata (aux) buffers: one fixed row for each transfer, written by the same engine as the KV, after it.
 
 A row carries what decode needs besides KV: the first token, its logprobs, what prefill found cached. `room` comes last
-and vouches for the row: a row that says another room was never written, or written by somebody else.
+and vouches for the row: a row with another room was never written, or not for this one.
 
     first_token  bad  cached_tokens  has_logprob  top_num  asked_num  logprob  queue_s  prefill_s
     has_kv_checksum  kv_checksum
@@ -79,13 +79,13 @@ def verify(first: "FirstToken", pages: Sequence[int], checksum: Checksum) -> Non
     """Raises KVCorrupt."""
     found = checksum(pages)
     if first.kv_checksum != found:
-        told = "none" if first.kv_checksum is None else f"{first.kv_checksum & MASK:016x}"
-        raise KVCorrupt(f"checksum of {len(pages)} pages is {found & MASK:016x}, prefill sent {told}: KV was corrupted")
+        sent = "none" if first.kv_checksum is None else f"{first.kv_checksum & MASK:016x}"
+        raise KVCorrupt(f"checksum of {len(pages)} pages is {found & MASK:016x}, prefill sent {sent}: KV was corrupted")
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What a row says. `queue_s`, `prefill_s`: how long the prompt waited and computed on the prefill worker.
+    """The content of a row. `queue_s`, `prefill_s`: how long the prompt waited and computed on the prefill worker.
 
     `kv_checksum`: of the prompt's pages, None where checksums are off.
     """

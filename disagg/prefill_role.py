@@ -3,7 +3,7 @@
     add -> WAITING --indices here--> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING -> gone
                \\________ Failed, abort, timeout: answered at once __________/             (memory back)
 
-Decode may also ask for the KV of a request that it retracted (disagg/recompute.py). It is handed over in the same way; its pages
+Decode may also request the KV of a request that it retracted (disagg/recompute.py). It is handed over in the same way; its pages
 are known from the start, and no client waits for an answer.
 
 The role receives poll states and the time; sockets and threads are the manager's.
@@ -222,7 +222,8 @@ class PrefillRole:
         owned, used = sum(h.metadata_row is not None for h in self._handovers.values()), metadata.num_used
         assert owned == used, f"{used} metadata rows used, {owned} owned"
         metadata.check()
-        assert not (wrong := self._manager.check()), "; ".join(wrong)
+        wrong = self._manager.check()
+        assert not wrong, "; ".join(wrong)
 
     def close(self) -> None:
         self._directory.close()

@@ -1,6 +1,6 @@
-"""Memory of decode that a transfer peer may still write: pages and metadata rows that belong to nobody until it cannot.
+"""Memory of decode that a transfer peer may still write: pages and metadata rows without an owner until it cannot.
 
-It owns the list of such memory and when each part ends. It must not know why a transfer was given up.
+It must not know why a transfer was given up.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Quarantine:
         self._exposed.append(_Exposed(receiver, pages, row))
 
     def close(self, receiver: KVReceiver, row: int | None) -> None:
-        """The transfer is over, and nobody writes any more."""
+        """A transfer is over, and no peer writes any more."""
         if row is not None:
             self._metadata.free(row)
         receiver.close()

@@ -55,7 +55,7 @@ class Outages:
         return now_s - first_s if now_s - first_s >= self.grace_s else None
 
     def answered(self, server: str) -> None:
-        """It is there again, whatever it said."""
+        """A server has answered, whatever the answer."""
         self._runs.pop(server, None)
 
 
@@ -63,7 +63,7 @@ class RouteFinder:
     """What the decode manager calls, off the loop and from several threads, to find the prefill worker of a room."""
 
     def __init__(self, *, secret: bytes | None, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`grace_s`: how long a bootstrap server that refuses connections is asked again."""
+        """`grace_s`: how long look-ups at a bootstrap server that refuses connections go on."""
         self._secret = secret
         self._outages = Outages(grace_s)
         self._lock = threading.Lock()

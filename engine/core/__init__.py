@@ -1,1 +1,1 @@
-"""The pure scheduler: told events and the time, it returns plans and effects. No torch, I/O, threads or clocks."""
+"""The pure scheduler: it receives events and the time, and returns plans and effects. No torch, I/O, threads or clocks."""

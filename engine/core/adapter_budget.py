@@ -1,8 +1,8 @@
 """Which adapters the next step may hold: at most `max_loras_per_batch`, those of the running requests counted.
 
-A request whose adapter has no place is passed over; it holds up nobody behind it. So that it is not passed over for ever,
-one that has waited `lora_drain_wait_s` makes the adapter in use that ends soonest take no new requests, and the place that
-this frees is its own. Requests for the model alone need no place. The rule of skipping is SGLang's.
+A request whose adapter has no place is passed over and holds up no other. Once it has waited `lora_drain_wait_s`, the adapter
+in use that ends soonest takes no new requests, and the place that this frees is for the waiting one. Requests for the model
+alone need no place. The rule of skipping is SGLang's.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from engine.core.request import Request
 
 
 class AdapterBudget:
-    """Good for one step. `growing`: who computes or is about to; `waiting`: in order of arrival."""
+    """For one step. `growing`: requests that compute or are about to; `waiting`: in order of arrival."""
 
     def __init__(
         self, limits: Limits, *, growing: Iterable[Request], waiting: Iterable[Request], now_s: float = 0.0
@@ -45,7 +45,7 @@ class AdapterBudget:
             self._used.add(request.adapter)
 
     def _overdue(self, waiting: Iterable[Request], wait_s: float | None, now_s: float) -> Request | None:
-        """The first that has waited too long for an adapter nobody uses now."""
+        """The first request that has waited too long for an adapter that no request uses now."""
         if wait_s is None:
             return None
         for request in waiting:

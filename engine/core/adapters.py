@@ -1,10 +1,10 @@
-"""Which LoRA adapters there are, by name, and who uses them. Pure: reading them and changing weights is done outside.
+"""LoRA adapters by name, and the requests that use them. Pure: adapters are read and installed outside.
 
-    (absent) --begin_load--> LOADING --finish_load--> READY --begin_unload--> LEAVING --nobody uses it: take_left--> (absent)
+    (absent) --begin_load--> LOADING --finish_load--> READY --begin_unload--> LEAVING --no user left: take_left--> (absent)
                                 \\__fail_load__ (absent)
 
-An adapter's *number* belongs to one load of it: whatever comes later under the same name has another, so nothing that was
-computed with the old weights (KV in the radix cache) is ever taken for the new. Number 0 is the model alone.
+An adapter's *number* belongs to one load of it: a later load under the same name has another, so KV that was computed with
+the old weights is never found for the new. Number 0 is the model alone.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class AdapterState(Enum):
 
 
 class AdapterRefused(ValueError):
-    """A name that cannot be loaded, unloaded or used now. `status`: the HTTP status of that."""
+    """A name cannot be loaded, unloaded or used now. `status`: of the HTTP answer."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class Adapters:
     # ---- loads
 
     def begin_load(self, name: str, path: str) -> None:
-        """Raises AdapterRefused; nothing has changed then."""
+        """Raises AdapterRefused, with nothing changed."""
         known = self._by_name.get(name)
         if known is not None and known.state is AdapterState.READY:
             raise AdapterRefused(f"lora_name: {name!r} is loaded already (from {known.path}); unload it first")
@@ -62,7 +62,7 @@ class Adapters:
         self._by_name[name] = Adapter(name, path, self._last_number, AdapterState.LOADING, set())
 
     def finish_load(self, name: str) -> int:
-        """Its number; requests may name it from now on."""
+        """Return its number; requests may name it from now on."""
         adapter = self._by_name[name]
         assert adapter.state is AdapterState.LOADING
         adapter.state = AdapterState.READY
@@ -73,7 +73,7 @@ class Adapters:
         del self._by_name[name]
 
     def begin_unload(self, name: str) -> None:
-        """No new request gets it; those that have it go on. Raises AdapterRefused."""
+        """Give it to no new request; those that have it go on. Raises AdapterRefused."""
         adapter = self._by_name.get(name)
         if adapter is None:
             raise AdapterRefused(f"lora_name: {name!r} is not loaded; {self._said_loaded()}")
@@ -82,7 +82,7 @@ class Adapters:
         adapter.state = AdapterState.LEAVING
 
     def take_left(self) -> list[Adapter]:
-        """Those that leave and are used by nobody any more; they are forgotten."""
+        """Remove and return the leaving adapters without users."""
         left = [a for a in self._by_name.values() if a.state is AdapterState.LEAVING and not a.users]
         for adapter in left:
             del self._by_name[adapter.name]
@@ -91,7 +91,7 @@ class Adapters:
     # ---- uses
 
     def acquire(self, rid: str, name: str) -> int:
-        """The number that request `rid` computes with, the same until `release`. Raises AdapterRefused."""
+        """Return the number that request `rid` computes with until `release`. Raises AdapterRefused."""
         if rid in self._used_by:
             return self._used_by[rid].number
         adapter = self._by_name.get(name)
@@ -104,7 +104,7 @@ class Adapters:
         return adapter.number
 
     def release(self, rid: str) -> None:
-        """The request has ended. Nothing happens if it used none."""
+        """A request has ended. It may have used no adapter."""
         adapter = self._used_by.pop(rid, None)
         if adapter is not None:
             adapter.users.remove(rid)

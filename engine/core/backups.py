@@ -1,10 +1,10 @@
-"""KV of retracted requests that is kept in host memory: which pages are copied out, back, or forgotten, and when.
+"""KV of retracted requests in host memory: which pages are copied out, back, or forgotten, and when.
 
     retracted --begin--> saving --its step collected--> saved (memory given back) --restore--> running, no forward
                             \\__ aborted, or no room for the copy: dropped; it waits and is computed again
 
 Copies travel in plans, in stream order. A copy in flight counts as a step in flight: the pages leave the request only
-after it, because a freed page may next be written by a transfer peer, who does not wait for our stream.
+after it, because a transfer peer may write a freed page next, and does not wait for our stream.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from engine.core.request import Request
 
 
 class Backups:
-    """`max_pages`: of all copies together; what does not fit is computed again. 0: nothing is ever copied."""
+    """`max_pages`: of all copies together; KV that does not fit is computed again. 0: no copies."""
 
     def __init__(self, *, max_pages: int, page_size: int) -> None:
         self._max_pages = max_pages
@@ -23,12 +23,12 @@ class Backups:
         self._saves: list[PageSave] = []
         self._loads: list[PageLoad] = []
         self._drops: list[int] = []
-        self._copying: dict[int, Request] = {}  # a copy, out or back, is asked for or in flight
+        self._copying: dict[int, Request] = {}  # a copy, out or back, is requested or in flight
         self.saved_tokens = 0
         self.restored_tokens = 0
 
     def begin(self, request: Request) -> bool:
-        """Copy a retracted request's KV before it gives its memory back; False: there is none to copy, or no room."""
+        """Copy a retracted request's KV before it gives its memory back. False: no KV, or no room."""
         count = -(-request.computed_len // self._page_size)
         if request.serial in self._pages or count == 0 or self.num_pages + count > self._max_pages:
             return False
@@ -41,7 +41,7 @@ class Backups:
         return True
 
     def restore(self, request: Request) -> None:
-        """Fill the pages of a request that was admitted again; those that it found in the cache hold the same already."""
+        """Fill the pages of a request that was admitted again, except those that it found in the cache."""
         assert request.saved_len == request.num_tokens - 1, "all but the token sampled last is in the copy"
         start = request.launched_len // self._page_size
         count = self._pages.pop(request.serial)
@@ -59,7 +59,7 @@ class Backups:
             request.saved_len = 0
 
     def forget_all(self, requests: Iterable[Request]) -> None:
-        """The weights may change: no copy is right any more, nor one that was asked for. No step may be in flight."""
+        """Drop all copies, requested ones too: the weights may change. No step may be in flight."""
         for save in self._saves:
             self._copying.pop(save.key).inflight -= 1
             del self._pages[save.key]
@@ -70,7 +70,7 @@ class Backups:
             request.saved_len = 0
 
     def attach(self, plan: Plan) -> None:
-        """Everything asked for since the last plan goes with this one."""
+        """Put every copy requested since the last plan into this one."""
         plan.saves, self._saves = self._saves, []
         plan.loads, self._loads = self._loads, []
         plan.drops, self._drops = self._drops, []

@@ -1,8 +1,7 @@
-"""What changes in the prefix cache, kept until somebody takes it: the source of KV events. Pure.
+"""Changes of the prefix cache, collected until the next `take`: the source of KV events. Pure.
 
-The radix cache tells it of nodes; it gives pages names that mean something outside (a chained hash of all tokens up to
-and with the page) and says in which order they came and went. A page has one name while it is cached, so a node may be
-split and nothing changes here.
+The radix cache reports nodes; here pages get names that hold outside (a chained hash of all tokens up to the page's end). A
+page has one name while it is cached, so a split of a node changes nothing.
 """
 
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ CacheEvent = Stored | Removed | Cleared
 
 
 class CacheEvents:
-    """Collects; `take` at least once a turn of the loop, or it grows."""
+    """Call `take` at least once a turn of the loop, or it grows."""
 
     def __init__(self, *, page_size: int) -> None:
         self.page_size = page_size
@@ -68,13 +67,13 @@ class CacheEvents:
         self._events.append(Cleared())
 
     def take(self) -> list[CacheEvent]:
-        """What happened since the last call, in order."""
+        """Changes since the last call, in order."""
         taken, self._events = self._events, []
         return taken
 
     @property
     def num_named(self) -> int:
-        """Pages that outsiders believe to be cached, once they have all events."""
+        """Pages that subscribers know as cached, once they have all events."""
         return len(self._keys)
 
 
@@ -83,7 +82,7 @@ def _short(key: bytes) -> int:
 
 
 def _adapter(node: Node) -> int:
-    """Whose branch `node` is in: the root's child says, by a key that no token can be."""
+    """The adapter of the branch that `node` is in, from the key of the root's child."""
     while node.parent is not None and node.parent.parent is not None:
         node = node.parent
     return -node.key[0] if node.key and node.key[0] < 0 else 0

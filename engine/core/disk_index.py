@@ -1,7 +1,7 @@
-"""Which pages lie in files, and which files go when room is needed. Pure: files are what the disk threads say they are.
+"""Which pages lie in files, and which files go when room is needed. Pure: disk threads report what happened to files.
 
-It owns the count of bytes. A write that was decided counts at once, a file counts until it is known to be gone, and the
-victims of a write are deleted before it: the bytes on disk never exceed the limit.
+It owns the count of bytes. A write counts from its decision, a file until its deletion is reported, and the victims of a
+write are deleted before it: the bytes on disk never exceed the limit.
 """
 
 from collections import OrderedDict
@@ -41,9 +41,9 @@ Files = tuple[tuple[bytes, int], ...]  # (key, bytes)
 
 @dataclass(slots=True, frozen=True)
 class DiskDone:
-    """`ok`: it was read, or written. A read that is not ok has removed its file (`bad`: there was one, and it was wrong).
+    """`ok`: read, or written. A read that is not ok has removed its file (`bad`: there was one, with wrong content).
 
-    `undeleted`: (key, bytes) of files that should be gone and are not; a write with such victims was not tried.
+    `undeleted`: (key, bytes) of files that could not be deleted; a write with such victims was not tried.
     """
 
     work: DiskWork
@@ -53,9 +53,9 @@ class DiskDone:
 
 
 class DiskIndex:
-    """`files`: (key, bytes) of what is there at the start, least recently used first; what exceeds the limit is in
+    """`files`: (key, bytes) at the start, least recently used first. `file_bytes`: of one new file.
 
-    `excess` and must be deleted before anything else. `file_bytes`: of one new file.
+    `excess`: files beyond the limit; delete them before anything else.
     """
 
     def __init__(self, *, max_bytes: int, file_bytes: int, files: Iterable[tuple[bytes, int]] = ()) -> None:
@@ -73,11 +73,11 @@ class DiskIndex:
         return len(self._sizes)
 
     def has(self, key: bytes) -> bool:
-        """Whether it can be read."""
+        """Whether the file can be read."""
         return key in self._sizes and key not in self._writing
 
     def holds(self, key: bytes) -> bool:
-        """Whether it is there, or on its way."""
+        """Whether the file is there, or being written."""
         return key in self._sizes
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -86,7 +86,7 @@ class DiskIndex:
                 self._sizes.move_to_end(key)
 
     def begin_write(self, key: bytes) -> tuple[bytes, ...] | None:
-        """The files that go for it; None: there is no room, or it is there."""
+        """Return the files that go for it; None: there is no room, or it is there."""
         if key in self._sizes:
             return None
         victims = self._make_room(self._file_bytes)
@@ -98,7 +98,7 @@ class DiskIndex:
         return victims
 
     def end_write(self, work: DiskWrite, *, ok: bool, undeleted: Files) -> DiskDelete | None:
-        """What is to be deleted because everything was, while this was being written."""
+        """Return what is to be deleted, if `clear` was called during the write."""
         self._writing.remove(work.key)
         if not ok:
             self._drop(work.key)
@@ -123,7 +123,7 @@ class DiskIndex:
         self._restore(undeleted)
 
     def clear(self) -> DiskDelete:
-        """Forget every file; what is being written goes when it is complete."""
+        """Forget every file; one that is being written is deleted when it is complete."""
         self._doomed |= self._writing
         keys = tuple(key for key in self._sizes if key not in self._writing)
         for key in keys:
@@ -131,7 +131,7 @@ class DiskIndex:
         return DiskDelete(keys)
 
     def _make_room(self, size: int) -> tuple[bytes, ...] | None:
-        """Drop the least recently used that nobody touches until `size` more bytes fit; None (and nothing changed): never."""
+        """Drop least recently used files that are neither read nor written until `size` more bytes fit; None: they cannot."""
         victims, room = list[bytes](), self._max_bytes - self.num_bytes
         for key, held in self._sizes.items():
             if room >= size:
@@ -149,7 +149,7 @@ class DiskIndex:
         self.num_bytes -= self._sizes.pop(key, 0)
 
     def _restore(self, undeleted: Files) -> None:
-        """They take room as before (one that was written since replaced it), as the last that would go again."""
+        """Count them again, unless a new file has replaced them, as the last to go."""
         for key, size in undeleted:
             if key not in self._sizes:
                 self._sizes[key] = size

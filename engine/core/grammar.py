@@ -1,4 +1,4 @@
-"""What the scheduler asks of a grammar: a pure hook, handed in with the request. Who compiles it is outside."""
+"""A request's grammar, as the scheduler uses it: a pure hook that comes with the request, compiled outside."""
 
 from typing import Protocol
 

@@ -27,7 +27,7 @@ class MeasuredGrowth:
         self._sorted: list[int] = []
 
     def note_end(self, num_tokens: int) -> None:
-        """An answer ended by itself or by its limit, after so many tokens."""
+        """An answer has ended by itself or by its limit, after `num_tokens`."""
         if len(self._recent) == WINDOW:
             oldest = self._recent.popleft()
             del self._sorted[bisect_right(self._sorted, oldest) - 1]

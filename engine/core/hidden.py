@@ -1,6 +1,6 @@
-"""Which hidden states a step gives for a request, and what becomes of them. Pure: bytes of float32 rows, never tensors.
+"""Which hidden states a step gives for a request, and their way to its outputs. Pure: bytes of float32 rows.
 
-Every position's state is taken once, in order: what is computed again after a retraction is not said again.
+Every position's state is taken once, in order: positions computed again after a retraction are not sent again.
 """
 
 import array
@@ -11,7 +11,7 @@ from engine.core.request import Request
 
 
 def unseen_from(request: Request) -> int:
-    """First position that may not come from the cache, because its hidden state is wanted; past all tokens: none."""
+    """First position that may not come from the cache, because its hidden state is wanted; `num_tokens`: none."""
     if request.return_hidden_states or request.pooling == "mean":
         return request.hidden_launched
     return request.num_tokens
@@ -28,7 +28,7 @@ def note_launch(request: Request, start: int, end: int) -> int | None:
 
 
 def take(request: Request, item: PlanItem, rows: bytes) -> None:
-    """A collected step's rows: the prompt's are joined, a later token's stand alone, an embedding's are summed up."""
+    """Take a collected step's rows: the prompt's are joined, a later token's stands alone, an embedding's are summed."""
     assert item.hidden_from is not None
     if request.pooling:
         request.unsent.hidden = [_pooled(request, rows)] if item.sample else [_sum(request.unsent.hidden, rows)]

@@ -6,9 +6,9 @@
 
 It owns host page ids; it must not know bytes, files, threads or clocks. Pages are found by their chained keys
 (engine/core/page_keys.py), whichever tiers they are in. Copies run in the stream, in the order in which plans ask for them:
-a device page may have a new owner as soon as its copy is planned, because whoever owns pages here writes them through the
-same stream. (Decode's pages are written by peers, who do not wait for it: no host tier there.) A host page is another
-matter: disk threads write it, so it is pinned until its copy has been collected.
+a device page may have a new owner as soon as its copy is planned, because every owner writes pages through the same stream.
+(On decode workers peers write pages outside it: no host tier there.) A host page is pinned until its copy has been collected,
+because disk threads write it.
 
 After SGLang's HiCache: write policies, prefetch policies and their names are theirs.
 """
@@ -51,7 +51,7 @@ class HostCache:
         self._keys = RequestKeys(identity, run_id=settings.run_id)
         self._writes_back = settings.write_policy == "write_back"
         self._uses_to_write = USES_TO_WRITE.get(settings.write_policy)
-        self._out: list[PageCopy] = []  # asked for since the last plan
+        self._out: list[PageCopy] = []  # requested since the last plan
         self._in: list[PageCopy] = []
         self.disk: DiskTier | None = None
         if disk is not None:
@@ -92,7 +92,7 @@ class HostCache:
         self._touch([key for above in reversed(path) for key in above.keys])
 
     def on_evict(self, node: Node) -> None:
-        """Its pages are free after this, and may be written in the next planned step, behind the copies asked for here."""
+        """Its pages are free after this, and may be written in the next planned step, behind the copies requested here."""
         if self._writes_back:
             self._copy_out(node)
 
@@ -168,7 +168,7 @@ class HostCache:
         return bool(self._out or self._in)
 
     def attach(self, plan: Plan) -> None:
-        """Put every copy asked for since the last plan into this one."""
+        """Put every copy requested since the last plan into this one."""
         plan.to_host, self._out = self._out, []
         plan.from_host, self._in = self._in, []
 

@@ -1,4 +1,4 @@
-"""Who owns each page of the host tier.
+"""The state of each page of the host tier.
 
         take             name                 pin
     FREE ----> PINNED ---------> NAMED, IDLE ------> NAMED, PINNED     pinned: a copy or a file operation touches its
@@ -7,7 +7,7 @@
      +-----------+ <----------------+
                      evict (least recently used), forget
 
-A pinned page is never reused: a copy that runs in the stream, or a disk thread, reads or writes it. Ids are 0..n-1.
+A pinned page is never reused: a copy in the stream, or a disk thread, reads or writes it. Ids are 0..n-1.
 """
 
 from collections import OrderedDict
@@ -36,7 +36,7 @@ class HostPages:
         return self._key_of.get(page)
 
     def take(self) -> int | None:
-        """A page without a name, pinned; the least recently used idle one loses its bytes for it. None: all are pinned."""
+        """Take a page without a name, pinned; the least recently used idle one is evicted for it. None: all are pinned."""
         if self._free:
             page = self._free.pop()
         elif self._idle:
@@ -52,7 +52,7 @@ class HostPages:
         return page in self._pins
 
     def next_to_go(self) -> int | None:
-        """The page whose bytes the next `take` costs; None: none, or there is no page to take."""
+        """The page that the next `take` would evict, or None."""
         if self._free or not self._idle:
             return None
         return self._page_of[next(iter(self._idle))]
@@ -68,7 +68,7 @@ class HostPages:
         self._idle.pop(key, None)
 
     def unpin(self, page: int) -> None:
-        """One operation less. The last one gone, a named page may be evicted (last of all), a nameless one is free."""
+        """An operation has ended. After the last one a named page may be evicted, and a nameless one is free."""
         self._pins[page] -= 1
         if self._pins[page] > 0:
             return
@@ -80,13 +80,13 @@ class HostPages:
             self._idle[key] = None
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Used now, the last of `keys` last. A chain is touched from its end, so that its end is evicted first."""
+        """Mark pages as used. A chain is touched from its end, so that its end is evicted first."""
         for key in keys:
             if key in self._idle:
                 self._idle.move_to_end(key)
 
     def forget_all(self) -> None:
-        """Nothing can be found any more; what is pinned becomes free when its operations are over."""
+        """Forget every name; pinned pages become free when their operations are over."""
         for key, page in self._page_of.items():
             del self._key_of[page]
             if key in self._idle:

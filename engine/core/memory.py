@@ -25,7 +25,7 @@ class Memory:
 
     @property
     def available(self) -> int:
-        """Pages that can be had now: free ones and cached ones that nobody reads."""
+        """Pages that can be taken now: free ones, and cached ones without readers."""
         return self.allocator.num_free + self.cache.num_evictable
 
     def can_ever_hold(self, num_tokens: int) -> bool:

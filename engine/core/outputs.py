@@ -1,4 +1,4 @@
-"""From a request's state to what is said about it: token outputs, prompt logprobs once, refusals."""
+"""From a request's state to its outputs: tokens, prompt logprobs once, refusals."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ class StepEffects:
 
 
 def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
-    """Everything new about `request` since the last output; what was taken is not said again."""
+    """Take everything new about `request` since the last output."""
     unsent = request.unsent
     logprobs, unsent.logprobs = unsent.logprobs, []
     hidden, unsent.hidden = unsent.hidden, []

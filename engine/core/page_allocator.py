@@ -1,6 +1,6 @@
 """Who owns each KV page: free, held by a request, cached in the radix tree, or quarantined.
 
-Every page is in exactly one state, and only the moves drawn here are legal; anything else is our bug and asserts.
+Every page is in exactly one state, and only these moves are legal; anything else is our bug and asserts.
 
         allocate            to_cache
     FREE ------> HELD ------------> CACHED
@@ -44,11 +44,11 @@ class PageAllocator:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, n: int) -> list[int]:
-        """`n` pages, adjacent ones where that is cheap to have: they travel as one piece of a transfer.
+        """Take `n` pages, adjacent ones where that is cheap: they travel as one piece of a transfer.
 
-        The free list is put in order again only when enough has come back: constant work a page, whatever the pool.
+        The free list is sorted only when enough pages have come back: constant work a page, whatever the pool.
         """
-        assert 0 <= n <= len(self._free), f"asked for {n} pages, {len(self._free)} are free"
+        assert 0 <= n <= len(self._free), f"{n} pages requested, {len(self._free)} are free"
         if n == 0:
             return []
         if n > 1 and self._num_unsorted * SORT_WHEN_UNSORTED >= len(self._free):

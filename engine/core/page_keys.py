@@ -3,7 +3,7 @@
     seed = H(identity of the KV, extra key)     key[0] = H(seed, tokens of page 0)     key[i] = H(key[i-1], tokens of page i)
 
 Equal keys mean equal KV, in this process and in the next one: host memory and disk find pages by them. Chained hashes
-are vLLM's and SGLang's way too; SHA-256, because a prompt that collides on purpose would read somebody else's KV.
+are vLLM's and SGLang's way too; SHA-256, because a prompt that collides on purpose would read another client's KV.
 """
 
 import hashlib

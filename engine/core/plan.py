@@ -15,7 +15,7 @@ PAD_PAGE = 0  # page 0 is scratch: padding writes go there; real pages are 1..nu
 
 @dataclass(slots=True, frozen=True)
 class SlotOpen:
-    """A row of the request table was given to a request: state the executor keeps per slot.
+    """A request has got a row of the request table: the executor's state of the slot.
 
     `prompt_ids` and `output_ids` (tokens already generated, after a retraction or a hand-over) feed the penalties.
     `adapter`: number of the LoRA adapter that computes it; 0: the model alone.
@@ -96,10 +96,9 @@ class PageCopy:
 
 @dataclass(slots=True)
 class Plan:
-    """One step. `extend`: items may have any q_len (prefill); otherwise every q_len is 1 (decode).
+    """One step. `extend`: some item is part of a prompt (q_len of any size); decodes may ride along.
 
-    `extend`: some item is part of a prompt (q_len of any size); decodes may ride along. `wait`: the loop collects every
-    launched step before it launches this one (it asks for depth 1).
+    `wait`: the loop collects every launched step before it launches this one (depth 1).
 
     `masks`: by item index, the tokens that item may sample (`Grammar.bitmask`); filled in just before sampling is launched.
     `sample_deferred`: some masks follow from tokens in flight: the forward may be launched now, sampling when they are collected.

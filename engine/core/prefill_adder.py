@@ -6,7 +6,7 @@
     work budget    what a step may hold to end within --max-step-time (engine/core/step_budget.py), cut in the same way
     memory         free + evictable pages, less what running requests are expected to grow by, less what this step took
 
-A step asks for requests in the policy's order until the answer is not CONTINUE. SGLang's PrefillAdder.
+The planner adds requests in the policy's order until the answer is not CONTINUE. SGLang's PrefillAdder.
 """
 
 import math

@@ -2,10 +2,10 @@
 
 Four rules, over the requests that run, transfer or would come (`coming`):
 
-    measured growth     what ended answers teach that all will need at once (growth.py); before any have, the new-token ratio
+    measured growth     what all will need at once, learned from ended answers (growth.py); before, the new-token ratio
     reserved tokens     each grows by the floor at least (--num-reserved-decode-tokens), as far as its own limit allows
-    the largest single  whoever may still grow most is able to finish, without anybody's memory
-    the worst case      never more than all of them finishing at their limits would take: beyond that a reserve is idle
+    the largest single  the request that may still grow most is able to finish, without memory of others
+    the worst case      at most what all of them take at their limits: more would lie idle
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may hold so that it ends in time. Pure: told what steps held and how long they took.
+"""How many prompt tokens a step may hold so that it ends in time, from what steps held and how long they took. Pure.
 
 The cost of a step is taken as proportional to its *work*: a token is one unit for the layers' products, and one more for each
 `attention_tokens` tokens before it, which its attention reads. A fixed cost (to read all weights, above all) is in the rate, so
@@ -6,10 +6,10 @@ The cost of a step is taken as proportional to its *work*: a token is one unit f
     work = allowed seconds / rate,   rate = seconds of the last steps / their work
 
 settles where a step takes what it may: `max_step_s`; where a step of one page takes longer than that already, three times as long as
-such a step. Else chunks would shrink to a page where the fixed cost alone is too long, and a prompt would last for ever.
+such a step. Else chunks would shrink to a page where the fixed cost alone is too long, and a prompt would never end.
 
-A rate is learnt from steps that hold at least half of what they may, and from those that were too long: a short prompt alone says
-little of long ones. Lower medians of three count, so one slow step (a compilation, a neighbour on the core) changes nothing. Work
+A rate is learned from steps that hold at least half of what they may, and from those that were too long: a short prompt alone
+tells little about long ones. Lower medians of three count, so one slow step (a compilation, a neighbour on the core) changes nothing. Work
 shrinks at once and grows threefold at most.
 """
 
@@ -53,7 +53,7 @@ class StepBudget:
         return int(2 * work / roots + ROUNDING_TOKENS)
 
     def note(self, plan: Plan, taken_s: float) -> None:
-        """A step has taken so long. Steps without prompts say nothing of prompts."""
+        """Learn from a step that took `taken_s`. Steps without prompts teach nothing about prompts."""
         if not plan.extend or taken_s <= 0:
             return
         work = self._work_in(plan.items)
@@ -67,7 +67,7 @@ class StepBudget:
         self.work = float(self._page_size) if small_is_due else self._usual
 
     def _note_small(self, num_tokens: int, taken_s: float) -> None:
-        """A page takes no longer than a step that holds more, so a shorter one tells of pages, too."""
+        """A page takes no longer than a step that holds more, so a short step counts as one of a page."""
         is_small = num_tokens <= self._page_size
         self._since_small = 0 if is_small else self._since_small + 1
         if is_small or (self._small_s and taken_s < _lower_median(self._small_s)):

@@ -1,13 +1,13 @@
-"""What the finish checks ask of a regular expression: a pure hook, handed in with the request (engine/text/stop_regex.py)."""
+"""A stop regex, as the finish checks use it: a pure hook that comes with the request (engine/text/stop_regex.py)."""
 
 from typing import Protocol
 
 
 class StopPattern(Protocol):
-    """`reach`: characters that a match may have at most; of longer ones none need be found."""
+    """`reach`: longest match, in characters. Longer matches may be missed."""
 
     pattern: str
     reach: int
 
     def found(self, text: str, start: int) -> bool:
-        """Whether a match begins at `start` or later; what stands before it is context."""
+        """Whether a match begins at `start` or later; text before it is context."""

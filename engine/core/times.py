@@ -1,21 +1,21 @@
-"""When one request passed from stage to stage. Plain state: the loop and the role write what they see; no clock here.
+"""When one request passed from stage to stage. Plain state: the loop and the role write it.
 
     unified   arrived -------------------- started -- first token -------- ended
               |        queue_time          | prefill_time | decode_time    |
     prefill   arrived ------- queued ----- started -- computed ----------- ended
               | bootstrap_time | queue_time | prefill_time | transfer_time |
-    decode    arrived ------- queued (pages told to prefill) ---- landed -- ended
+    decode    arrived ------- queued (pages offered to prefill) ---- landed -- ended
               | bootstrap_time | queue_time, prefill_time, transfer_time | decode_time |
 
 The stages of a request partition its life, so their sum is the time that the engine had it. Of a decode worker's three
-middle ones prefill tells the first two (in the metadata row); the rest of the wait is the transfer's.
+middle ones prefill reports the first two (in the metadata row); the rest of the wait is the transfer's.
 """
 
 from dataclasses import dataclass, field
 
 from engine.messages import Stage
 
-MAX_CHUNKS = 64  # of one request whose times are kept: a picture needs no more
+MAX_CHUNKS = 64  # of one request whose times are stored: a chart needs no more
 
 
 @dataclass(slots=True)
@@ -85,8 +85,8 @@ def _stages(times: Times, ended_s: float) -> dict[str, float]:
 def stages(times: Times, *, ended_s: float) -> list[Stage]:
     """The same as points in time, in order. A chunk lies inside its `prefill`.
 
-    Decode's `transfer_queue` is from where prefill was told the pages until they are filled: it contains the prefill
-    worker's queue, prefill and transfer, which that worker tells itself.
+    Decode's `transfer_queue` lasts from the offer of its pages until they are filled: it contains the prefill worker's queue,
+    prefill and transfer, which that worker reports itself.
     """
     first_s = times.queued_s if times.queued_s is not None else times.arrived_s
     if times.arrived_s is None or first_s is None:

@@ -1,7 +1,7 @@
 """A thread of the scheduler process that answers while the loop's thread computes.
 
 Kernels and waits for a device run without Python's lock, so this thread answers in the middle of a step that lasts minutes. It
-is silent when the process is frozen or dead. It owns its two sockets; what is true of the loop the turn clock says.
+is silent when the process is frozen or dead. It owns its two sockets; the turn clock knows the state of the loop.
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 The loop's thread only puts what happened in a turn into the queue; where that is full the batch is dropped, and its
 number with it, so that subscribers see the gap. Sockets, frames and names are vLLM's (service/kv_events.py).
-With the cluster's secret both sockets ask for it (CURVE, as the control plane does): events hold the users' tokens.
+With the cluster's secret both sockets demand it (CURVE, like the control plane): events hold the users' tokens.
 """
 
 import json
@@ -95,16 +95,16 @@ class ZmqPublisher:
         self._thread.start()
 
     def describe(self) -> str:
-        """JSON for /server_info: the configuration with the ports that were taken, and whether the secret is asked for."""
+        """JSON for /server_info: the configuration with the ports in use, and whether subscribers need the secret."""
         assert self._pub is not None
-        told = {
+        shown = {
             "publisher": self._config.publisher,
             "endpoint": _endpoint(self._pub),
             "replay_endpoint": None if self._replay is None else _endpoint(self._replay),
             "topic": self._config.topic,
             "curve": self._doorkeeper is not None,
         }
-        return json.dumps(told)
+        return json.dumps(shown)
 
     def publish(self, events: list[KVEvent]) -> None:
         """Never blocks."""
@@ -147,7 +147,7 @@ class ZmqPublisher:
             self._answer(self._replay, self._replay.recv_multipart())
 
     def _answer(self, replay: Any, frames: list[bytes]) -> None:
-        """What a subscriber missed. One that does not read what it asked for misses it again: nothing here waits."""
+        """Send what a subscriber missed. One that does not read misses it again: nothing here waits."""
         if len(frames) != 3 or len(frames[2]) != 8:
             log.warning("%s: a replay request of another form; ignored", FLAG)
             return

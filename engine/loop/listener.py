@@ -18,7 +18,7 @@ class LoopListener:
         """It goes to the role, or to the grammar queue first."""
 
     def on_planned(self, now_s: float) -> None:
-        """The scheduler has been asked for a step."""
+        """The scheduler has planned a step, or found none."""
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
         """A step is about to be launched."""

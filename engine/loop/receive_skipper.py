@@ -1,4 +1,4 @@
-"""When the loop looks at its inbox. Under heavy decode every look costs more than it brings (--scheduler-recv-interval)."""
+"""When the loop reads its inbox. Under heavy decode a read costs more than it gains (--scheduler-recv-interval)."""
 
 from engine.core.plan import Plan
 

@@ -35,10 +35,10 @@ class Peered(Protocol):
     """The half of a role that has to do with other workers."""
 
     def close_to_peers(self, why: str | None) -> None:
-        """Refuse, because of `why`, what peers ask this engine to compute from now on (None: take it)."""
+        """Refuse work of peers from now on, because of `why` (None: accept it)."""
 
     def end_peers_work(self, why: str) -> None:
-        """End what peers have asked for and is not done yet, and tell them."""
+        """End unfinished work for peers, and tell them."""
 
     def on_launch(self, plan: Plan) -> None:
         """A step is about to be launched."""

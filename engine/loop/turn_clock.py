@@ -1,4 +1,4 @@
-"""What the loop's thread does, and since when. Pure: told of turns, steps and the time; read by any thread.
+"""What the loop's thread does, and since when. Pure; read by any thread.
 
     loading --loaded--> resting <--turning, resting--> turning        any --end--> ended
 
@@ -46,11 +46,11 @@ class TurnClock:
         self._plan = plan
 
     def resting(self) -> None:
-        """The loop waits for something to do; it may take as long as it likes."""
+        """The loop waits for something to do, without a limit."""
         self._turning_since_s = None
 
     def end(self) -> None:
-        """The loop has ended, in good order or by an exception: nothing more is said of it."""
+        """The loop has ended, in good order or by an exception."""
         self._ended = True
         self._turning_since_s = None
 

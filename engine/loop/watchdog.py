@@ -1,6 +1,6 @@
-"""Ends a process whose loop has stopped turning: a worker that hangs is worse than one that is gone, because its router
+"""Ends a process whose loop has stopped turning: a router still sends requests to a worker that hangs.
 
-still sends it requests. It owns one thread; how long a turn takes, and may take, the turn clock says.
+It owns one thread; the turn clock knows how long a turn takes, and may take.
 """
 
 import faulthandler
@@ -21,7 +21,7 @@ LONGEST_CHECK_S = 1.0
 
 
 def end_with_stacks(stalled_s: float) -> None:
-    """Every thread's stack to stderr, then the end, without asking anybody who may hang."""
+    """Write every thread's stack to stderr and end the process, without waiting for anything that may hang."""
     print(
         f"scheduler: the loop has not turned for {stalled_s:.1f} s (--watchdog-timeout); stacks follow", file=sys.stderr
     )

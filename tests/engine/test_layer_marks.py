@@ -66,10 +66,10 @@ def test_layers_end_where_the_pool_says() -> None:
 )
 def test_where_pages_are_cut(asked: str, page_bytes: int, ends: list[int]) -> None:
     layer_ends = [page_bytes * (layer + 1) // 28 for layer in range(28)]
-    groups = groups_of(layer_ends, asked=asked)
+    groups = groups_of(layer_ends, mode=asked)
     assert [group.end_layer for group in groups] == ends
     assert [group.end_byte for group in groups] == [layer_ends[end - 1] for end in ends]
-    assert groups_of(layer_ends[:1], asked="on")[0].end_layer == 1
+    assert groups_of(layer_ends[:1], mode="on")[0].end_layer == 1
 
 
 def test_marks_on_cuda_wait_for_their_event(monkeypatch: pytest.MonkeyPatch) -> None:
