@@ -49,7 +49,7 @@ class Core(Protocol):
 
 
 class ControlThread:
-    """Runs a core under real time: reads messages and passes them on, ticks, sends what the core has to say."""
+    """Runs a core under real time: reads messages and passes them on, ticks, sends its effects."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ class Heartbeat:
     def silent(self) -> bool:
         return self._misses > self._max_failures
 
-    def heard(self) -> None:
+    def on_message(self) -> None:
         self._misses = 0
 
     def due(self, now_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""The workers of the other side: who they are, how to reach them, whether they answer. Pure, and the same on both sides.
+"""The workers of the other side: their names, their connections, and whether they answer. Pure, and the same on both sides.
 
 A peer is one incarnation of a process; a restarted worker is another peer. Its link is the connection that its messages use
 now. A peer whose link has closed is *lost*: it returns by a new link, or its side drops it.

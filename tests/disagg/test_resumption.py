@@ -156,7 +156,7 @@ def test_after_retract_all_decode_computes_by_itself() -> None:
     cluster.decode.scheduler.memory.cache.evict(99)
     cluster.run(rng)
     assert cluster.decode.tokens["long"] == expected_tokens(list(range(10)), 40)
-    assert resumed(cluster) == (0, 1) and not cluster.wire.room(2, 1).asks
+    assert resumed(cluster) == (0, 1) and not cluster.wire.room(2, 1).recomputes
     cluster.assert_all_back()
 
 

@@ -21,7 +21,7 @@ FINAL = (KVPoll.Failed, KVPoll.Success)
 
 @dataclass
 class Side:
-    """State of one room on one side. `settled`: nobody touches this side's pages for this room any more."""
+    """State of one room on one side. `settled`: no write touches this side's pages for this room any more."""
 
     state: KVPoll = KVPoll.Bootstrapping
     reason: str | None = None
@@ -40,7 +40,7 @@ class Room:
     to_decode: deque[Callable[[], None]] = field(default_factory=deque)
     writes: deque[Callable[[], None]] = field(default_factory=deque)
     sealed: bool = False  # prefill will post nothing more
-    asks: bool = False  # decode's message is the request
+    recomputes: bool = False  # decode's message is the request
     buried: str | None = None  # decode gave up before prefill opened it
 
 
@@ -63,11 +63,11 @@ class Wire:
         self.rows = rows
         self.rooms: dict[RoomKey, Room] = {}
         self.counters: dict[str, int] = {}
-        self.asked: list[RecomputeRequest] = []
+        self.recompute_requests: list[RecomputeRequest] = []
         self.num_gated = 0
         self.num_skipped = 0
         self.copied: list[int] = []  # decode's pages, in order
-        self.unreachable = False  # a handshake of a room that asks fails
+        self.unreachable = False  # the handshake of a room that recomputes fails
 
     def room(self, number: int, attempt: int = 0) -> Room:
         return self.rooms.setdefault((number, attempt), Room())
@@ -83,7 +83,7 @@ class Wire:
         return Sender(self, entry)
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
-        taken, self.asked = self.asked, []
+        taken, self.recompute_requests = self.recompute_requests, []
         return taken
 
     def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> "Receiver":
@@ -91,7 +91,9 @@ class Wire:
         assert entry.decode is None, "a room is opened twice"
         side = entry.decode = Side()
         gone = room_attempt > 0 and self.unreachable
-        handshake = (lambda: _fail(side, "nobody is there")) if gone else lambda: _advance(side, KVPoll.WaitingForInput)
+        handshake = (
+            (lambda: _fail(side, "no worker is there")) if gone else lambda: _advance(side, KVPoll.WaitingForInput)
+        )
         entry.to_decode.append(handshake)
         return Receiver(self, entry, (room, room_attempt))
 
@@ -114,7 +116,7 @@ class Wire:
     def _ready(self, room: Room) -> list[deque[Callable[[], None]]]:
         """Decode's messages wait for prefill's side to exist, as orphans would."""
         writes = deque() if room.writes and self.is_shut(room.writes[0]) else room.writes
-        return [room.to_decode, writes, room.to_prefill if room.prefill or room.asks else deque()]
+        return [room.to_decode, writes, room.to_prefill if room.prefill or room.recomputes else deque()]
 
     def is_shut(self, write: Callable[[], None]) -> bool:
         return isinstance(write, Gated) and write.step > self.models[0].last_seq
@@ -202,7 +204,7 @@ class Sender:
             self._room.to_decode.append(lambda: _fail(decode, reason))
 
     def _seal(self) -> None:
-        """Nothing new is posted; what is posted still lands, and only then is decode told that it is over."""
+        """Post nothing more. What is posted still lands, and only then does decode learn that the room is over."""
         room = self._room
         if room.sealed:
             return
@@ -265,12 +267,12 @@ class Receiver:
         if self._side.state in FINAL:
             return
         room, pages = self._room, list(dst_pages)
-        self._side.settled, room.asks, room.skip_pages = False, True, work.skip_pages
+        self._side.settled, room.recomputes, room.skip_pages = False, True, work.skip_pages
         _advance(self._side, KVPoll.Transferring)
 
         def arrive() -> None:
             room.dst, room.dst_row = pages, metadata_row
-            self._wire.asked.append(RecomputeRequest(*self._key, work))
+            self._wire.recompute_requests.append(RecomputeRequest(*self._key, work))
 
         room.to_prefill.append(arrive)
 

@@ -75,7 +75,7 @@ class WorkerEnding:
             self._process.after(STEP_S, "closing", self._wait, deadline_s)
             return
         if not manager.driver.busy if isinstance(manager, PrefillManager) else manager.is_quiet:
-            manager.say_bye()
+            manager.send_bye()
         manager.control.turn(0)
         manager.control.port.close()
         self._process.exit()

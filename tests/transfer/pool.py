@@ -1,4 +1,4 @@
-"""Memory of a worker in a test: pages and metadata rows whose bytes say whose they are."""
+"""Memory of a worker in a test: pages and metadata rows whose bytes name their worker."""
 
 import hashlib
 from collections.abc import Sequence

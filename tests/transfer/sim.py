@@ -45,12 +45,12 @@ ARGS = KVArgs(Region(1 << 20, NUM_PAGES, 1024), Region(1 << 30, 16, 64), "m", 16
 
 @dataclass(eq=False)
 class Write:
-    """`ends_at_s`: when the engine says its word. A failed one may still land until a fence or its process's death."""
+    """`ends_at_s`: when the engine reports the result. A failed write may still land until a fence or its process's death."""
 
     post: Post
     ends_at_s: float
     ok: bool
-    told: bool = False
+    reported: bool = False
 
 
 @dataclass
@@ -93,7 +93,7 @@ class World:
         self.next_room = 1
         self.ended = 0
         self.succeeded = 0
-        self.asked = 0
+        self.recomputed = 0
         self.protocol_errors = 0
         self.lookups: list[tuple[Decode, LookUp]] = []
         self.prefills = [self.new_prefill() for _ in range(2)]
@@ -213,8 +213,8 @@ class World:
         if post is not None:
             bad = self.faults and self.draw.random() < 0.05
             prefill.writes.append(Write(post, self.now_s + self.draw.choice([0.0, 0.1, 0.3, 1.5]), not bad))
-        for write in [w for w in prefill.writes if w.ends_at_s <= self.now_s and not w.told]:
-            write.told = True
+        for write in [w for w in prefill.writes if w.ends_at_s <= self.now_s and not w.reported]:
+            write.reported = True
             if write.ok:
                 prefill.writes.remove(write)
             core.completions.on_op_final(write.post, ok=write.ok, error="injected", now_s=self.now_s)
@@ -232,7 +232,7 @@ class World:
             assert isinstance(task, DropPeer)
 
     def end_lingering(self, prefill: Prefill, incarnation: str) -> None:
-        prefill.writes = [w for w in prefill.writes if not (w.told and w.post.incarnation == incarnation)]
+        prefill.writes = [w for w in prefill.writes if not (w.reported and w.post.incarnation == incarnation)]
 
     def look_ups(self) -> None:
         if not self.lookups:
@@ -266,7 +266,7 @@ class World:
             for asked in prefill.core.inbox.take_recompute_requests():
                 key = prefill.core.rooms.open(asked.room, asked.room_attempt, self.now_s)
                 prefill.senders[key] = 0
-                self.asked += 1
+                self.recomputed += 1
             for key in list(prefill.senders):
                 self.prefill_role(prefill, key)
         for decode in self.decodes:
@@ -277,7 +277,7 @@ class World:
         key = (self.next_room, 0)
         self.next_room += 1
         prefill, decode = self.draw.choice(self.prefills), self.draw.choice(self.decodes)
-        if self.draw.random() < 0.25:  # decode asks by itself
+        if self.draw.random() < 0.25:  # decode requests it by itself
             key = (key[0], 1)
             decode.core.open(*key, "b", self.now_s)
             decode.live.add(key)
@@ -338,7 +338,7 @@ class World:
             link.open = False
             link.there.clear()
             link.back.clear()
-            delay_s = self.draw.choice([0.0, 0.1, 3.0])  # a half-open connection: prefill may hear of it much later
+            delay_s = self.draw.choice([0.0, 0.1, 3.0])  # a half-open connection: prefill may learn of it much later
             self.half_open.append((self.now_s + delay_s, link))
             link.decode.core.on_link_closed(link.number, self.now_s)
 

@@ -76,17 +76,17 @@ def assert_both_end(pair: Pair) -> None:
     assert pair.prefill.check() == pair.decode.check() == []
 
 
-@pytest.mark.parametrize("who", ["prefill", "decode"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("stage", ["bootstrapping", "given", "transferring"])
-def test_an_abort(pairs: Any, who: str, stage: str) -> None:
+def test_an_abort(pairs: Any, side: str, stage: str) -> None:
     pair = pairs()
     if stage == "given":
         pair.give_pages()
     elif stage == "transferring":
         pair.send(last=False)
-    (pair.sender if who == "prefill" else pair.receiver).abort("user")
-    if stage == "bootstrapping" and who == "prefill":
-        pair.give_pages()  # decode has said nothing yet that prefill could answer
+    (pair.sender if side == "prefill" else pair.receiver).abort("user")
+    if stage == "bootstrapping" and side == "prefill":
+        pair.give_pages()  # decode has sent nothing yet that prefill could answer
     assert_both_end(pair)
 
 
@@ -119,11 +119,11 @@ def test_a_timeout_of_decode(pairs: Any, timeout: str) -> None:
     assert_both_end(pair)
 
 
-@pytest.mark.parametrize("who", ["prefill", "decode"])
-def test_an_orderly_end(pairs: Any, who: str) -> None:
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_orderly_end(pairs: Any, side: str) -> None:
     pair = pairs()
     pair.send(last=False)
-    (pair.prefill if who == "prefill" else pair.decode).close()
+    (pair.prefill if side == "prefill" else pair.decode).close()
     assert_both_end(pair)
 
 
@@ -172,7 +172,7 @@ def test_the_death_of_prefill_and_its_next_life_at_the_same_address_within_a_hea
         with child("prefill", control_port=int(control.rpartition(":")[2])) as new:
             until(lambda: first.poll() is KVPoll.Failed and first.drained())
             first.close()
-            of_the_dead = decode.receiver(2, bootstrap="b")  # the bootstrap server has not heard of it yet
+            of_the_dead = decode.receiver(2, bootstrap="b")  # the bootstrap server does not know of it yet
             until(lambda: of_the_dead.poll() is KVPoll.Failed)
             assert "has ended" in (of_the_dead.failure() or "")
             of_the_dead.close()

@@ -196,7 +196,7 @@ def test_concurrent_rooms(prefill: Prefill, decode: ChildWorker) -> None:
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("stage", ["bootstrapping", "waiting", "transferring", "between chunks", "last queued"])
 def test_abort(prefill: Prefill, decode: ChildWorker, side: str, stage: str) -> None:
-    """The other side hears of it soon; once both are safe nothing is written any more."""
+    """The other side learns of it soon; once both are safe nothing is written any more."""
     decode.wipe()
     dst, src = list(range(0, 800)), list(range(200, 1000))
     if stage == "bootstrapping":
@@ -331,7 +331,7 @@ def test_prefill_killed_and_replaced(lone_decode: tuple[str, Decode]) -> None:
     with prefill_child(backend, decode) as successor:
         successor.sender(1)
         again = decode.manager.receiver(1, bootstrap="b")
-        until(lambda: again.poll() is KVPoll.WaitingForInput, what="handshake with the new life")
+        until(lambda: again.poll() is KVPoll.WaitingForInput, what="handshake with the new incarnation")
         again.provide([5, 6], 3)
         until(lambda: successor.poll(1) is KVPoll.WaitingForInput)
         successor.send(1, [8, 9], 0, True, 2)
@@ -343,7 +343,7 @@ def test_prefill_killed_and_replaced(lone_decode: tuple[str, Decode]) -> None:
 
 
 def test_prefill_frozen(lone_decode: tuple[str, Decode]) -> None:
-    """Silence fails the room, but its pages stay quarantined until prefill says that it has drained."""
+    """Silence fails the room, but its pages stay quarantined until prefill reports that it has drained."""
     backend, decode = lone_decode
     with prefill_child(backend, decode) as prefill:
         prefill.sender(1)

@@ -56,7 +56,7 @@ class Pair:
 
     def look_up(self, bootstrap: str, room: int) -> Route:
         if self.route is None:
-            raise LookupFailed("nobody is registered")
+            raise LookupFailed("no worker is registered")
         return self.route
 
     def meet(self, room: int) -> tuple[Any, Any]:
@@ -106,7 +106,7 @@ def test_rooms(pairs: Any) -> None:
     with pytest.raises(RuntimeError, match="before its pages were released"):
         sender.close()
     with pytest.raises(IllegalTransition):
-        sender.send([1], start=0, last=False)  # decode has not told where it goes
+        sender.send([1], start=0, last=False)  # decode has not given its pages
     until(lambda: receiver.poll() is KVPoll.WaitingForInput)
     with pytest.raises(ValueError, match="outside the pool of 64"):
         receiver.provide([64], 0)
@@ -172,7 +172,7 @@ def test_bootstrap_timeout_and_late_indices(pairs: Any) -> None:
     assert "bootstrap timeout" in sender.failure()
     sender.close()
     pair.decode.receiver(2, bootstrap="b").abort("unused")
-    late = pair.decode.receiver(1, bootstrap="b")  # prefill gave up long ago: decode is told at once
+    late = pair.decode.receiver(1, bootstrap="b")  # prefill gave up long ago, and decode learns that at once
     until(lambda: late.poll() is KVPoll.WaitingForInput)
     late.provide([1], 0)
     until(lambda: late.poll() is KVPoll.Failed and late.drained())
@@ -232,7 +232,7 @@ def test_waiting_and_transfer_timeouts(pairs: Any) -> None:
 
 
 def test_slow_engine_times_out_but_holds_its_pages(pairs: Any) -> None:
-    """Failed is told at once; Drained and released only when the operation has ended."""
+    """Failed is reported at once; Drained and released only when the operation has ended."""
     pair = pairs(engine=FakeEngine(delay_s=0.8), transfer_timeout_s=0.2)
     sender, receiver = pair.meet(1)
     sender.send([1, 2, 3], start=0, last=True, metadata_row=0)
@@ -263,7 +263,7 @@ def test_handshake_timeout_names_the_reason(pairs: Any) -> None:
     pair.route = None
     receiver = pair.decode.receiver(1, bootstrap="b")
     until(lambda: receiver.poll() is KVPoll.Failed)
-    assert receiver.failure() == "handshake timed out after 0.4 s: nobody is registered"
+    assert receiver.failure() == "handshake timed out after 0.4 s: no worker is registered"
     receiver.close()
     with socket.create_server(("127.0.0.1", 0)) as dumb:  # accepts, never answers
         pair.route = Route(f"127.0.0.1:{dumb.getsockname()[1]}", "who")
@@ -277,7 +277,7 @@ def test_handshake_timeout_names_the_reason(pairs: Any) -> None:
 
 def test_stale_route_is_looked_up_again(pairs: Any) -> None:
     pair = pairs()
-    good, pair.route = pair.route, Route(pair.prefill.control_address, "an earlier life")
+    good, pair.route = pair.route, Route(pair.prefill.control_address, "an earlier incarnation")
     receiver = pair.decode.receiver(1, bootstrap="b")
     until(lambda: pair.prefill.counters.get("refused", 0) >= 1)
     pair.route = good
@@ -320,7 +320,7 @@ def test_another_secret_or_none_is_refused_and_counted(pairs: Any, secrets: Any)
 
 
 def test_a_decode_key_that_is_not_the_cluster_s_is_refused(pairs: Any) -> None:
-    """Somebody who knows prefill's public key, and no more, is turned away by its doorkeeper."""
+    """A process that knows prefill's public key, and no more, is refused before it can speak."""
     pair = pairs(secrets=(b"s", b"s"))
     pair.works(1)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -330,20 +330,20 @@ def test_a_decode_key_that_is_not_the_cluster_s_is_refused(pairs: Any) -> None:
         stranger.connect(f"tcp://{pair.prefill.control_address}")
         stranger.send(encode(Ping("evil", pair.prefill.incarnation, 1)))
         until(lambda: pair.prefill.counters.get("refused_connections", 0) >= 1)
-    assert pair.prefill.counters.get("refused", 0) == 0  # nobody read a frame of it
+    assert pair.prefill.counters.get("refused", 0) == 0  # none of its frames was read
     pair.works(2)
 
 
 def test_one_connection_is_one_decode_worker(pairs: Any) -> None:
-    """Found by fuzzing: a second life that registers on a connection hid the first one, which then was never dropped."""
+    """Found by fuzzing: a second incarnation that registers on a connection hid the first one, which then was never dropped."""
     pair = pairs()
     layout = Layout(PROTOCOL_VERSION, "fake", "model-a", 16, "float32")
     regions = WireRegion(1 << 20, 64, 64, None), WireRegion(1 << 21, 64, 512, None)
     with zmq.Context() as context, context.socket(zmq.DEALER) as link:
         link.setsockopt(zmq.LINGER, 0)
         link.connect(f"tcp://{pair.prefill.control_address}")
-        for life in ("one", "two"):
-            link.send(encode(Register(life, pair.prefill.incarnation, layout, *regions, b"fake")))
+        for incarnation in ("one", "two"):
+            link.send(encode(Register(incarnation, pair.prefill.incarnation, layout, *regions, b"fake")))
         until(lambda: pair.prefill.counters.get("refused", 0) == 1)
         assert pair.prefill.counters["peers"] == 1 and pair.prefill.check() == []
     until(lambda: pair.prefill.counters["peers"] == 0)
@@ -376,7 +376,7 @@ def test_a_region_that_wraps_around_or_holds_the_other_is_refused(
 
 
 class Tap:
-    """A wire between decode and prefill that records what decode sends, and can say it again."""
+    """A wire between decode and prefill that records what decode sends, and can replay it."""
 
     def __init__(self, there: str) -> None:
         host, _, port = there.rpartition(":")
@@ -403,7 +403,7 @@ class Tap:
                 target.sendall(data)
 
     def inject(self, data: bytes) -> None:
-        """Into the connection that is open, as if decode had said it."""
+        """Send it on the open connection, as if decode did."""
         self._socks[-1].sendall(data)
 
     def close(self) -> None:
@@ -419,20 +419,20 @@ def test_what_was_recorded_cannot_be_said_again(pairs: Any) -> None:
     tap = Tap(pair.prefill.control_address)
     pair.route = Route(tap.address, pair.prefill.incarnation)
     sender, receiver = pair.meet(1)
-    said = list(tap.recorded)
-    assert said and not any(pair.prefill.incarnation.encode() in data for data in said)
-    tap.inject(said[-1])  # the transfer info of room 1, once more: its frame counter is used up
+    recorded = list(tap.recorded)
+    assert recorded and not any(pair.prefill.incarnation.encode() in data for data in recorded)
+    tap.inject(recorded[-1])  # the transfer info of room 1, once more: its frame counter is used up
     until(lambda: pair.prefill.counters.get("refused_connections", 0) == 1)
-    assert pair.prefill.counters.get("protocol_errors", 0) == 0  # nobody read it
+    assert pair.prefill.counters.get("protocol_errors", 0) == 0  # it was not read
     with socket.create_connection(tap._there) as again:
         again.settimeout(5)
         with contextlib.suppress(OSError):
-            again.sendall(b"".join(said))
+            again.sendall(b"".join(recorded))
             while again.recv(65536):
                 pass
     until(lambda: pair.prefill.counters["refused_connections"] >= 2)
     assert pair.prefill.counters["peers"] == 1 and pair.prefill.counters.get("refused", 0) == 0
-    sender.send([4, 5, 6], start=0, last=True, metadata_row=0)  # and who was copied is not disturbed
+    sender.send([4, 5, 6], start=0, last=True, metadata_row=0)  # and the worker that was copied is not disturbed
     until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
     sender.close()
     receiver.close()
@@ -483,13 +483,13 @@ def test_what_decode_aborts_before_prefill_takes_it_fails_when_it_does(pairs: An
     sender.close()
 
 
-def test_who_asks_and_finds_nobody_is_told_at_once(pairs: Any) -> None:
-    """Others look up again until their handshake times out (here: never in this test)."""
+def test_a_recompute_fails_at_once_if_no_worker_is_found(pairs: Any) -> None:
+    """Other rooms look up again until their handshake times out (here: never in this test)."""
     pair = pairs(handshake_timeout_s=60.0)
     pair.route = None
     receiver = pair.decode.receiver(9, bootstrap="b", room_attempt=1)
     until(lambda: receiver.poll() is KVPoll.Failed)
-    assert "nobody is registered" in receiver.failure() and receiver.drained()
+    assert "no worker is registered" in receiver.failure() and receiver.drained()
     receiver.close()
 
 
@@ -523,7 +523,7 @@ def hostile_frames(me: str) -> list[bytes]:
         msgspec.msgpack.encode(["TransferInfo", "evil", me, 2**64 - 1, 0, b"", 0]),
         encode(Ping("evil", me, 1)),  # before it registered
         encode(Abort("evil", me, 1, 0, "kill")),
-        encode(Register("evil", "another life", layout, region, aux, b"fake")),
+        encode(Register("evil", "another incarnation", layout, region, aux, b"fake")),
         encode(Register("evil", me, newer, region, aux, b"")),
         encode(Register("evil", me, layout, WireRegion(1, 64, 128, None), aux, b"")),
         good,
@@ -546,7 +546,7 @@ def hostile_frames(me: str) -> list[bytes]:
 
 
 def test_hostile_frames(pairs: Any) -> None:
-    """Each is dropped or refused; a running transfer of somebody else goes on; the next good one is served."""
+    """Each is dropped or refused; a running transfer of another worker goes on; the next good one is served."""
     pair = pairs()
     sender, receiver = pair.meet(1)
     me = pair.prefill.incarnation
@@ -579,8 +579,8 @@ def test_hostile_frames(pairs: Any) -> None:
     assert "control_errors" not in pair.prefill.counters
 
 
-def test_who_is_idle_wakes_once_a_tick_and_no_oftener(pairs: Any) -> None:
-    """Counted, for what a wake-up costs is the machine's affair."""
+def test_an_idle_worker_wakes_once_a_tick_at_most(pairs: Any) -> None:
+    """Counts wake-ups: what one costs depends on the machine."""
     pair = pairs()
     pair.works(1)
     turns: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The CUDA driver's calls, with a library in its place that writes down who calls: there is no driver here."""
+"""The CUDA driver's calls, with a library in its place that records the calling threads: there is no driver here."""
 
 import ctypes
 import shutil

@@ -1,4 +1,4 @@
-"""Choosing an engine, what is said when its library is missing, and that processes which used one end well."""
+"""Choosing an engine, the message when its library is missing, and the end of processes that used one."""
 
 import subprocess
 import sys

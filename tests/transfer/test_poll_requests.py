@@ -23,7 +23,7 @@ def test_a_peer_is_asked_to_poll_while_its_writes_are_pending_and_not_more_often
     for now_s in (1.0, 1.0 + POLL_REQUEST_EVERY_S / 2, 1.0 + POLL_REQUEST_EVERY_S):
         core.paths.on_pending("d", now_s)
     assert list(core.effects.queue) == [("link", PollRequest("p", "d"))] * 2
-    core.paths.on_pending("nobody", 9.0)  # its operation outlived it
+    core.paths.on_pending("gone", 9.0)  # its operation outlived it
     assert core.effects.counters["nudges"] == 2 and POLL_REQUEST_EVERY_S < EAGER_S / 2
 
 

@@ -125,13 +125,13 @@ def test_without_retries_the_first_one_does(rigs: Any) -> None:
     receiver.close()
 
 
-@pytest.mark.parametrize("who", ["prefill", "decode"])
-def test_an_abort_between_the_attempts_ends_it(rigs: Any, who: str) -> None:
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_abort_between_the_attempts_ends_it(rigs: Any, side: str) -> None:
     """The failed attempt takes long to end: nothing is written after the abort, and all is released."""
     rig = rigs({0}, delay_s=0.3)
     sender, receiver = rig.begin()
     until(lambda: rig.engine.num_posts)
-    (sender if who == "prefill" else receiver).abort("enough")
+    (sender if side == "prefill" else receiver).abort("enough")
     until(lambda: sender.poll() is KVPoll.Failed and receiver.poll() is KVPoll.Failed)
     until(lambda: sender.released() and receiver.drained())
     assert rig.engine.num_posts <= NUM_POSTS

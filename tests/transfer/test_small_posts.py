@@ -43,7 +43,7 @@ def engine_of(pair: Pair) -> Posting:
 
 
 def test_the_row_leaves_with_the_last_pages_and_decode_hears_of_both_at_once() -> None:
-    """At time 5: nothing was told before, and that alone is no reason to tell of progress."""
+    """At time 5: no progress was reported before, and that alone is no reason to report it."""
     pair = Prefill(sends=False)
     pair.core.rooms.send(KEY, [1, 8, 2, 9], start=0, last=True, metadata_row=1, now_s=5.0)
     posts = pair.core.outbox.next_posts(5.0)

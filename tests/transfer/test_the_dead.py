@@ -1,4 +1,4 @@
-"""Who has died is not waited for: neither dialled again, nor told anything, nor in anybody's way. Real sockets and pure cores."""
+"""A dead worker is not waited for: no connection, no message, and no other room waits behind it. Real sockets and pure cores."""
 
 import socket
 import threading
@@ -22,7 +22,7 @@ from transfer_backends.liveness import UNMARKED, Liveness
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import Abort, Registered, TransferInfo
 
-PATIENT = TransferConfig(handshake_timeout_s=60.0, heartbeat_interval_s=0.1)  # whoever waits for it fails the test
+PATIENT = TransferConfig(handshake_timeout_s=60.0, heartbeat_interval_s=0.1)  # a wait for it fails the test
 
 
 def decode_core() -> DecodeCore:
@@ -104,7 +104,7 @@ def test_dead_and_mute_peers_slow_nobody_else() -> None:
 
 
 def test_a_bootstrap_server_that_hangs_slows_nobody_else() -> None:
-    """It is known to serve several prefill workers, so each room asks it; all threads would hang there."""
+    """It is known to serve several prefill workers, so each room looks it up; all threads would hang there."""
     hang, asked, prefill = threading.Event(), list[int](), a_prefill()
     good = Route(prefill.control_address, prefill.incarnation)
 
@@ -153,9 +153,9 @@ def test_a_line_of_look_ups_keeps_order_and_forgets_who_leaves() -> None:
 
 
 def test_a_restart_is_noticed_on_the_first_message() -> None:
-    """Of a worker that is at the address of an earlier one: its answer to the registration says who it is."""
+    """A worker at the address of an earlier one names itself in its answer to the registration."""
     prefill, fresh = a_prefill(), a_prefill()
-    route = Route(fresh.control_address, prefill.incarnation, shared=True)  # the address is another life's by now
+    route = Route(fresh.control_address, prefill.incarnation, shared=True)  # another incarnation has the address by now
     prefill.close()
     decode = a_decode(lambda server, room: route)
     try:
@@ -202,7 +202,7 @@ def test_who_answers_is_not_dead_whatever_a_late_proof_says() -> None:
     core, route = decode_core(), Route("p:1", "p", shared=True)
     core.open(1, 0, "b", 0.0)
     core.finder.on_route("b", 1, route, 0.0)
-    core.on_link_closed(1, 0.0)  # asks for a proof
+    core.on_link_closed(1, 0.0)  # starts a proof
     core.finder.on_route("b", 1, route, 0.1)
     core.proofs.on_proof("p", Liveness.DEAD, 0.2)  # while it connects anew
     core.on_message(2, Registered("p", "d", UNMARKED), 0.3)
@@ -233,6 +233,6 @@ def test_pending_aborts_are_bounded_and_expire() -> None:
         core.rooms.abort(key, "user", 0.0)
         core.rooms.close(key)
     assert core.rooms.num_pending_aborts == MAX_PENDING_ABORTS and len(core.rooms) == 0 and core.check() == []
-    core.finder.on_lookup_failed("b", 1, "nobody is registered", permanent=False, now_s=CONFIG.handshake_timeout_s)
+    core.finder.on_lookup_failed("b", 1, "no worker is registered", permanent=False, now_s=CONFIG.handshake_timeout_s)
     core.tick(CONFIG.handshake_timeout_s)
     assert core.rooms.num_pending_aborts == len(core.machine) == 0

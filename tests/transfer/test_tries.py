@@ -30,32 +30,32 @@ def decode_core() -> DecodeCore:
     return core
 
 
-def told(core: DecodeCore, state: KVPoll, num_pages: int, retry: int) -> None:
+def report(core: DecodeCore, state: KVPoll, num_pages: int, retry: int) -> None:
     core.on_message(1, Status("p", "d", *KEY, int(state), num_pages, "", retry), 1.0)
 
 
 def test_decode_drops_what_is_said_of_an_earlier_try() -> None:
     core = decode_core()
-    told(core, KVPoll.Transferring, 3, 0)
-    told(core, KVPoll.Transferring, 0, 1)
+    report(core, KVPoll.Transferring, 3, 0)
+    report(core, KVPoll.Transferring, 0, 1)
     assert (core.rooms.retries(KEY), core.effects.counters["retried"]) == (1, 1)
     for state in (KVPoll.Success, KVPoll.Failed):
-        told(core, state, len(PAGES), 0)
+        report(core, state, len(PAGES), 0)
         assert core.machine.state(KEY) is KVPoll.Transferring and core.rooms.num_exposed == 1
     assert core.effects.counters["late_messages"] == 2
-    told(core, KVPoll.Success, len(PAGES), 1)
+    report(core, KVPoll.Success, len(PAGES), 1)
     assert core.machine.state(KEY) is KVPoll.Success and core.rooms.drained(KEY)
     core.rooms.close(KEY)
 
 
 def test_an_acknowledgement_of_an_earlier_try_frees_nothing() -> None:
     core = decode_core()
-    told(core, KVPoll.Transferring, 0, 1)
+    report(core, KVPoll.Transferring, 0, 1)
     core.rooms.abort(KEY, "user", 1.0)
     (abort,) = [item[1] for item in core.effects.queue if isinstance(item, tuple)]
     assert isinstance(abort, Abort) and abort.retry == 1
     core.on_message(1, Drained("p", "d", *KEY, 0), 1.0)
-    told(core, KVPoll.Success, len(PAGES), 0)
+    report(core, KVPoll.Success, len(PAGES), 0)
     assert not core.rooms.drained(KEY) and core.rooms.num_exposed == 1
     core.on_message(1, Drained("p", "d", *KEY, 1), 1.0)
     assert core.rooms.drained(KEY)
@@ -69,7 +69,7 @@ def test_a_try_before_there_are_pages_is_a_lie() -> None:
     core.finder.on_route("b", KEY[0], Route("p:1", "p"), 0.0)
     core.on_message(1, Registered("p", "d", MARK), 0.0)
     with pytest.raises(PeerProtocolError, match="before it had pages"):
-        told(core, KVPoll.Transferring, 0, 1)
+        report(core, KVPoll.Transferring, 0, 1)
     assert core.rooms.retries(KEY) == 0
 
 
@@ -116,7 +116,7 @@ class Prefill:
 
 
 def test_a_late_completion_counts_for_nothing() -> None:
-    """The first of three writes fails; the others of that try end well, before and after decode heard of the next."""
+    """The first of three writes fails; the others of that try end well, before and after decode learned of the next."""
     pair = Prefill()
     first = pair.posts()
     assert len(first) == 3 and {post.write_try for post in first} == {0}
@@ -146,7 +146,7 @@ def test_an_abort_after_prefill_forgot_the_room_is_acknowledged_with_its_try() -
     pair.core.completions.on_op_final(posts[2], ok=True, error="", now_s=0.0)
     pair.core.completions.on_fenced("d", ok=True, now_s=0.0)
     pair.core.rooms.close(KEY, 0.0)
-    pair.core.effects.queue.clear()  # decode hears nothing of it
+    pair.core.effects.queue.clear()  # decode does not receive it
     pair.decode.rooms.abort(KEY, "user", 0.0)
     pair.exchange()
     assert pair.decode.rooms.drained(KEY)

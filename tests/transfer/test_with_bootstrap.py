@@ -80,7 +80,7 @@ def test_any_prefill_serves_any_decode(shared: bool, num_prefills: int) -> None:
             sender.close()
         asking = decode.receiver(
             6, bootstrap=address, room_attempt=1
-        )  # nobody told the server; prefill had it as attempt 0
+        )  # the server does not know of it; prefill had it as attempt 0
         until(lambda: asking.poll() is KVPoll.WaitingForInput)
         asking.recompute([3], 0, Work(tokens=[7, 8]))
         owner = prefills[0][0]

@@ -84,7 +84,7 @@ class Connections:
         peer.registered = True
         peer.mark = mark
         peer.proof.reset()
-        peer.heartbeat.heard()
+        peer.heartbeat.on_message()
         aborts, peer.unsent_aborts = peer.unsent_aborts, []
         return aborts
 

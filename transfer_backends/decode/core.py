@@ -92,7 +92,7 @@ class DecodeCore:
         self.finder.seek(opened, now_s)
         return opened.key
 
-    def say_bye(self) -> None:
+    def send_bye(self) -> None:
         for peer in self.peers:
             if peer.live:
                 self.peers.send(peer, Bye(*self.peers.address(peer)))
@@ -100,7 +100,7 @@ class DecodeCore:
     # ---- messages and links
 
     def on_message(self, link: Link, message: Message, now_s: float) -> None:
-        """Raises `PeerProtocolError` (nothing changed) for what the peer may not say now."""
+        """Raises `PeerProtocolError` (nothing changed) for what the peer may not send now."""
         peer = self.peers.by_link(link)
         if peer is None:
             return
@@ -110,7 +110,7 @@ class DecodeCore:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise PeerProtocolError(f"{type(message).__name__} is not for a decode worker")
-        peer.heartbeat.heard()
+        peer.heartbeat.on_message()
         handler(peer, message, now_s)
 
     def on_link_closed(self, link: Link, now_s: float, *, refused: bool = False) -> None:

@@ -115,7 +115,7 @@ class DecodeManager:
             time.sleep(0.001)
         drained = self.is_quiet
         if drained:
-            self.say_bye()
+            self.send_bye()
         self.control.close()
         for pool in (self._lookup_pool, self._proof_pool):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -124,7 +124,7 @@ class DecodeManager:
         return drained
 
     def fail_open(self) -> None:
-        """First step of `close`: end every live transfer and tell prefill."""
+        """First step of `close`: end every live transfer and notify prefill."""
         with self.control.locked() as now_s:
             for key in list(self.core.machine):
                 self.core.rooms.abort(key, "the decode worker is shutting down", now_s)
@@ -134,10 +134,10 @@ class DecodeManager:
         """No peer can write into the pool."""
         return self.core.is_quiet
 
-    def say_bye(self) -> None:
+    def send_bye(self) -> None:
         """Last step of `close`."""
         with self.control.locked():
-            self.core.say_bye()
+            self.core.send_bye()
 
     # ---- control thread
 

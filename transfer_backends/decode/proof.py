@@ -3,8 +3,8 @@
     LOST --proof of death, settled--> dropped
       +-----alive--> CONNECTING (the same incarnation answers again)
 
-An incarnation names one process, so one that has died or said goodbye is not connected to again while a bootstrap server may
-still list it. Not for ever: a refusing port may be a firewall's doing, and that worker lives.
+An incarnation names one process, so decode does not connect again to one that has died or sent `Bye` while a bootstrap server may
+still list it. It does after `DEAD_S`: a port that refuses may be a firewall's doing, and that worker lives.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ LONGEST_RETRY_S = 0.5
 
 @dataclass(eq=False)
 class DecodeRoom:
-    """`exposed`: prefill may write to the given pages. `closed`: the role has closed it, and prefill must still be told.
+    """`exposed`: prefill may write to the given pages. `closed`: the role has closed it, and prefill must still learn of it.
 
     recomputes: its request to prefill is decode's own. Any prefill worker will do, and a failed handshake is final: decode
     can help itself.

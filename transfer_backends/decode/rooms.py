@@ -18,7 +18,7 @@ from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll, RoomKey, 
 from transfer_backends.peers import PeerTable
 from transfer_backends.wire import Abort, Recompute, TransferInfo, clip, pack_ids
 
-MAX_PENDING_ABORTS = 4096  # rooms given up before prefill could be told; the oldest are forgotten beyond it
+MAX_PENDING_ABORTS = 4096  # rooms given up before prefill could learn of it; beyond it the oldest are forgotten
 
 
 class DecodeRooms:

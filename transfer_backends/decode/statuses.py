@@ -13,7 +13,7 @@ from transfer_backends.wire import Drained, Status
 
 
 class Statuses:
-    """Each method raises `PeerProtocolError` (nothing changed) for what the peer may not say now."""
+    """Each method raises `PeerProtocolError` (nothing changed) for what the peer may not send now."""
 
     def __init__(self, rooms: DecodeRooms, peers: PeerTable[PrefillPeer]) -> None:
         self._rooms = rooms

@@ -2,7 +2,7 @@
 
 A failed write is not yet a failed transfer: while the peer lives, prefill writes all of it again to the same pages
 (`transfer_retries`), after the fence has shown that nothing of the last try can still land. Operations and messages carry
-the number of their write try; a result of an earlier try is dropped (docs/architecture.md, "Tries").
+the number of their write try; a result of an earlier try is dropped (docs/design/handover.md).
 """
 
 from transfer_backends.contract import TransferConfig

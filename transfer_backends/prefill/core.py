@@ -7,7 +7,7 @@ sockets, threads, clocks or engines.
     role's thread     rooms          open, send, abort, close; states
     sender thread     outbox         what to post next, and its window
                       completions    what follows when an operation has ended
-                      paths          connections to the memory of decode workers; admission: who may register
+                      paths          connections to the memory of decode workers; admission: which workers may register
     control thread    this module    messages (`offers`: those of rooms), lost links, deadlines
 """
 
@@ -75,8 +75,8 @@ class PrefillCore:
         """Nothing that was posted can still read or write."""
         return self.outbox.num_inflight == 0 and all(room.quiet for room in self.rooms)
 
-    def say_bye(self) -> None:
-        """Tell the peers into whose memory nothing can still write."""
+    def send_bye(self) -> None:
+        """Send `Bye` to the peers whose memory no operation can still write."""
         busy = {room.offer.incarnation for room in self.rooms if room.offer is not None and not room.quiet}
         for peer in self.peers.linked():
             if peer.incarnation not in busy:
@@ -85,7 +85,7 @@ class PrefillCore:
     # ---- messages and links
 
     def on_message(self, link: Link, message: Message, now_s: float) -> None:
-        """Raises `PeerProtocolError` (nothing changed) for what the peer may not say now."""
+        """Raises `PeerProtocolError` (nothing changed) for what the peer may not send now."""
         if isinstance(message, Register):
             known = self.admission.register(link, message, now_s)
             if known is not None:
@@ -98,7 +98,7 @@ class PrefillCore:
             return
         if not peer.registered:
             raise PeerProtocolError(f"{type(message).__name__} before the registration was answered")
-        peer.heartbeat.heard()
+        peer.heartbeat.on_message()
         handler = self._handlers.get(type(message))
         if handler is None:
             raise PeerProtocolError(f"{type(message).__name__} is not for a prefill worker")

@@ -31,13 +31,15 @@ Task = Post | ConnectPeer | FencePeer
 
 @dataclass(eq=False)
 class Running:
-    """An operation under way for `task`."""
+    """An operation under way."""
 
     task: Task
     op: Any
 
 
 class EngineDriver:
+    """Polls often while operations end, and less and less often while none does."""
+
     def __init__(
         self,
         *,
@@ -94,9 +96,7 @@ class EngineDriver:
             return
         self._naps += 1
         nap_s = min(FIRST_NAP_S * 2 ** min(self._naps, 10), LONG_NAP_S)
-        if (
-            self._core.outbox.window_full
-        ):  # polling takes a core from the engine's own threads, and nothing has ended yet
+        if self._core.outbox.window_full:  # polls take a core from the engine's threads, and nothing has ended yet
             nap_s = max(nap_s, self._engine.caps.full_window_s)
         self._event.wait(STALE_NAP_S if self._naps > STALE_AFTER_NAPS else nap_s)
 

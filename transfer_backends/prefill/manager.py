@@ -83,7 +83,7 @@ class PrefillManager:
             return {**self.core.effects.counters, **self.control.faults, **gauges}
 
     def close(self) -> None:
-        """Fail what is open, let posted operations end, say goodbye, end the threads. Blocks for some seconds at most."""
+        """Fail what is open, let posted operations end, send `Bye`, end the threads. Blocks for some seconds at most."""
         if not self.control.first_close():
             return
         self.fail_open()
@@ -92,13 +92,13 @@ class PrefillManager:
             time.sleep(0.001)
         quiet = self.driver.close(CLOSE_S)
         if quiet:
-            self.say_bye()
+            self.send_bye()
         self.control.close()
         if quiet:
             self._engine.close()
 
     def fail_open(self) -> None:
-        """First step of `close`: end every live transfer and tell decode."""
+        """First step of `close`: end every live transfer and notify decode."""
         with self.control.locked():
             for key in list(self.core.machine):
                 self.core.rooms.abort(key, "the prefill worker is shutting down")
@@ -110,10 +110,10 @@ class PrefillManager:
         with self.control.lock:
             return self.core.is_quiet
 
-    def say_bye(self) -> None:
+    def send_bye(self) -> None:
         """Last step of `close`. `Bye` promises that no write is in flight; peers without it fall back to proof of death."""
         with self.control.locked():
-            self.core.say_bye()
+            self.core.send_bye()
 
     def _wake_driver(self) -> None:
         if self.core.wants_driver:

@@ -1,4 +1,4 @@
-"""What decode says of its rooms: where it wants the pages, what it wants computed, what it gives up. Pure."""
+"""The messages of decode workers about rooms: pages to write, KV to compute, rooms to give up. Pure."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Offers:
-    """Each method raises `PeerProtocolError` (nothing changed) for what the peer may not say now."""
+    """Each method raises `PeerProtocolError` (nothing changed) for what the peer may not send now."""
 
     def __init__(self, rooms: PrefillRooms, inbox: Inbox, reports: Reports) -> None:
         self._rooms = rooms
@@ -89,7 +89,7 @@ class Offers:
         if owner is not None:
             self._reports.reject(peer, key, f"bootstrap_room {key[0]} is in use by another decode worker")
         elif not self._inbox.keep(key, offer, now_s):
-            reason = f"prefill keeps {len(self._inbox)} transfers whose request has not come: no more"
+            reason = f"prefill keeps {len(self._inbox)} transfers without a request: it takes no more"
             self._reports.reject(peer, key, reason)
 
     def _read(self, read: Callable[[DecodePeer, M], T], peer: DecodePeer, message: M) -> T:

@@ -35,7 +35,7 @@ class Outbox:
     def next_posts(self, now_s: float) -> list[Post]:
         """Take one operation, and those that follow it while all of it is small.
 
-        So the metadata row leaves with the last pages of a short prompt, and both have ended when the rooms next hear of them.
+        So the metadata row leaves with the last pages of a short prompt, and both have ended at the next poll.
         """
         posts: list[Post] = []
         size_bytes = 0

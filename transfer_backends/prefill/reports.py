@@ -1,4 +1,4 @@
-"""The messages that tell decode how its rooms are doing. Pure."""
+"""Messages to decode about the progress of its rooms. Pure."""
 
 from transfer_backends.kvpoll import KVPoll, RoomKey
 from transfer_backends.peers import PeerTable
