@@ -35,7 +35,10 @@ from router.fleet.siblings import Siblings
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
 from router.http.access import counted, limit_rate, need_of
-from router.http.control import Control
+from router.http.fan_out import FanOutApi
+from router.http.health_api import HealthApi
+from router.http.worker_calls import WorkerCalls
+from router.http.workers_api import WorkersApi
 from router.metrics import RouterMetrics
 from router.pool.breaker import BreakerSettings
 from router.pool.discovery import Discovery, open_discovery
@@ -229,21 +232,17 @@ def _dispatcher(base: Base, upstream: HttpUpstream, monitor: HealthMonitor) -> D
 
 def build_routes(base: Base, serving: Serving) -> Routes:
     """Every path that is served."""
-    control = Control(
+    calls = WorkerCalls(serving.session, table=base.table, credentials=base.credentials, roles=roles_of(base.config))
+    health = HealthApi(calls, live=base.live, metrics=base.metrics, tracer=base.tracer, siblings=base.siblings)
+    workers = WorkersApi(
+        calls,
         config=base.config,
-        table=base.table,
         monitor=serving.monitor,
-        session=serving.session,
-        metrics=base.metrics,
-        gate=base.gate,
-        credentials=base.credentials,
-        roles=roles_of(base.config),
-        live=base.live,
-        siblings=base.siblings,
-        tracer=base.tracer,
         switch=serving.switch,
+        siblings=base.siblings,
         discovery=serving.discovery,
     )
+    fan_out = FanOutApi(calls, monitor=serving.monitor, gate=base.gate)
     dashboard = Dashboard(
         config=base.config,
         table=base.table,
@@ -258,7 +257,9 @@ def build_routes(base: Base, serving: Serving) -> Routes:
         [
             *(web.post(api.value, generate) for api in Api),
             web.put(Api.GENERATE.value, generate),
-            *control.routes(),
+            *health.routes(),
+            *workers.routes(),
+            *fan_out.routes(),
             *dashboard.routes(),
             *serving.auto_roles.routes(),
         ]

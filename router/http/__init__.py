@@ -1,1 +1,1 @@
-"""The router's HTTP: its server and guard, the client for the legs, streams, control routes."""
+"""Routes beside generation: health, workers, calls to every worker; who may call what."""

@@ -13,7 +13,7 @@ import pytest
 
 from router.config import RouterConfig
 from router.fleet.siblings import Siblings
-from router.http.control import describe
+from router.http.workers_api import describe
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.server import RunningRouter, start_router

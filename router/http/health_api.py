@@ -1,0 +1,120 @@
+"""Routes that say how the router is: liveness, readiness, metrics, traces."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from aiohttp import web
+
+from router.fleet.siblings import Siblings, merge_expositions
+from router.http.worker_calls import WorkerCalls, authorization_of
+from router.metrics import RouterMetrics
+from router.pool.worker import Worker
+from router.pool.workers import missing_roles
+from router.requests.live import LiveRequests
+from router.requests.replies import no_worker_message
+from service.http.errors import DRAINING, bad_field, decode_body, error_response
+from service.http.json_depth import JSON_ERRORS
+from service.http.stream import json_response
+from service.telemetry.records import Record, Records, TracesQuery, last_ids, query_error
+from service.telemetry.tracer import Tracer
+
+PROBES = ("/liveness", "/health", "/readiness")
+TRACES_TIMEOUT_S = 10.0
+
+
+class HealthApi:
+    def __init__(
+        self,
+        calls: WorkerCalls,
+        *,
+        live: LiveRequests,
+        metrics: RouterMetrics,
+        tracer: Tracer,
+        siblings: Siblings,
+    ) -> None:
+        self._calls = calls
+        self._live = live
+        self._metrics = metrics
+        self._tracer = tracer
+        self._siblings = siblings
+
+    def routes(self) -> list[web.RouteDef]:
+        liveness, *readiness = PROBES
+        return [
+            web.get(liveness, self.liveness),
+            *(web.get(path, self.readiness) for path in readiness),
+            web.get("/metrics", self.get_metrics),
+            web.post("/traces", self.traces),
+        ]
+
+    async def liveness(self, request: web.BaseRequest) -> web.Response:
+        """The process runs."""
+        return json_response({"status": "alive"})
+
+    async def readiness(self, request: web.BaseRequest) -> web.Response:
+        """Answer 200 if a request would find its workers, else 503 that names the role that is missing (or the drain).
+
+        `?workers=all`: 200 only once every worker of the table is healthy, in every process of the router. The launcher
+        waits for this: a cluster whose first requests go to the workers that happened to be checked first is not ready.
+        """
+        if self._live.draining:
+            answer = json_response({"status": DRAINING, "num_live_reqs": len(self._live)}, status=503)
+            answer.headers["Retry-After"] = "1"
+            return answer
+        table = self._calls.table
+        workers, missing = table.workers(), missing_roles(table, self._calls.roles)
+        if missing:
+            return error_response(503, no_worker_message(table, missing), code="no_worker")
+        if request.rel_url.query.get("workers") == "all" and (waits_for := await self._waits_for(request, workers)):
+            return error_response(503, waits_for, code="not_all_healthy")
+        healthy = sum(w.answers for w in workers)
+        return json_response({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
+
+    async def _waits_for(self, request: web.BaseRequest, workers: Sequence[Worker]) -> str:
+        """What keeps `?workers=all` waiting; "": nothing. A process that is asked by another one answers for itself alone."""
+        late = [f"{w.role} {w.url} is {w.health}" for w in workers if not w.answers]
+        if late:
+            return f"{len(late)} of {len(workers)} workers are not healthy: {', '.join(late)}"
+        if self._siblings.is_one(request):
+            return ""
+        num_late = self._siblings.num - len(await self._siblings.answers("/readiness?workers=all"))
+        return f"{num_late} other processes of this router do not know every worker as healthy yet" if num_late else ""
+
+    async def get_metrics(self, request: web.BaseRequest) -> web.Response:
+        """Prometheus metrics of all processes of this router."""
+        body = self._metrics.exposition()
+        if not self._siblings.is_one(request) and (others := await self._siblings.expositions()):
+            body = merge_expositions([body.decode(), *others]).encode()
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def traces(self, request: web.BaseRequest) -> web.Response:
+        """What all processes of this router and its workers did for some requests (service/telemetry/records.py)."""
+        query = decode_body(await request.read(), TracesQuery)
+        if (wrong := query_error(query)) is not None:
+            field, _, message = wrong.partition(": ")
+            raise bad_field(field, message)
+        records = self._tracer.ring.find(query)
+        if self._siblings.is_one(request):
+            return json_response(Records(records=records))
+        for body in await self._siblings.traces(query):
+            records += msgspec.json.decode(body, type=Records).records
+        ids = query.ids if query.ids is not None else last_ids(records, query.last or 0)
+        headers = self._calls.credentials.for_admin(authorization_of(request))
+        of_workers = await self._worker_records(ids, headers) if ids else []
+        wanted = frozenset(ids)
+        kept = [record for record in records if record.request_id in wanted] + of_workers
+        return json_response(Records(records=sorted(kept, key=lambda record: record.start_s)))
+
+    async def _worker_records(self, ids: list[str], headers: Mapping[str, str]) -> list[Record]:
+        """Records of the workers that have /traces; others (of other makes, or dead) have none."""
+        body, workers = msgspec.json.encode(TracesQuery(ids=ids)), self._calls.table.workers()
+        calls = (self._calls.call(w, "POST", "/traces", headers, body, timeout_s=TRACES_TIMEOUT_S) for w in workers)
+        records: list[Record] = []
+        for worker, answer in zip(workers, await asyncio.gather(*calls), strict=True):
+            try:
+                found = msgspec.json.decode(answer.body, type=Records).records if answer.status == 200 else []
+            except JSON_ERRORS:
+                continue
+            records += [msgspec.structs.replace(record, url=worker.url) for record in found]
+        return records

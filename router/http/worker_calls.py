@@ -1,0 +1,117 @@
+"""Calls to workers on behalf of an operator: one worker that speaks for all, or every worker at once."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from router.client.credentials import Credentials
+from router.pool.models import serves
+from router.pool.states import Health
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable, missing_roles
+from router.requests.replies import no_worker_message
+from service.http.errors import error_response
+from service.http.json_depth import JSON_ERRORS
+from service.http.stream import json_response
+
+CALL_TIMEOUT_S = 30.0
+
+
+class WorkerAnswer(msgspec.Struct, frozen=True):
+    """`status` 0: no answer came, and `body` says why."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+    @property
+    def decoded(self) -> Any:
+        """The JSON value; None for anything else."""
+        try:
+            return msgspec.json.decode(self.body)
+        except JSON_ERRORS:
+            return None
+
+
+class WorkerCalls:
+    """`roles`: those of the router's workers, in the order of their work."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        table: WorkerTable,
+        credentials: Credentials,
+        roles: tuple[Role, ...],
+    ) -> None:
+        self.table = table
+        self.roles = roles
+        self.credentials = credentials
+        self._session = session
+
+    async def call(
+        self,
+        worker: Worker,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> WorkerAnswer:
+        """Call one worker."""
+        headers = {**headers, **({"Content-Type": "application/json"} if body else {})}
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                method, worker.url + path, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                content_type = {"Content-Type": response.headers.get("Content-Type", "application/json")}
+                return WorkerAnswer(response.status, await response.read(), content_type)
+        except (aiohttp.ClientError, OSError, TimeoutError) as err:
+            return WorkerAnswer(0, (str(err) or type(err).__name__).encode(), {})
+
+    async def call_one(self, request: web.BaseRequest, *, model: str = "") -> web.Response:
+        """Pass a GET to the first worker that answers (and serves `model`), decode before prefill."""
+        headers = self.credentials.for_client(authorization_of(request))
+        for role in reversed(self.roles):
+            for worker in self.table.pool(role, model):
+                answer = await self.call(worker, "GET", request.rel_url.raw_path, headers)
+                if answer.status:
+                    return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
+        return self._no_worker(missing_roles(self.table, self.roles, model) or list(self.roles), model)
+
+    async def call_all(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        model: str = "",
+    ) -> web.Response:
+        """Call every worker (that serves `model`) that is not down; answer the worst status, and what each one answered."""
+        known = [w for w in self.table.workers() if not model or serves(w.models, model)]
+        workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
+        if model and not workers:
+            return self._no_worker(list(self.roles), model)
+        calls = (self.call(w, method, path, headers, body, timeout_s=timeout_s) for w in workers)
+        answers = await asyncio.gather(*calls)
+        status = max((a.status or 502 for a in answers), default=503)
+        results = [
+            {"url": w.url, "role": w.role.value, "status": a.status, "answer": a.body.decode(errors="replace")}
+            for w, a in zip(workers, answers, strict=True)
+        ]
+        return json_response({"success": status == 200, "workers": results}, status=status)
+
+    def _no_worker(self, missing: list[Role], model: str) -> web.Response:
+        return error_response(503, no_worker_message(self.table, missing, model), code="no_worker")
+
+
+def authorization_of(request: web.BaseRequest) -> str:
+    return request.headers.get("Authorization", "")

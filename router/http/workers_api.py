@@ -1,0 +1,211 @@
+"""Routes about the workers: list, add, remove, switch roles; settings and models, as workers describe them."""
+
+import asyncio
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+from urllib.parse import unquote
+
+import msgspec
+from aiohttp import web
+
+from router.config import RouterConfig, check_worker_url
+from router.fleet.siblings import Siblings
+from router.http.openapi import make_document
+from router.http.worker_calls import WorkerCalls, authorization_of
+from router.pool.discovery import Discovery
+from router.pool.health import HealthMonitor
+from router.pool.models import join_models
+from router.pool.worker import Role, Worker
+from router.roles.switch import Switch, SwitchFailed, SwitchRefused
+from service.flags import ConfigError
+from service.http.errors import ApiError, bad_field, decode_body, error_response
+from service.http.stream import json_response
+
+_MODEL = "/v1/models/"
+_ROLE_WORDS = {"regular": "unified", "null": "unified"}  # SGLang's router calls a unified worker regular
+
+
+class _NamedWorker(msgspec.Struct):
+    url: str
+
+    def __post_init__(self) -> None:
+        try:
+            check_worker_url("url", self.url)
+        except ConfigError as err:
+            raise ApiError(400, str(err), field="url") from None
+
+
+class _NewWorker(_NamedWorker):
+    """`worker_type`: SGLang's name of `role`."""
+
+    role: str | None = None
+    worker_type: str | None = None
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+
+
+class _RoleSwitch(_NamedWorker):
+    role: str | None = None
+    worker_type: str | None = None
+    force: bool | None = False
+    timeout: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+
+class WorkersApi:
+    def __init__(
+        self,
+        calls: WorkerCalls,
+        *,
+        config: RouterConfig,
+        monitor: HealthMonitor,
+        switch: Switch,
+        siblings: Siblings,
+        discovery: Discovery | None,
+    ) -> None:
+        self._calls = calls
+        self._table = calls.table
+        self._config = config
+        self._monitor = monitor
+        self._switch = switch
+        self._siblings = siblings
+        self._discovery = discovery
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/workers", self.list_workers),
+            web.post("/workers", self.add_worker),
+            web.delete("/workers", self.remove_worker),
+            web.post("/workers/role", self.switch_role),
+            web.get("/get_loads", self.get_loads),
+            web.get("/get_server_info", self.server_info),
+            web.get("/server_info", self.server_info),
+            web.get("/v1/models", self.list_models),
+            web.get("/v1/models/{model}", self.get_model),
+            web.get("/get_model_info", self.proxy),
+            web.get("/model_info", self.proxy),
+            web.get("/openapi.json", self.openapi),
+        ]
+
+    async def list_workers(self, request: web.BaseRequest) -> web.Response:
+        """All workers of the table."""
+        workers = [describe(w) for w in self._table.workers()]
+        return json_response({"workers": workers, "total": len(workers)})
+
+    async def add_worker(self, request: web.BaseRequest) -> web.Response:
+        """{"url", "role": prefill|decode|unified, "bootstrap_port"}: it gets requests after its first good check."""
+        body = decode_body(await request.read(), _NewWorker)
+        role = self._role_of(body)
+        worker = self._table.add(body.url, role=role, bootstrap_port=body.bootstrap_port, now_s=time.monotonic())
+        self._monitor.watch(worker)
+        await self._siblings.tell(request, {"url": body.url, "role": role.value, "bootstrap_port": body.bootstrap_port})
+        return json_response(describe(worker), status=201)
+
+    async def remove_worker(self, request: web.BaseRequest) -> web.Response:
+        """{"url"} (or ?url=): no new request goes there; those that run go on."""
+        query = dict(request.query)
+        url = decode_body(msgspec.json.encode(query) if query else await request.read(), _NamedWorker).url
+        worker = self._table.remove(url)
+        self._monitor.retire(worker)
+        await self._siblings.tell(request, {"url": url})
+        return json_response(describe(worker))
+
+    async def switch_role(self, request: web.BaseRequest) -> web.Response:
+        """{"url", "role": prefill|decode, "force", "timeout"}: 200 once the worker serves in that role.
+
+        409: it may not, or says that it cannot, and nothing has changed; 502: it did not come back in that role.
+        """
+        body = decode_body(await request.read(), _RoleSwitch)
+        role, worker = self._role_of(body), self._table.find(body.url)
+        if self._siblings.is_one(request):  # which moves it: see for ourselves
+            self._monitor.look(worker)
+            return json_response(describe(worker))
+        headers = self._calls.credentials.for_admin(authorization_of(request))
+        try:
+            await self._switch.move(worker, role, force=bool(body.force), drain_s=body.timeout, headers=headers)
+        except SwitchRefused as err:
+            return error_response(409, str(err), code="switch_refused")
+        except SwitchFailed as err:
+            return error_response(502, str(err), code="switch_failed")
+        return json_response(describe(worker))
+
+    async def get_loads(self, request: web.BaseRequest) -> web.Response:
+        """What `least_load` compares, and what each worker last reported."""
+        return json_response({"workers": [describe(w) for w in self._table.workers()]})
+
+    async def server_info(self, request: web.BaseRequest) -> web.Response:
+        """The router's own settings and its workers with their load."""
+        return json_response(
+            {
+                "router_manager": True,
+                "pd_disaggregation": self._config.pd_disaggregation,
+                "policy": self._config.policy,
+                "service_discovery": None if self._discovery is None else self._discovery.status(),
+                "workers": [describe(w) for w in self._table.workers()],
+            }
+        )
+
+    async def list_models(self, request: web.BaseRequest) -> web.Response:
+        """All models: of one worker if all serve the same, else of one worker for each model, joined."""
+        if not self._table.models.several:
+            return await self._calls.call_one(request)
+        headers = self._calls.credentials.for_client(authorization_of(request))
+        speakers: dict[str, Worker] = {}
+        for role in reversed(self._calls.roles):
+            for worker in self._table.alive(role):
+                speakers.setdefault(next(iter(worker.models), ""), worker)
+        calls = (self._calls.call(w, "GET", request.path, headers) for w in speakers.values())
+        models = join_models(answer.decoded for answer in await asyncio.gather(*calls))
+        return json_response({"object": "list", "data": models})
+
+    async def get_model(self, request: web.BaseRequest) -> web.Response:
+        """One model, as a worker that serves it describes it."""
+        name = unquote(request.path.removeprefix(_MODEL))
+        return await self._calls.call_one(request, model=self._table.models.meant(name))
+
+    async def proxy(self, request: web.BaseRequest) -> web.Response:
+        """The answer of a worker that speaks for all."""
+        return await self._calls.call_one(request)
+
+    async def openapi(self, request: web.BaseRequest) -> web.Response:
+        """The router's own routes, and generation as the first live worker describes it (decode before prefill)."""
+        headers = self._calls.credentials.own()
+        for role in reversed(self._calls.roles):
+            for worker in self._table.alive(role):
+                answer = await self._calls.call(worker, "GET", "/openapi.json", headers)
+                if answer.status == 200:
+                    return json_response(make_document(answer.decoded))
+        return json_response(make_document(None))
+
+    def _role_of(self, body: _NewWorker | _RoleSwitch) -> Role:
+        roles = self._calls.roles
+        word = body.role or body.worker_type or (roles[0].value if len(roles) == 1 else None)
+        named = _ROLE_WORDS.get(word or "", word)
+        if named not in [role.value for role in roles]:
+            raise bad_field("role", f"must be one of {', '.join(roles)}, got {word!r}")
+        return Role(named)
+
+
+def describe(worker: Worker) -> dict[str, Any]:
+    """A worker for people and programs."""
+    return {
+        "id": worker.worker_id,
+        "url": worker.url,
+        "role": worker.role.value,
+        "is_healthy": worker.answers,
+        "health": worker.health.value,
+        "silent": worker.silent,
+        "busy_s": worker.busy_s,
+        "leaving": worker.leaving,
+        "switching_to": None if worker.switching_to is None else worker.switching_to.value,
+        "circuit": worker.circuit.state.value,
+        "models": worker.models,
+        "discovered": worker.discovered,
+        "last_error": worker.last_error,
+        "bootstrap_host": worker.bootstrap_host if worker.role is Role.PREFILL else None,
+        "bootstrap_port": worker.bootstrap_port,
+        "load": worker.load_tokens,
+        "inflight_requests": worker.inflight_requests,
+        "inflight_tokens": worker.inflight_tokens,
+        "assigned_total": worker.assigned_total,
+        "report": None if worker.report is None else asdict(worker.report),
+    }
