@@ -17,7 +17,7 @@ from benchmarks.trace_workers import REPORT_S, TraceRequest, keys_of
 from router.admission.admission import Admission
 from router.admission.forecast import SentPrompt
 from router.admission.queue import AdmissionQueue, QueueLimits, Ticket
-from router.attempts.request import RoutedRequest, Slo
+from router.attempts.request import RequestContext, Slo
 from router.attempts.rooms import Entropy, RoomMinter
 from router.choice.chooser import make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
@@ -83,7 +83,7 @@ class Stopwatch:
 class _Running:
     """A request that was sent to its workers."""
 
-    request: RoutedRequest
+    request: RequestContext
     ticket: Ticket
     leases: list[Lease]
     prompt: SentPrompt
@@ -173,7 +173,7 @@ class Cluster:
         self._at(done_s, lambda: self._begun(running))
         self._at(done_s + request.output_tokens * ITL_S, lambda: self._end(running))
 
-    def _begin(self, request: RoutedRequest) -> _Running:
+    def _begin(self, request: RequestContext) -> _Running:
         """What the dispatcher does with a request before it is sent."""
         ticket, _ = self.queue.arrive("", priority=0, now_s=self.now_s)
         chosen = self.picker.pick(request)
@@ -232,9 +232,9 @@ class Cluster:
         self.now_s = now_s
 
 
-def _request(hints: RoutingHints, slo: Slo | None) -> RoutedRequest:
+def _request(hints: RoutingHints, slo: Slo | None) -> RequestContext:
     """Only what the picker reads of it is there."""
     absent: Any = None
-    return RoutedRequest(
+    return RequestContext(
         http=absent, task=absent, request_id="", path="", started_s=0.0, hints=hints, slo=slo, roles=ROLES
     )

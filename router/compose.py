@@ -4,7 +4,7 @@
     Serving    what asks workers: the clients, health checks, discovery, and the dispatcher that uses them all
     routes     which handler has which path, and the guard before them
 
-A new part has its place by what it needs. Each is closed by the exit stack, in the reverse order of its building.
+A new part has its slot by what it needs. Each is closed by the exit stack, in the reverse order of its building.
 """
 
 import logging
@@ -18,7 +18,7 @@ from aiohttp import web
 
 from router.admission.admission import Admission
 from router.admission.rate_limit import make_limiter
-from router.attempts.events import Events, Observer
+from router.attempts.events import Events, RequestObserver
 from router.attempts.rooms import Entropy, RoomMinter
 from router.attempts.upstream_call import CallFailed, CircuitReporter
 from router.body import Api
@@ -29,9 +29,9 @@ from router.client.session import open_session
 from router.client.upstream import HttpUpstream
 from router.config import RouterConfig
 from router.dashboard.page import Dashboard
-from router.fleet.processes import Place
+from router.fleet.peer_processes import PeerProcesses
+from router.fleet.processes import ProcessSlot
 from router.fleet.shared_load import SharedLoad
-from router.fleet.siblings import Siblings
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
 from router.http.access import counted, limit_rate, need_of
@@ -67,10 +67,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What needs no socket. `place`: it is one process of several; `secret`: the cluster's, None without."""
+    """What needs no socket. `slot`: it is one process of several; `secret`: the cluster's, None without."""
 
     config: RouterConfig
-    place: Place | None
+    slot: ProcessSlot | None
     secret: bytes | None
     gate: KeyGate
     credentials: Credentials
@@ -81,7 +81,7 @@ class Base:
     rooms: RoomMinter
     live: LiveRequests
     feed: KVEventFeed
-    siblings: Siblings
+    peers: PeerProcesses
     metrics: RouterMetrics
     recorder: Recorder
     tracer: Tracer
@@ -100,19 +100,23 @@ class Serving:
     dispatcher: Dispatcher
 
 
-def build_base(config: RouterConfig, place: Place | None, stack: AsyncExitStack) -> Base:
-    """Raises `ConfigError`, `ConfigError`."""
+def build_base(config: RouterConfig, slot: ProcessSlot | None, stack: AsyncExitStack) -> Base:
+    """Raises `ConfigError`."""
     secret, gate = check_exposure(config)
-    peers = None if place is None else SharedLoad(place.load_file, row=place.row, num_rows=place.num_rows)
+    peer_load = None if slot is None else SharedLoad(slot.load_file, row=slot.row, num_rows=slot.num_rows)
     exporter = open_exporter(enable=config.enable_trace, endpoint=config.otlp_traces_endpoint, process="router")
     tracer = Tracer(ring_size=config.trace_ring, exporter=exporter)
     stack.callback(tracer.close)
-    siblings = Siblings(place)
-    stack.push_async_callback(siblings.close)
+    peers = PeerProcesses(slot)
+    stack.push_async_callback(peers.close)
     chooser = make_chooser(config, draw=secrets.randbelow)
     feed = KVEventFeed(chooser, secret=secret, enabled=not config.disable_kv_events)
     stack.push_async_callback(feed.close)
-    table, admission, entropy = _table(config, peers), Admission(config, peers=peers, chooser=chooser), Entropy()
+    table, admission, entropy = (
+        _table(config, peer_load),
+        Admission(config, peers=peer_load, chooser=chooser),
+        Entropy(),
+    )
 
     def on_gone(worker: Worker) -> None:
         feed.on_gone(worker)
@@ -123,7 +127,7 @@ def build_base(config: RouterConfig, place: Place | None, stack: AsyncExitStack)
     metrics.show_admission(admission)
     return Base(
         config=config,
-        place=place,
+        slot=slot,
         secret=secret,
         gate=gate,
         credentials=Credentials(config, api=gate.api),
@@ -134,9 +138,9 @@ def build_base(config: RouterConfig, place: Place | None, stack: AsyncExitStack)
         rooms=RoomMinter(entropy.bits),
         live=LiveRequests(),
         feed=feed,
-        siblings=siblings,
+        peers=peers,
         metrics=metrics,
-        recorder=Recorder(time.monotonic, place=0 if place is None else place.row),
+        recorder=Recorder(time.monotonic, place=0 if slot is None else slot.row),
         tracer=tracer,
     )
 
@@ -164,17 +168,15 @@ async def build_serving(base: Base, stack: AsyncExitStack) -> Serving:
     discovery = await open_discovery(config, table=base.table, monitor=monitor)
     if discovery is not None:
         stack.push_async_callback(discovery.close)
-    switch = Switch(
-        table=base.table, monitor=monitor, session=session, credentials=base.credentials, siblings=base.siblings
-    )
+    switch = Switch(table=base.table, monitor=monitor, session=session, credentials=base.credentials, peers=base.peers)
     stack.push_async_callback(switch.close)
     auto_roles = AutoRoles(
         config,
         table=base.table,
         mover=switch,
         metrics=base.metrics,
-        siblings=base.siblings,
-        leads=base.place is None or base.place.row == 0,
+        peers=base.peers,
+        leads=base.slot is None or base.slot.row == 0,
     )
     stack.push_async_callback(auto_roles.close)
     dispatcher = _dispatcher(base, upstream, monitor)
@@ -190,7 +192,7 @@ async def build_serving(base: Base, stack: AsyncExitStack) -> Serving:
     )
 
 
-class UnreachableWorkers(Observer):
+class UnreachableWorkers(RequestObserver):
     """Has the health monitor look at a worker that a call could not reach."""
 
     def __init__(self, monitor: HealthMonitor) -> None:
@@ -233,13 +235,13 @@ def _dispatcher(base: Base, upstream: HttpUpstream, monitor: HealthMonitor) -> D
 def build_routes(base: Base, serving: Serving) -> Routes:
     """Every path that is served."""
     calls = WorkerCalls(serving.session, table=base.table, credentials=base.credentials, roles=roles_of(base.config))
-    health = HealthApi(calls, live=base.live, metrics=base.metrics, tracer=base.tracer, siblings=base.siblings)
+    health = HealthApi(calls, live=base.live, metrics=base.metrics, tracer=base.tracer, peers=base.peers)
     workers = WorkersApi(
         calls,
         config=base.config,
         monitor=serving.monitor,
         switch=serving.switch,
-        siblings=base.siblings,
+        peers=base.peers,
         discovery=serving.discovery,
     )
     fan_out = FanOutApi(calls, monitor=serving.monitor, gate=base.gate)
@@ -249,7 +251,7 @@ def build_routes(base: Base, serving: Serving) -> Routes:
         recorder=base.recorder,
         live=base.live,
         num_running=lambda: base.admission.num_running,
-        siblings=base.siblings,
+        peers=base.peers,
         auto_roles=serving.auto_roles.told if base.config.auto_roles else None,
     )
     generate = counted(serving.dispatcher.handle, base.metrics)
@@ -268,7 +270,7 @@ def build_routes(base: Base, serving: Serving) -> Routes:
 
 def build_guard(base: Base, routes: Routes) -> Handler:
     """The function that answers every request. Each of several processes sees its share of a client's requests."""
-    config, share = base.config, base.config.workers if base.place is not None else 1
+    config, share = base.config, base.config.workers if base.slot is not None else 1
     limiter = make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share))
     return make_guard(
         routes,
@@ -276,7 +278,7 @@ def build_guard(base: Base, routes: Routes) -> Handler:
         need_of=need_of,
         browser=_browser_rule(config, base.gate),
         admit=limit_rate(limiter, base.metrics),
-        is_trusted=None if base.place is None else base.siblings.is_one,
+        is_trusted=None if base.slot is None else base.peers.is_peer,
         on_refused=base.metrics.on_refused,
         new_id=base.entropy.name,
     )

@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 
 from router.admission.admission import Admission
 from router.admission.forecast import LineFit
-from router.attempts.events import Observer
+from router.attempts.events import RequestObserver
 from router.attempts.pair_attempt import PairAttempt
-from router.attempts.request import RoutedRequest
+from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed
 from router.pool.breaker import State
 from router.pool.worker import Role, Worker
@@ -39,7 +39,7 @@ class Caches(Protocol):
     def num_event_gaps(self, worker: Worker) -> int | None: ...
 
 
-class RouterMetrics(Observer):
+class RouterMetrics(RequestObserver):
     """Counts what happens to requests; `exposition()` is the text of /metrics."""
 
     def __init__(self, table: WorkerTable, caches: "Caches | None" = None) -> None:
@@ -92,13 +92,13 @@ class RouterMetrics(Observer):
     def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
         self.errors.labels(failure.label, failure.worker.role.value).inc()
 
-    def on_no_worker(self, request: RoutedRequest, missing: list[Role]) -> None:
+    def on_no_worker(self, request: RequestContext, missing: list[Role]) -> None:
         self.errors.labels("no_worker", ",".join(missing)).inc()
 
-    def on_retry(self, request: RoutedRequest, failure: CallFailed) -> None:
+    def on_retry(self, request: RequestContext, failure: CallFailed) -> None:
         self.retries.labels(failure.reason).inc()
 
-    def on_first_byte(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+    def on_first_byte(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         self._tally.ttfb_s.observe(request.path, now_s - request.started_s)
 
     def on_begin(self) -> None:

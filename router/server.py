@@ -14,7 +14,7 @@ from aiohttp import web
 
 from router.compose import Base, Serving, build_base, build_guard, build_routes, build_serving, check_exposure
 from router.config import RouterConfig, check_config
-from router.fleet.processes import Place, obey_parent, run_fleet
+from router.fleet.processes import ProcessSlot, obey_parent, run_fleet
 from router.http.limits import limits_of
 from service.http.listening import open_port
 from service.http.server import make_runner
@@ -41,7 +41,7 @@ class RunningRouter:
 
 
 async def run_router(
-    config: RouterConfig, *, on_ready: Callable[[str], None] | None = None, place: Place | None = None
+    config: RouterConfig, *, on_ready: Callable[[str], None] | None = None, slot: ProcessSlot | None = None
 ) -> None:
     """Run until SIGTERM (drain), SIGINT or a second signal (end at once), or until cancelled. `on_ready(url)` is called once the router listens.
 
@@ -49,10 +49,10 @@ async def run_router(
     alive yet: requests are then answered 503, and /readiness says what is missing.
     """
     signals = StopSignals()
-    if place is not None:
+    if slot is not None:
         obey_parent(on_drain=signals.asked.set, on_end=signals.on_sigint)
-    async with start_router(config, place=place) as router:
-        with signals.caught(on_hangup=lambda: router.gate.reload(time.monotonic()), only_hangup=place is not None):
+    async with start_router(config, slot=slot) as router:
+        with signals.caught(on_hangup=lambda: router.gate.reload(time.monotonic()), only_hangup=slot is not None):
             _tell_ready(config, router.url, on_ready)
             await signals.asked.wait()
             await router.live.drain(timeout_s=config.drain_timeout_s, at_once=signals.at_once)
@@ -70,30 +70,30 @@ def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None
     def on_listening(url: str) -> None:
         _tell_ready(config, url, on_ready)
 
-    return run_fleet(config, serve_in_place, on_ready=on_listening)
+    return run_fleet(config, serve_in_slot, on_ready=on_listening)
 
 
-def serve_in_place(place: Place, config: RouterConfig) -> None:
+def serve_in_slot(slot: ProcessSlot, config: RouterConfig) -> None:
     """One process of several: told what to do by its parent alone, and ended with it."""
     set_up_logging(level=config.log_level, format=config.log_format, process="router")
-    uvloop.run(run_router(replace(config, ready_file=str(place.ready_file)), place=place))
+    uvloop.run(run_router(replace(config, ready_file=str(slot.ready_file)), slot=slot))
 
 
 @asynccontextmanager
-async def start_router(config: RouterConfig, *, place: Place | None = None) -> AsyncIterator[RunningRouter]:
-    """A listening router; leaving the block stops it. `place`: it is one process of several."""
+async def start_router(config: RouterConfig, *, slot: ProcessSlot | None = None) -> AsyncIterator[RunningRouter]:
+    """A listening router; leaving the block stops it. `slot`: it is one process of several."""
     check_config(config)
     async with AsyncExitStack() as stack:
-        base = build_base(config, place, stack)
+        base = build_base(config, slot, stack)
         serving = await build_serving(base, stack)
         handle = build_guard(base, build_routes(base, serving))
         runner = make_runner(handle, limits_of(config), shutdown_timeout_s=config.shutdown_timeout_s)
         stack.push_async_callback(runner.cleanup)  # first to end: no new connection; running requests are waited for
         await runner.setup()
-        if place is not None:  # before it asks who the workers are: no change of the pool is missed
-            await web.UnixSite(runner, str(place.socket(place.row))).start()
-            await base.siblings.catch_up(base.table, now_s=time.monotonic())
-        port = stack.enter_context(open_port(config.host, config.port, shared=place is not None))
+        if slot is not None:  # before it asks who the workers are: no change of the pool is missed
+            await web.UnixSite(runner, str(slot.socket(slot.row))).start()
+            await base.peers.catch_up(base.table, now_s=time.monotonic())
+        port = stack.enter_context(open_port(config.host, config.port, shared=slot is not None))
         await port.serve(runner)
         await _meet_workers(base, serving)
         spare_what_lives()

@@ -8,9 +8,9 @@ from aiohttp import web
 from router.admission.forecast import Forecast, TooLate
 from router.admission.queue import QueueLimits, Ticket
 from router.admission.rate_limit import client_of
-from router.admission.refused import Refused
+from router.admission.refused import RequestRefused
 from router.admission.turns import Turns
-from router.attempts.request import ITL_HEADER, TTFT_HEADER, RoutedRequest, Slo, read_slo
+from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, Slo, read_slo
 from router.body import BadBody, ParsedBody, named_priority
 from router.choice.chooser import Chooser
 from router.config import RouterConfig
@@ -57,14 +57,14 @@ class Admission:
         return 0 if self.turns is None else self.turns.queue.num_waiting
 
     def refuse_early(self, http: web.BaseRequest) -> None:
-        """Refuse before the body is read. `Refused`."""
+        """Refuse before the body is read. `RequestRefused`."""
         if self.turns is not None:
             self.turns.refuse_early(self._client(http))
         elif self._running >= self._max_running:
             raise _full(self._max_running)
 
-    async def enter(self, request: RoutedRequest) -> Ticket | None:
-        """Wait until the request may run; `leave` must follow. `Refused`; `BadBody` for a priority that is no number."""
+    async def enter(self, request: RequestContext) -> Ticket | None:
+        """Wait until the request may run; `leave` must follow. `RequestRefused`; `BadBody` for a priority that is no number."""
         priority = _priority(request.http, request.parsed)
         if self.turns is not None:
             return await self.turns.enter(self._client(request.http), priority=priority)
@@ -90,15 +90,15 @@ class Admission:
         except ValueError as err:
             raise BadBody(None, str(err)) from None
 
-    def in_time(self, pool: Sequence[Worker], request: RoutedRequest, *, now_s: float) -> Sequence[Worker]:
-        """Return the workers of `pool` that would keep the request's objectives. `Refused` if there are none."""
+    def in_time(self, pool: Sequence[Worker], request: RequestContext, *, now_s: float) -> Sequence[Worker]:
+        """Return the workers of `pool` that would keep the request's objectives. `RequestRefused` if there are none."""
         if request.slo is None:
             return pool
         tokens = self._chooser.uncached_tokens(pool, request.hints)
         try:
             return self.forecast.in_time(pool, request.slo, tokens=tokens, now_s=now_s)
         except TooLate as err:
-            raise Refused(str(err), why=f"slo_{err.what}", retry_after_s=err.retry_after_s) from None
+            raise RequestRefused(str(err), why=f"slo_{err.what}", retry_after_s=err.retry_after_s) from None
 
     def _client(self, http: web.BaseRequest) -> str:
         return client_name(http) if self._by_client else ""
@@ -109,8 +109,10 @@ def client_name(http: web.BaseRequest) -> str:
     return http[CALLER].name or client_of(http.remote)
 
 
-def _full(limit: int) -> Refused:
-    return Refused(f"the router serves {limit} requests (--max-concurrent-requests); try again later", why="queue_full")
+def _full(limit: int) -> RequestRefused:
+    return RequestRefused(
+        f"the router serves {limit} requests (--max-concurrent-requests); try again later", why="queue_full"
+    )
 
 
 def _priority(http: web.BaseRequest, parsed: ParsedBody) -> int:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.attempts.events import Observer
+from router.attempts.events import RequestObserver
 from router.attempts.pair_attempt import PairAttempt
-from router.attempts.request import RoutedRequest, Slo
+from router.attempts.request import RequestContext, Slo
 from router.pool.worker import Role, Worker
 
 MIN_EVENTS = 4  # of a stream that says something about ITL
@@ -111,7 +111,7 @@ class SentPrompt(msgspec.Struct):
     waiting: bool = True
 
 
-class Stream(msgspec.Struct):
+class ObservedStream(msgspec.Struct):
     """One attempt as its stream comes. Events of the first chunk do not count: when the model made them is unknown."""
 
     prompt: SentPrompt
@@ -122,12 +122,12 @@ class Stream(msgspec.Struct):
     requests: int = 0  # at the answering worker when the stream began
 
 
-class Forecast(Observer):
+class Forecast(RequestObserver):
     """Fitted lines of every worker, by worker id."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
-        self._streams: dict[PairAttempt, Stream] = {}
+        self._streams: dict[PairAttempt, ObservedStream] = {}
 
     def forget(self, worker: Worker) -> None:
         """Drop what is known: the worker left or restarted. Requests still running there no longer count."""
@@ -135,20 +135,20 @@ class Forecast(Observer):
 
     # ---- what happens to requests
 
-    def on_sent(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+    def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         first = attempt.placements[0]
         tokens = request.hints.prompt_tokens - first.cached_tokens
         prompt = self.expect(first.worker, tokens, now_s=now_s)
-        self._streams[attempt] = Stream(prompt, self._of(attempt.answering.worker))
+        self._streams[attempt] = ObservedStream(prompt, self._of(attempt.answering.worker))
 
-    def on_first_byte(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+    def on_first_byte(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         if attempt.answering.streaming:  # a whole answer says nothing about its first token
             stream = self._streams[attempt]
             self.learn_ttft(stream.prompt, now_s=now_s)
             stream.first_s = stream.last_s = now_s
             stream.requests = attempt.answering.worker.requests_everywhere
 
-    def on_chunk(self, request: RoutedRequest, attempt: PairAttempt, chunk: bytes, now_s: float) -> None:
+    def on_chunk(self, request: RequestContext, attempt: PairAttempt, chunk: bytes, now_s: float) -> None:
         stream = self._streams[attempt]
         stream.num_events += chunk.count(b"\n\n")
         stream.last_s = now_s

@@ -3,7 +3,7 @@
 from service.http.errors import ApiError
 
 
-class Refused(ApiError):
+class RequestRefused(ApiError):
     """`why`: in metrics, and the error's code."""
 
     def __init__(self, message: str, *, why: str, status: int = 429, retry_after_s: int = 1) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 
 from router.admission.queue import AdmissionQueue, QueueLimits, Ticket, TicketStatus
-from router.admission.refused import Refused
+from router.admission.refused import RequestRefused
 from router.pool.peer_load import PeerLoad
 
 TICK_S = 0.05  # how soon room in another process is seen
@@ -16,12 +16,12 @@ class Turns:
         self._ticker: asyncio.TimerHandle | None = None
 
     def refuse_early(self, client: str) -> None:
-        """Refuse what is refused whatever the request says: no request ever waits, and there is no room. `Refused`."""
+        """Refuse what is refused whatever the request says: no request ever waits, and there is no room. `RequestRefused`."""
         if not self.queue.limits.queue and (self.queue.full or self.queue.client_full(client)):
             raise self._refused(client, TicketStatus.FULL)
 
     async def enter(self, client: str, *, priority: int) -> Ticket:
-        """Wait for the request's turn; `leave` must follow. `Refused`."""
+        """Wait for the request's turn; `leave` must follow. `RequestRefused`."""
         ticket, changed = self.queue.arrive(client, priority=priority, now_s=_now_s())
         self._wake(changed)
         try:
@@ -62,7 +62,7 @@ class Turns:
         if self.queue.num_waiting:
             self._tick_soon()
 
-    def _refused(self, client: str, status: TicketStatus) -> Refused:
+    def _refused(self, client: str, status: TicketStatus) -> RequestRefused:
         limits = self.queue.limits
         if status is TicketStatus.LATE:
             why, message = "queue_timeout", f"no room in {limits.queue_timeout_s:g} s (--queue-timeout-secs)"
@@ -71,7 +71,7 @@ class Turns:
             message = f"this client has {limits.per_client} requests here (--max-concurrent-requests-per-client)"
         else:
             why, message = "queue_full", f"the router serves {limits.running} requests (--max-concurrent-requests)"
-        return Refused(f"{message}; try again later", why=why)
+        return RequestRefused(f"{message}; try again later", why=why)
 
 
 def _now_s() -> float:

@@ -8,38 +8,38 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from router.attempts.pair_attempt import PairAttempt
-    from router.attempts.request import RoutedRequest
+    from router.attempts.request import RequestContext
     from router.attempts.upstream_call import CallFailed
     from router.pool.worker import Role
 
 
-class Observer:
+class RequestObserver:
     """Hears of events. An event that an observer does not override costs nothing (`Events.of`)."""
 
-    def on_routed(self, request: RoutedRequest) -> None:
+    def on_routed(self, request: RequestContext) -> None:
         """The body was read, and workers may serve it."""
 
-    def on_sent(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+    def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         """An attempt was charged to its workers and sent."""
 
-    def on_first_byte(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+    def on_first_byte(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         """The answer of this attempt begins."""
 
-    def on_chunk(self, request: RoutedRequest, attempt: PairAttempt, chunk: bytes, now_s: float) -> None:
+    def on_chunk(self, request: RequestContext, attempt: PairAttempt, chunk: bytes, now_s: float) -> None:
         """A further piece of a stream came; `request.last_byte_s` is still the time of the one before."""
 
     def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
         """A worker failed, whether or not that ends the attempt."""
 
     def on_attempt_failed(
-        self, request: RoutedRequest, attempt: PairAttempt, failure: CallFailed, now_s: float
+        self, request: RequestContext, attempt: PairAttempt, failure: CallFailed, now_s: float
     ) -> None:
         """An attempt failed before its answer began; `on_call_failed` follows."""
 
-    def on_retry(self, request: RoutedRequest, failure: CallFailed) -> None:
+    def on_retry(self, request: RequestContext, failure: CallFailed) -> None:
         """The request goes to other workers."""
 
-    def on_no_worker(self, request: RoutedRequest, missing: list[Role]) -> None:
+    def on_no_worker(self, request: RequestContext, missing: list[Role]) -> None:
         """These roles have no worker for the request."""
 
     def on_attempt_ended(self, attempt: PairAttempt, now_s: float) -> None:
@@ -48,7 +48,7 @@ class Observer:
     def on_prefill_ended(self, attempt: PairAttempt, now_s: float) -> None:
         """The prefill call has ended, too, now or after the attempt."""
 
-    def on_ended(self, request: RoutedRequest, status: int, now_s: float) -> None:
+    def on_ended(self, request: RequestContext, status: int, now_s: float) -> None:
         """The request was answered; 499: its client went away."""
 
     def on_refused(self, why: str) -> None:
@@ -59,26 +59,26 @@ class Observer:
 class Events:
     """For each event the methods to call."""
 
-    on_routed: tuple[Callable[[RoutedRequest], None], ...] = ()
-    on_sent: tuple[Callable[[RoutedRequest, PairAttempt, float], None], ...] = ()
-    on_first_byte: tuple[Callable[[RoutedRequest, PairAttempt, float], None], ...] = ()
-    on_chunk: tuple[Callable[[RoutedRequest, PairAttempt, bytes, float], None], ...] = ()
+    on_routed: tuple[Callable[[RequestContext], None], ...] = ()
+    on_sent: tuple[Callable[[RequestContext, PairAttempt, float], None], ...] = ()
+    on_first_byte: tuple[Callable[[RequestContext, PairAttempt, float], None], ...] = ()
+    on_chunk: tuple[Callable[[RequestContext, PairAttempt, bytes, float], None], ...] = ()
     on_call_failed: tuple[Callable[[CallFailed, float], None], ...] = ()
-    on_attempt_failed: tuple[Callable[[RoutedRequest, PairAttempt, CallFailed, float], None], ...] = ()
-    on_retry: tuple[Callable[[RoutedRequest, CallFailed], None], ...] = ()
-    on_no_worker: tuple[Callable[[RoutedRequest, list[Role]], None], ...] = ()
+    on_attempt_failed: tuple[Callable[[RequestContext, PairAttempt, CallFailed, float], None], ...] = ()
+    on_retry: tuple[Callable[[RequestContext, CallFailed], None], ...] = ()
+    on_no_worker: tuple[Callable[[RequestContext, list[Role]], None], ...] = ()
     on_attempt_ended: tuple[Callable[[PairAttempt, float], None], ...] = ()
     on_prefill_ended: tuple[Callable[[PairAttempt, float], None], ...] = ()
-    on_ended: tuple[Callable[[RoutedRequest, int, float], None], ...] = ()
+    on_ended: tuple[Callable[[RequestContext, int, float], None], ...] = ()
     on_refused: tuple[Callable[[str], None], ...] = ()
 
     @classmethod
-    def of(cls, observers: Iterable[Observer]) -> Events:
+    def of(cls, observers: Iterable[RequestObserver]) -> Events:
         """Collect the methods that observers override, in the order of observers."""
         listeners = list(observers)
         names = [event.name for event in fields(cls)]
         return cls(**{name: tuple(getattr(o, name) for o in listeners if _overrides(o, name)) for name in names})
 
 
-def _overrides(observer: Observer, name: str) -> bool:
-    return getattr(type(observer), name) is not getattr(Observer, name)
+def _overrides(observer: RequestObserver, name: str) -> bool:
+    return getattr(type(observer), name) is not getattr(RequestObserver, name)

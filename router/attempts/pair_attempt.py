@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from router.attempts.events import Events
-from router.attempts.request import RoutedRequest
+from router.attempts.request import RequestContext
 from router.attempts.rooms import RoomMinter
 from router.attempts.upstream_call import CallFailed, UpstreamCall
 from router.body import write_bodies
@@ -280,7 +280,7 @@ class AttemptLauncher:
 
     def begin(
         self,
-        request: RoutedRequest,
+        request: RequestContext,
         headers: Mapping[str, str],
         placements: Sequence[Placement],
         *,
@@ -337,7 +337,7 @@ class AttemptLauncher:
             tell(attempt, now_s)
         self._rooms.release(attempt.rooms)
 
-    def _charge(self, request: RoutedRequest, placements: Sequence[Placement], now_s: float) -> list[Lease]:
+    def _charge(self, request: RequestContext, placements: Sequence[Placement], now_s: float) -> list[Lease]:
         hints, charge = request.hints, self.table.charge
         return [charge(placement.worker, cost_tokens(placement, hints), now_s=now_s) for placement in placements]
 

@@ -36,7 +36,7 @@ UNREAD = ParsedBody(
 NO_HINTS = RoutingHints()
 
 
-class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
+class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     """One request from its arrival to the end of its answer. Times are the router's clock."""
 
     http: web.BaseRequest

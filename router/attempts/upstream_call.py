@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from router.attempts.events import Observer
+from router.attempts.events import RequestObserver
 from router.client.upstream import STREAM_TYPE, Reply, UpstreamError
 from router.pool.breaker import UNJOINED, Event, is_fault
 from router.pool.reports import says_draining
@@ -15,7 +15,7 @@ from router.pool.worker import Role, Worker
 
 if TYPE_CHECKING:
     from router.attempts.pair_attempt import PairAttempt
-    from router.attempts.request import RoutedRequest
+    from router.attempts.request import RequestContext
 
 RETRYABLE_STATUSES = frozenset((500, 502, 503))
 
@@ -155,10 +155,10 @@ def _broken(worker: Worker, err: UpstreamError) -> CallFailed:
     return CallFailed(worker, reason=err.reason, detail=str(err))
 
 
-class CircuitReporter(Observer):
+class CircuitReporter(RequestObserver):
     """Tells the circuits of workers how calls went."""
 
-    def on_first_byte(self, request: "RoutedRequest", attempt: "PairAttempt", now_s: float) -> None:
+    def on_first_byte(self, request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
         for worker in attempt.workers:
             if not worker.circuit.quiet:
                 worker.circuit.tell(Event.BEGUN, now_s)

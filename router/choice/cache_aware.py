@@ -20,9 +20,9 @@ from typing import NamedTuple
 from router.choice.load import least_loaded, order_by_tokens
 from router.choice.load_order import LoadKey, LoadOrder, QueueLengths, load_key
 from router.choice.policies import Placement, RoutingHints
-from router.choice.prefix_index import Match, PrefixIndex
+from router.choice.prefix_index import PrefixIndex, PrefixMatch
 from router.choice.prefix_keys import BLOCK_TOKENS
-from router.pool.pools import Pool, by_id
+from router.pool.pools import WorkerPool, by_id
 from router.pool.worker import Worker
 
 RECOMPUTE_WEIGHT = 4
@@ -57,7 +57,7 @@ class CacheAware:
     def forget(self, worker: Worker) -> None:
         self.index.forget(worker.worker_id)
 
-    def _soonest(self, candidates: Sequence[Worker], hints: RoutingHints, matched: Match) -> Worker:
+    def _soonest(self, candidates: Sequence[Worker], hints: RoutingHints, matched: PrefixMatch) -> Worker:
         if not matched.groups:
             return least_loaded(candidates)
         shortest, longest = queue_ends(candidates)
@@ -70,7 +70,7 @@ class CacheAware:
             for depth, bits in matched.groups
             if depth * BLOCK_TOKENS >= least
         ]
-        if isinstance(candidates, Pool):
+        if isinstance(candidates, WorkerPool):
             return soonest_of_pool(candidates, groups, matched)
         return soonest_of_few(candidates, groups, matched)
 
@@ -82,13 +82,13 @@ class Credit(NamedTuple):
     bits: int
 
 
-def soonest_of_few(candidates: Iterable[Worker], groups: Sequence[Credit], matched: Match) -> Worker:
+def soonest_of_few(candidates: Iterable[Worker], groups: Sequence[Credit], matched: PrefixMatch) -> Worker:
     """The one with the least cost, by looking at each."""
     credits = {worker_id: credit.tokens for credit in groups for worker_id in matched.ids(credit.bits)}
     return min(candidates, key=lambda worker: _cost_key(worker, credits.get(worker.worker_id, 0)))
 
 
-def soonest_of_pool(pool: Pool, groups: Sequence[Credit], matched: Match) -> Worker:
+def soonest_of_pool(pool: WorkerPool, groups: Sequence[Credit], matched: PrefixMatch) -> Worker:
     """The same one. Of all that have as much cached it can only be the least loaded, so one of each group is looked at,
 
     and the least loaded of all. A small group is gone through; of a large one some member is soon met in the order of load.
@@ -107,7 +107,7 @@ def soonest_of_pool(pool: Pool, groups: Sequence[Credit], matched: Match) -> Wor
     return best
 
 
-def _first_of(order: LoadOrder, credit: Credit, matched: Match, best_cost: float) -> Worker | None:
+def _first_of(order: LoadOrder, credit: Credit, matched: PrefixMatch, best_cost: float) -> Worker | None:
     """The least loaded of a group; None where it could not be better than what was found."""
     for worker in order.walk():
         if worker.load_tokens - credit.tokens > best_cost:
@@ -125,7 +125,7 @@ def _cost_key(worker: Worker, credit: int) -> LoadKey:
 
 def queue_ends(candidates: Sequence[Worker]) -> tuple[int, int]:
     """(the fewest requests of this router at one of them, the most)."""
-    if isinstance(candidates, Pool):
+    if isinstance(candidates, WorkerPool):
         return candidates.derived(QueueLengths).ends()
     queues = [worker.inflight_requests for worker in candidates]
     return min(queues), max(queues)
@@ -139,6 +139,6 @@ def unbalanced(shortest: int, longest: int, settings: CacheAwareSettings) -> boo
     return longest - shortest > settings.balance_abs_threshold and longest > settings.balance_rel_threshold * shortest
 
 
-def cached_of(matched: Match, worker: Worker, hints: RoutingHints) -> int:
+def cached_of(matched: PrefixMatch, worker: Worker, hints: RoutingHints) -> int:
     """Tokens of the prompt that `worker` has cached; never all of them: the last one is always computed."""
     return max(0, min(matched.depth(worker.worker_id) * BLOCK_TOKENS, hints.prompt_tokens - 1))

@@ -10,13 +10,13 @@ Some of a pool are compared one by one. A whole pool has an order (load_order.py
 from collections.abc import Sequence
 
 from router.choice.load_order import LoadOrder, OrderByShare, load_key
-from router.pool.pools import Pool
+from router.pool.pools import WorkerPool
 from router.pool.worker import Role, Worker
 
 
 def least_loaded(candidates: Sequence[Worker]) -> Worker:
     """The one with the least load."""
-    if isinstance(candidates, Pool):
+    if isinstance(candidates, WorkerPool):
         return _order_of(candidates).first()
     by_share = comparable_by_share(candidates)
     return min(candidates, key=lambda worker: load_key(worker, by_share=by_share))
@@ -27,7 +27,7 @@ def comparable_by_share(candidates: Sequence[Worker]) -> bool:
     return candidates[0].role is not Role.PREFILL and all(worker.capacity_tokens > 0 for worker in candidates)
 
 
-def _order_of(pool: Pool) -> LoadOrder:
+def _order_of(pool: WorkerPool) -> LoadOrder:
     if pool[0].role is not Role.PREFILL:
         by_share = pool.derived(OrderByShare)
         by_share.catch_up()
@@ -36,7 +36,7 @@ def _order_of(pool: Pool) -> LoadOrder:
     return order_by_tokens(pool)
 
 
-def order_by_tokens(pool: Pool) -> LoadOrder:
+def order_by_tokens(pool: WorkerPool) -> LoadOrder:
     """As it is now."""
     order = pool.derived(LoadOrder)
     order.catch_up()

@@ -3,7 +3,7 @@
 The order is a sorted list. Each reader first puts those right whose load has changed since the last one (`LoadLog`): a bisection
 and a move of a few kilobytes for each, whatever the number of workers.
 
-With siblings (`--workers N`) loads change that no log tells of. So each reader also looks at the next `SWEEP` workers in turn, and
+With peers (`--workers N`) loads change that no log tells of. So each reader also looks at the next `SWEEP` workers in turn, and
 at the first again until it stays the first. A worker is thus never chosen for less load than it has; that another process has
 less there now is overlooked for as many choices as it takes to come round: none in a pool of up to `SWEEP`.
 """
@@ -11,7 +11,7 @@ less there now is overlooked for as many choices as it takes to come round: none
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
-from router.pool.pools import Pool, by_id
+from router.pool.pools import WorkerPool, by_id
 from router.pool.worker import Worker
 
 SWEEP = 16
@@ -28,7 +28,7 @@ def load_key(worker: Worker, *, by_share: bool = False) -> LoadKey:
 class _Follower:
     """Reads a pool's log."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: WorkerPool) -> None:
         self._log = pool.log
         self._read = self._log.end
         self._workers = pool.derived(by_id)
@@ -47,7 +47,7 @@ class _Follower:
 class LoadOrder(_Follower):
     """Least loaded first, by tokens."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: WorkerPool) -> None:
         super().__init__(pool)
         self._ids = list(self._workers)
         self._next = 0  # where the sweep goes on
@@ -120,7 +120,7 @@ class OrderByShare(LoadOrder):
 class QueueLengths(_Follower):
     """How many workers of a pool have so many requests of this router, for each number that there is."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: WorkerPool) -> None:
         super().__init__(pool)
         self._count()
 

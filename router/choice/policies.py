@@ -11,8 +11,8 @@ import msgspec
 
 from router.choice.load import comparable_by_share, least_loaded
 from router.choice.load_order import load_key
-from router.choice.ring import Ring
-from router.pool.pools import Pool, by_id
+from router.choice.ring import HashRing
+from router.pool.pools import WorkerPool, by_id
 from router.pool.worker import Role, Worker
 
 
@@ -115,5 +115,5 @@ class ConsistentHashing(Stateless):
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
         if not hints.session:
             return Placement(least_loaded(candidates))
-        pool = candidates if isinstance(candidates, Pool) else Pool(candidates)
-        return Placement(pool.derived(by_id)[pool.derived(Ring).owner(hints.session)])
+        pool = candidates if isinstance(candidates, WorkerPool) else WorkerPool(candidates)
+        return Placement(pool.derived(by_id)[pool.derived(HashRing).owner(hints.session)])

@@ -31,7 +31,7 @@ class _Part:
         self.told: set[bytes] = set()
 
 
-class Match:
+class PrefixMatch:
     """Who has how much of a prompt. Good until the index changes.
 
     `groups`: (prefixes, the bits of those that have so many and no more), the fewest first: thousands of workers that have the same
@@ -85,7 +85,7 @@ class PrefixIndex:
         """Worker id -> how many of `keys`, from the first, it has; workers without the first are left out."""
         return self.holders(keys).depths()
 
-    def holders(self, keys: Sequence[bytes]) -> "Match":
+    def holders(self, keys: Sequence[bytes]) -> "PrefixMatch":
         """The same, in groups."""
         groups: list[Group] = []
         holders, with_all = self._holders, self._live
@@ -96,10 +96,10 @@ class PrefixIndex:
                     groups.append((depth, with_all & ~now))
                 with_all = now
                 if not now:
-                    return Match(groups, self._owner, self._parts)
+                    return PrefixMatch(groups, self._owner, self._parts)
         if keys and with_all:
             groups.append((len(keys), with_all))
-        return Match(groups, self._owner, self._parts)
+        return PrefixMatch(groups, self._owner, self._parts)
 
     def touch(self, worker_id: int, keys: Sequence[bytes]) -> None:
         """A request with these prefixes goes to this worker. Its longest is the first to be forgotten."""

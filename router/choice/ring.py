@@ -22,7 +22,7 @@ _MASK = _SIZE - 1
 _DIGEST = 8  # bytes
 
 
-class Ring:
+class HashRing:
     """The places of some workers. (Two at one place: once in 10^11 rings of a thousand workers.)"""
 
     def __init__(self, workers: Iterable[Worker]) -> None:

@@ -12,10 +12,10 @@ import msgspec
 from aiohttp import web
 
 from router.config import RouterConfig
-from router.dashboard.picture import decode_snapshot, draw, merge
-from router.fleet.siblings import Siblings
+from router.dashboard.snapshot import decode_snapshot, draw, merge
+from router.fleet.peer_processes import PeerProcesses
 from router.history.recorder import Recorder
-from router.history.records import Snapshot
+from router.history.records import DashboardSnapshot
 from router.pool.workers import WorkerTable
 from router.requests.live import LiveRequests
 from service.http.errors import error_response
@@ -54,7 +54,7 @@ class Dashboard:
         recorder: Recorder,
         live: LiveRequests,
         num_running: Callable[[], int],
-        siblings: Siblings,
+        peers: PeerProcesses,
         auto_roles: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
         self._auto_roles = auto_roles
@@ -63,7 +63,7 @@ class Dashboard:
         self._recorder = recorder
         self._live = live
         self._num_running = num_running
-        self._siblings = siblings
+        self._peers = peers
         folder = Path(__file__).parent
         self._files = {path: (folder / name).read_bytes() for path, name in _FILES.items()}
 
@@ -91,7 +91,7 @@ class Dashboard:
         return _json({**told, **picture})
 
     async def snapshot(self, request: web.BaseRequest) -> web.Response:
-        """What this process remembers, for its siblings."""
+        """What this process remembers, for its peers."""
         return _json(self._own())
 
     async def request(self, request: web.BaseRequest) -> web.Response:
@@ -102,11 +102,11 @@ class Dashboard:
                 return _json({"now_s": self._recorder.now_s(), "record": record})
         return error_response(404, f"no request {key} is remembered any more", code="not_found")
 
-    async def _memory(self) -> Snapshot:
-        others = [decode_snapshot(body) for body in await self._siblings.answers(SNAPSHOT)]
+    async def _memory(self) -> DashboardSnapshot:
+        others = [decode_snapshot(body) for body in await self._peers.answers(SNAPSHOT)]
         return merge([self._own(), *(snapshot for snapshot in others if snapshot is not None)])
 
-    def _own(self) -> Snapshot:
+    def _own(self) -> DashboardSnapshot:
         """What this process remembers, and which workers it moves."""
         snapshot = self._recorder.snapshot()
         snapshot.switching = {

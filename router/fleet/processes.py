@@ -3,7 +3,7 @@
     the parent    holds the port (SO_REUSEPORT; the kernel deals out connections), starts the processes, starts one again
                   that died, passes signals on; serves nothing
     a process     a whole router; what it has in flight is in memory that all share (shared_load.py); what changes the pool
-                  or is counted by each is passed on to its siblings over unix sockets (siblings.py)
+                  or is counted by each is passed on to its peers over unix sockets (peers.py)
 
 Owns the processes and the folder of what they share.
 """
@@ -31,13 +31,13 @@ from service.http.listening import ListeningPort, open_port
 log = logging.getLogger(__name__)
 
 READY_S = 60.0
-RESTART_PAUSE_S = 1.0  # between two starts in one place: one that dies at once must not keep a core busy
+RESTART_PAUSE_S = 1.0  # between two starts in one slot: one that dies at once must not keep a core busy
 
-Target = Callable[["Place", RouterConfig], None]
+Target = Callable[["ProcessSlot", RouterConfig], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessSlot:
     """Which of the processes of a router one is. `folder`: what they share; `key`: by which they know one another."""
 
     row: int
@@ -54,11 +54,11 @@ class Place:
         return self.folder / f"{self.row}.ready"
 
     def socket(self, row: int) -> Path:
-        """Where the process in that row listens for its siblings."""
+        """Where the process in that row listens for its peers."""
         return self.folder / f"{row}.sock"
 
     @property
-    def siblings(self) -> tuple[Path, ...]:
+    def peers(self) -> tuple[Path, ...]:
         """The sockets of the others."""
         return tuple(self.socket(row) for row in range(self.num_rows) if row != self.row)
 
@@ -68,8 +68,8 @@ def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[str], 
     with _held_port(config) as port, _shared_folder() as folder:
         key = secrets.token_hex(16)
         config = replace(config, port=port.port, ready_file=None)
-        places = [Place(row=i, num_rows=config.workers, folder=folder, key=key) for i in range(config.workers)]
-        fleet = _Fleet([_Member(place, config, serve) for place in places])
+        slots = [ProcessSlot(row=i, num_rows=config.workers, folder=folder, key=key) for i in range(config.workers)]
+        fleet = _Fleet([_Member(slot, config, serve) for slot in slots])
         with fleet.signals():
             fleet.start()
             on_ready(port.url)
@@ -110,10 +110,10 @@ def obey_parent(*, on_drain: Callable[[], None], on_end: Callable[[], None]) -> 
 
 
 class _Member:
-    """One process, and the next one in its place."""
+    """One process, and the next one in its slot."""
 
-    def __init__(self, place: Place, config: RouterConfig, serve: Target) -> None:
-        self.place = place
+    def __init__(self, slot: ProcessSlot, config: RouterConfig, serve: Target) -> None:
+        self.slot = slot
         self._config = config
         self._serve = serve
         self._started_s = 0.0
@@ -121,12 +121,12 @@ class _Member:
 
     def _make(self) -> BaseProcess:
         context = multiprocessing.get_context("spawn")  # never fork: the parent may have threads
-        return context.Process(target=self._serve, args=(self.place, self._config), name=f"router-{self.place.row}")
+        return context.Process(target=self._serve, args=(self.slot, self._config), name=f"router-{self.slot.row}")
 
     def start(self) -> None:
         self._started_s = time.monotonic()
-        self.place.ready_file.unlink(missing_ok=True)
-        self.place.socket(self.place.row).unlink(missing_ok=True)
+        self.slot.ready_file.unlink(missing_ok=True)
+        self.slot.socket(self.slot.row).unlink(missing_ok=True)
         self.process.start()
 
     def start_again(self) -> None:
@@ -169,9 +169,9 @@ class _Fleet:
             member.start()
         deadline_s = time.monotonic() + READY_S
         for member in self._members:
-            while not member.place.ready_file.exists() and not self._stopping:
+            while not member.slot.ready_file.exists() and not self._stopping:
                 if member.process.exitcode is not None or time.monotonic() > deadline_s:
-                    raise ConfigError(f"--workers: process {member.place.row} did not start; its log says why")
+                    raise ConfigError(f"--workers: process {member.slot.row} did not start; its log says why")
                 time.sleep(0.02)
 
     def watch(self) -> None:
@@ -180,7 +180,7 @@ class _Fleet:
             wait([member.process.sentinel for member in running], timeout=1.0)
             for member in self._members:
                 if member.process.exitcode is not None and not self._stopping:
-                    log.error("router process %d died (status %d)", member.place.row, member.process.exitcode)
+                    log.error("router process %d died (status %d)", member.slot.row, member.process.exitcode)
                     member.start_again()
 
 

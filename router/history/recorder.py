@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from router.attempts.events import Observer
+from router.attempts.events import RequestObserver
 from router.attempts.pair_attempt import PairAttempt
-from router.attempts.request import RoutedRequest
+from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed
-from router.history.records import RequestRecord, Second, Snapshot
+from router.history.records import DashboardRequest, DashboardSnapshot, Second
 from router.pool.worker import LoadReport, Role
 
 KEPT_REQUESTS = 256  # that have ended
@@ -32,10 +32,10 @@ _log = math.log
 class Watched(Protocol):
     """One request, under way or over."""
 
-    def shown(self) -> RequestRecord: ...
+    def shown(self) -> DashboardRequest: ...
 
 
-class Recorder(Observer):
+class Recorder(RequestObserver):
     """`place`: which of the router's processes this is. `now_s`: the clock."""
 
     def __init__(self, now_s: Callable[[], float], *, place: int = 0) -> None:
@@ -71,22 +71,22 @@ class Recorder(Observer):
             self._seconds.append(last)
         return last
 
-    def on_sent(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+    def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         if request.failed is not None and not attempt.hedge:
             self.second(now_s).retried += 1
 
-    def on_first_byte(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+    def on_first_byte(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         counts, bucket = self.second(now_s).ttft, bucket_of(now_s - request.started_s)
         counts[bucket] = counts.get(bucket, 0) + 1
 
-    def on_chunk(self, request: RoutedRequest, attempt: PairAttempt, chunk: bytes, now_s: float) -> None:
+    def on_chunk(self, request: RequestContext, attempt: PairAttempt, chunk: bytes, now_s: float) -> None:
         counts, bucket = self.second(now_s).gaps, bucket_of(now_s - request.last_byte_s)
         counts[bucket] = counts.get(bucket, 0) + 1
 
     def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
         self._count_failure(f"{failure.worker.role.value} {failure.label}", now_s)
 
-    def on_no_worker(self, request: RoutedRequest, missing: list[Role]) -> None:
+    def on_no_worker(self, request: RequestContext, missing: list[Role]) -> None:
         self._count_failure(f"{','.join(missing)} no_worker", self.now_s())
 
     def _count_failure(self, name: str, now_s: float) -> None:
@@ -104,8 +104,10 @@ class Recorder(Observer):
         if role is not Role.PREFILL:
             second.output_tokens += max(0, report.output_tokens_total - before.output_tokens_total)
 
-    def snapshot(self) -> Snapshot:
-        return Snapshot([*self._seconds], [request.shown() for request in (*self._ended, *self._running.values())])
+    def snapshot(self) -> DashboardSnapshot:
+        return DashboardSnapshot(
+            [*self._seconds], [request.shown() for request in (*self._ended, *self._running.values())]
+        )
 
 
 def bucket_of(seconds: float) -> int:

@@ -23,7 +23,7 @@ class Second(msgspec.Struct):
     kv_bytes: int = 0
 
 
-class AttemptRecord(msgspec.Struct):
+class DashboardAttempt(msgspec.Struct):
     """One try of a request. `answering`: the decode (or unified) worker, or the prefill worker where it answers alone."""
 
     started_s: float
@@ -36,7 +36,7 @@ class AttemptRecord(msgspec.Struct):
     cancelled_s: float | None = None  # the other one answered first
 
 
-class RequestRecord(msgspec.Struct):
+class DashboardRequest(msgspec.Struct):
     """One request as the router saw it. `status` 0: it runs; 499: its client went away. `failure`: why it did not go well."""
 
     key: str  # unique among all processes
@@ -44,7 +44,7 @@ class RequestRecord(msgspec.Struct):
     path: str
     started_s: float
     prompt_tokens: int  # as the router estimates them
-    attempts: list[AttemptRecord]
+    attempts: list[DashboardAttempt]
     first_byte_s: float | None = None
     last_byte_s: float | None = None
     num_events: int = 0  # pieces in which a streamed answer went out
@@ -53,9 +53,9 @@ class RequestRecord(msgspec.Struct):
     failure: str = ""
 
 
-class Snapshot(msgspec.Struct):
+class DashboardSnapshot(msgspec.Struct):
     """What one process remembers. `switching`: workers that it moves to another role, by URL."""
 
     seconds: list[Second]
-    records: list[RequestRecord]
+    records: list[DashboardRequest]
     switching: dict[str, str] = {}

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.attempts.events import Observer
+from router.attempts.events import RequestObserver
 from router.attempts.pair_attempt import PairAttempt
-from router.attempts.request import RoutedRequest
+from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed, UpstreamCall
 from router.history.recorder import Recorder
-from router.history.records import AttemptRecord, RequestRecord
+from router.history.records import DashboardAttempt, DashboardRequest
 from router.pool.worker import Worker
 from service.http.guard import CLIENT_GONE
 from service.telemetry.context import OPERATIONS
@@ -30,7 +30,7 @@ MAX_ID_CHARS = 128  # shown on the dashboard
 MAX_FAILURE_CHARS = 300
 
 
-class RequestTraces(Observer):
+class RequestTraces(RequestObserver):
     """Keeps a trace of each request under way. `log_requests`: log a line when one ends (--log-requests)."""
 
     def __init__(self, tracer: Tracer, recorder: Recorder, *, log_requests: bool = False) -> None:
@@ -38,23 +38,23 @@ class RequestTraces(Observer):
         self._exports = tracer.exports
         self._recorder = recorder
         self._log_requests = log_requests
-        self._running: dict[RoutedRequest, RequestTrace] = {}
+        self._running: dict[RequestContext, RequestTrace] = {}
 
-    def on_routed(self, request: RoutedRequest) -> None:
+    def on_routed(self, request: RequestContext) -> None:
         trace = self._running[request] = self._begin(request)
         trace.key = self._recorder.begin(trace, request.started_s)
 
-    def on_sent(self, request: RoutedRequest, attempt: PairAttempt, now_s: float) -> None:
+    def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         self._running[request].attempts.append(AttemptTrace(attempt))
 
     def on_attempt_failed(
-        self, request: RoutedRequest, attempt: PairAttempt, failure: CallFailed, now_s: float
+        self, request: RequestContext, attempt: PairAttempt, failure: CallFailed, now_s: float
     ) -> None:
         for trace in self._running[request].attempts:
             if trace.attempt is attempt:
                 trace.failure, trace.failed_s = str(failure)[:MAX_FAILURE_CHARS], now_s
 
-    def on_ended(self, request: RoutedRequest, status: int, now_s: float) -> None:
+    def on_ended(self, request: RequestContext, status: int, now_s: float) -> None:
         trace = self._running.pop(request, None)
         if trace is None:  # it could not be read
             trace = self._begin(request)
@@ -69,7 +69,7 @@ class RequestTraces(Observer):
         if self._log_requests:
             trace.log()
 
-    def _begin(self, request: RoutedRequest) -> "RequestTrace":
+    def _begin(self, request: RequestContext) -> "RequestTrace":
         place = None
         if self._exports:
             place = self._tracer.place_under(request.http.headers.get("traceparent", ""))
@@ -108,12 +108,12 @@ class AttemptTrace:
             self.past = [_past(call, self.started_s, now_s) for call in attempt.calls]
             self.cancelled_s = _cancelled_s(attempt)
 
-    def shown(self) -> AttemptRecord:
+    def shown(self) -> DashboardAttempt:
         """As the dashboard shows it."""
         attempt = self.attempt
         workers = [past.worker for past in self.past] if attempt is None else attempt.workers
         prefill = workers[0].url if len(workers) > 1 else None
-        return AttemptRecord(
+        return DashboardAttempt(
             self.started_s,
             workers[-1].url,
             prefill,
@@ -149,12 +149,12 @@ class RequestTrace:
         *("_path", "_prompt_tokens", "_request", "_request_id", "_started_s", "_status", "attempts", "key", "place"),
     )
 
-    def __init__(self, request: RoutedRequest, place: Place | None) -> None:
+    def __init__(self, request: RequestContext, place: Place | None) -> None:
         parsed = request.parsed
         self.place = place
         self.key = ""
         self.attempts: list[AttemptTrace] = []
-        self._request: RoutedRequest | None = request
+        self._request: RequestContext | None = request
         self._request_id = request.request_id
         self._path = request.path
         self._started_s = request.started_s
@@ -167,7 +167,7 @@ class RequestTrace:
         self._num_chunks = self._status = 0
         self._failure = ""
 
-    def end(self, request: RoutedRequest, status: int, now_s: float) -> None:
+    def end(self, request: RequestContext, status: int, now_s: float) -> None:
         """Keep what is to be told of the request, not the request."""
         self._read(request)
         self._request = None
@@ -177,16 +177,16 @@ class RequestTrace:
         if self.key and status >= 400 and not self._failure:
             self._failure = _last_failure(self.attempts) or _why(status)
 
-    def _read(self, request: RoutedRequest) -> None:
+    def _read(self, request: RequestContext) -> None:
         self._first_byte_s, self._last_byte_s = request.first_byte_s, request.last_byte_s
         self._num_chunks, self._failure = request.num_chunks, request.failure[:MAX_FAILURE_CHARS]
 
-    def shown(self) -> RequestRecord:
+    def shown(self) -> DashboardRequest:
         """As the dashboard shows it."""
         if self._request is not None:
             self._read(self._request)
         ended = self._ended_s is not None and self._first_byte_s is not None
-        return RequestRecord(
+        return DashboardRequest(
             key=self.key,
             request_id=self._request_id[:MAX_ID_CHARS],
             path=self._path,

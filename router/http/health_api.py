@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from aiohttp import web
 
-from router.fleet.siblings import Siblings, merge_expositions
+from router.fleet.peer_processes import PeerProcesses, merge_expositions
 from router.http.worker_calls import WorkerCalls, authorization_of
 from router.metrics import RouterMetrics
 from router.pool.worker import Worker
@@ -31,13 +31,13 @@ class HealthApi:
         live: LiveRequests,
         metrics: RouterMetrics,
         tracer: Tracer,
-        siblings: Siblings,
+        peers: PeerProcesses,
     ) -> None:
         self._calls = calls
         self._live = live
         self._metrics = metrics
         self._tracer = tracer
-        self._siblings = siblings
+        self._peers = peers
 
     def routes(self) -> list[web.RouteDef]:
         liveness, *readiness = PROBES
@@ -76,15 +76,15 @@ class HealthApi:
         late = [f"{w.role} {w.url} is {w.health}" for w in workers if not w.answers]
         if late:
             return f"{len(late)} of {len(workers)} workers are not healthy: {', '.join(late)}"
-        if self._siblings.is_one(request):
+        if self._peers.is_peer(request):
             return ""
-        num_late = self._siblings.num - len(await self._siblings.answers("/readiness?workers=all"))
+        num_late = self._peers.num - len(await self._peers.answers("/readiness?workers=all"))
         return f"{num_late} other processes of this router do not know every worker as healthy yet" if num_late else ""
 
     async def get_metrics(self, request: web.BaseRequest) -> web.Response:
         """Prometheus metrics of all processes of this router."""
         body = self._metrics.exposition()
-        if not self._siblings.is_one(request) and (others := await self._siblings.expositions()):
+        if not self._peers.is_peer(request) and (others := await self._peers.expositions()):
             body = merge_expositions([body.decode(), *others]).encode()
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 
@@ -95,9 +95,9 @@ class HealthApi:
             field, _, message = wrong.partition(": ")
             raise bad_field(field, message)
         records = self._tracer.ring.find(query)
-        if self._siblings.is_one(request):
+        if self._peers.is_peer(request):
             return json_response(Records(records=records))
-        for body in await self._siblings.traces(query):
+        for body in await self._peers.traces(query):
             records += msgspec.json.decode(body, type=Records).records
         ids = query.ids if query.ids is not None else last_ids(records, query.last or 0)
         headers = self._calls.credentials.for_admin(authorization_of(request))

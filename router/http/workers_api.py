@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from router.config import RouterConfig, check_worker_url
-from router.fleet.siblings import Siblings
+from router.fleet.peer_processes import PeerProcesses
 from router.http.openapi import make_document
 from router.http.worker_calls import WorkerCalls, authorization_of
 from router.pool.discovery import Discovery
@@ -59,7 +59,7 @@ class WorkersApi:
         config: RouterConfig,
         monitor: HealthMonitor,
         switch: Switch,
-        siblings: Siblings,
+        peers: PeerProcesses,
         discovery: Discovery | None,
     ) -> None:
         self._calls = calls
@@ -67,7 +67,7 @@ class WorkersApi:
         self._config = config
         self._monitor = monitor
         self._switch = switch
-        self._siblings = siblings
+        self._peers = peers
         self._discovery = discovery
 
     def routes(self) -> list[web.RouteDef]:
@@ -97,7 +97,7 @@ class WorkersApi:
         role = self._role_of(body)
         worker = self._table.add(body.url, role=role, bootstrap_port=body.bootstrap_port, now_s=time.monotonic())
         self._monitor.watch(worker)
-        await self._siblings.tell(request, {"url": body.url, "role": role.value, "bootstrap_port": body.bootstrap_port})
+        await self._peers.tell(request, {"url": body.url, "role": role.value, "bootstrap_port": body.bootstrap_port})
         return json_response(describe(worker), status=201)
 
     async def remove_worker(self, request: web.BaseRequest) -> web.Response:
@@ -106,7 +106,7 @@ class WorkersApi:
         url = decode_body(msgspec.json.encode(query) if query else await request.read(), _NamedWorker).url
         worker = self._table.remove(url)
         self._monitor.retire(worker)
-        await self._siblings.tell(request, {"url": url})
+        await self._peers.tell(request, {"url": url})
         return json_response(describe(worker))
 
     async def switch_role(self, request: web.BaseRequest) -> web.Response:
@@ -116,7 +116,7 @@ class WorkersApi:
         """
         body = decode_body(await request.read(), _RoleSwitch)
         role, worker = self._role_of(body), self._table.find(body.url)
-        if self._siblings.is_one(request):  # which moves it: see for ourselves
+        if self._peers.is_peer(request):  # which moves it: see for ourselves
             self._monitor.look(worker)
             return json_response(describe(worker))
         headers = self._calls.credentials.for_admin(authorization_of(request))

@@ -18,8 +18,8 @@ from router.client.credentials import Credentials
 from router.config import RouterConfig
 from router.pool.active_calls import give_up_vain_calls, last_byte_s
 from router.pool.models import has_adapters, parse_models, says_models
+from router.pool.probe_timeout import ProbeTimeout
 from router.pool.reports import parse_bootstrap, parse_busy, parse_incarnation, parse_load, parse_mode, says_draining
-from router.pool.silence import Question
 from router.pool.states import Check, Health
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
@@ -269,8 +269,8 @@ class HealthMonitor:
         ) as response:
             return response.status, await _read_bounded(response)
 
-    def _question(self, worker: Worker) -> Question:
-        return Question(
+    def _question(self, worker: Worker) -> ProbeTimeout:
+        return ProbeTimeout(
             limit_s=self._config.health_silence_s,
             heard_s=lambda: last_byte_s(worker),
             tell=partial(self._on_silence, worker),

@@ -1,6 +1,6 @@
 """Follows the pods of one label selector at a Kubernetes API server: list, then watch, again after every end.
 
-Owns the protocol (pages, bookmarks, expired resource versions, reconnecting), not what pods mean: it tells a `Listener`.
+Owns the protocol (pages, bookmarks, expired resource versions, reconnecting), not what pods mean: it tells a `PodListener`.
 Protocol: kubernetes.io/docs/reference/using-api/api-concepts. The official client (`kubernetes.aio`) finds the server and
 authenticates; it is imported only here, when asked for. Objects are decoded by ourselves: its models refuse a pod with
 half its fields, and there are large parts of a pod that we never look at.
@@ -29,7 +29,7 @@ SHORT_S = 1.0  # a watch that ends sooner counts as failed
 GONE = 410
 
 
-class Listener(Protocol):
+class PodListener(Protocol):
     """Is told what the API server says of the pods."""
 
     def on_list(self, pods: Sequence[Any]) -> None: ...
@@ -40,7 +40,7 @@ class Listener(Protocol):
         """`error`: why it is not being followed now; "": it is."""
 
 
-class ApiError(Exception):
+class KubernetesError(Exception):
     """The API server refused, or answered what cannot be understood (status 0).
 
     `list_anew`: to go on from the same version would bring the same again.
@@ -52,7 +52,7 @@ class ApiError(Exception):
 
 
 @dataclass(slots=True)
-class Backoff:
+class WatchBackoff:
     """Pauses between attempts: none at first, then doubled up to `most_s`, with jitter. Pure."""
 
     base_s: float = 0.25
@@ -146,15 +146,15 @@ class PodWatch:
         api: KubeApi,
         *,
         selector: str,
-        listener: Listener,
+        listener: PodListener,
         draw: Callable[[], float],
-        backoff: Backoff | None = None,
+        backoff: WatchBackoff | None = None,
     ) -> None:
         self._api = api
         self._selector = selector
         self._listener = listener
         self._draw = draw
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff or WatchBackoff()
         self._version = ""  # what was seen last; "": nothing, or too long ago
 
     async def run(self) -> None:
@@ -175,7 +175,7 @@ class PodWatch:
             if not self._version:
                 await self._list()
             await self._watch()
-        except ApiError as err:
+        except KubernetesError as err:
             if err.list_anew:
                 self._version = ""
             return str(err)
@@ -192,7 +192,7 @@ class PodWatch:
             if not page.metadata.continue_ or len(pods) > MAX_PODS:
                 break
         if not page.metadata.resourceVersion:
-            raise ApiError("a list without metadata.resourceVersion")
+            raise KubernetesError("a list without metadata.resourceVersion")
         self._version = page.metadata.resourceVersion
         self._listener.on_list(pods)
 
@@ -223,7 +223,7 @@ class PodWatch:
         event = _decoded(line, _Event)
         if event.type == "ERROR":
             status = _decoded(msgspec.json.encode(event.object), _Status)
-            raise ApiError(f"the watch ended: {status.code} {status.message[:300]}", status=status.code)
+            raise KubernetesError(f"the watch ended: {status.code} {status.message[:300]}", status=status.code)
         self._version = read_version(event.object) or self._version
         if event.type in ("ADDED", "MODIFIED", "DELETED"):
             self._listener.on_event(event.type, event.object)
@@ -236,7 +236,7 @@ def _decoded(text: bytes, kind: type[Decoded]) -> Decoded:
     try:
         return msgspec.json.decode(text, type=kind)
     except (ValueError, RecursionError) as err:
-        raise ApiError(f"the API server's answer cannot be read: {err}") from None
+        raise KubernetesError(f"the API server's answer cannot be read: {err}") from None
 
 
 def _now_s() -> float:
@@ -249,10 +249,10 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     body = b"".join([part async for part in _bounded(response, 1 << 20)])
     try:
         message = _decoded(body, _Status).message
-    except ApiError:
+    except KubernetesError:
         message = ""
     hint = "; the router's service account needs get, list and watch of pods" if response.status in (401, 403) else ""
-    raise ApiError(f"the API server answers {response.status} {message[:300]}{hint}", status=response.status)
+    raise KubernetesError(f"the API server answers {response.status} {message[:300]}{hint}", status=response.status)
 
 
 async def _bounded(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
@@ -260,7 +260,7 @@ async def _bounded(response: aiohttp.ClientResponse, most: int) -> AsyncIterator
     async for part in response.content.iter_any():
         size += len(part)
         if size > most:
-            raise ApiError(f"an answer of more than {most} bytes")
+            raise KubernetesError(f"an answer of more than {most} bytes")
         yield part
 
 
@@ -271,7 +271,7 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         rest += part
         *lines, tail = rest.split(b"\n")
         if len(tail) > MAX_LINE_BYTES:
-            raise ApiError(f"an event of more than {MAX_LINE_BYTES} bytes")
+            raise KubernetesError(f"an event of more than {MAX_LINE_BYTES} bytes")
         rest = bytearray(tail)
         for line in lines:
             if line.strip():

@@ -46,7 +46,7 @@ class LoadLog:
         return self.ids[begin:] if begin >= 0 else None
 
 
-class Pool(list["Worker"]):
+class WorkerPool(list["Worker"]):
     """In the order of ids. Never changed: where one of its workers comes or goes, there is another pool."""
 
     __slots__ = ("_derived", "_narrowed", "log")
@@ -55,26 +55,26 @@ class Pool(list["Worker"]):
         super().__init__(workers)
         self.log = log or LoadLog()
         self._derived: dict[Any, Any] = {}
-        self._narrowed: dict[frozenset[int], Pool] = {}
+        self._narrowed: dict[frozenset[int], WorkerPool] = {}
 
-    def derived(self, make: "Callable[[Pool], T]") -> T:
+    def derived(self, make: "Callable[[WorkerPool], T]") -> T:
         """What `make` makes of this pool, made once."""
         found: T | None = self._derived.get(make)
         if found is None:
             found = self._derived[make] = make(self)
         return found
 
-    def without(self, worker_ids: frozenset[int]) -> "Pool":
+    def without(self, worker_ids: frozenset[int]) -> "WorkerPool":
         """The others."""
         found = self._narrowed.pop(worker_ids, None)
         if found is None:
-            found = Pool([worker for worker in self if worker.worker_id not in worker_ids], self.log)
+            found = WorkerPool([worker for worker in self if worker.worker_id not in worker_ids], self.log)
             if len(self._narrowed) >= MAX_NARROWED:
                 del self._narrowed[next(iter(self._narrowed))]
         self._narrowed[worker_ids] = found  # the last that is used goes last
         return found
 
 
-def by_id(pool: Pool) -> dict[int, "Worker"]:
+def by_id(pool: WorkerPool) -> dict[int, "Worker"]:
     """Its workers by their ids."""
     return {worker.worker_id: worker for worker in pool}

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from router.pool.breaker import BreakerSettings, Circuit, State
 from router.pool.models import Catalogue, serves
 from router.pool.peer_load import PeerLoad
-from router.pool.pools import MAX_LOG, LoadLog, Pool
+from router.pool.pools import MAX_LOG, LoadLog, WorkerPool
 from router.pool.states import TRANSITIONS, Check, Health, Thresholds
 from router.pool.worker import Lease, LoadReport, Role, Worker
 from service.http.errors import ApiError
@@ -47,7 +47,9 @@ class WorkerTable:
     _leases: dict[int, Lease] = field(default_factory=dict)
     _next_id: int = 0
     _log: LoadLog = field(default_factory=LoadLog)
-    _pools: dict[tuple[Role, str], Pool] = field(default_factory=dict)  # forgotten when a worker comes, goes or changes
+    _pools: dict[tuple[Role, str], WorkerPool] = field(
+        default_factory=dict
+    )  # forgotten when a worker comes, goes or changes
     _models: Catalogue | None = None  # the same
     _unsettled: dict[int, Worker] = field(default_factory=dict)  # whose circuits are not closed
 
@@ -143,16 +145,16 @@ class WorkerTable:
         here = [w for w in self._workers if w.role is role and w.health is up and w.switching_to is None]
         return [w for w in here if not w.leaving] or [w for w in here if w.last_resort]
 
-    def pool(self, role: Role, model: str) -> Pool:
+    def pool(self, role: Role, model: str) -> WorkerPool:
         """Those of `alive` that serve `model`; "": any. Silence narrows the choice, it never empties it."""
         found = self._pools.get((role, model))
         if found is None:
             alive = self.alive(role)
             serving = [w for w in alive if serves(w.models, model)] if model else alive
-            found = self._pools[role, model] = Pool([w for w in serving if not w.silent] or serving, self._log)
+            found = self._pools[role, model] = WorkerPool([w for w in serving if not w.silent] or serving, self._log)
         return found
 
-    def ready(self, role: Role, model: str, *, now_s: float) -> Pool:
+    def ready(self, role: Role, model: str, *, now_s: float) -> WorkerPool:
         """Those of `pool` that no circuit keeps requests from. That narrows the choice, it never empties it."""
         pool = self.pool(role, model)
         if not self._unsettled and self.peers is None:

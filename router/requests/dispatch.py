@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from router.admission.admission import PRIORITY_HEADER, Admission
-from router.admission.refused import Refused
+from router.admission.refused import RequestRefused
 from router.attempts.events import Events
 from router.attempts.failed_workers import FailedWorkers
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
-from router.attempts.request import ITL_HEADER, TTFT_HEADER, RoutedRequest
+from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext
 from router.attempts.rooms import RoomMinter
 from router.attempts.upstream_call import CallFailed
 from router.body import Api, parse_body
@@ -70,7 +70,7 @@ class RequestReader:
     chooser: Chooser | None = None
     hedging: Hedging | None = None
 
-    async def read(self, request: RoutedRequest) -> None:
+    async def read(self, request: RequestContext) -> None:
         """Fill in what `request` asks for. `ApiError` for a body or a header that cannot be used, or an unknown model."""
         http = request.http
         request.body = await http.read()
@@ -88,7 +88,7 @@ class RequestReader:
             tell(request)
         request.headers = self._headers(request)
 
-    def _headers(self, request: RoutedRequest) -> dict[str, str]:
+    def _headers(self, request: RequestContext) -> dict[str, str]:
         """The headers that workers get."""
         given = request.http.headers
         headers = {"Content-Type": "application/json", "X-Request-Id": request.request_id}
@@ -151,7 +151,7 @@ class Dispatcher:
         try:
             self._admission.refuse_early(http)
             return await self._handle(http)
-        except (Refused, UnknownModel) as error:
+        except (RequestRefused, UnknownModel) as error:
             for tell in self._events.on_refused:
                 tell(error.why)
             raise
@@ -160,7 +160,7 @@ class Dispatcher:
         task = asyncio.current_task()
         assert task is not None
         started_s = self._clock()
-        request = RoutedRequest(http=http, task=task, request_id=http[REQUEST_ID], path=http.path, started_s=started_s)
+        request = RequestContext(http=http, task=task, request_id=http[REQUEST_ID], path=http.path, started_s=started_s)
         status = CLIENT_GONE
         self._live.requests[request] = None  # no context manager: it would cost ten times this
         try:
@@ -181,7 +181,7 @@ class Dispatcher:
             for tell in self._events.on_ended:
                 tell(request, answered, now_s)
 
-    async def _serve_in_turn(self, request: RoutedRequest) -> web.StreamResponse:
+    async def _serve_in_turn(self, request: RequestContext) -> web.StreamResponse:
         ticket = await self._admission.enter(request)
         try:
             return await self._serve(request)
@@ -192,7 +192,7 @@ class Dispatcher:
         """End the prefill calls that outlive their attempts."""
         self.launcher.close()
 
-    async def _serve(self, request: RoutedRequest) -> web.StreamResponse:
+    async def _serve(self, request: RequestContext) -> web.StreamResponse:
         """Make attempts until one answers, one fails with a final error, or none is left."""
         if not self._rooms.has_room_for(request.parsed.num_samples):
             raise too_many_samples()
@@ -213,7 +213,7 @@ class Dispatcher:
             await asyncio.sleep(self._retries.pause_s(number))
         raise AssertionError("the last attempt returns")
 
-    async def _attempt(self, request: RoutedRequest, first: PairAttempt) -> web.StreamResponse:
+    async def _attempt(self, request: RequestContext, first: PairAttempt) -> web.StreamResponse:
         """Wait for the answer of an attempt, or of its hedge, and give it to the client. `CallFailed`: none came."""
         group = AttemptGroup(first, on_failed=lambda attempt, failure: self._on_failed(request, attempt, failure))
         timer = None if self._hedging is None else self._hedging.arm(request, group)
@@ -231,7 +231,7 @@ class Dispatcher:
             if self._hedging is not None:
                 self._hedging.count(group, winner)
 
-    async def _give(self, request: RoutedRequest, attempt: PairAttempt) -> web.StreamResponse:
+    async def _give(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
         """Give the answer that begins to the client, whole or as a stream."""
         attempt.begin_answer()
         now_s = self._clock()
@@ -252,7 +252,7 @@ class Dispatcher:
             headers=answer_headers(call.reply.headers),
         )
 
-    async def _stream(self, request: RoutedRequest, attempt: PairAttempt, merger: Merger | None) -> web.StreamResponse:
+    async def _stream(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.StreamResponse:
         attempt.watch_prefill(self._note)
         request.cut = attempt.answering.close
         on_chunk, clock = self._events.on_chunk, self._clock
@@ -284,7 +284,7 @@ class Dispatcher:
         attempt.close()
         return await end_with_event(out, last_event)
 
-    def _on_failed(self, request: RoutedRequest, attempt: PairAttempt, failure: CallFailed) -> None:
+    def _on_failed(self, request: RequestContext, attempt: PairAttempt, failure: CallFailed) -> None:
         """An attempt failed before its answer began."""
         if request.failed is None:
             request.failed = FailedWorkers(failure)
@@ -299,7 +299,7 @@ class Dispatcher:
         for tell in self._events.on_call_failed:
             tell(failure, now_s)
 
-    def _none_left(self, request: RoutedRequest) -> web.Response:
+    def _none_left(self, request: RequestContext) -> web.Response:
         """No worker is alive, or every live one has already failed this request."""
         missing = self._picker.missing(request)
         if request.failed is not None and not missing:

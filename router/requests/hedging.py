@@ -14,7 +14,7 @@ from functools import partial
 
 from router.admission.admission import Admission
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
-from router.attempts.request import RoutedRequest
+from router.attempts.request import RequestContext
 from router.body import BadBody
 from router.metrics import RouterMetrics
 from router.pool.worker import LoadReport, Worker
@@ -98,7 +98,7 @@ class Hedging:
         self._metrics = metrics
         self._clock = clock
 
-    def arm(self, request: RoutedRequest, group: AttemptGroup) -> asyncio.TimerHandle | None:
+    def arm(self, request: RequestContext, group: AttemptGroup) -> asyncio.TimerHandle | None:
         """Begin a second attempt once the answer has been silent for long enough. A request has one chance."""
         if request.hedge_after_s is None:
             return None
@@ -110,7 +110,7 @@ class Hedging:
         if group.hedge is not None:
             self._metrics.hedges.labels("won" if winner is group.hedge else "lost").inc()
 
-    def _begin(self, request: RoutedRequest, first: PairAttempt) -> PairAttempt | None:
+    def _begin(self, request: RequestContext, first: PairAttempt) -> PairAttempt | None:
         request.hedge_after_s = None
         pools = other_pools(self._picker.pools(request), first.workers)
         why = self.rules.withheld(waiting=self._admission.num_waiting > 0, pools=pools)

@@ -6,7 +6,7 @@ What signals ask for is decided in service/process/stop_signals.py.
 import asyncio
 import logging
 
-from router.attempts.request import RoutedRequest
+from router.attempts.request import RequestContext
 from service.process.draining import wait_while
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ class LiveRequests:
 
     def __init__(self) -> None:
         self.draining = False
-        self.requests: dict[RoutedRequest, None] = {}
+        self.requests: dict[RequestContext, None] = {}
 
     def __len__(self) -> int:
         return len(self.requests)

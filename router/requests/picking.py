@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from router.admission.admission import Admission
 from router.attempts.deadline import time_given
-from router.attempts.request import RoutedRequest
+from router.attempts.request import RequestContext
 from router.body import ParsedBody, named_model
 from router.choice.policies import Placement, Policy
-from router.pool.silence import ROUNDING_S
+from router.pool.probe_timeout import ROUNDING_S
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
 
@@ -52,7 +52,7 @@ class Picker:
             ready = (base for base in catalogue.bases if not missing_roles(self._table, roles, base))
         return catalogue.meant(named_model(parsed), ready)
 
-    async def pick_later(self, request: RoutedRequest) -> Placements | None:
+    async def pick_later(self, request: RequestContext) -> Placements | None:
         """Pick as `pick`, which has just found no worker, as soon as there is one. The request waits while
 
         - all workers that it could go to are silent: up to `silence_s`, and no longer than its client. Either they pause, or
@@ -68,7 +68,7 @@ class Picker:
                 return placements
         return None
 
-    def pick(self, request: RoutedRequest) -> Placements | None:
+    def pick(self, request: RequestContext) -> Placements | None:
         """Pick one worker of each role by its policy, among those best tried next; None when a role has none. `Refused`."""
         pools = self.pools(request)
         for pool in pools:
@@ -79,25 +79,25 @@ class Picker:
             pools = [self._admission.in_time(pool, request, now_s=now_s) for pool in pools]
         return self.choose(request, pools)
 
-    def choose(self, request: RoutedRequest, pools: Iterable[Sequence[Worker]]) -> Placements:
+    def choose(self, request: RequestContext, pools: Iterable[Sequence[Worker]]) -> Placements:
         """Choose one worker of each pool; the policies will remember that the request goes there."""
         policies, hints = self._policies, request.hints
         return tuple([policies[pool[0].role].choose(pool, hints) for pool in pools])
 
-    def pools(self, request: RoutedRequest) -> list[Sequence[Worker]]:
+    def pools(self, request: RequestContext) -> list[Sequence[Worker]]:
         """Return the workers of each role that the request may go to."""
         table, model, now_s, failed = self._table, request.model, self._clock(), request.failed
         pools: list[Sequence[Worker]] = [table.ready(role, model, now_s=now_s) for role in request.roles]
         return pools if failed is None else [failed.best_of(pool) for pool in pools]
 
-    def missing(self, request: RoutedRequest) -> list[Role]:
+    def missing(self, request: RequestContext) -> list[Role]:
         """Return the roles without a live worker, or, where every role has one, those whose workers are all silent."""
         table, roles, model = self._table, request.roles, request.model
         return missing_roles(table, roles, model) or silent_roles(table, roles, model)
 
     # ---- inside
 
-    def _patience_s(self, request: RoutedRequest) -> float:
+    def _patience_s(self, request: RequestContext) -> float:
         """How long the request may wait in all, as things are now."""
         table, roles, model = self._table, request.roles, request.model
         if missing_roles(table, roles, model):

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from router.config import RouterConfig
-from router.fleet.siblings import Siblings
+from router.fleet.peer_processes import PeerProcesses
 from router.metrics import RouterMetrics
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
@@ -57,7 +57,7 @@ class AutoRoles:
         table: WorkerTable,
         mover: Mover,
         metrics: RouterMetrics,
-        siblings: Siblings,
+        peers: PeerProcesses,
         leads: bool,
     ) -> None:
         self._interval_s = config.auto_roles_interval_s
@@ -66,7 +66,7 @@ class AutoRoles:
         self._table = table
         self._mover = mover
         self._metrics = metrics
-        self._siblings = siblings
+        self._peers = peers
         self.controller = Controller(rules_of(config))
         self._gauge = Gauge(goals_of(config), window_s=window_s(config))
         self._moves: deque[Done] = deque(maxlen=KEPT_MOVES)
@@ -88,14 +88,14 @@ class AutoRoles:
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         """What is known, decided and done; a process that does not lead asks the one that does."""
-        asked_by_sibling = self._siblings.is_one(request)
-        body = msgspec.json.encode(self.status()) if asked_by_sibling else await self.told()
+        asked_by_peer = self._peers.is_peer(request)
+        body = msgspec.json.encode(self.status()) if asked_by_peer else await self.told()
         return web.Response(body=body, content_type="application/json")
 
     async def told(self) -> bytes:
         """`status` of the process that leads, as JSON; of this one where that does not answer."""
         if self._enabled and not self._runs:
-            answers = await self._siblings.answers(PATH)
+            answers = await self._peers.answers(PATH)
             leading = next((answer for answer in answers if msgspec.json.decode(answer)["runs"]), None)
             if leading is not None:
                 return leading

@@ -7,7 +7,7 @@ from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 
 
-class Progress(StrEnum):
+class SwitchProgress(StrEnum):
     UNDER_WAY = "under way"
     THERE = "it serves in the new role"
     WENT_BACK = "it started again in its old role"
@@ -42,17 +42,17 @@ def _served_by_it_alone(table: WorkerTable, worker: Worker) -> str | None:
     return None
 
 
-def progress(table: WorkerTable, worker: Worker, role: Role, *, was: str) -> Progress:
+def progress(table: WorkerTable, worker: Worker, role: Role, *, was: str) -> SwitchProgress:
     """Of a worker that was asked to become a `role` worker. `was`: its incarnation before."""
     if worker not in table.workers():
-        return Progress.REMOVED
+        return SwitchProgress.REMOVED
     if worker.health is Health.DOWN and worker.last_check is Check.REFUSED:  # one that changes keeps its port
-        return Progress.ENDED
+        return SwitchProgress.ENDED
     if worker.health is not Health.UP:
-        return Progress.UNDER_WAY
+        return SwitchProgress.UNDER_WAY
     if worker.role is role:
-        return Progress.THERE
+        return SwitchProgress.THERE
     role_is_read = worker.good_s >= worker.incarnation_s  # by the check that saw this life first
     if worker.incarnation not in ("", was) and role_is_read:
-        return Progress.WENT_BACK
-    return Progress.UNDER_WAY
+        return SwitchProgress.WENT_BACK
+    return SwitchProgress.UNDER_WAY

@@ -11,11 +11,11 @@ import aiohttp
 import msgspec
 
 from router.client.credentials import Credentials
-from router.fleet.siblings import Siblings
+from router.fleet.peer_processes import PeerProcesses
 from router.pool.health import HealthMonitor
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
-from router.roles.rules import Progress, objection, progress
+from router.roles.rules import SwitchProgress, objection, progress
 from service.http.json_depth import JSON_ERRORS
 
 log = logging.getLogger(__name__)
@@ -44,13 +44,13 @@ class Switch:
         monitor: HealthMonitor,
         session: aiohttp.ClientSession,
         credentials: Credentials,
-        siblings: Siblings,
+        peers: PeerProcesses,
     ) -> None:
         self._table = table
         self._monitor = monitor
         self._session = session
         self._credentials = credentials
-        self._siblings = siblings
+        self._peers = peers
         self._moves: set[asyncio.Task[None]] = set()
 
     async def move(
@@ -93,13 +93,13 @@ class Switch:
         try:
             was, old = worker.incarnation, worker.role
             await self._ask(worker, role, drain_s, headers)
-            await self._tell_siblings(worker, role)
+            await self._tell_peers(worker, role)
             await self._until_there(worker, role, was=was, timeout_s=START_TIMEOUT_S + (drain_s or 0.0))
             log.info("worker %s has changed from %s to %s", worker.url, old, role)
         finally:
             self._table.end_switch(worker)
             self._monitor.look(worker)
-        await self._tell_siblings(worker, role)
+        await self._tell_peers(worker, role)
 
     async def _ask(self, worker: Worker, role: Role, drain_s: float | None, headers: dict[str, str]) -> None:
         body = {"role": role.value, **({} if drain_s is None else {"timeout": drain_s})}
@@ -122,14 +122,14 @@ class Switch:
     async def _until_there(self, worker: Worker, role: Role, *, was: str, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                while (now := progress(self._table, worker, role, was=was)) is Progress.UNDER_WAY:
+                while (now := progress(self._table, worker, role, was=was)) is SwitchProgress.UNDER_WAY:
                     self._monitor.look(worker)
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise SwitchFailed(f"{worker.url} is not back after {timeout_s:g} s: {worker.last_error}") from None
-        if now is Progress.WENT_BACK:
+        if now is SwitchProgress.WENT_BACK:
             raise SwitchFailed(f"{worker.url}: {now}: {await self._why(worker)}")
-        if now is not Progress.THERE:
+        if now is not SwitchProgress.THERE:
             raise SwitchFailed(f"{worker.url}: {now}: {worker.last_error}")
 
     async def _why(self, worker: Worker) -> str:
@@ -144,8 +144,8 @@ class Switch:
             said = None
         return "it was started anew" if said is None or said.error is None else said.error
 
-    async def _tell_siblings(self, worker: Worker, role: Role) -> None:
-        await self._siblings.announce(PATH, {"url": worker.url, "role": role.value})
+    async def _tell_peers(self, worker: Worker, role: Role) -> None:
+        await self._peers.announce(PATH, {"url": worker.url, "role": role.value})
 
 
 class _LastSwitch(msgspec.Struct):

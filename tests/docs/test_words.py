@@ -13,19 +13,7 @@ from tools.house import Source, read_source
 GLOSSARY = ROOT / "docs" / "glossary.md"
 # Names that are still to be changed. The list only shrinks.
 PENDING = """
-    ApiError
-    Listener
-    Match
-    Observer
     Place
-    Pool
-    Progress
-    Question
-    Refused
-    RequestRecord
-    Ring
-    Siblings
-    Stream
 """
 EVERYWHERE, CLASSES = "In pages and class names:", "As class names:"
 

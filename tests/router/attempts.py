@@ -7,7 +7,7 @@ from typing import Any
 
 from router.attempts.events import Events
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
-from router.attempts.request import RoutedRequest
+from router.attempts.request import RequestContext
 from router.attempts.rooms import Entropy, RoomMinter
 from router.body import Api, parse_body
 from router.choice.policies import Placement, RoutingHints
@@ -77,7 +77,7 @@ def make_request(name: str = "id", *, body: bytes = b'{"text": "hello, you", "mo
     """A request that was read, and belongs to no connection and no task."""
     http: Any = SimpleNamespace(headers={})
     task: Any = None
-    request = RoutedRequest(http=http, task=task, request_id=name, path="/generate", started_s=now_s, body=body)
+    request = RequestContext(http=http, task=task, request_id=name, path="/generate", started_s=now_s, body=body)
     request.parsed = parsed = parse_body(Api.GENERATE, body)
     request.hints = RoutingHints(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
     return request
@@ -105,7 +105,7 @@ class Launched:
         return known[0] if known else self.table.add(url, role=role)
 
     def pair(
-        self, request: RoutedRequest | None = None, *, prefill: str = "http://p0", decode: str = "http://d0"
+        self, request: RequestContext | None = None, *, prefill: str = "http://p0", decode: str = "http://d0"
     ) -> tuple[PairAttempt, ScriptedReply, ScriptedReply]:
         """(an attempt, prefill's answer, decode's answer)."""
         workers = self.worker(Role.PREFILL, prefill), self.worker(Role.DECODE, decode)

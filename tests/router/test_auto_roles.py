@@ -12,7 +12,7 @@ import uvloop
 from aiohttp import web
 
 from router.config import RouterConfig, check_config
-from router.fleet.siblings import Siblings
+from router.fleet.peer_processes import PeerProcesses
 from router.metrics import RouterMetrics
 from router.pool.states import Check
 from router.pool.worker import LoadReport, Role, Worker
@@ -50,7 +50,7 @@ class ScriptedSwitch:
 class Process:
     """A router's process as far as this goes: two idle prefill workers and a full decode worker."""
 
-    def __init__(self, *errors: Exception, leads: bool = True, siblings: Siblings | None = None) -> None:
+    def __init__(self, *errors: Exception, leads: bool = True, peers: PeerProcesses | None = None) -> None:
         self.table = WorkerTable()
         self.workers = [self.table.add(f"http://p{i}:1", role=Role.PREFILL) for i in range(2)]
         self.workers.append(self.table.add("http://d:1", role=Role.DECODE))
@@ -64,7 +64,7 @@ class Process:
             table=self.table,
             mover=self.switch,
             metrics=self.metrics,
-            siblings=siblings or Siblings(None),
+            peers=peers or PeerProcesses(None),
             leads=leads,
         )
 
@@ -142,7 +142,7 @@ def test_a_look_that_breaks_does_not_end_the_loop(caplog: pytest.LogCaptureFixtu
 
 
 def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> None:
-    class Others(Siblings):
+    class Others(PeerProcesses):
         def __init__(self, leader: AutoRoles) -> None:
             super().__init__(None)
             self.leader = leader
@@ -153,7 +153,7 @@ def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> None:
 
     async def story() -> None:
         leader = Process()
-        other = Process(leads=False, siblings=Others(leader.auto))
+        other = Process(leads=False, peers=Others(leader.auto))
         other.auto.start()
         await leader.run(moves=1)
         for _ in range(20):  # as many looks as its leader took, and more

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from router.attempts.events import Events
 from router.attempts.failed_workers import FailedWorkers
 from router.attempts.pair_attempt import PairAttempt
-from router.dashboard.picture import SHOWN_REQUESTS, SHOWN_SECONDS, decode_snapshot, draw, merge, pick_records
+from router.dashboard.snapshot import SHOWN_REQUESTS, SHOWN_SECONDS, decode_snapshot, draw, merge, pick_records
 from router.history.recorder import (
     KEPT_REQUESTS,
     KEPT_SECONDS,

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from router.config import RouterConfig
-from router.fleet.siblings import Siblings
+from router.fleet.peer_processes import PeerProcesses
 from router.http.workers_api import describe
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
@@ -386,10 +386,10 @@ def test_without_an_api_server_it_says_so(tmp_path: Path, monkeypatch: pytest.Mo
         asyncio.run(run())
 
 
-def test_a_process_takes_from_its_siblings_only_what_it_does_not_discover_itself() -> None:
+def test_a_process_takes_from_its_peers_only_what_it_does_not_discover_itself() -> None:
     """Else a discovered worker would be somebody's by hand, and stay for ever."""
 
-    class Told(Siblings):
+    class Told(PeerProcesses):
         async def _ask_all(self, method: str, path: str, body: bytes) -> list[bytes]:
             there = WorkerTable()
             there.add("http://by.hand:1", role=Role.DECODE)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import RouterConfig, check_config
-from router.pool.pod_watch import Backoff
+from router.pool.pod_watch import WatchBackoff
 from router.pool.pods import MAX_PODS, Change, Drop, Join, Leave, Pod, PodError, PodSet, Reconciler, read_pod
 from router.pool.states import Check
 from router.pool.worker import Role
@@ -193,9 +193,9 @@ def test_whatever_comes_the_pool_ends_as_the_pods_say(steps: list[tuple[list[Pod
 
 
 def test_pauses_grow_up_to_a_bound_and_begin_anew_after_success() -> None:
-    backoff = Backoff(base_s=1.0, most_s=8.0)
+    backoff = WatchBackoff(base_s=1.0, most_s=8.0)
     assert [backoff.failed(0.999999) for _ in range(6)] == pytest.approx([0, 1, 2, 4, 8, 8], rel=1e-3)
-    assert Backoff(failures=1000).failed(0.0) == 15.0
+    assert WatchBackoff(failures=1000).failed(0.0) == 15.0
     backoff.ok()
     assert backoff.failed(0.5) == 0.0
 

@@ -274,7 +274,7 @@ def test_an_order_that_nobody_read_for_long_is_right_again() -> None:
 # ---- several processes
 
 
-def siblings(tmp_path: Path, count: int) -> list[WorkerTable]:
+def peers(tmp_path: Path, count: int) -> list[WorkerTable]:
     tables = [WorkerTable(peers=SharedLoad(tmp_path / "load", row=row, num_rows=2)) for row in range(2)]
     for table in tables:
         for i in range(count):
@@ -282,8 +282,8 @@ def siblings(tmp_path: Path, count: int) -> list[WorkerTable]:
     return tables
 
 
-def test_what_a_sibling_sends_to_the_least_loaded_is_seen_at_once(tmp_path: Path) -> None:
-    mine, other = siblings(tmp_path, 4 * SWEEP)
+def test_what_a_peer_sends_to_the_least_loaded_is_seen_at_once(tmp_path: Path) -> None:
+    mine, other = peers(tmp_path, 4 * SWEEP)
     pool = mine.pool(Role.DECODE, "")
     seen = []
     for _ in range(len(pool)):
@@ -293,8 +293,8 @@ def test_what_a_sibling_sends_to_the_least_loaded_is_seen_at_once(tmp_path: Path
     assert sorted(seen) == list(range(len(pool)))
 
 
-def test_what_a_sibling_has_ended_is_seen_within_one_round(tmp_path: Path) -> None:
-    mine, other = siblings(tmp_path, 4 * SWEEP)
+def test_what_a_peer_has_ended_is_seen_within_one_round(tmp_path: Path) -> None:
+    mine, other = peers(tmp_path, 4 * SWEEP)
     pool = mine.pool(Role.DECODE, "")
     leases = [other.charge(worker, 100) for worker in other.workers()]
     assert least_loaded(pool).load_tokens == 100
@@ -304,8 +304,8 @@ def test_what_a_sibling_has_ended_is_seen_within_one_round(tmp_path: Path) -> No
     assert found[-1] == last.worker.worker_id
 
 
-def test_a_circuit_that_a_sibling_holds_open_narrows_the_pool(tmp_path: Path) -> None:
-    mine, other = siblings(tmp_path, 3)
+def test_a_circuit_that_a_peer_holds_open_narrows_the_pool(tmp_path: Path) -> None:
+    mine, other = peers(tmp_path, 3)
     assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=0.5)] == [0, 1, 2]
     for _ in range(BreakerSettings().failure):
         other.workers()[1].circuit.tell(Event.FAULT, 1.0)

@@ -9,11 +9,11 @@ from aiohttp import web
 
 from router.client.credentials import Credentials
 from router.config import RouterConfig
-from router.fleet.siblings import Siblings
+from router.fleet.peer_processes import PeerProcesses
 from router.pool.states import Check, Health
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from router.roles.rules import Progress, objection, progress
+from router.roles.rules import SwitchProgress, objection, progress
 from router.roles.switch import Switch, SwitchRefused
 from service.security.keys import KeyRing
 from tests.router.dummies import Cluster, DummyWorker, cluster, obey, until
@@ -99,23 +99,26 @@ def test_what_was_known_of_the_old_role_is_forgotten() -> None:
     table.check()
 
 
-PROGRESS: list[tuple[list[tuple[str, Any]], Progress]] = [
-    ([], Progress.UNDER_WAY),
-    ([("check", Check.DRAINING)], Progress.UNDER_WAY),
-    ([("check", Check.FAILED), ("check", Check.FAILED)], Progress.UNDER_WAY),  # down, but its port is open: it loads
-    ([("check", Check.REFUSED)], Progress.ENDED),
-    ([("check", Check.DRAINING), ("life", "b"), ("role", Role.DECODE)], Progress.UNDER_WAY),
-    ([("check", Check.DRAINING), ("life", "b"), ("role", Role.DECODE), ("check", Check.OK)], Progress.THERE),
-    ([("check", Check.DRAINING), ("life", "b"), ("check", Check.OK)], Progress.WENT_BACK),
-    ([("life", "b")], Progress.UNDER_WAY),  # nobody saw it drain, and its role is just being read
-    ([("life", "b"), ("role", Role.DECODE)], Progress.THERE),
-    ([("life", "b"), ("check", Check.OK)], Progress.WENT_BACK),
-    ([("remove", None)], Progress.REMOVED),
+PROGRESS: list[tuple[list[tuple[str, Any]], SwitchProgress]] = [
+    ([], SwitchProgress.UNDER_WAY),
+    ([("check", Check.DRAINING)], SwitchProgress.UNDER_WAY),
+    (
+        [("check", Check.FAILED), ("check", Check.FAILED)],
+        SwitchProgress.UNDER_WAY,
+    ),  # down, but its port is open: it loads
+    ([("check", Check.REFUSED)], SwitchProgress.ENDED),
+    ([("check", Check.DRAINING), ("life", "b"), ("role", Role.DECODE)], SwitchProgress.UNDER_WAY),
+    ([("check", Check.DRAINING), ("life", "b"), ("role", Role.DECODE), ("check", Check.OK)], SwitchProgress.THERE),
+    ([("check", Check.DRAINING), ("life", "b"), ("check", Check.OK)], SwitchProgress.WENT_BACK),
+    ([("life", "b")], SwitchProgress.UNDER_WAY),  # nobody saw it drain, and its role is just being read
+    ([("life", "b"), ("role", Role.DECODE)], SwitchProgress.THERE),
+    ([("life", "b"), ("check", Check.OK)], SwitchProgress.WENT_BACK),
+    ([("remove", None)], SwitchProgress.REMOVED),
 ]
 
 
 @pytest.mark.parametrize(("told", "expected"), PROGRESS)
-def test_how_far_a_move_is(told: list[tuple[str, Any]], expected: Progress) -> None:
+def test_how_far_a_move_is(told: list[tuple[str, Any]], expected: SwitchProgress) -> None:
     table, now_s = make_table(), 10.0
     worker = table.workers()[0]
     table.on_incarnation(worker, "a", asked_s=0.0)
@@ -277,7 +280,7 @@ def test_a_move_goes_on_when_its_caller_leaves() -> None:
             monitor=c.router.monitor,
             session=c.client,
             credentials=Credentials(RouterConfig(), api=KeyRing(key="k", file=None, flag="")),
-            siblings=Siblings(None),
+            peers=PeerProcesses(None),
         )
         caller = asyncio.create_task(switch.move(worker, Role.DECODE))
         await asked.wait()

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import router.fleet.shared_load
+from router.fleet.peer_processes import merge_expositions
 from router.fleet.shared_load import SharedLoad
-from router.fleet.siblings import merge_expositions
 from router.pool.breaker import BreakerSettings, Event, State
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable

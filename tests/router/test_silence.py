@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from router.pool.active_calls import last_byte_s
-from router.pool.silence import Question, quiet_for
+from router.pool.probe_timeout import ProbeTimeout, quiet_for
 from router.pool.states import Check, Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
@@ -185,11 +185,11 @@ def test_silence_narrows_the_choice_within_a_model() -> None:
 def test_a_worker_of_which_bytes_come_is_not_silent() -> None:
     async def scenario() -> None:
         loop, told = asyncio.get_running_loop(), list[bool]()
-        question = Question(limit_s=0.01, heard_s=loop.time, tell=told.append)
+        question = ProbeTimeout(limit_s=0.01, heard_s=loop.time, tell=told.append)
         await until(lambda: len(told) >= 5)
         question.close()
         assert set(told) == {False}
-        question = Question(limit_s=0.01, heard_s=lambda: -math.inf, tell=told.append)
+        question = ProbeTimeout(limit_s=0.01, heard_s=lambda: -math.inf, tell=told.append)
         await until(lambda: told[-1])
         question.close()
 
@@ -201,7 +201,7 @@ def test_a_timer_that_comes_a_hair_too_early_is_on_time(monkeypatch: pytest.Monk
 
     async def scenario() -> None:
         loop, told = asyncio.get_running_loop(), list[bool]()
-        question = Question(limit_s=60.0, heard_s=lambda: -math.inf, tell=told.append)
+        question = ProbeTimeout(limit_s=60.0, heard_s=lambda: -math.inf, tell=told.append)
         at_s = loop.time() + 60.0 - 1e-5
         monkeypatch.setattr(loop, "time", lambda: at_s)
         question._on_timer()

@@ -21,7 +21,7 @@ from engine.frontend.errors import from_finish
 from engine.loop.control import EngineControl
 from engine.loop.deadlines import Deadlines
 from router.attempts.pair_attempt import AttemptGroup, PairAttempt
-from router.attempts.request import RoutedRequest
+from router.attempts.request import RequestContext
 from router.attempts.rooms import RoomMinter
 from router.pool.workers import WorkerTable
 from router.requests.live import LiveRequests
@@ -347,7 +347,7 @@ CLUSTER.skip(
 )
 CLUSTER.skip(
     "do not hand back what has not ended when the router ends",
-    RoutedRequest.hand_back,
+    RequestContext.hand_back,
     "A router ends without an answer to what still runs.",
     called_by=LiveRequests.drain,
 )
@@ -355,7 +355,7 @@ CLUSTER.skip(
 
 @CLUSTER.bug(
     "give a retry the whole deadline again",
-    RoutedRequest.headers_at,
+    RequestContext.headers_at,
     "A retry starts with the timeout of the first try.",
 )
 def _(original, request, now_s):

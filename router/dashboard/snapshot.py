@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from router.history.recorder import add, quantile
-from router.history.records import RequestRecord, Second, Snapshot
+from router.history.records import DashboardRequest, DashboardSnapshot, Second
 from router.pool.worker import Worker
 from service.http.json_depth import JSON_ERRORS
 
@@ -18,10 +18,10 @@ MAX_FAILURE_CHARS = 300
 _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
-def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
+def merge(snapshots: Iterable[DashboardSnapshot]) -> DashboardSnapshot:
     """One memory of many: what each process served is added up, what all were told by workers stands once."""
     seconds: dict[int, Second] = {}
-    records: list[RequestRecord] = []
+    records: list[DashboardRequest] = []
     switching: dict[str, str] = {}
     for snapshot in snapshots:
         records += snapshot.records
@@ -29,7 +29,7 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
         for second in snapshot.seconds:
             _merge_second(seconds.setdefault(second.at, Second(second.at)), second)
     in_order = sorted(records, key=lambda r: (r.started_s, r.key))
-    return Snapshot([seconds[at] for at in sorted(seconds)], in_order, switching)
+    return DashboardSnapshot([seconds[at] for at in sorted(seconds)], in_order, switching)
 
 
 def _merge_second(into: Second, second: Second) -> None:
@@ -43,7 +43,7 @@ def _merge_second(into: Second, second: Second) -> None:
         into.failures[what] = into.failures.get(what, 0) + count
 
 
-def draw(memory: Snapshot, workers: Sequence[Worker], *, now_s: float) -> dict[str, Any]:
+def draw(memory: DashboardSnapshot, workers: Sequence[Worker], *, now_s: float) -> dict[str, Any]:
     """What the page shows: `workers`, `window` (the last minute), `series` (by the second), `requests` (newest first)."""
     return {
         "workers": [show_worker(worker, switching_to=memory.switching.get(worker.url)) for worker in workers],
@@ -70,7 +70,7 @@ def show_worker(worker: Worker, *, switching_to: str | None = None) -> dict[str,
     }
 
 
-def pick_records(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+def pick_records(records: Sequence[DashboardRequest]) -> list[DashboardRequest]:
     """The newest ones; those that run come before those that have ended."""
     running = [record for record in records if record.ended_s is None][-SHOWN_REQUESTS:]
     ended = [record for record in records if record.ended_s is not None]
@@ -129,9 +129,9 @@ def _smooth(shown: Sequence[Second], value: Callable[[Second], int]) -> list[flo
     return [sum(values[max(0, i - SMOOTH_S + 1) : i + 1]) / SMOOTH_S for i in range(len(values))]
 
 
-def decode_snapshot(body: bytes) -> Snapshot | None:
-    """What a sibling sent; None for anything else."""
+def decode_snapshot(body: bytes) -> DashboardSnapshot | None:
+    """What a peer sent; None for anything else."""
     try:
-        return msgspec.json.decode(body, type=Snapshot)
+        return msgspec.json.decode(body, type=DashboardSnapshot)
     except JSON_ERRORS:
         return None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 ROUNDING_S = 0.001  # timers are no more exact than this
 
 
-class Question:
+class ProbeTimeout:
     """A question that was just asked. `close()` must be called, whatever came of it.
 
     `heard_s()`: when anything came last (the loop's time). `tell(silent)` is called after `limit_s` of silence, and again

@@ -1,7 +1,7 @@
 """What the processes of one router tell one another: changes of the pool, and their counts for one /metrics.
 
 Each serves its ordinary routes at a unix socket as well; what comes from there carries the key that only they know, and is
-passed on no further. Owns that client. A process that has just started asks a sibling who the workers are.
+passed on no further. Owns that client. A process that has just started asks a peer who the workers are.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.fleet.processes import Place
+from router.fleet.processes import ProcessSlot
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from service.telemetry.records import TracesQuery
@@ -37,13 +37,13 @@ _ADDED = (
 )
 
 
-class Siblings:
-    """The other processes; none without a place."""
+class PeerProcesses:
+    """The other processes; none without a slot."""
 
-    def __init__(self, place: Place | None) -> None:
-        self._place = place
+    def __init__(self, slot: ProcessSlot | None) -> None:
+        self._slot = slot
         self._sessions: list[aiohttp.ClientSession] = []
-        for path in () if place is None else place.siblings:
+        for path in () if slot is None else slot.peers:
             connector = aiohttp.UnixConnector(path=str(path))
             timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
             self._sessions.append(aiohttp.ClientSession("http://router", connector=connector, timeout=timeout))
@@ -53,16 +53,16 @@ class Siblings:
         """Processes of this router besides this one."""
         return len(self._sessions)
 
-    def is_one(self, request: web.BaseRequest) -> bool:
-        """Whether a sibling asks."""
+    def is_peer(self, request: web.BaseRequest) -> bool:
+        """Whether a peer asks."""
         said = request.headers.get(KEY_HEADER, "")
-        if self._place is None or not said:
+        if self._slot is None or not said:
             return False
-        return hmac.compare_digest(said.encode(errors="surrogateescape"), self._place.key.encode())
+        return hmac.compare_digest(said.encode(errors="surrogateescape"), self._slot.key.encode())
 
     async def tell(self, request: web.BaseRequest, asked: dict[str, Any]) -> None:
-        """Pass on what was asked for and done here, unless a sibling asked. One that does not answer is just starting: it will ask."""
-        if self._sessions and not self.is_one(request):
+        """Pass on what was asked for and done here, unless a peer asked. One that does not answer is just starting: it will ask."""
+        if self._sessions and not self.is_peer(request):
             await self._ask_all(request.method, request.path, msgspec.json.encode(asked))
 
     async def announce(self, path: str, said: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ class Siblings:
         return await self._ask_all("POST", "/traces", msgspec.json.encode(query))
 
     async def catch_up(self, table: WorkerTable, *, now_s: float) -> None:
-        """The pool as the siblings have it by now, which may not be what the flags said."""
+        """The pool as the peers have it by now, which may not be what the flags said."""
         for body in (await self._ask_all("GET", "/workers", b""))[:1]:
             known = {w["url"]: w for w in msgspec.json.decode(body)["workers"] if not w["discovered"]}
             for worker in table.workers():
@@ -102,14 +102,14 @@ class Siblings:
         return [answer for answer in answers if answer is not None]
 
     async def _ask(self, session: aiohttp.ClientSession, method: str, path: str, body: bytes) -> bytes | None:
-        assert self._place is not None
-        headers = {KEY_HEADER: self._place.key, "Content-Type": "application/json"}
+        assert self._slot is not None
+        headers = {KEY_HEADER: self._slot.key, "Content-Type": "application/json"}
         try:
             async with session.request(method, path, data=body or None, headers=headers) as response:
                 answer = await response.read()
                 return answer if response.status == 200 else None
         except (aiohttp.ClientError, OSError, TimeoutError) as err:
-            log.debug("a sibling did not answer %s %s: %s", method, path, err)
+            log.debug("a peer did not answer %s %s: %s", method, path, err)
             return None
 
 
