@@ -1,7 +1,4 @@
-"""How workers use a bootstrap server. Blocking HTTP from the standard library: callers run it off their event loops.
-
-`look_up` is one call for decode workers; `Registrar` keeps a prefill worker registered from a thread of its own.
-"""
+"""Clients of a bootstrap server. Blocking HTTP from the standard library: callers run it off their event loops."""
 
 import contextlib
 import http.client
@@ -42,10 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class BootstrapError(Exception):
-    """`permanent`: the server understood and will not change its mind; everything else is worth another try.
-
-    `refused`: nothing serves at its address now (a server that is merely silent is not that).
-    """
+    """`permanent`: a retry gets the same answer. `refused`: nothing serves at the address now (not merely silent)."""
 
     def __init__(self, message: str, *, permanent: bool = False, refused: bool = False) -> None:
         super().__init__(message)
@@ -61,7 +55,7 @@ def look_up(
     secret: bytes | None = None,
     timeout_s: float = 3.0,
 ) -> RouteReply:
-    """Who serves `room`, by the bootstrap server at "host:port"; `any_but`: or any other but these incarnations.
+    """Ask the bootstrap server at "host:port" for the worker of `room`; `any_but`: or for any other than these incarnations.
 
     Raises `BootstrapError`.
     """
@@ -74,8 +68,8 @@ def look_up(
 class Registrar:
     """Registers `worker`, renews its lease, registers its rooms where the server is shared, and leaves on `close`.
 
-    A server that is down is tried again for ever, with back-off: it may start later, or be replaced. Another life of it is
-    told the rooms of the last `REMEMBER_S` once more.
+    It retries forever, with back-off: a server may start later, or be replaced. A restarted server gets the rooms of the last
+    `REMEMBER_S` again.
     """
 
     def __init__(
@@ -107,7 +101,7 @@ class Registrar:
         self._thread.start()
 
     def add_room(self, room: int) -> None:
-        """This worker got the request of `room`. Returns at once; does nothing where the server is not shared."""
+        """This worker has the request of `room`. Returns at once; does nothing where the server is not shared."""
         if self._shared or not self.registered.is_set():
             try:
                 self._rooms.put_nowait(room)
@@ -131,7 +125,7 @@ class Registrar:
             self._wake.wait(self.turn())
 
     def turn(self) -> float:
-        """One turn of the thread: register or renew when due, hand rooms over. Returns the pause until the next, in seconds."""
+        """Register or renew when due, and send rooms. Returns the pause until the next turn, in seconds."""
         try:
             if self._clock() >= self._renew_at_s:
                 lease = self._register()
@@ -175,7 +169,7 @@ class Registrar:
                 self._rooms.put_nowait(room)
 
     def _remember(self, rooms: Sequence[int]) -> None:
-        """Decode may still look for them, and the server that was told may die before."""
+        """Keep rooms for a server that restarts: decode may still look for them."""
         now_s = self._clock()
         for room in rooms:
             self._known.pop(room, None)
@@ -235,7 +229,7 @@ def _headers(call: Call) -> dict[str, str]:
 
 
 def _exchange_signed(connection: http.client.HTTPConnection, call: Call, signer: Signer) -> tuple[int, bytes]:
-    """Status `UNPROVEN`: an answer of somebody who does not know the secret. A 401 is tried once more, as its challenge says."""
+    """Status `UNPROVEN`: an answer without the secret's signature. After a 401, call once more with its challenge."""
     for _ in range(2):
         header, nonce = signer.sign(call)
         connection.request(call.method, call.path, call.body or None, {AUTH_HEADER: header, **_headers(call)})

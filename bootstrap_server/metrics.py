@@ -10,7 +10,7 @@ from bootstrap_server.registry import Registry
 
 
 class BootstrapMetrics:
-    """`num_refused`: calls that were not signed with the cluster's secret, so far."""
+    """`num_refused`: number of calls without a valid signature."""
 
     def __init__(self, registry: Registry, num_refused: Callable[[], int]) -> None:
         self._metrics = CollectorRegistry(auto_describe=False)
@@ -20,7 +20,7 @@ class BootstrapMetrics:
         )
 
     def on_answered(self, call: str, status: int) -> None:
-        """`call`: "PUT /route" and the like, of the server's own routes."""
+        """`call`: such as "PUT /route"."""
         self._calls.labels(call, str(status)).inc()
 
     def exposition(self) -> bytes:

@@ -1,20 +1,19 @@
-"""What the bootstrap server and its clients say to each other: JSON bodies, decoded strictly.
+"""Messages between a bootstrap server and its clients: JSON bodies, decoded strictly.
 
-    PUT    /route           Registration -> RegistrationReply         a prefill worker registers, and renews, and replaces itself
-    GET    /route?room=N    -> RouteReply                 a decode worker looks up who serves room N
-           &any=1&but=I,J   -> RouteReply                 ... or, if that one is not here, any other but I and J
+    PUT    /route           Registration -> RegistrationReply   a prefill worker registers, renews, or replaces itself
+    GET    /route?room=N    -> RouteReply                 a decode worker looks up the worker of room N
+           &any=1&but=I,J   -> RouteReply                 ... or, if that one is gone, any other than I and J
     DELETE /route?incarnation=I                           a prefill worker leaves
     POST   /rooms           RoomBatch -> {}               a prefill worker owns these rooms (shared servers only)
     GET    /health          -> {}
-    any error: 4xx or 503 with ErrorReply, one clear message
+    any error: 4xx or 503 with ErrorReply
     With a cluster secret all but /health is signed, both ways (service/security/signing.py).
 
-**Several prefill workers behind one server.** A request names the bootstrap server, not the worker. The server inside a
-prefill worker knows that one worker only, so any room leads to it, and decode keeps the answer (`shared` false). A
-server on its own is *shared*: which worker got the request is known to that worker alone, so it registers the room when
-the request arrives (batched, remembered for `room_ttl_s` seconds), and decode's look-up of a room that is not there yet gets a
-404 that it retries until its handshake times out. A server that starts again knows no room: its leases name another life, and
-workers register their latest rooms once more. SGLang solves the same for data-parallel ranks (`/register_dp_rank`).
+A request names the bootstrap server, not the worker. The server inside a prefill worker knows only that worker, so every room
+leads to it, and decode caches the answer (`shared` false). A server on its own is *shared* by several prefill workers: the
+worker that gets a request registers its room (batched, remembered for `room_ttl_s` seconds), and decode retries a 404 until its
+handshake times out. A restarted server knows no room; its replies have a new `server` id, and workers register their latest
+rooms again. SGLang solves the same for data-parallel ranks (`/register_dp_rank`).
 """
 
 from typing import Annotated
@@ -31,7 +30,7 @@ Text = Annotated[str, msgspec.Meta(max_length=2048)]
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One life of a prefill worker. `control_host:control_port`: its control plane. `url`: its HTTP address, if any."""
+    """One start of a prefill worker. `control_host:control_port`: its control plane. `url`: its HTTP address, if any."""
 
     incarnation: Name
     control_host: Name
@@ -50,10 +49,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RegistrationReply(msgspec.Struct, frozen=True):
-    """Renew well before `lease_s` seconds. `shared`: register rooms, too. `server`: which life of the server says so: another
-
-    one knows no rooms of before.
-    """
+    """Renew well before `lease_s` seconds. `shared`: register rooms, too. `server`: a new id after each start of the server."""
 
     lease_s: float
     shared: bool
@@ -75,6 +71,6 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
-    """What a caller reads of an error (service/http/errors.py writes it)."""
+    """The part of an error that a caller reads (service/http/errors.py writes it)."""
 
     error: ErrorDetail

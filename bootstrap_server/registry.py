@@ -1,7 +1,7 @@
-"""Who is registered, and whose a room is. Pure: told of calls and of time. Knows no HTTP.
+"""Registered workers, and the owner of each room. Pure: receives calls and the time.
 
-A worker is keyed by its incarnation. A new life at the same control address or URL replaces the old one at once; in a
-server that is not shared every registration replaces all others (it lives inside its one worker).
+The key of a worker is its incarnation. A new start at the same control address or URL replaces the old one; in a server that
+is not shared, every registration replaces all others.
 """
 
 from bisect import bisect_left, insort
@@ -101,7 +101,7 @@ class Registry:
         return len(self._rooms)
 
     def check(self) -> list[str]:
-        """What is inconsistent; empty when all is well."""
+        """A list of inconsistencies; empty when all is well."""
         problems = [
             f"worker {name} is filed wrongly" for name, (w, _) in self._workers.items() if w.incarnation != name
         ]

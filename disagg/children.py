@@ -1,4 +1,4 @@
-"""The processes that a worker starts beside its own (its scheduler). Starts them, knows who died, ends them."""
+"""The child processes of a worker (its scheduler)."""
 
 import os
 import subprocess
@@ -19,12 +19,12 @@ SPINS = "20000"
 
 @dataclass
 class Children:
-    """`end()` must be called; it leaves none behind."""
+    """Starts child processes. Call `end()`, which leaves none behind."""
 
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, name: str, module: str, args: Sequence[str], *, num_threads: int) -> None:
-        """`python -m module args`. OpenMP must know its threads before torch is imported (docs/tuning.md, "CPU workers")."""
+        """Run `python -m module args`. OpenMP must know its threads before torch is imported (docs/tuning.md, "CPU workers")."""
         threads = str(num_threads)
         env = {"GOMP_SPINCOUNT": SPINS, **os.environ}
         env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
@@ -34,14 +34,14 @@ class Children:
         )
 
     def dead(self) -> str | None:
-        """None, or which child has ended."""
+        """Which child has ended; None: none."""
         for name, process in self._processes.items():
             if (status := process.poll()) is not None:
                 return f"the {name} process ended (status {status})"
         return None
 
-    def told(self) -> bool:
-        """Whether a child ended for a reason that it has told the operator itself."""
+    def has_reported(self) -> bool:
+        """Whether a child ended for a reason that it has reported to the operator itself."""
         return any(process.poll() == OPERATING_ERROR for process in self._processes.values())
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Gives an engine its role: metadata buffers, transfer engine, manager. The only place that knows all of them."""
+"""Builds a worker's role from metadata buffers, transfer engine and manager. The only place that knows all of them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +26,7 @@ LEAST_BYTES = 4 << 20
 
 
 def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], None]) -> EngineRole:
-    """`wakeup` is called from transfer threads when a queue may move."""
+    """`wakeup`: transfer threads call it when a queue may move."""
     if spec.disagg.disaggregation_mode == "null":
         return UnifiedRole(parts.scheduler)
     metadata = MetadataBuffers(2 * parts.config.max_running_requests)  # running ones, and as many on their way

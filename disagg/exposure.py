@@ -1,4 +1,4 @@
-"""What of a worker others can reach: refuses to start one that strangers could command, and says whom it may dial."""
+"""Checks which parts of a worker other machines can reach, and which addresses it may dial."""
 
 import logging
 
@@ -15,8 +15,7 @@ log = logging.getLogger(__name__)
 def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> None:
     """Raises `ConfigError`; with --allow-insecure it warns instead.
 
-    HTTP needs an API key; control plane, transfer engine and bootstrap server, which only a disaggregated worker has,
-    need the cluster's secret.
+    Off loopback, HTTP needs an API key; control plane, transfer engine and bootstrap server need the cluster's secret.
     """
     warnings = [
         require_secret(
@@ -45,7 +44,7 @@ def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
 
 
 def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: DisaggConfig) -> None:
-    """KV events hold the tokens of all users' prompts. Raises `ConfigError`, ConfigError for a broken value."""
+    """Raises `ConfigError` for a broken value, or for events that other machines could read: they hold all users' prompts."""
     events = parse_kv_events_config(engine.kv_events_config)
     open_hosts = [] if events is None else [host for host in events.hosts() if not is_loopback(host)]
     if not open_hosts or disagg.cluster_secret_file is not None:
@@ -57,7 +56,7 @@ def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: Di
 
 
 def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host: str) -> list[tuple[str, str]]:
-    """(flag, address) of what only members of the cluster may talk to."""
+    """(flag, address) of the sockets for members of the cluster."""
     if disagg.disaggregation_mode == "null":
         return []
     named = disagg.disaggregation_control_host is not None
@@ -79,8 +78,8 @@ def _told_of_engine(disagg: DisaggConfig) -> str | None:
 def make_allowlist(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> BootstrapAllowlist:
     """Which bootstrap servers a request may name. Raises `ConfigError`.
 
-    This machine's own are fine only while nobody else can send us requests: else a client could point us at a service that
-    listens here for local processes alone.
+    This machine's own are allowed only while no other machine can send us requests: else a client could point us at a local
+    service.
     """
     secret = read_secret(disagg)
     if disagg.disaggregation_mode != "decode":

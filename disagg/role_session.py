@@ -1,7 +1,7 @@
-"""One session of a worker in one role: what it needs is checked, its processes are started, and end with it.
+"""One session of a worker in one role: checks its plan, starts its processes, and ends them.
 
-A worker that changes its role (`POST /switch_role`) ends one session and begins the next, in the same process and at the same
-HTTP port; nothing else outlives the role. Must not know when lives end, or how many there are (disagg/worker.py).
+A role switch (`POST /switch_role`) ends one session and starts the next in the same process and at the same HTTP port;
+nothing else outlives the role. Must not know when sessions end, or how many there are (worker.py).
 """
 
 import os
@@ -36,7 +36,7 @@ PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (
 
 @dataclass(frozen=True, kw_only=True)
 class SessionPlan:
-    """Flags of one session, found good. `control_host`: the address that peers reach this worker at."""
+    """Checked flags of one session. `control_host`: the address at which peers reach this worker."""
 
     engine: EngineConfig
     server: ServerConfig
@@ -50,15 +50,12 @@ class SessionPlan:
 
     @property
     def has_bootstrap_server(self) -> bool:
-        """A prefill worker has one inside, unless a server on its own is named."""
+        """Whether a bootstrap server runs inside this worker."""
         return self.role == "prefill" and self.disagg.disaggregation_bootstrap_server is None
 
 
 def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> SessionPlan:
-    """Wrong files, flags and rules are told before anything is started. Raises ConfigError.
-
-    `engine.model_path` names the checkpoint.
-    """
+    """Check files, flags and rules before anything starts. Raises ConfigError. `engine.model_path` names the checkpoint."""
     load_model_config(engine.model_path)
     control_host = _control_host(server, disagg)
     check_exposure(server, disagg, control_host=control_host)
@@ -70,7 +67,7 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
 
 
 def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
-    """The session after `plan`, with the weights and adapters that were loaded meanwhile. Raises as `plan_session` does."""
+    """The plan of the session after `plan`, with the weights and adapters loaded at run time. Raises ConfigError."""
     if to.model_path != plan.engine.model_path:
         load_tokenizer(to.model_path)  # new weights came without being asked for one
     engine = replace(
@@ -87,7 +84,7 @@ def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
 
 
 def _check_adapters(engine: EngineConfig, to: RoleSwitchState) -> None:
-    """Raises ConfigError for one that was loaded at run time and could not be loaded by a flag."""
+    """Raises ConfigError for an adapter that was loaded at run time and could not be loaded by a flag."""
     if named_paths(engine) != to.adapters:
         raise ConfigError("an adapter's name has a '=' in it, so it cannot be loaded again; unload it")
     for name, path in to.adapters.items():
@@ -98,7 +95,7 @@ def _check_adapters(engine: EngineConfig, to: RoleSwitchState) -> None:
 
 
 def check_next_session(plan: SessionPlan, to: RoleSwitchState) -> None:
-    """As `next_session`, and the port of its bootstrap server must be free now."""
+    """Raises ConfigError where `next_session` does, or if the port of its bootstrap server is taken."""
     following = next_session(plan, to)
     if following.has_bootstrap_server and not plan.has_bootstrap_server:
         require_free(following.server.host, following.disagg.disaggregation_bootstrap_port, flag=BOOTSTRAP_PORT_FLAG)
@@ -106,7 +103,7 @@ def check_next_session(plan: SessionPlan, to: RoleSwitchState) -> None:
 
 @dataclass(kw_only=True)
 class RoleSession:
-    """Use `started`."""
+    """Use `started`. `was_ready`: it has served."""
 
     plan: SessionPlan
     ipc: IpcPaths
@@ -116,7 +113,7 @@ class RoleSession:
 
 @contextmanager
 def started(plan: SessionPlan) -> Iterator[RoleSession]:
-    """A session whose processes run; none is left at the end of the block. Raises ConfigError."""
+    """Start a session's processes, and end them all with the block. Raises ConfigError."""
     bootstrap = _embedded_bootstrap_server(plan)
     session = RoleSession(plan=plan, ipc=IpcPaths.create())
     try:

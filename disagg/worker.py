@@ -1,10 +1,10 @@
-"""One worker: this process serves HTTP, the scheduler's runs beside it. Ends when told, or when that one does.
+"""One worker: this process serves HTTP, and starts the scheduler process. It ends on a signal, or when that process dies.
 
     session as prefill --POST /switch_role--> session as decode --...--> ended (signal, or a child died)
          ^                                      |
          +-------- it could not start ----------+
 
-Owns the worker's lives and what outlasts them: signals, keys and the HTTP port. A session is disagg/role_session.py's.
+Owns the sequence of role sessions (role_session.py) and what they share: signals, keys and the HTTP port.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
-    """Serve until SIGTERM (after a drain) or SIGINT; returns the exit status. Raises ConfigError before anything is started."""
+    """Serve until SIGTERM (after a drain) or SIGINT; return the exit status. Raises ConfigError before anything starts."""
     set_up_logging(level=server.log_level, format=server.log_format, process=role_name(disagg))
     seeded = with_random_seed(engine)
     plan = plan_session(engine=with_threads(with_local_model(seeded)), server=server, disagg=disagg)
@@ -75,28 +75,28 @@ async def _live(plan: SessionPlan, gate: KeyGate, port: ListeningPort) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """How a session ended. `to`: what the next one is to be. `error`: it was not asked to end; `told`: the operator knows why."""
+    """How a session ended. `to`: the next session. `error`: why it ended unasked; `is_reported`: the operator has read why."""
 
     to: RoleSwitchState | None = None
     error: Exception | None = None
-    told: bool = False
+    is_reported: bool = False
     was_ready: bool = False
 
 
 @dataclass(frozen=True)
 class _Worker:
-    """What its lives have in common."""
+    """What its sessions share."""
 
     gate: KeyGate
     port: ListeningPort
     signals: StopSignals
 
     async def live(self, plan: SessionPlan) -> int:
-        """One session after another; the exit status. Raises what a first session raises that cannot begin."""
+        """Run one session after another; return the exit status. Raises the error of a first session that cannot start."""
         back: SessionPlan | None = None  # the session before, should this one not start
         last: Mapping[str, Any] | None = None
         while True:
-            end = await self._one_life(plan, last)
+            end = await self._one_session(plan, last)
             if end.to is not None:
                 last = _switch(plan, end.to.role)
                 plan, back = next_session(plan, end.to), next_session(plan, replace(end.to, role=plan.role))
@@ -109,7 +109,7 @@ class _Worker:
                 return _status(end)
             set_up_logging(level=plan.server.log_level, format=plan.server.log_format, process=plan.role)
 
-    async def _one_life(self, plan: SessionPlan, last: Mapping[str, Any] | None) -> _End:
+    async def _one_session(self, plan: SessionPlan, last: Mapping[str, Any] | None) -> _End:
         if self.signals.asked.is_set():
             return _End()
         session: RoleSession | None = None
@@ -119,7 +119,7 @@ class _Worker:
         except (WorkerDied, ConfigError) as error:
             if session is None:
                 return _End(error=error)
-            return _End(error=error, told=session.children.told(), was_ready=session.was_ready)
+            return _End(error=error, is_reported=session.children.has_reported(), was_ready=session.was_ready)
 
     async def _serve(self, session: RoleSession, last: Mapping[str, Any] | None) -> RoleSwitchState | None:
         plan = session.plan
@@ -150,12 +150,12 @@ class _Worker:
 
 
 def _status(end: _End) -> int:
-    """Exit status of a worker whose last session ended so. Raises what is wrong with its flags or files."""
+    """The exit status after the last session. Raises ConfigError for wrong flags or files."""
     if end.error is None:
         return 0
     if not isinstance(end.error, WorkerDied):
         raise end.error
-    if not end.told:
+    if not end.is_reported:
         print(f"tandem serve: error: {end.error}", file=sys.stderr, flush=True)
     return 1
 

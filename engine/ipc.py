@@ -1,7 +1,6 @@
 """The sockets between the processes of one worker: typed ZMQ PUSH/PULL over ipc:// in a private directory.
 
-Owns endpoints, framing (one msgspec struct a message) and the bound on every queue. Must not know what a message means.
-The receiver binds, senders connect.
+Owns endpoints, framing (one msgspec struct per message) and the bound on every queue. The receiver binds, senders connect.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ RECV_BURST = 256  # messages taken before the event loop may look at something e
 
 
 class PeerStalled(RuntimeError):
-    """The receiver of a socket is dead or far behind: its queue is full."""
+    """The receiver is dead or far behind: its queue is full."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,7 @@ class IpcPaths:
 
     @classmethod
     def create(cls, parent: str | None = None) -> "IpcPaths":
-        """Make a fresh private directory (short: a unix socket path has at most 107 characters).
-
-        Directories of owners that were killed before they could remove them go on this occasion.
-        """
+        """Make a fresh private directory (short: a unix socket path has at most 107 characters), and remove those of dead owners."""
         folder = Path(parent or tempfile.gettempdir())
         for left in folder.glob(f"{IPC_PREFIX}*"):
             if _is_orphan(left):
@@ -67,7 +63,7 @@ class IpcPaths:
 
 
 def _is_orphan(folder: Path) -> bool:
-    """Whether it is this user's folder and the process in its name is gone."""
+    """Whether we own it, and the process in its name is gone."""
     pid = folder.name.removeprefix(IPC_PREFIX).partition("-")[0]
     try:
         mine = folder.stat().st_uid == os.getuid()
@@ -77,7 +73,7 @@ def _is_orphan(folder: Path) -> bool:
 
 
 class PullSocket(Generic[M]):
-    """Receives the closed union `union`. Whatever does not decode is logged, counted in `rejected` and dropped."""
+    """Receives the closed union `union`. Frames that do not decode are logged, counted in `rejected` and dropped."""
 
     def __init__(self, endpoint: str, union: Any, *, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         self.socket = (context or zmq.Context.instance()).socket(zmq.PULL)
@@ -95,14 +91,14 @@ class PullSocket(Generic[M]):
         return int(self.socket.getsockopt(zmq.FD))
 
     def recv_all_nowait(self, limit: int = 1 << 30) -> list[M]:
-        """Everything that has arrived, in order, up to `limit` messages; never waits."""
+        """Take what has arrived, in order, up to `limit` messages; never waits."""
         messages: list[M] = []
         while len(messages) < limit and self._has_frame():
             self._append(self.socket.recv(zmq.NOBLOCK), messages)
         return messages
 
     def recv(self, timeout_s: float) -> list[M]:
-        """Wait until something arrives or the time is over, then take all of it."""
+        """Wait up to `timeout_s` for a message, then take all that have arrived."""
         self.socket.poll(int(timeout_s * 1000))
         return self.recv_all_nowait()
 
@@ -119,7 +115,7 @@ class PullSocket(Generic[M]):
         self.socket.close(0)
 
     def _has_frame(self) -> bool:
-        """To ask first costs less than the exception of a `recv` in vain, which every wake-up would end with."""
+        """Costs less than the exception that would end every wake-up."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _append(self, frame: bytes, messages: list[M]) -> None:

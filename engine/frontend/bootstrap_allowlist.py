@@ -1,4 +1,4 @@
-"""Which bootstrap servers a request may name: a decode worker dials none that it does not know. Pure."""
+"""Which bootstrap servers a request may name: a decode worker dials no unknown one. Pure."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from service.security.voucher import is_vouched
 
 
 class BootstrapAllowlist:
-    """Known addresses, and those that a router with the cluster's secret vouches for. `allowed` None: never dialled here."""
+    """Known addresses, and those for which a router with the cluster's secret vouches. `allowed` None: none is dialled here."""
 
     def __init__(self, allowed: AllowedAddresses | None = None, *, secret: bytes | None = None) -> None:
         self._allowed = allowed
         self._secret = secret
 
     def check(self, bootstraps: Sequence[Bootstrap | None], *, voucher: str) -> None:
-        """All samples of one request, in order. Raises ApiError(400) that names bootstrap_host."""
+        """Check the samples of one request, in order. Raises ApiError(400) that names bootstrap_host."""
         if self._allowed is None:
             return
         named = [b for b in bootstraps if b is not None and b.host != FAKE_BOOTSTRAP_HOST]

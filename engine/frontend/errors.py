@@ -1,4 +1,4 @@
-"""Errors of a worker: what the engine's own errors are to a client. Their shape: service/http/errors.py."""
+"""Engine errors as a worker's answers. Their shape: service/http/errors.py."""
 
 from engine.messages import ControlReply, FinishReason
 from engine.sampling_params import InvalidParam
@@ -14,7 +14,7 @@ def from_invalid_param(e: InvalidParam, *, names: dict[str, str] | None = None) 
 
 
 def from_finish(finish: FinishReason) -> ApiError:
-    """The error that an abort with a status is; one about load says when to come again."""
+    """The error of an abort with a status; errors about load have `Retry-After`."""
     code = DEADLINE if finish.status == 504 else None
     retry_after_s = 1 if finish.status == 503 else None
     message = finish.message or "the request was aborted"
@@ -22,7 +22,7 @@ def from_finish(finish: FinishReason) -> ApiError:
 
 
 def refused(reply: ControlReply) -> ApiError:
-    """A control message that the scheduler did not accept; its text begins with the field, where one is to blame."""
+    """A control message that the scheduler refused; its text may begin with the wrong field."""
     field, colon, _ = reply.message.partition(": ")
     return ApiError(reply.status, reply.message, field=field if colon and field.isidentifier() else None)
 
@@ -32,5 +32,5 @@ def not_ready(message: str) -> ApiError:
 
 
 def draining(message: str) -> ApiError:
-    """Routers read the code: another worker may serve the request."""
+    """Routers read the code and try another worker."""
     return ApiError(503, message, code=DRAINING, retry_after_s=1)

@@ -1,4 +1,4 @@
-"""The table of a worker's routes: handler, key, body and answer of each. `app.py` serves it, `openapi.py` describes it."""
+"""The table of a worker's routes. app.py serves it, openapi.py describes it."""
 
 from dataclasses import dataclass, replace
 
@@ -22,10 +22,10 @@ Body = type[msgspec.Struct]
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRoute:
-    """`need`: the caller's key; new routes need one unless they say otherwise. `is_polled`: its good answers are not logged.
+    """`need`: the caller's key. `is_polled`: its good answers are not logged.
 
-    The rest is for openapi.py: `is_alias` (not described), `body` (None: no body), what it answers (`streams`: or events), and `starts`: the work goes on
-    after a 202.
+    For openapi.py: `is_alias` (not described), `body` (None: no body), `streams` (JSON or events), `plain_text` or `empty`
+    answers, and `starts`: the work goes on after a 202.
     """
 
     method: str

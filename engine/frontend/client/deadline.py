@@ -1,4 +1,4 @@
-"""How long a client will wait, as it says by header or the server by flag, and what it is told when that is too short."""
+"""How long a client waits, by header or by flag, and the answer when that is too short."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ MAX_RETRY_AFTER_S = 60
 
 
 def request_timeout_s(headers: Mapping[str, str], *, default_s: float | None) -> float | None:
-    """Seconds from now; None: no end. Raises ApiError(400) for a header that is no number above 0."""
+    """Seconds from now; None: no limit. Raises ApiError(400) for a header that is not a number above 0."""
     for name in UNITS_S:
         text = headers.get(name)
         if text is None:
@@ -24,7 +24,7 @@ def request_timeout_s(headers: Mapping[str, str], *, default_s: float | None) ->
 
 
 def too_late(wait_s: float, timeout_s: float) -> ApiError:
-    """503: another worker may be in time; `Retry-After`: when this one would be."""
+    """503: another worker may be in time. `Retry-After` says when this one would be."""
     return ApiError(
         503,
         f"the first token would come after about {wait_s:.1f} s, the request ends after {timeout_s:g} s; try again later",

@@ -27,7 +27,7 @@ class Traces:
 
 
 class SampleTrace:
-    """A sample under way. It keeps what the record needs, not the prompt."""
+    """A running sample. Keeps what the record needs, not the prompt."""
 
     __slots__ = (
         "_asked",
@@ -68,7 +68,7 @@ class SampleTrace:
         self._first_token_s = time.monotonic()
 
     def end(self, last: TokenOutput | None) -> None:
-        """`last`: the output with the finish; None: whoever asked went away."""
+        """`last`: the output with the finish; None: the client went away."""
         if self._ended or not self._context.operation:
             return
         self._ended = True

@@ -1,4 +1,4 @@
-"""A metric under a second name, at no cost while it is counted: copies are made when somebody scrapes."""
+"""A metric under a second name. Copies are made when it is scraped, so counting costs nothing more."""
 
 from collections.abc import Iterator, Mapping
 

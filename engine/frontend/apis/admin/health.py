@@ -17,11 +17,10 @@ HEARD_RECENTLY_S = 1.0  # a scheduler that said anything this short ago need not
 
 
 async def health(request: web.BaseRequest) -> web.Response:
-    """200 when the scheduler process answers (or just said something); no token is generated. A worker that drains says so, with 503.
+    """200 if the scheduler process answers (or sent something just now); no token is generated. 503 while it drains.
 
-    A long step is no illness: a thread beside it answers, and `busy_s` and `step` say since when and what it computes. 503 when
-    that thread is silent, or the step has taken longer than --watchdog-timeout.
-    `incarnation`: another process at this address has another one, or the same one in another role.
+    In a long step a thread beside the loop answers: `busy_s` and `step` say what it computes. 503 when that thread is silent, or
+    the step exceeds --watchdog-timeout. `incarnation` changes with every start and role session.
     """
     s = request[SERVICES]
     if s.client.is_draining:
@@ -44,14 +43,14 @@ async def health(request: web.BaseRequest) -> web.Response:
 
 
 async def _still_loading(s: Services) -> None:
-    """Raises ApiError(503) that says for how long the model has been loading, if the scheduler process says so."""
+    """Raises ApiError(503) with the loading time, if the scheduler process reports it."""
     now = await step_if_up(s)
     if now is not None and now.loading:
         raise not_ready(f"the model has been loading for {now.busy_s:.0f} s")
 
 
 async def liveness(request: web.BaseRequest) -> web.Response:
-    """200 while this process answers at all: starting, draining or overloaded is no reason to kill it.
+    """200 while this process answers at all: starting, draining or overload is no reason to kill it.
 
     A scheduler that hangs is ended by its watchdog, and the worker with it.
     """
@@ -59,7 +58,7 @@ async def liveness(request: web.BaseRequest) -> web.Response:
 
 
 async def health_generate(request: web.BaseRequest) -> web.Response:
-    """200 when one real token came through model and frontend (disaggregated: without a transfer)."""
+    """200 after one real token through model and frontend (disaggregated: without a transfer)."""
     s = request[SERVICES]
     check_up(s)
     bootstrap = (

@@ -21,7 +21,7 @@ async def model_info(request: web.BaseRequest) -> web.Response:
 
 
 async def server_info(request: web.BaseRequest) -> web.Response:
-    """Resolved configuration, what the scheduler said of itself, and its load; the load is missing while it is down."""
+    """Flags, the scheduler's report of itself, and its load; no load while the scheduler is down."""
     s = request[SERVICES]
     load, now = await load_if_up(s), await step_if_up(s)
     info = {
@@ -70,7 +70,7 @@ async def metrics(request: web.BaseRequest) -> web.Response:
 
 
 async def check(request: web.BaseRequest) -> web.Response:
-    """Every owner of the scheduler checks its own invariants; `ok` is false when one found a problem."""
+    """Let every owner of the scheduler check its invariants; `ok`: no problem was found."""
     state = await request[SERVICES].scheduler.state(check=True)
     return json_response({"ok": not state.problems, **msgspec.structs.asdict(state), "problems": state.problems})
 

@@ -1,4 +1,4 @@
-"""What a worker tells routers and dashboards about its load, made from one `StateReply`. Pure."""
+"""A worker's load, for routers and dashboards, from one `StateReply`. Pure."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def load_summary(s: StateReply) -> dict[str, Any]:
 
 
 def step_summary(now: StepReply) -> dict[str, Any]:
-    """What the scheduler computes, and for how long it has; nothing while it rests."""
+    """What the scheduler computes, and since when; empty while it rests."""
     if now.busy_s is None:
         return {}
     busy = {"busy_s": round(now.busy_s, 3)}

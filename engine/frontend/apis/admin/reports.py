@@ -1,4 +1,4 @@
-"""What the scheduler reports of itself, as far as it is up."""
+"""The scheduler's reports, if it is up."""
 
 from typing import Any
 

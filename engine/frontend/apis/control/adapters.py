@@ -13,7 +13,7 @@ LOAD_TIMEOUT_S = 3600.0  # adapters come from a disk; running requests finish be
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
-    """`pinned` is taken and means nothing: every loaded adapter stays on the device."""
+    """`pinned` has no effect: every loaded adapter stays on the device."""
 
     lora_name: str
     lora_path: str
@@ -25,7 +25,7 @@ class UnloadBody(msgspec.Struct, kw_only=True):
 
 
 async def load_lora_adapter(request: web.BaseRequest) -> web.Response:
-    """200 once requests may name the adapter. 400 for one that does not fit: nothing changes."""
+    """200 once requests may name the adapter. 400 for one that does not fit; then nothing changes."""
     s = request[SERVICES]
     body = decode_body(await request.read(), LoadBody)
     if problem := name_problem(body.lora_name):
@@ -39,7 +39,7 @@ async def load_lora_adapter(request: web.BaseRequest) -> web.Response:
 
 
 async def unload_lora_adapter(request: web.BaseRequest) -> web.Response:
-    """200 once the requests that used it have ended; new ones are refused at once."""
+    """200 once its requests have ended; new ones are refused at once."""
     s = request[SERVICES]
     body = decode_body(await request.read(), UnloadBody)
     message = UnloadAdapter(s.scheduler.mint_call_id(), body.lora_name)

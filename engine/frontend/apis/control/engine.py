@@ -1,6 +1,6 @@
-"""Control of a running worker over HTTP: pause and continue, weights from disk, profiles.
+"""Control of a running engine: pause and continue, weights from disk, profiles.
 
-Field names and defaults are SGLang's (`srt/managers/io_struct.py`); fields that have no meaning here are ignored.
+Field names and defaults are SGLang's (`srt/managers/io_struct.py`); fields without a meaning here are ignored.
 """
 
 import msgspec
@@ -54,7 +54,7 @@ async def continue_generation(request: web.BaseRequest) -> web.Response:
 
 
 async def update_weights_from_disk(request: web.BaseRequest) -> web.Response:
-    """200 once every later token comes from the new weights. 400 for a checkpoint that does not fit: nothing changes."""
+    """200 once every later token comes from the new weights. 400 for a checkpoint that does not fit; then nothing changes."""
     scheduler = request[SERVICES].scheduler
     body = decode_body(await request.read(), UpdateWeightsBody)
     if not body.model_path:

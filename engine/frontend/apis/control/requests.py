@@ -22,7 +22,7 @@ async def flush_cache(request: web.BaseRequest) -> web.Response:
 
 
 async def abort_request(request: web.BaseRequest) -> web.Response:
-    """200 also for an id that is not (or no longer) running, as SGLang does."""
+    """200 also for an id that is not running, as SGLang does."""
     s = request[SERVICES]
     body = decode_body(await request.read() or b"{}", AbortBody)
     if body.abort_all:

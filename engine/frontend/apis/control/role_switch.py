@@ -1,7 +1,4 @@
-"""POST /switch_role: a prefill worker becomes a decode worker, or the other way round.
-
-What cannot be is refused here, before anything is drained.
-"""
+"""POST /switch_role: a prefill worker becomes a decode worker, or the reverse. Impossible switches are refused before a drain."""
 
 import math
 
@@ -29,7 +26,7 @@ class SwitchBody(msgspec.Struct, kw_only=True):
 
 
 async def switch_role(request: web.BaseRequest) -> web.Response:
-    """202 once the worker drains; it is done when /server_info tells the new role. 200: it has that role already."""
+    """202 once the worker drains; /server_info shows the new role when it is done. 200: it has that role already."""
     s = request[SERVICES]
     body = decode_body(await request.read(), SwitchBody)
     if body.role not in ROLES:

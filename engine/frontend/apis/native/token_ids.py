@@ -1,4 +1,4 @@
-"""What a native request may ask for beside its tokens: logprobs of token ids it names, and hidden states. Pure."""
+"""Native extras: logprobs of requested token ids, and hidden states. Pure."""
 
 import array
 from typing import Any
@@ -24,9 +24,9 @@ def asked_token_ids(value: list[Any] | None, num_prompts: int, *, vocab_size: in
 
 
 def hidden_state_lists(tokens: TokenOutput) -> list[Any]:
-    """As SGLang shows them: first the prompt's states [prompt][hidden] (they draw the first token), then [hidden] for each later token.
+    """As in SGLang: the prompt's states [prompt][hidden], then [hidden] for each token after the first.
 
-    A decode worker's answer lacks the first entry: its prefill worker has it, and the router puts it in.
+    A decode worker's answer lacks the first entry; the router adds it from the prefill worker's.
     """
     later = [array.array("f", row).tolist() for row in tokens.hidden]
     if not tokens.input_hidden:

@@ -13,7 +13,7 @@ from engine.text.sample import TextOutput
 
 
 class NativeView:
-    """Every chunk shows its sample from the beginning: clients read the last one, or cut what they have already seen."""
+    """Every chunk shows its sample from the beginning, as SGLang's clients expect."""
 
     def __init__(
         self,

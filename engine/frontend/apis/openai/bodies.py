@@ -1,4 +1,4 @@
-"""Bodies of /v1/completions and /v1/chat/completions, and what of them we refuse. Pure."""
+"""Bodies of /v1/completions and /v1/chat/completions, and the checks of their fields. Pure."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class OpenAIFields(SamplingFields, kw_only=True):
-    """What both APIs share. The last block is known and refused when it asks for something."""
+    """Fields of both APIs. The last block is refused when it is set."""
 
     model: str | None = None
     stream: bool | None = None
@@ -121,7 +121,7 @@ def check_chat(body: ChatBody) -> None:
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Plain dicts as chat templates read them: text parts joined, `developer` as `system` (few templates know it)."""
+    """Plain dicts for chat templates: text parts joined, `developer` as `system`, which more templates know."""
     return [_template_message(m) for m in messages]
 
 

@@ -90,14 +90,14 @@ def render_chat(s: Services, body: ChatBody) -> str:
 
 
 def call_format(s: Services, body: ChatBody) -> CallFormat | None:
-    """How the answer's tool calls are written; None: there are none to be read."""
+    """The format of the answer's tool calls; None: it has none."""
     if not usable(body.tools, body.tool_choice):
         return None
     return ARRAY if forced(body.tool_choice) else FORMATS.get(s.model.tool_call_parser or "")
 
 
 def chat_constraint(body: ChatBody, format: CallFormat | None) -> Constraint | None:
-    """A forced call is a constraint like any other; strict functions only where nothing else constrains the answer."""
+    """A forced call is a constraint like any other. Strict functions count only where nothing else constrains the answer."""
     tools, plain = usable(body.tools, body.tool_choice), body_constraint(body)
     if forced(body.tool_choice):
         only = body.tool_choice != "required" or body.parallel_tool_calls is False

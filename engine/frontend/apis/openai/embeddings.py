@@ -1,6 +1,6 @@
-"""POST /v1/embeddings, OpenAI's: texts or token ids -> one vector each, the pooled hidden states of the prompt.
+"""POST /v1/embeddings: texts or token ids -> one vector each, the pooled hidden states of the prompt.
 
-Runs on unified and prefill workers: a prompt is computed, nothing is generated, no KV stays.
+Runs on unified and prefill workers; nothing is generated, and no KV stays.
 """
 
 import array

@@ -1,4 +1,4 @@
-"""How a chat whose model may call functions is shown: OpenAI's `tool_calls`, whole or as deltas. Pure."""
+"""OpenAI's `tool_calls` in a chat's answer, whole or as deltas. Pure."""
 
 from collections.abc import Callable
 from typing import Any

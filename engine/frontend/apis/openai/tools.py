@@ -1,7 +1,7 @@
-"""`tools` and `tool_choice` of a chat: what is allowed, what the template is told, what the answer is forced to. Pure.
+"""`tools` and `tool_choice` of a chat: checks, the template's view, and the constraint on the answer. Pure.
 
-A forced call (required, or a named function) is a JSON array [{"name": ..., "parameters": {...}}] whatever the model, as
-in SGLang; what a model says by its own choice is read by the parser of its family (engine/text/tool_calls.py).
+A forced call (required, or a named function) is a JSON array [{"name": ..., "parameters": {...}}] for every model, as in
+SGLang; calls by the model's choice are read by its family's parser (engine/text/tool_calls.py).
 """
 
 import json

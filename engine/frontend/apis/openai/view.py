@@ -1,4 +1,4 @@
-"""How OpenAI's two APIs show samples: chunks, bodies, logprobs. Pure, apart from the tokenizer's exact token bytes."""
+"""OpenAI's answers: chunks, bodies, logprobs. Pure, apart from the tokenizer's exact token bytes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class OpenAIView:
-    """What chat and completions share. Subclasses: `_choice` (whole sample) and `_deltas` (choices of new chunks)."""
+    """The parts common to chat and completions. Subclasses: `_choice` (whole sample) and `_deltas` (choices of new chunks)."""
 
     object: str
     chunk_object: str
@@ -101,7 +101,7 @@ class ChatView(OpenAIView):
 
 
 class CompletionView(OpenAIView):
-    """`echoes`: the prompt text that each sample begins with ("" without echo)."""
+    """`echoes`: the prompt text before each sample ("" without echo)."""
 
     object = "text_completion"
     chunk_object = "text_completion"
@@ -161,7 +161,7 @@ class _Columns:
 
 
 def _first_text(texts: tuple[str, list[str]], prompt: str) -> tuple[str, list[str]]:
-    """The first token of a text has no space before it, though the same token has one further on."""
+    """The first token of a text has no leading space, though the same token has one elsewhere."""
     text, top = texts
     return (text[1:] if text.startswith(" ") and not prompt.startswith(" ") else text), top
 

@@ -14,9 +14,9 @@ MAX_ROOM = 2**63
 
 
 class BootstrapFields(Protocol):
-    """Fields of a body: one value for all samples, or a list (one each, or one for each prompt).
+    """Fields of a body: one value for all samples, or a list (one per sample or per prompt).
 
-    A protocol, because a msgspec struct has one base only.
+    A protocol, because a msgspec struct has only one base.
     """
 
     bootstrap_host: Host
@@ -27,9 +27,9 @@ class BootstrapFields(Protocol):
 def build_bootstraps(
     fields: BootstrapFields, *, mode: str, num_prompts: int, n: int, default_port: int, mint_room: Callable[[], int]
 ) -> list[Bootstrap | None]:
-    """One for each sample, prompt-major; all None in mode "null". Raises ApiError(400).
+    """One per sample, prompt-major; all None in mode "null". Raises ApiError(400).
 
-    One room for several samples counts up (room + i); one for each prompt counts up inside the prompt (room + j).
+    A single room counts up over all samples (room + i); a room per prompt counts up inside the prompt (room + j).
     """
     total = num_prompts * n
     if mode == "null":

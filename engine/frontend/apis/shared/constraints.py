@@ -1,8 +1,4 @@
-"""What a body says an answer must look like: `response_format`, and the plain grammar fields. Pure.
-
-Names and shapes are OpenAI's (text, json_object, json_schema) and SGLang's (structural_tag, and json_schema, regex, ebnf
-as fields of their own).
-"""
+"""Constraints on an answer: `response_format` (OpenAI's, and SGLang's structural_tag), and SGLang's plain fields. Pure."""
 
 import json
 from dataclasses import dataclass
@@ -19,7 +15,7 @@ FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`field`: the part of the body that asked for it; errors name it."""
+    """`field`: the part of the body that set it; errors name it."""
 
     spec: GrammarSpec
     field: str
@@ -35,7 +31,7 @@ class GrammarFields(msgspec.Struct, kw_only=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
-    """`strict` is taken as true: what can be enforced is enforced."""
+    """`strict` counts as true: what can be enforced is enforced."""
 
     schema: dict[str, Any] | bool | None = None
     name: str | None = None

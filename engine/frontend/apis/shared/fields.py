@@ -52,7 +52,7 @@ def build_sampling(
     names: dict[str, str] | None = None,
     constraint: Constraint | None = None,
 ) -> SamplingParams:
-    """Checked parameters; `defaults` (the checkpoint's) stand for what the body leaves open. Raises ApiError(400)."""
+    """Checked parameters. `defaults` (the checkpoint's) replace what the body leaves open. Raises ApiError(400)."""
     grammar: dict[str, Any] = {} if constraint is None else {constraint.spec.kind: constraint.spec.source}
     if constraint is not None:
         names = {**(names or {}), constraint.spec.kind: constraint.field}
@@ -96,7 +96,7 @@ def _several(value: str | list[str] | None) -> tuple[str, ...]:
 
 
 def refuse(body: msgspec.Struct, unsupported: tuple[str, ...], *, inside: str = "") -> None:
-    """Raise ApiError(400) for the first of these fields that is set to something (not null, false, 0, "", [] or {})."""
+    """Raise ApiError(400) for the first of these fields that is set (not null, false, 0, "", [] or {})."""
     for name in unsupported:
         if getattr(body, name):
             raise bad_field(
@@ -112,7 +112,7 @@ def check_stream_interval(value: int | None, *, field: str = "stream_interval") 
 
 
 def check_priority(value: int | None) -> int:
-    """Counts where --enable-priority-scheduling is on; elsewhere it is ignored. Raises ApiError(400)."""
+    """Only --enable-priority-scheduling reads it. Raises ApiError(400)."""
     if value is not None and not -MAX_PRIORITY <= value <= MAX_PRIORITY:
         raise bad_field("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {value}")
     return value or 0
@@ -138,7 +138,7 @@ def prompts_of(value: str | list[str | int | list[int]], *, field: str) -> list[
 
 
 def check_prompt_ids(ids: list[int], *, field: str, vocab_size: int) -> list[int]:
-    """The ids themselves. Raises ApiError(400) when there are none or one is outside the vocabulary."""
+    """Return the ids. Raises ApiError(400) when there are none, or one is outside the vocabulary."""
     if not ids:
         raise bad_field(field, "must not be empty")
     if min(ids) < 0 or max(ids) >= vocab_size:  # of a long prompt a look at each in Python takes milliseconds

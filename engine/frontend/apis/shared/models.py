@@ -1,7 +1,4 @@
-"""Which model a request names: the served one, or a LoRA adapter of it.
-
-`model: "BASE:ADAPTER"` is SGLang's. The scheduler has the last word on which adapters there are; this is its last report.
-"""
+"""Which model a request names: the served one, or a LoRA adapter of it. `model: "BASE:ADAPTER"` is SGLang's."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +16,7 @@ class Chosen(NamedTuple):
 
 
 def choose_model(s: Services, model: str | None, lora_path: str | None) -> Chosen:
-    """What `model` and `lora_path` of a body name together. Raises ApiError: 404 for a model that is not served here."""
+    """The model that `model` and `lora_path` name together. Raises ApiError: 404 for a model that is not served here."""
     named = _adapter_in(s, model)
     if named and lora_path and named != lora_path:
         raise bad_field("lora_path", f"is {lora_path!r}, and model names the adapter {named!r}; leave one out")
@@ -52,5 +49,5 @@ def _adapter_in(s: Services, model: str | None) -> str:
 
 
 def adapter_cards(s: Services, base: dict[str, Any]) -> list[dict[str, Any]]:
-    """What /v1/models says of each adapter; `base` is the card of the model."""
+    """Cards of the adapters for /v1/models; `base` is the card of the model."""
     return [{**base, "id": name, "root": path, "parent": base["id"]} for name, path in s.scheduler.adapters.items()]

@@ -1,7 +1,4 @@
-"""From a running generation to an HTTP answer: one JSON body, or server-sent events as they come.
-
-Owns when headers are sent. What the body and the chunks look like is the `View`'s.
-"""
+"""A running generation as an HTTP answer: one JSON body, or server-sent events."""
 
 from typing import Any
 
@@ -15,9 +12,9 @@ from service.http.stream import DONE, SSE_HEADERS, event, json_response, open_st
 
 
 async def answer(request: web.BaseRequest, generation: Generation, *, view: View, stream: bool) -> web.StreamResponse:
-    """Serve the generation; whatever has not finished when this ends is aborted.
+    """Serve the generation, and abort what has not finished at the end.
 
-    The first output is awaited before the headers go out: what fails before it has a proper status.
+    Headers wait for the first output: earlier failures get a proper status.
     """
     with generation:
         if not stream:
