@@ -91,7 +91,7 @@ class Registrar:
         self._shared = False
         self._rooms: queue.Queue[int] = queue.Queue(MAX_WAITING_ROOMS)
         self._server_life = ""
-        self._known: OrderedDict[int, float] = OrderedDict()  # room -> when the server was told, oldest first
+        self._known: OrderedDict[int, float] = OrderedDict()  # room -> when it was sent, oldest first
         self._wake = threading.Event()
         self._stop = False
         self._renew_at_s, self._retry_s = clock(), FIRST_RETRY_S

@@ -117,5 +117,5 @@ class Registry:
 
 
 def _places(worker: Registration) -> set[str]:
-    """Where nobody else can be."""
+    """Its addresses, each of which only one worker can have."""
     return {f"control {worker.control}", f"url {worker.url}"} if worker.url else {f"control {worker.control}"}

@@ -38,7 +38,7 @@ def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
                 allow_insecure=server.allow_insecure,
             )
         )
-    for text in (*warnings, _told_of_engine(disagg)):
+    for text in (*warnings, _engine_warning(disagg)):
         if text is not None:
             log.warning(text)
 
@@ -49,7 +49,7 @@ def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: Di
     open_hosts = [] if events is None else [host for host in events.hosts() if not is_loopback(host)]
     if not open_hosts or disagg.cluster_secret_file is not None:
         return
-    what = f"{FLAG} {open_hosts[0]}: KV events tell everybody's prompts to anybody who asks"
+    what = f"{FLAG} {open_hosts[0]}: KV events show all users' prompts to every client that connects"
     if not server.allow_insecure:
         raise ConfigError(f"{what}; give --cluster-secret-file, or say --allow-insecure")
     log.warning("INSECURE: %s (--allow-insecure)", what)
@@ -65,13 +65,13 @@ def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host:
     return [*found, ("--host", server.host)] if embedded else found
 
 
-def _told_of_engine(disagg: DisaggConfig) -> str | None:
-    """What no flag of ours can change: Mooncake binds 0.0.0.0 and ::, and knows no setting for it."""
+def _engine_warning(disagg: DisaggConfig) -> str | None:
+    """Mooncake binds 0.0.0.0 and ::, and has no setting for it."""
     if disagg.disaggregation_mode == "null" or disagg.disaggregation_transfer_backend != "mooncake":
         return None
     return (
-        "the transfer engine mooncake listens on every address of this machine, whatever --host says, and asks nobody who "
-        "he is: keep its ports behind a firewall, or use --disaggregation-transfer-backend nixl"
+        "the transfer engine mooncake listens on every address of this machine, whatever --host is, without "
+        "authentication: keep its ports behind a firewall, or use --disaggregation-transfer-backend nixl"
     )
 
 

@@ -31,7 +31,7 @@ from service.http.listening import require_free
 
 BOOTSTRAP_PORT_FLAG = "--disaggregation-bootstrap-port"
 ANY_ADDRESS = ("0.0.0.0", "::", "")
-PROGRESS_ENV = "TANDEM_PROGRESS"  # set by whoever reads our log to show a bar (`tandem up`)
+PROGRESS_ENV = "TANDEM_PROGRESS"  # `tandem up` sets it: it shows a bar from our log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
 def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
     """The plan of the session after `plan`, with the weights and adapters loaded at run time. Raises ConfigError."""
     if to.model_path != plan.engine.model_path:
-        load_tokenizer(to.model_path)  # new weights came without being asked for one
+        load_tokenizer(to.model_path)  # loading new weights did not check it
     engine = replace(
         plan.engine,
         model_path=to.model_path,

@@ -12,12 +12,12 @@ _METADATA = "flag"
 
 
 class ConfigError(ValueError):
-    """A flag or a file that cannot be honoured. The text is one line that names it and says how to mend it."""
+    """A flag or a file that cannot be honoured. The text is one line that names it and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """The numbers that a flag takes: within the bounds, or one of `special`, which says what each of those means."""
+    """The numbers that a flag takes: within the bounds, or one of `special` (value -> its meaning)."""
 
     above: float | None = None
     least: float | None = None
@@ -52,7 +52,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FlagSpec:
-    """What a field says of its flag. `by_hand`: the command parses it itself (several values)."""
+    """The metadata of a flag. `by_hand`: the command parses it itself (several values)."""
 
     help: str
     choices: tuple[str, ...] | None

@@ -1,4 +1,4 @@
-"""A check of the caller's key for a handler that learns only from the body what is asked for."""
+"""A check of the caller's key for a handler that learns only from the body what is requested."""
 
 from aiohttp import web
 

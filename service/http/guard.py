@@ -113,7 +113,7 @@ async def answer_of(handler: Handler, request: web.BaseRequest) -> web.StreamRes
         response.force_close()  # where the next request would begin is unknown
         return response
     except ConnectionError:
-        raise  # the client went away; nobody reads an answer
+        raise  # the client went away
     except RecursionError:
         return ApiError(400, "the body is nested too deeply", code="invalid_json").response()
     except Exception:

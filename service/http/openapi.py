@@ -26,7 +26,7 @@ ERROR = {
 FAILURES = {
     "400": "the body is wrong; `param` names the field",
     "401": "the API key is missing or wrong",
-    "403": "this needs the admin key; or a web page of another site asks",
+    "403": "this needs the admin key; or a web page of another site sent it",
     "404": "there is no such model or path",
     "409": "not in this state: a room is in use, or a worker changes its role",
     "413": "the body is too long",

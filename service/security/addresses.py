@@ -37,9 +37,11 @@ def require_secret(
     if has_secret or is_loopback(host):
         return None
     if allow_insecure:
-        return f"INSECURE: {what} listens on {host} and takes orders from anybody who reaches it (--allow-insecure)"
+        return (
+            f"INSECURE: {what} listens on {host} and takes orders from every client that reaches it (--allow-insecure)"
+        )
     raise ConfigError(
-        f"{flag} {host}: {what} would take orders from anybody who reaches it; give {remedy}, or say --allow-insecure"
+        f"{flag} {host}: {what} would take orders from every client that reaches it; set {remedy}, or --allow-insecure"
     )
 
 

@@ -104,12 +104,12 @@ def _not_json(content_type: str) -> Refusal:
 
 def _foreign_origin(headers: Mapping[str, str]) -> Refusal:
     origin = headers.get("Origin")
-    said = (
+    origin_text = (
         f"Sec-Fetch-Site: {_shown(headers.get('Sec-Fetch-Site', ''))}"
         if origin is None
         else f"Origin: {_shown(origin)}"
     )
-    message = f"{said}: a web page of another site may not do this; --allowed-origins names the sites that may"
+    message = f"{origin_text}: a web page of another site may not do this; --allowed-origins names the sites that may"
     return Refusal(403, "foreign_origin", message)
 
 

@@ -17,7 +17,7 @@ from service.flags import ConfigError
 from service.security.secret import warn_if_others_read
 
 LOOK_EVERY_S = 1.0  # at a key file: rotation need not wait longer, requests need not pay more
-LOOK_AGAIN_S = 0.05  # for a key that is not known yet: as often, whoever tries keys
+LOOK_AGAIN_S = 0.05  # after an unknown key, however many are tried
 MAX_KEYS = 4096
 MAX_HEADER_CHARS = 4096
 SCHEME = "bearer "

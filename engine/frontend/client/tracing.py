@@ -30,7 +30,6 @@ class SampleTrace:
     """A running sample. Keeps what the record needs, not the prompt."""
 
     __slots__ = (
-        "_asked",
         "_context",
         "_end_s",
         "_ended",
@@ -38,8 +37,9 @@ class SampleTrace:
         "_offset_s",
         "_owner",
         "_place",
+        "_request",
+        "_result",
         "_start_s",
-        "_told",
     )
 
     def __init__(
@@ -54,13 +54,13 @@ class SampleTrace:
     ) -> None:
         room = 0 if request.bootstrap is None else request.bootstrap.room
         self._owner = owner
-        self._asked = (rid, room, len(request.input_ids), request.sampling.max_new_tokens or 0, request.lora)
+        self._request = (rid, room, len(request.input_ids), request.sampling.max_new_tokens or 0, request.lora)
         self._context = context
         self._start_s = start_s
         self._end_s = start_s
         self._offset_s = 0.0
         self._place = place
-        self._told: tuple[list[Stage], int, int, str, str] = ([], 0, 0, "", "")
+        self._result: tuple[list[Stage], int, int, str, str] = ([], 0, 0, "", "")
         self._ended = False
         self._first_token_s: float | None = None
 
@@ -74,15 +74,15 @@ class SampleTrace:
         self._ended = True
         self._end_s, self._offset_s = time.monotonic(), unix_offset_s()
         if last is None or last.finish is None:
-            self._told = ([], 0, 0, "abort", "cancelled")
+            self._result = ([], 0, 0, "abort", "cancelled")
         else:
             finish = last.finish
             error = str(finish.status) if finish.status else ""
-            self._told = (last.stages, last.completion_tokens, last.cached_tokens, finish.kind, error)
+            self._result = (last.stages, last.completion_tokens, last.cached_tokens, finish.kind, error)
         self._owner.tracer.add(self._context.request_id, self._record, place=self._place)
 
     def _record(self) -> Record:
-        stages, _, _, _, error = self._told
+        stages, _, _, _, error = self._result
         return Record(
             request_id=self._context.request_id,
             process=self._owner.process,
@@ -96,9 +96,9 @@ class SampleTrace:
         )
 
     def _attributes(self) -> dict[str, Any]:
-        rid, room, num_prompt, max_tokens, lora = self._asked
-        _, completion, cached, kind, _ = self._told
-        said: dict[str, Any] = {
+        rid, room, num_prompt, max_tokens, lora = self._request
+        _, completion, cached, kind, _ = self._result
+        attributes: dict[str, Any] = {
             "gen_ai.response.id": rid,
             "gen_ai.request.max_tokens": max_tokens,
             "gen_ai.usage.input_tokens": num_prompt,
@@ -107,12 +107,12 @@ class SampleTrace:
             "gen_ai.response.finish_reasons": [kind],
         }
         if room:
-            said["tandem.bootstrap_room"] = str(room)  # above 2**53: no number in JSON
+            attributes["tandem.bootstrap_room"] = str(room)  # above 2**53: no number in JSON
         if lora:
-            said["tandem.lora"] = lora
+            attributes["tandem.lora"] = lora
         if self._first_token_s is not None:
-            said["gen_ai.response.time_to_first_chunk"] = self._first_token_s - self._start_s
-        return said
+            attributes["gen_ai.response.time_to_first_chunk"] = self._first_token_s - self._start_s
+        return attributes
 
     def _span(self, stage: Stage) -> Span:
         attributes = {"tandem.num_tokens": stage.num_tokens} if stage.num_tokens else {}

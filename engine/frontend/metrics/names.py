@@ -34,7 +34,9 @@ GAUGES = {
     "kv_transfer_speed_gb_s": Figure("sglang:kv_transfer_speed_gb_s", "GB/s of the last transfers"),
     "kv_transfer_latency_ms": Figure("sglang:kv_transfer_latency_ms", "last chunk sent until all has landed, mean"),
     "kv_transfer_total_mb": Figure("sglang:kv_transfer_total_mb", "MB of the last transfers' last chunks, mean"),
-    "kv_transfer_bootstrap_ms": Figure("sglang:kv_transfer_bootstrap_ms", "arrival until decode told its pages, mean"),
+    "kv_transfer_bootstrap_ms": Figure(
+        "sglang:kv_transfer_bootstrap_ms", "from arrival until decode sent its pages, mean"
+    ),
     "pending_prealloc_token_usage": Figure(
         "sglang:pending_prealloc_token_usage", "KV that requests in the prealloc queue want / capacity"
     ),
@@ -79,12 +81,8 @@ COUNTERS = {
     "resumed_through_prefill": Figure(
         "tandem_num_resumed_through_prefill", "retracted requests whose KV a prefill worker computed"
     ),
-    "recompute_failed": Figure(
-        "tandem_num_recompute_failed", "times that prefill was asked for it and did not deliver"
-    ),
-    "recompute_refused": Figure(
-        "tandem_num_recompute_refused", "times that a decode worker asked for KV and was refused"
-    ),
+    "recompute_failed": Figure("tandem_num_recompute_failed", "recomputations by prefill that failed"),
+    "recompute_refused": Figure("tandem_num_recompute_refused", "requests of decode workers for KV that were refused"),
     "recomputed": Figure("tandem_num_recomputed", "retracted requests of decode workers whose KV was computed here"),
     "recomputed_tokens": Figure(
         "tandem_recomputed_tokens", "tokens that were computed for them, cached ones not counted"
@@ -120,7 +118,7 @@ _BEFORE_THE_BATCH = ("waiting", "grammar", "bootstrap", "prealloc", "transfer", 
 
 
 def num_waiting(state: StateReply) -> int:
-    """vLLM's `num_requests_waiting`: whoever does not compute yet, wherever it waits."""
+    """vLLM's `num_requests_waiting`: requests that do not compute yet, in any queue."""
     return sum(state.queues.get(queue, 0) for queue in _BEFORE_THE_BATCH)
 
 

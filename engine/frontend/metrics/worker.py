@@ -1,7 +1,7 @@
 """Prometheus metrics of one worker, under the names that users of SGLang and vLLM know (engine/frontend/metrics/names.py).
 
 Owns what is counted where a client sees it (latencies, tokens, requests). Load and transfer figures are the
-scheduler's: they come in as a `StateReply` when somebody scrapes. What has two names is counted once.
+scheduler's: they arrive as a `StateReply` with each scrape. A metric with two names is counted once.
 """
 
 from collections.abc import Iterator
@@ -153,7 +153,7 @@ class Metrics:
             self._queue.observe(times["queue_time"])
 
     def exposition(self, state: StateReply | None, step: StepReply | None = None) -> bytes:
-        """The text format; `state`, `step` None: without what the scheduler says of itself."""
+        """The text format; `state`, `step`: the scheduler's reports, if it is up."""
         self._scheduler.state, self._scheduler.step = state, step
         return generate_latest(self.registry)
 

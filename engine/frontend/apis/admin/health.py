@@ -13,7 +13,7 @@ from engine.sampling_params import SamplingParams
 from service.http.errors import DRAINING
 from service.http.stream import json_response
 
-HEARD_RECENTLY_S = 1.0  # a scheduler that said anything this short ago need not be asked
+HEARD_RECENTLY_S = 1.0  # a scheduler that body anything this short ago need not be asked
 
 
 async def health(request: web.BaseRequest) -> web.Response:
@@ -24,22 +24,22 @@ async def health(request: web.BaseRequest) -> web.Response:
     """
     s = request[SERVICES]
     if s.client.is_draining:
-        said = {"status": DRAINING, "num_live_reqs": s.client.num_live, "incarnation": s.session.incarnation}
+        body = {"status": DRAINING, "num_live_reqs": s.client.num_live, "incarnation": s.session.incarnation}
         to = None if s.session.switch is None else s.session.switch.to_role
-        answer = json_response(said if to is None else {**said, "switching_to": to}, status=503)
+        answer = json_response(body if to is None else {**body, "switching_to": to}, status=503)
         answer.headers["Retry-After"] = "1"
         return answer
     check_dead(s)
     if not s.scheduler.ready.is_set():
         await _still_loading(s)
     check_up(s)
-    said = {"status": "ok", "incarnation": s.session.incarnation}
+    body = {"status": "ok", "incarnation": s.session.incarnation}
     if s.scheduler.now_s() - s.scheduler.last_heard_s <= HEARD_RECENTLY_S:
-        return json_response(said)
+        return json_response(body)
     now = await s.scheduler.step(timeout_s=s.session.health_timeout_s)
     if now.stalled:
         raise not_ready(f"one step has taken {now.busy_s:.0f} s, longer than --watchdog-timeout")
-    return json_response({**said, **step_summary(now)})
+    return json_response({**body, **step_summary(now)})
 
 
 async def _still_loading(s: Services) -> None:

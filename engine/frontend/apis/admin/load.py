@@ -15,7 +15,7 @@ PD_QUEUES = {
     "decode_retracted_queue_reqs": "retracted",
 }
 
-# Since the engine began, from which whoever polls makes rates.
+# Since the engine started; pollers make rates of them.
 TOTALS = {
     "prompt_tokens": "prompt_tokens",
     "generation_tokens": "generation_tokens",

@@ -42,9 +42,14 @@ async def switch_role(request: web.BaseRequest) -> web.Response:
     except ConfigError as e:
         raise bad_field("role", f"this worker cannot be a {body.role} worker: {e}") from None
     switch.request(to, body.timeout)
-    message = f"it drains, then starts again as a {body.role} worker; /server_info says when"
-    said = {"role": s.session.mode, "switching_to": body.role, "incarnation": s.session.incarnation, "message": message}
-    return json_response(said, status=202)
+    message = f"it drains, then starts again as a {body.role} worker; /server_info shows when"
+    reply = {
+        "role": s.session.mode,
+        "switching_to": body.role,
+        "incarnation": s.session.incarnation,
+        "message": message,
+    }
+    return json_response(reply, status=202)
 
 
 def _open_switch(s: Services) -> RoleSwitch:
