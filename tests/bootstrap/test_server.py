@@ -128,42 +128,47 @@ def test_a_server_that_starts_again_is_told_the_latest_rooms_once_more(serve: An
     assert look_up(f"127.0.0.1:{second.port}", 2).worker.incarnation == "a"
 
 
-def test_rooms_that_may_be_told_again_are_bounded_and_expire() -> None:
-    now_s = 0.0
+def test_rooms_that_may_be_sent_again_are_bounded_and_expire(serve: Any) -> None:
+    now_s, server = 0.0, serve()
+    address = f"127.0.0.1:{server.port}"
+    registrar = Registrar(address, worker("a"), clock=lambda: now_s)
 
-    class Recorded(Registrar):
-        def _request(self, method: str, path: str, value: Any) -> bytes:
-            return b'{"lease_s": 3e9, "shared": true, "server": "life"}' if method == "PUT" else b"{}"
+    def send_until(num_rooms: int) -> None:
+        until(lambda: registrar.turn() >= 0 and server.registry.num_rooms == num_rooms)
 
-    registrar = Recorded("b:1", worker("a"), clock=lambda: now_s)
+    def restart() -> None:
+        nonlocal now_s, server
+        server.close()
+        server = serve(port=server.port)
+        now_s += 20.0  # the lease is over
+
     registrar.turn()
     for room in range(1, MAX_WAITING_ROOMS + 10):
         registrar.add_room(room)
         if room % 10_000 == 0:
             registrar.turn()
-    registrar.turn()
-    assert len(registrar._known) == MAX_WAITING_ROOMS and 1 not in registrar._known
-    now_s = REMEMBER_S
+    send_until(MAX_WAITING_ROOMS + 9)
+    restart()
+    send_until(MAX_WAITING_ROOMS)
+    with pytest.raises(BootstrapError):
+        look_up(address, 1)
+    assert look_up(address, MAX_WAITING_ROOMS + 9).worker.incarnation == "a"
+    now_s += REMEMBER_S
     registrar.add_room(7)
     registrar.turn()
-    assert list(registrar._known) == [7]
-
-
-def ends_at_s(server: Any) -> float:
-    """When the lease of the one worker ends; 0 where there is none just now."""
-    return max((ends for _, ends in list(server.registry._workers.values())), default=0.0)
+    restart()
+    send_until(1)
 
 
 def test_leases_are_renewed_and_end(serve: Any, register: Any) -> None:
     server = serve(shared=False, lease_s=0.6)
     registrar = register(server.port, "a")
     assert registrar.registered.wait(60)
-    first = ends_at_s(server)
-    until(lambda: ends_at_s(server) > first)
-    second = ends_at_s(server)
-    until(lambda: ends_at_s(server) > second)
-    registrar._stop = True  # dies without a word
-    registrar._wake.set()
+    time.sleep(1.5)
+    assert call(server.port, "GET", "/health")[1]["workers"] == 1
+    registrar.close()
+    assert call(server.port, "PUT", "/route", GOOD)[0] == 200  # a worker that dies without leaving
+    assert call(server.port, "GET", "/health")[1]["workers"] == 1
     until(lambda: call(server.port, "GET", "/health")[1]["workers"] == 0)
 
 

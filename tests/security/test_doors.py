@@ -39,9 +39,15 @@ def bearer(key: str) -> dict[str, str]:
 
 def test_a_worker_s_admin_routes_and_rotation(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("one\ntwo\n")
+    keys.write_text("one\ntwo\nsésame\n")
     server = {"api_key_file": str(keys), "admin_api_key": "r00t-key"}
     with start_worker(tmp_path, server=server) as w:
+        for headers in ({}, {"Authorization": "Bearer"}, bearer("wrong"), {"Authorization": b"Bearer \xff\xfe"}):
+            answer = w.post("/generate", {"text": "a"}, headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert (
+            w.post("/generate", {"text": "a"}, headers={"Authorization": "Bearer sésame".encode()}).status_code == 200
+        )
         for path in ADMIN_POSTS:
             assert w.post(path, {}).status_code == 401
             refused = w.post(path, {}, headers=bearer("one"))
