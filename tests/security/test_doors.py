@@ -1,5 +1,6 @@
 """Who gets in where: worker, router, control plane and bootstrap server, over real HTTP; and what does not even start."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,9 @@ def test_a_decode_worker_dials_nobody_that_it_does_not_know(tmp_path: Path) -> N
 # ---- the router
 
 
-def test_the_router_s_keys_and_what_it_shows_to_workers(tmp_path: Path) -> None:
+def test_the_router_s_keys_rotation_and_what_it_shows_to_workers(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("one\n")
+    keys.write_text("one\nshared\n")
 
     async def scenario() -> None:
         flags = {"api_key_file": str(keys), "admin_api_key": "r00t-key", "worker_admin_api_key": "wroot"}
@@ -141,6 +142,16 @@ def test_the_router_s_keys_and_what_it_shows_to_workers(tmp_path: Path) -> None:
             for path in ("/health", "/metrics", "/liveness", "/openapi.json"):
                 async with c.client.get(c.url + path) as response:
                     assert response.status == 200
+
+            async def status(key: str) -> int:
+                return (await c.post("/generate", {"text": "a"}, headers=bearer(key)))[0]
+
+            (tmp_path / "next").write_text("new\nshared\n")
+            (tmp_path / "next").replace(keys)
+            async with asyncio.timeout(10):
+                while await status("new") != 200:
+                    await asyncio.sleep(0.02)
+            assert [await status(key) for key in ("one", "shared", "new")] == [401, 200, 200]
 
     uvloop.run(scenario())
 
