@@ -61,8 +61,6 @@ def make_handle(
 
 
 class BootstrapHandlers:
-    """The handlers."""
-
     def __init__(
         self,
         registry: Registry,
@@ -79,7 +77,6 @@ class BootstrapHandlers:
         self._life = uuid.uuid4().hex
 
     def routes(self) -> list[web.RouteDef]:
-        """All routes of the server."""
         return [
             web.put("/route", self.register),
             web.get("/route", self.look_up),

@@ -55,10 +55,7 @@ def look_up(
     secret: bytes | None = None,
     timeout_s: float = 3.0,
 ) -> RouteReply:
-    """Ask the bootstrap server at "host:port" for the worker of `room`; `any_but`: or for any other than these incarnations.
-
-    Raises `BootstrapError`.
-    """
+    """Ask the server at "host:port" for the worker of `room` (`any_but`: or another than these). Raises `BootstrapError`."""
     others = "" if any_but is None else "&any=1&but=" + urllib.parse.quote(",".join(any_but))
     signer = None if secret is None else Signer(secret)
     body = _call(server, Call("GET", f"/route?room={room}{others}", b""), signer=signer, timeout_s=timeout_s)
@@ -68,8 +65,7 @@ def look_up(
 class Registrar:
     """Registers `worker`, renews its lease, registers its rooms where the server is shared, and leaves on `close`.
 
-    It retries forever, with back-off: a server may start later, or be replaced. A restarted server gets the rooms of the last
-    `REMEMBER_S` again.
+    It retries forever, with back-off. A restarted server gets the rooms of the last `REMEMBER_S` again.
     """
 
     def __init__(

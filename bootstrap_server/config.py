@@ -7,8 +7,6 @@ from service.flags import FlagSet, flag
 
 @dataclass(frozen=True, kw_only=True)
 class BootstrapConfig(FlagSet):
-    """One bootstrap server."""
-
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(8998, "port to listen on", least=0, most=65535, special={0: "a free one"})
     lease_s: float = flag(

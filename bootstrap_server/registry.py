@@ -1,7 +1,7 @@
-"""Registered workers, and the owner of each room. Pure: receives calls and the time.
+"""Registered workers by incarnation, and the owner of each room. Pure: receives calls and the time.
 
-The key of a worker is its incarnation. A new start at the same control address or URL replaces the old one; in a server that
-is not shared, every registration replaces all others.
+A new start at the same control address or URL replaces the old one; in a server that is not shared, every registration
+replaces all others.
 """
 
 from bisect import bisect_left, insort
@@ -34,7 +34,6 @@ class Registry:
         self._at.update(dict.fromkeys(_places(worker), worker.incarnation))
 
     def _replaced_by(self, worker: Registration) -> set[str]:
-        """A worker is at one place; and there is one of each name."""
         if not self.shared:
             return set(self._workers)
         there = {self._at[place] for place in _places(worker) if place in self._at}

@@ -1,7 +1,4 @@
-"""Signed calls: with a secret, every call except those of `OPEN_PATHS` is signed, and so is every answer, errors included.
-
-The scheme is service/security/signing.py's.
-"""
+"""Signed calls and answers (service/security/signing.py), errors included; calls of `OPEN_PATHS` are not signed."""
 
 import logging
 from collections.abc import Callable
@@ -28,7 +25,6 @@ class SignatureCheck:
         self._next_log_s = 0.0
 
     async def answer(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
-        """The handler's answer, signed; or a 401."""
         verifier = self._verifier
         if verifier is None or request.path in OPEN_PATHS:
             return await handler(request)

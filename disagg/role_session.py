@@ -1,7 +1,6 @@
 """One session of a worker in one role: checks its plan, starts its processes, and ends them.
 
-A role switch (`POST /switch_role`) ends one session and starts the next in the same process and at the same HTTP port;
-nothing else outlives the role. Must not know when sessions end, or how many there are (worker.py).
+A role switch ends one session and starts the next in the same process and at the same HTTP port (worker.py).
 """
 
 import os

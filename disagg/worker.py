@@ -85,8 +85,6 @@ class _End:
 
 @dataclass(frozen=True)
 class _Worker:
-    """What its sessions share."""
-
     gate: KeyGate
     port: ListeningPort
     signals: StopSignals
@@ -161,7 +159,6 @@ def _status(end: _End) -> int:
 
 
 def _switch(plan: SessionPlan, role: str) -> dict[str, Any]:
-    """For /server_info."""
     return {"from": plan.role, "to": role, "error": None}
 
 

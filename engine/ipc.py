@@ -63,7 +63,6 @@ class IpcPaths:
 
 
 def _is_orphan(folder: Path) -> bool:
-    """Whether we own it, and the process in its name is gone."""
     pid = folder.name.removeprefix(IPC_PREFIX).partition("-")[0]
     try:
         mine = folder.stat().st_uid == os.getuid()
@@ -115,7 +114,6 @@ class PullSocket(Generic[M]):
         self.socket.close(0)
 
     def _has_frame(self) -> bool:
-        """Costs less than the exception that would end every wake-up."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _append(self, frame: bytes, messages: list[M]) -> None:

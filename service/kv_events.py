@@ -22,10 +22,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """`block_hashes`: of `block_size` tokens each, after `parent_block_hash` (None: the start of a prompt).
-
-    `lora_id`: the adapter whose KV it is; None: the model alone.
-    """
+    """Hashes of `block_size` tokens each, after `parent_block_hash` (None: a prompt's start). `lora_id`: None: the model alone."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -92,7 +89,6 @@ def seq_bytes(seq: int) -> bytes:
 
 
 def read_seq(frame: bytes) -> int:
-    """Raises `BadEvent` for a frame that is no sequence number."""
     if len(frame) != 8:
         raise BadEvent(f"a sequence number has 8 bytes, not {len(frame)}")
     return int.from_bytes(frame, "big")

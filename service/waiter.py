@@ -17,12 +17,10 @@ class Waiter:
         return self._future is not None and not self._future.done()
 
     def wake(self) -> None:
-        """End the wait, if there is one."""
         if self._future is not None and not self._future.done():
             self._future.set_result(None)
 
     async def wait(self) -> None:
-        """Return once `wake` is called."""
         assert self._future is None, "two tasks wait here"
         self._future = asyncio.get_running_loop().create_future()
         try:

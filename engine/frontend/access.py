@@ -8,7 +8,6 @@ from service.security.keys import Access
 
 
 def require(request: web.BaseRequest, need: Access) -> None:
-    """Raises ApiError(401 or 403)."""
     refusal = key_refusal(request, request[SERVICES].gate, need)
     if refusal is not None:
         raise refusal

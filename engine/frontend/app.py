@@ -1,7 +1,4 @@
-"""The function that answers every request of a worker: its routes behind the guard, with metrics, an access log and a bound.
-
-Must not know how the engine was started, or any request's fields.
-"""
+"""Answers every request of a worker: its routes behind the guard, with metrics, an access log and a bound on open requests."""
 
 import logging
 import time

@@ -1,8 +1,7 @@
 """Drain a worker: running requests finish or are handed back before HTTP closes.
 
-A draining worker refuses new requests (503, code "draining") and reports it on /health. A prefill worker also waits for transfers
-to decode, a decode worker for its rooms. Requests that do not end in time get the same 503; a router then tries another worker.
-Must not know HTTP or how children run.
+It refuses new requests (503, code "draining"). A prefill worker also waits for transfers to decode, a decode worker for its
+rooms. Requests that do not end in time get the same 503; a router then tries another worker.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""GET /openapi.json of a worker, made from its table of routes and the structs that the handlers decode bodies into.
-
-It lists every field with its type and default. Ranges, and fields that exclude each other, are checked by the handlers.
-"""
+"""GET /openapi.json of a worker, from its table of routes and the structs that bodies are decoded into."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,4 @@
-"""A role session may end in a switch to the other role: the request for it, and the state that the next session starts with.
-
-Must not know HTTP, or how a session is started.
-"""
+"""A role session may end in a switch to the other role: the request for it, and the state that the next session starts with."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

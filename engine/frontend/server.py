@@ -1,7 +1,4 @@
-"""The main process of a worker: serves HTTP, talks to the scheduler process, and ends in good order.
-
-Must not know how the scheduler process was started.
-"""
+"""The main process of a worker: serves HTTP, talks to the scheduler process, and ends in good order."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -151,7 +148,6 @@ class _SessionEnd:
 async def _until_over(
     client: EngineClient, end: _SessionEnd, dead: Callable[[], str | None], *, on_ready: Callable[[], None]
 ) -> None:
-    """Return when the session is to end. Raises WorkerDied."""
     was_ready = False
     while not end.is_requested:
         reason = dead()

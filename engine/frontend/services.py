@@ -1,7 +1,4 @@
-"""What every handler works with, built once per role session.
-
-Owns the seeds and names given to requests that bring none. Must not know any API's shape.
-"""
+"""What every handler works with, built once per role session. Must not know any API's shape."""
 
 import asyncio
 import random
@@ -33,10 +30,7 @@ INLINE_CHARS = 2000  # shorter texts are tokenized in the event loop: that costs
 
 @dataclass(frozen=True, kw_only=True)
 class SessionInfo:
-    """`server_info`: flat, for /server_info; no secrets. `dead`: why the engine cannot serve (None: it can).
-
-    `switch`: None for a worker that cannot change its role.
-    """
+    """`server_info`: flat, no secrets. `dead`: why the engine cannot serve (None: it can). `switch`: None for a fixed role."""
 
     mode: str
     default_bootstrap_port: int

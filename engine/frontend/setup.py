@@ -29,11 +29,7 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSpec:
-    """What one role session is to serve. `extra_info`: shown flat by /server_info; no secrets.
-
-    `bootstrap_allowlist`: bootstrap servers that requests may name; by default this worker dials none. `switch`: None for a
-    worker that cannot change its role.
-    """
+    """What one role session serves. `extra_info`: shown flat by /server_info; no secrets. `switch`: None for a fixed role."""
 
     server: ServerConfig
     engine: EngineConfig
@@ -92,7 +88,6 @@ def make_services(
 
 
 def open_worker_gate(server: ServerConfig) -> KeyGate:
-    """Raises ConfigError for a key or key file that cannot be used."""
     return open_gate(
         api_key=server.api_key,
         api_key_file=server.api_key_file,

@@ -41,7 +41,6 @@ class ApiError(Exception):
 
 
 def error_kind(status: int) -> str:
-    """OpenAI's `type` of an error with this HTTP status."""
     if status >= 500:
         return "server_error"
     return "rate_limit_error" if status == 429 else "invalid_request_error"
@@ -65,7 +64,6 @@ def error_response(
 
 
 def bad_field(field: str, message: str, *, code: str | None = None) -> ApiError:
-    """400 for a field of the request."""
     return ApiError(400, f"{field}: {message}", field=field, code=code)
 
 

@@ -1,8 +1,4 @@
-"""The answer to `Expect: 100-continue` (curl sends it above 1 MiB).
-
-Other expectations are ignored, as RFC 9110 (10.1.1) allows. aiohttp's own handler echoes them, and fails with a 500 on bytes
-that are not UTF-8.
-"""
+"""The answer to `Expect: 100-continue` (curl sends it above 1 MiB). Other expectations are ignored (RFC 9110, 10.1.1)."""
 
 from aiohttp import HttpVersion11, web
 

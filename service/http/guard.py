@@ -1,7 +1,4 @@
-"""What runs before every route of every server: request id, browser rule, keys, and errors as answers.
-
-request id -> a web page of another site? 403 or 415 -> key? 401 or 403 -> `admit` -> handler -> errors as answers
-"""
+"""What runs before every route of every server: request id, browser rule, keys, `admit`; and errors as answers."""
 
 import logging
 import time

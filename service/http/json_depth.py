@@ -1,8 +1,4 @@
-"""Limits of JSON from outside: the errors that decoding raises, and how deep it nests.
-
-Code that walks decoded values recursively must not overflow, so the depth is found before decoding, by whole-text
-replacements: a long hostile body costs about as much as its decoding.
-"""
+"""Limits of JSON from outside: errors of decoding, and nesting, found before code walks the values recursively."""
 
 import re
 
@@ -33,7 +29,6 @@ def deeper_than(text: bytes, limit: int = MAX_DEPTH) -> bool:
 
 
 def _brackets(text: bytes) -> bytes:
-    """The brackets outside strings, all of one kind."""
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     kept = text.translate(_ONE_KIND, _DROPPED).replace(b'""', b"")  # two strings with no bracket between them are one

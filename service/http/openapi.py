@@ -74,7 +74,6 @@ def answer(description: str, *, plain_text: bool = False, streams: bool = False)
 
 
 def failures_of(texts: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers with `schema`, by status."""
     return {status: {"description": text, "content": json_content(schema)} for status, text in texts.items()}
 
 

@@ -67,12 +67,10 @@ class TimedServer(web.Server):
         self._header_timeout_s = header_timeout_s
 
     def __call__(self) -> "TimedConnection":
-        """A connection, as the event loop asks for one."""
         return TimedConnection(self, header_timeout_s=self._header_timeout_s)
 
 
 def _noting(handle: Handler) -> Handler:
-    """Tell the connection when a request begins and ends."""
 
     async def noted(request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
@@ -118,7 +116,6 @@ class TimedConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def on_head(self) -> None:
-        """A whole head arrived."""
         self._has_request = True
         self._end()
 
@@ -145,7 +142,6 @@ class TimedRequest(web.BaseRequest):
     limits: RequestLimits
 
     async def read(self) -> bytes:
-        """The body. Raises ApiError(408 or 413)."""
         if self.content_length is not None and self.content_length > self.limits.max_body_bytes:
             raise self.limits.too_long()
         try:

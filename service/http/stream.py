@@ -41,7 +41,6 @@ def json_response(value: Any, *, status: int = 200) -> web.Response:
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event."""
     return b"data: " + _encode(value) + b"\n\n"
 
 

@@ -9,10 +9,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> Callable[[], None]:
-    """What a child does before exec (`preexec_fn`): ask the kernel for SIGKILL when its parent dies, and check that it lives.
+    """A child's `preexec_fn`: ask the kernel for SIGKILL when its parent dies. After exec is too late for a parent killed meanwhile.
 
-    After exec would be too late for a parent that is killed while the child imports. The kernel watches the parent's *thread*:
-    call it in one that lives as long as the process.
+    The kernel watches the parent's *thread*: call it in one that lives as long as the process.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     parent = os.getpid()

@@ -14,6 +14,5 @@ async def wait_while(may_wait: Callable[[], bool], *, at_once: asyncio.Event) ->
 
 
 async def pause(at_once: asyncio.Event) -> None:
-    """Sleep for one poll interval, or until `at_once`."""
     with suppress(TimeoutError):
         await asyncio.wait_for(at_once.wait(), POLL_S)

@@ -1,8 +1,4 @@
-"""The limit of open files and sockets.
-
-Shells and service managers set a soft limit of 1,024, for programs that use select(2). A router in front of a thousand
-workers has more sockets than that, and uses epoll.
-"""
+"""The limit of open files: the usual 1,024 is for programs with select(2); a router of a thousand workers has more sockets."""
 
 import resource
 

@@ -32,11 +32,7 @@ class StopSignals:
 
     @contextmanager
     def caught(self, *, on_hangup: Callable[[], None] | None = None, only_hangup: bool = False) -> Iterator[None]:
-        """Handle the signals inside the block (SIGHUP: `on_hangup`), and ignore them after it.
-
-        They stay ignored because the rest of the end is bounded: a SIGINT that hits a closing loop would end in a traceback.
-        `only_hangup`: leave SIGTERM and SIGINT alone.
-        """
+        """Handle the signals inside the block (SIGHUP: `on_hangup`). Afterwards they are ignored: a closing loop must not be hit."""
         ends = (None, None) if only_hangup else (self.on_sigterm, self.on_sigint)
         handlers = {n: handler for n, handler in zip(_NUMBERS, (*ends, on_hangup), strict=True) if handler is not None}
         loop = asyncio.get_running_loop()

@@ -1,7 +1,4 @@
-"""Which addresses are local, and which bootstrap servers a worker may dial. Pure: nothing is resolved.
-
-Names are compared as text: a look-up takes time, and its answer may change between check and use.
-"""
+"""Which addresses are local, and which bootstrap servers a worker may dial. Pure: names are compared as text, never resolved."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -23,17 +20,13 @@ def is_loopback(host: str) -> bool:
 
 
 def is_network_address(host: str) -> bool:
-    """Whether `host` is an IP address."""
     return _address(host) is not None
 
 
 def require_secret(
     host: str, *, flag: str, what: str, remedy: str, has_secret: bool, allow_insecure: bool
 ) -> str | None:
-    """Return None if `what`, bound to `host`, is safe; with `allow_insecure`, a warning instead.
-
-    Raises `ConfigError` where other machines could reach it without authentication.
-    """
+    """None if `what` is safe on `host`; with `allow_insecure` a warning, else ConfigError: it could be reached unauthenticated."""
     if has_secret or is_loopback(host):
         return None
     if allow_insecure:
@@ -95,7 +88,6 @@ def _rule(text: str, flag: str) -> _Rule:
 
 
 def _split(text: str, flag: str) -> tuple[str, int | None]:
-    """Host and port; an IPv6 address with a port is written in brackets."""
     host, colon, port = text.rpartition(":")
     if not colon or (":" in host and not text.startswith("[")) or text.endswith("]"):
         return text, ANY_PORT

@@ -34,8 +34,6 @@ class Refusal:
 
 
 class BrowserRule:
-    """The rule of one server."""
-
     def __init__(
         self,
         *,
@@ -45,10 +43,7 @@ class BrowserRule:
         allowed_origins: Sequence[str] = (),
         key_flag: str = "--api-key-file",
     ) -> None:
-        """`host`: the address it listens on. `has_keys`: callers need a key; `key_flag`: the flag that sets keys.
-
-        `allowed_hosts`: other names of the server. `allowed_origins`: as SCHEME://HOST[:PORT]. "*": any. Raises `ConfigError`.
-        """
+        """`key_flag`: sets keys. `allowed_hosts`: other names of the server; `allowed_origins`: SCHEME://HOST[:PORT]. "*": any."""
         self._names = frozenset((host.lower().rstrip("."), *(_name_of(name) or name for name in allowed_hosts)))
         self._origins = frozenset(_checked(origin) for origin in allowed_origins)
         self._checks_host = is_loopback(host) and not has_keys and ANY not in self._names
@@ -138,5 +133,4 @@ def _name_of(host: str) -> str:
 
 
 def _shown(value: str) -> str:
-    """Make any bytes fit for an answer and a log."""
     return ascii(value[:_SHOWN_CHARS])

@@ -31,10 +31,7 @@ def guard_connector(sock: Any, secret: bytes) -> None:
 
 
 class ZapAuthenticator:
-    """Answers libzmq's question for each connection: is its key that of decode workers?
-
-    Bind it before the socket it guards, in the same context. Call `answer` when `socket` is readable.
-    """
+    """Admits connections with the decode workers' key. Bind it first, in the socket's context; call `answer` when readable."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", secret: bytes) -> None:
         self.socket: Any = context.socket(zmq.REP)

@@ -29,7 +29,6 @@ class KeyRing:
     """The keys of one kind. An empty ring (no flag, no file) admits every caller."""
 
     def __init__(self, *, key: str | None = None, file: str | None = None, flag: str = "--api-key") -> None:
-        """Raises `ConfigError` for a key or a file that cannot be used."""
         if key is not None and not _is_sound(key):
             raise ConfigError(f"{flag}: must be printable, without spaces")
         self._flag = flag
@@ -50,12 +49,10 @@ class KeyRing:
 
     @property
     def has_file(self) -> bool:
-        """Whether its keys may change."""
         return self._file is not None
 
     @property
     def first(self) -> str | None:
-        """The key to send to other servers."""
         return self._keys[0] if self._keys else None
 
     def holder(self, authorization: str) -> str | None:
@@ -67,10 +64,7 @@ class KeyRing:
         return given.hex()[:16] if any(matches) else None
 
     def refresh(self, now_s: float, *, every_s: float = LOOK_EVERY_S, at_once: bool = False) -> None:
-        """Read the file if it has changed, checking every `every_s` or now (`at_once`).
-
-        A file that cannot be used is logged, and the keys stay.
-        """
+        """Read the file if it has changed, checking every `every_s` or now (`at_once`). An unusable file is logged; the keys stay."""
         if self._file is None or (now_s < self._looked_at_s + every_s and not at_once):
             return
         self._looked_at_s = now_s
@@ -126,7 +120,6 @@ class KeyGate:
     admin: KeyRing
 
     def caller(self, authorization: str, now_s: float) -> Caller:
-        """The sender of this Authorization header."""
         self.api.refresh(now_s)
         self.admin.refresh(now_s)
         admin, user = self._holders(authorization)
@@ -144,7 +137,6 @@ class KeyGate:
         return self.admin.holder(authorization), self.api.holder(authorization)
 
     def refusal(self, caller: Caller, need: Access) -> tuple[int, str] | None:
-        """None, or (HTTP status, message)."""
         if caller.access >= need:
             return None
         if need is Access.ADMIN and self.admin.is_set:
@@ -159,14 +151,12 @@ class KeyGate:
 
     @property
     def is_set(self) -> bool:
-        """Whether callers need a key."""
         return self.api.is_set
 
 
 def open_gate(
     *, api_key: str | None, api_key_file: str | None, admin_api_key: str | None, admin_api_key_file: str | None
 ) -> KeyGate:
-    """Make a gate from the four flags. Raises `ConfigError`."""
     return KeyGate(
         KeyRing(key=api_key, file=api_key_file, flag="--api-key"),
         KeyRing(key=admin_api_key, file=admin_api_key_file, flag="--admin-api-key"),
@@ -174,7 +164,6 @@ def open_gate(
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """The header that carries `key`."""
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 

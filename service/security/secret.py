@@ -13,7 +13,6 @@ log = logging.getLogger(__name__)
 
 
 def read_secret_file(path: str) -> bytes:
-    """Read the secret. Raises `ConfigError` for a file that cannot be used."""
     try:
         secret = Path(path).read_bytes().strip()
     except OSError as error:
@@ -27,7 +26,6 @@ def read_secret_file(path: str) -> bytes:
 
 
 def derive(secret: bytes, purpose: str) -> bytes:
-    """32 bytes for one purpose."""
     return hmac.digest(secret, b"tandem: " + purpose.encode(), hashlib.sha256)
 
 

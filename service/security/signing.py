@@ -91,7 +91,6 @@ class Signer:
     challenge: str = ""
 
     def sign(self, call: Call) -> tuple[str, str]:
-        """(header, nonce of this call)."""
         nonce = secrets.token_hex(NONCE_BYTES)
         return f"{self.challenge}:{nonce}:{_mac(derive(self.secret, 'http calls'), self.challenge, nonce, call)}", nonce
 
@@ -111,5 +110,4 @@ def _answer_mac(key: bytes, nonce: str, *, status: int, body: bytes) -> str:
 
 
 def _sign(key: bytes, *parts: str) -> str:
-    """Join the parts by a byte that none of them contains."""
     return hmac.new(key, "\n".join(parts).encode(errors="surrogateescape"), hashlib.sha256).hexdigest()

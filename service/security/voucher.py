@@ -1,7 +1,4 @@
-"""A router vouches for a bootstrap server: a member with the cluster's secret says that it may be dialled.
-
-A voucher binds address and rooms; repeating it only makes the same worker dial the same address.
-"""
+"""A router with the cluster's secret vouches for a bootstrap server and rooms: a decode worker may dial it."""
 
 import hashlib
 import hmac

@@ -38,8 +38,6 @@ def about(**fields: str | int | float) -> dict[str, dict[str, str | int | float]
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, whatever is logged."""
-
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process

@@ -24,10 +24,7 @@ CLOSE_S = 1.0
 
 
 def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str]) -> str | None:
-    """The URL that spans go to; None: no collector is configured. Raises ConfigError.
-
-    A URL without a path gets the standard's. `enable` alone uses the standard's environment variables, or its default.
-    """
+    """The URL that spans go to; None: no collector. `enable` alone uses the standard's variables or default. Raises ConfigError."""
     if not enable and endpoint is None:
         return None
     if endpoint is None and (whole := environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")):

@@ -101,10 +101,7 @@ class _Drawing:
 
 
 def clock_shift_s(record: Record, leg: Span | None) -> float:
-    """What to add to a worker's times, whose machine may have another clock.
-
-    0 where they are possible as they are. A part that begins before it was sent, or after its end, is moved to where it was sent.
-    """
+    """What to add to a worker's times, whose clock may differ: its part must begin after it was sent, and not after its end."""
     if leg is None or leg.start_s <= record.start_s <= leg.end_s:
         return 0.0
     return leg.start_s - record.start_s
@@ -129,5 +126,4 @@ def lanes_of(spans: Iterable[Span]) -> list[Lane]:
 
 
 def _nests(earlier: Span, later: Span) -> bool:
-    """`later` does not begin before `earlier`."""
     return later.start_s >= earlier.end_s or later.end_s <= earlier.end_s

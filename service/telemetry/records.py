@@ -19,10 +19,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One process's part in one request. `process`: "router" | "prefill" | "decode" | "unified"; `url`: where it was fetched.
-
-    `error`: what went wrong ("": nothing). `operation`, `model`: as the gen_ai conventions name them.
-    """
+    """One process's part in one request. `process`: "router" | "prefill" | "decode" | "unified"; `error`: "" where it went well."""
 
     request_id: str
     process: str
@@ -37,8 +34,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Records(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer to `TracesQuery`, oldest first."""
-
     records: list[Record]
 
 
@@ -64,7 +59,6 @@ def query_error(query: TracesQuery) -> str | None:
 
 
 def last_ids(records: list[Record], count: int) -> list[str]:
-    """Ids of the `count` requests that ended last."""
     by_end: dict[str, None] = {}
     for record in sorted(records, key=lambda record: record.end_s, reverse=True):
         if len(by_end) == count:
@@ -107,5 +101,4 @@ class Exporter:
     def export(self, record: Record, *, at: TraceParent, parent: TraceParent | None) -> None:
         """`at`: the record's own place in its trace; `parent`: what it is a part of."""
 
-    def close(self) -> None:
-        """Send the rest."""
+    def close(self) -> None: ...

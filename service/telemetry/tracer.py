@@ -30,7 +30,6 @@ class Tracer:
         return Place(TraceParent(trace_id, secrets.randbits(64) or 1), parent)
 
     def add(self, request_id: str, make: Callable[[], Record], *, place: "Place | None" = None) -> None:
-        """Add the record of a request that has ended here."""
         self.ring.add(request_id, make)
         if place is not None:
             self._exporter.export(make(), at=place.at, parent=place.parent)

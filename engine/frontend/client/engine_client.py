@@ -1,9 +1,6 @@
-"""The engine as the HTTP side sees it: send samples, receive their text. One event loop, no threads.
+"""Send samples to the engine, and receive their text. One event loop, no threads. Must not know HTTP or any API's shape.
 
-Owns the live samples, their names and texts. Must not know HTTP or any API's shape.
-
-A sample has a name of its own on the wire, never the user's alone: late outputs of an aborted request cannot reach a new
-request of the same name.
+A sample has a name of its own on the wire: late outputs of an aborted request cannot reach a new request of the same name.
 """
 
 from collections.abc import Callable

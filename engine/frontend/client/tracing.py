@@ -1,7 +1,4 @@
-"""The record of each sample, from the moment it is sent to its last output (service/telemetry/records.py).
-
-What the stages are is the scheduler's to say (engine/core/times.py); here they get a request's id and the wall clock.
-"""
+"""The record of each sample (service/telemetry/records.py): the scheduler's stages with a request's id and wall-clock times."""
 
 import time
 from typing import Any

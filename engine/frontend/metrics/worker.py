@@ -1,7 +1,6 @@
-"""Prometheus metrics of one worker, under the names that users of SGLang and vLLM know (engine/frontend/metrics/names.py).
+"""Prometheus metrics of one worker, under the names that users of SGLang and vLLM know (names.py).
 
-Owns what is counted where a client sees it (latencies, tokens, requests). Load and transfer figures are the
-scheduler's: they arrive as a `StateReply` with each scrape. A metric with two names is counted once.
+It counts what a client sees (latencies, tokens, requests). Load and transfers come from the scheduler, with each scrape.
 """
 
 from collections.abc import Iterator

@@ -43,17 +43,13 @@ async def health(request: web.BaseRequest) -> web.Response:
 
 
 async def _still_loading(s: Services) -> None:
-    """Raises ApiError(503) with the loading time, if the scheduler process reports it."""
     now = await step_if_up(s)
     if now is not None and now.loading:
         raise not_ready(f"the model has been loading for {now.busy_s:.0f} s")
 
 
 async def liveness(request: web.BaseRequest) -> web.Response:
-    """200 while this process answers at all: starting, draining or overload is no reason to kill it.
-
-    A scheduler that hangs is ended by its watchdog, and the worker with it.
-    """
+    """200 while this process answers at all. A scheduler that hangs is ended by its watchdog, and the worker with it."""
     return json_response({"status": "alive"})
 
 

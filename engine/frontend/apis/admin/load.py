@@ -59,7 +59,6 @@ def get_load(s: StateReply) -> list[dict[str, Any]]:
 
 
 def v1_loads_entry(s: StateReply, *, mode: str, max_running_requests: int, num_live: int) -> dict[str, Any]:
-    """One rank of GET /v1/loads."""
     summary = load_summary(s)
     names = (
         "num_running_reqs",

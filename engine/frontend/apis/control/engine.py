@@ -1,7 +1,4 @@
-"""Control of a running engine: pause and continue, weights from disk, profiles.
-
-Field names and defaults are SGLang's (`srt/managers/io_struct.py`); fields without a meaning here are ignored.
-"""
+"""Pause, continue, weights from disk, profiles. Field names and defaults are SGLang's (`srt/managers/io_struct.py`)."""
 
 import msgspec
 from aiohttp import web

@@ -53,7 +53,6 @@ async def switch_role(request: web.BaseRequest) -> web.Response:
 
 
 def _open_switch(s: Services) -> RoleSwitch:
-    """Raises ApiError where no switch can begin now."""
     if s.session.switch is None:
         raise bad_field("role", UNIFIED)
     starts_anew = s.session.switch.last is not None and not s.scheduler.ready.is_set()

@@ -74,7 +74,6 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
 
 
 async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], bool]:
-    """Token ids of each prompt, and whether the body is a single one."""
     if (body.text is None) == (body.input_ids is None):
         raise bad_field("text", "give either text or input_ids")
     if body.text is not None:
@@ -127,7 +126,6 @@ def _explicit_limit(p: SamplingBody | None) -> bool:
 def _requests(
     s: Services, body: GenerateBody, *, prompts: list[list[int]], params: list[SamplingParams], n: int
 ) -> tuple[list[GenerateRequest], list[str]]:
-    """The samples, prompt-major, and the group (the prompt's rid) of each."""
     bootstraps = build_bootstraps(
         body,
         mode=s.session.mode,

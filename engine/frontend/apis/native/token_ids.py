@@ -24,10 +24,7 @@ def asked_token_ids(value: list[Any] | None, num_prompts: int, *, vocab_size: in
 
 
 def hidden_state_lists(tokens: TokenOutput) -> list[Any]:
-    """As in SGLang: the prompt's states [prompt][hidden], then [hidden] for each token after the first.
-
-    A decode worker's answer lacks the first entry; the router adds it from the prefill worker's.
-    """
+    """[prompt][hidden], then [hidden] per later token, as in SGLang. Decode's answer lacks the first; the router adds it."""
     later = [array.array("f", row).tolist() for row in tokens.hidden]
     if not tokens.input_hidden:
         return later

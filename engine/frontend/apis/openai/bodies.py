@@ -97,7 +97,6 @@ class ChatBody(OpenAIFields, kw_only=True):
 
 
 def check_completion(body: CompletionBody) -> None:
-    """Raise ApiError(400) for what is out of range or not supported."""
     _check_shared(body)
     refuse(body, ("suffix", "use_beam_search"))
     _in_range("logprobs", body.logprobs, MAX_COMPLETION_LOGPROBS)
@@ -106,7 +105,6 @@ def check_completion(body: CompletionBody) -> None:
 
 
 def check_chat(body: ChatBody) -> None:
-    """Raise ApiError(400) for what is out of range or not supported."""
     _check_shared(body)
     refuse(body, ("functions", "audio", "prediction", "web_search_options"))
     if body.function_call not in (None, "none", "auto"):

@@ -71,7 +71,6 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
 
 
 def render_chat(s: Services, body: ChatBody) -> str:
-    """Prompt text of the messages. Raises ApiError(400)."""
     if s.model.template is None:
         raise bad_field("messages", "this model has no chat template; use /v1/completions")
     messages = template_messages(body.messages)

@@ -1,7 +1,4 @@
-"""POST /v1/embeddings: texts or token ids -> one vector each, the pooled hidden states of the prompt.
-
-Runs on unified and prefill workers; nothing is generated, and no KV stays.
-"""
+"""POST /v1/embeddings: one vector per prompt, its pooled hidden states. Not on decode workers; no KV stays."""
 
 import array
 import base64
@@ -90,7 +87,6 @@ async def _prompt_ids(s: Services, prompt: str | list[int]) -> list[int]:
 
 
 def _vector(answer: TextOutput) -> "array.array[float]":
-    """Raises ApiError(499) for one that was aborted before its end."""
     if not answer.tokens.hidden or (answer.tokens.finish is not None and answer.tokens.finish.kind == "abort"):
         raise ApiError(499, "the request was aborted", code="aborted")
     return array.array("f", answer.tokens.hidden[-1])

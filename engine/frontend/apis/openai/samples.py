@@ -14,7 +14,6 @@ from service.security.voucher import VOUCHER_HEADER
 
 
 def body_constraint(body: OpenAIFields) -> Constraint | None:
-    """What the answer must look like. Raises ApiError(400)."""
     return only_one(format_constraint(body.response_format), plain_constraint(body))
 
 

@@ -44,7 +44,6 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 def check_tools(tools: list[Tool] | None, choice: str | ToolChoice | None) -> None:
-    """Raise ApiError(400) for what cannot be honoured."""
     tools = tools or []
     if len(tools) > MAX_TOOLS:
         raise bad_field("tools", f"at most {MAX_TOOLS}, got {len(tools)}")
@@ -65,7 +64,6 @@ def check_tools(tools: list[Tool] | None, choice: str | ToolChoice | None) -> No
 
 
 def usable(tools: list[Tool] | None, choice: str | ToolChoice | None) -> list[Tool]:
-    """The functions that the model may call."""
     if choice == "none":
         return []
     if isinstance(choice, ToolChoice):

@@ -144,8 +144,6 @@ class CompletionView(OpenAIView):
 
 
 class _Columns:
-    """The four parallel lists of a completion's logprobs."""
-
     def __init__(self, offset: int) -> None:
         self.offset = offset
         self.columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

@@ -60,7 +60,6 @@ def plain_constraint(fields: GrammarFields, *, inside: str = "") -> Constraint |
 
 
 def format_constraint(format: ResponseFormat | None) -> Constraint | None:
-    """What `response_format` asks for. Raises ApiError(400)."""
     if format is None or format.type == "text":
         return None
     if format.type not in FORMATS:
@@ -76,7 +75,6 @@ def format_constraint(format: ResponseFormat | None) -> Constraint | None:
 
 
 def only_one(*constraints: Constraint | None) -> Constraint | None:
-    """Raises ApiError(400) naming the second one."""
     given = [c for c in constraints if c is not None]
     if len(given) > 1:
         raise bad_field(given[1].field, f"cannot be followed together with {given[0].field}")

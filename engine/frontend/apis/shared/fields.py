@@ -1,8 +1,4 @@
-"""Fields that several request bodies share: sampling, prompts, limits. Pure.
-
-An optional field may be an explicit null. Unknown fields are ignored; known ones that would change the answer but are not
-supported are refused by name.
-"""
+"""Fields that several request bodies share: sampling, prompts, limits. Pure. An optional field may be an explicit null."""
 
 from collections.abc import Mapping
 from typing import Any, cast

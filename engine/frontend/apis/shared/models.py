@@ -25,14 +25,12 @@ def choose_model(s: Services, model: str | None, lora_path: str | None) -> Chose
 
 
 def check_lora_path(s: Services, lora_path: str | None) -> str:
-    """Name of the adapter, "" for none. Raises ApiError(400)."""
     if lora_path and not s.model.lora:
         raise bad_field("lora_path", OFF, code="unsupported_parameter")
     return lora_path or ""
 
 
 def _adapter_in(s: Services, model: str | None) -> str:
-    """The adapter that `model` names; "" for the model alone. Raises ApiError(404)."""
     own = s.model.own_names
     if model is None or model in own:
         return ""

@@ -12,10 +12,7 @@ from service.http.stream import DONE, SSE_HEADERS, event, json_response, open_st
 
 
 async def answer(request: web.BaseRequest, generation: Generation, *, view: View, stream: bool) -> web.StreamResponse:
-    """Serve the generation, and abort what has not finished at the end.
-
-    Headers wait for the first output: earlier failures get a proper status.
-    """
+    """Serve the generation, and abort what is unfinished at the end. Headers wait for the first output, whose error has a status."""
     with generation:
         if not stream:
             return json_response(view.body(await generation.collect()))

@@ -16,5 +16,4 @@ class View(Protocol):
 
 
 def finite(logprob: float | None) -> float | None:
-    """`logprob` as JSON can hold it."""
     return None if logprob is None else max(logprob, LOWEST_LOGPROB)
