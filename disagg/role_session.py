@@ -145,7 +145,7 @@ def _start(session: RoleSession) -> None:
     )
     threads = engine.num_threads
     assert threads is not None, "prepared (disagg/worker.py)"
-    session.children.start("scheduler", "disagg.scheduler_process", ["--spec-json", _json(spec)], num_threads=threads)
+    session.children.start("scheduler", "disagg.scheduler_process", ["--spec-json", msgspec.json.encode(spec).decode()], num_threads=threads)
 
 
 def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:
@@ -166,7 +166,3 @@ def _embedded_bootstrap_server(plan: SessionPlan) -> BootstrapServer | None:
         allowed_hosts=plan.server.allowed_hosts,
     )
     return BootstrapServer(config, shared=False, secret=read_secret(plan.disagg), port_flag=BOOTSTRAP_PORT_FLAG)
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
