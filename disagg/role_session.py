@@ -145,7 +145,12 @@ def _start(session: RoleSession) -> None:
     )
     threads = engine.num_threads
     assert threads is not None, "prepared (disagg/worker.py)"
-    session.children.start("scheduler", "disagg.scheduler_process", ["--spec-json", msgspec.json.encode(spec).decode()], num_threads=threads)
+    session.children.start(
+        "scheduler",
+        "disagg.scheduler_process",
+        ["--spec-json", msgspec.json.encode(spec).decode()],
+        num_threads=threads,
+    )
 
 
 def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:
