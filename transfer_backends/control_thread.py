@@ -120,20 +120,17 @@ class ControlThread:
         self._on_turn()
 
     def check(self) -> list[str]:
-        """What is inconsistent; empty when all is well."""
         with self.lock:
             problems = self._core.check()
         errors = self.faults["control_errors"]
         return problems + ([f"{errors} internal errors of the control thread, see the log"] if errors else [])
 
     def first_close(self) -> bool:
-        """Return True the first time."""
         with self.lock:
             first, self._closed = not self._closed, True
         return first
 
     def close(self) -> None:
-        """Send what is owed, end the thread, close the port."""
         self._stop.set()
         self.port.wake()
         if self._thread.ident is None:

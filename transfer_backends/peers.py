@@ -5,8 +5,7 @@ now. A peer whose link has closed is *lost*: it returns by a new link, or its si
 
     CONNECTING --registered--> LIVE --link closed--> LOST --new link--> CONNECTING or LIVE
 
-Rooms are not known here. What else a side knows of a peer is in its subclass: `DecodePeer` in prefill/paths.py, `PrefillPeer` in
-decode/proof.py.
+What only one side knows of a peer is in its subclass: `DecodePeer` (prefill/paths.py), `PrefillPeer` (decode/connections.py).
 """
 
 from collections import Counter, deque
@@ -80,7 +79,6 @@ class PeerTable(Generic[P]):
     """All peers, by incarnation and by link, and the messages to them."""
 
     def __init__(self, *, incarnation: str, config: TransferConfig) -> None:
-        """`incarnation`: of this process."""
         self.incarnation = incarnation
         self.effects = Effects()
         self._config = config
@@ -112,7 +110,6 @@ class PeerTable(Generic[P]):
         return len(self._peers) >= self._config.max_peers
 
     def heartbeat(self, now_s: float) -> Heartbeat:
-        """Of a new peer."""
         config = self._config
         return Heartbeat(
             interval_s=config.heartbeat_interval_s, max_failures=config.heartbeat_max_failures, now_s=now_s
@@ -122,19 +119,16 @@ class PeerTable(Generic[P]):
         self._peers[peer.incarnation] = peer
 
     def join(self, peer: P, link: Link) -> None:
-        """Use `link` from now on."""
         self.part(peer)
         peer.link = link
         self._by_link[link] = peer
 
     def part(self, peer: P) -> None:
-        """The peer's link is closed, or another's now."""
         if peer.link is not None:
             del self._by_link[peer.link]
             peer.link = None
 
     def drop(self, peer: P) -> None:
-        """Forget the peer."""
         self.part(peer)
         del self._peers[peer.incarnation]
 
@@ -162,13 +156,11 @@ class PeerTable(Generic[P]):
         self._link_checks = NUM_LINK_CHECKS
 
     def check_links(self) -> None:
-        """Run once a tick."""
         if self._link_checks:
             self._link_checks -= 1
             for peer in self.linked():
                 self.send(peer, Ping(*self.address(peer), 0))
 
     def check(self) -> list[str]:
-        """What is inconsistent; empty when all is well."""
         linked = {peer.link: peer for peer in self._peers.values() if peer.link is not None}
         return [] if linked == self._by_link else ["the table of links and the table of peers differ"]

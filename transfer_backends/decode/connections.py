@@ -94,7 +94,6 @@ class Connections:
             self._peers.part(peer)
 
     def drop(self, peer: PrefillPeer) -> None:
-        """Forget the peer: it refused, never registered us, or has ended."""
         self.disconnect(peer)
         self._peers.drop(peer)
         self.gone.append(peer.incarnation)

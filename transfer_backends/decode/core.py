@@ -1,7 +1,7 @@
 """Decode's side of all transfers: its parts put together, the messages of prefill workers, the passing of time. Pure.
 
-Told of local calls, look-up results, messages, lost links and time. Answers by states (`rooms`) and by effects: messages to send
-and commands (`effects`). Runs the same under threads and in a simulation. Knows no sockets, threads, clocks or engines.
+Receives local calls, look-up results, messages, lost links and the time. Answers by states (`rooms`) and by messages to send and
+commands (`effects`). Runs the same under threads and in a simulation.
 
     role's thread     rooms          provide, abort, close; states
     control thread    this module    messages (`statuses`: those of rooms), lost links, deadlines

@@ -28,13 +28,11 @@ class LookUpLine:
         return True
 
     def end(self, server: str) -> None:
-        """A look-up was answered."""
         self._under_way[server] -= 1
         if self._under_way[server] <= 0:
             del self._under_way[server]
 
     def take(self, server: str) -> RoomKey | None:
-        """Take the next room out of the line."""
         line = self._waiting.get(server)
         if not line:
             self._waiting.pop(server, None)

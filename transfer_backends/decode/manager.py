@@ -131,11 +131,9 @@ class DecodeManager:
 
     @property
     def is_quiet(self) -> bool:
-        """No peer can write into the pool."""
         return self.core.is_quiet
 
     def send_bye(self) -> None:
-        """Last step of `close`."""
         with self.control.locked():
             self.core.send_bye()
 
@@ -150,7 +148,6 @@ class DecodeManager:
             self._engine.progress()
 
     def _execute(self, command: Command) -> Link | None:
-        """Return the link if it turned out to be lost."""
         if isinstance(command, Connect):
             return None if self._port.connect(command.link, command.control) else command.link
         if isinstance(command, Disconnect):

@@ -47,7 +47,6 @@ class Proofs:
             del self._dead[next(iter(self._dead))]
 
     def exhume(self, incarnation: str) -> None:
-        """The incarnation answers after all."""
         self._dead.pop(incarnation, None)
 
     def on_lost(self, peer: PrefillPeer, now_s: float) -> None:

@@ -1,8 +1,7 @@
 """Prefill's side of all transfers: its parts put together, the messages of decode workers, the passing of time. Pure.
 
-Told of local calls, messages, results of operations and time. Answers by states (`rooms`) and by effects: messages to send
-(`effects`) and commands for the engine (`paths.commands`). Runs the same under threads and in a simulation. Knows no
-sockets, threads, clocks or engines.
+Receives local calls, messages, results of operations and the time. Answers by states (`rooms`), messages to send (`effects`) and
+commands for the engine (`paths.commands`). Runs the same under threads and in a simulation.
 
     role's thread     rooms          open, send, abort, close; states
     sender thread     outbox         what to post next, and its window

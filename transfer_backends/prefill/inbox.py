@@ -48,7 +48,6 @@ class Inbox:
         return len(self._offers)
 
     def owner(self, key: RoomKey) -> str | None:
-        """Return the incarnation that offered the room."""
         entry = self._offers.get(key)
         return None if entry is None else entry[0].incarnation
 
@@ -103,7 +102,6 @@ class Inbox:
         return self._tombstones.get(key)
 
     def exhume(self, key: RoomKey) -> Tombstone | None:
-        """Take the tombstone away: the room is used again."""
         return self._tombstones.pop(key, None)
 
     def expire(self, now_s: float) -> list[tuple[RoomKey, Offer]]:

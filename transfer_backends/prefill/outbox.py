@@ -29,14 +29,10 @@ class Outbox:
         return bool(self._ready)
 
     def add(self, room: PrefillRoom) -> None:
-        """The room has something to post, or will have once a gate opens."""
         self._ready.append(room)
 
     def next_posts(self, now_s: float) -> list[Post]:
-        """Take one operation, and those that follow it while all of it is small.
-
-        So the metadata row leaves with the last pages of a short prompt, and both have ended at the next poll.
-        """
+        """Take operations until they are `TOGETHER_BYTES`: a short prompt's metadata row leaves with its last pages."""
         posts: list[Post] = []
         size_bytes = 0
         while size_bytes < TOGETHER_BYTES and (post := self.next_post(now_s)) is not None:

@@ -106,7 +106,7 @@ class Paths:
         peer.path.reconnect.reset()
 
     def on_op_final(self, peer: DecodePeer, *, ok: bool) -> None:
-        """One operation ended; a failed one is fenced when the last has ended."""
+        """Count an operation as ended. After a failed one, fence when the last has ended."""
         path = peer.path
         path.num_ops -= 1
         if not ok and path.state is PathState.OPEN:

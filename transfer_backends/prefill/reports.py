@@ -30,7 +30,6 @@ class Reports:
             self.acknowledge(peer, room.key, room.write_try)
 
     def acknowledge(self, peer: DecodePeer, key: RoomKey, write_try: int) -> None:
-        """Send `Drained`."""
         self._peers.send(peer, Drained(*self._peers.address(peer), *key, write_try))
 
     def reject(self, peer: DecodePeer, key: RoomKey, reason: str) -> None:
