@@ -154,7 +154,7 @@ def _prompts(api: Api, fields: dict[str, msgspec.Raw]) -> tuple[int, int]:
 
 
 def _prompt_shape(raw: bytes) -> tuple[int, int]:
-    """Text, token ids, or a list of either; told by the first byte inside, so that long prompts are not decoded."""
+    """Count text, token ids, or a list of either by the first byte inside, so that long prompts are not decoded."""
     if not raw.startswith(b"["):
         return 1, len(raw) // BYTES_PER_TOKEN + 1
     match = _FIRST_INSIDE.match(raw)

@@ -285,7 +285,7 @@ def build_guard(base: Base, routes: Routes) -> Handler:
 
 
 def check_exposure(config: RouterConfig) -> tuple[bytes | None, KeyGate]:
-    """The cluster's secret, and who may call. Raises `ConfigError` where anybody could, from anywhere."""
+    """Return the cluster's secret and the key gate. Raises `ConfigError` for a router that is open to every address without keys."""
     gate = open_gate(
         api_key=config.api_key,
         api_key_file=config.api_key_file,

@@ -1,6 +1,6 @@
 """The router's Prometheus metrics, in a registry of their own. Owns counters; reads the worker table when scraped.
 
-Beside `tandem_router_*` stand the names of SGLang's router (`smg_*`) for the same quantities, made when somebody scrapes.
+Beside `tandem_router_*` stand the names of SGLang's router (`smg_*`) for the same quantities, made at each scrape.
 """
 
 from bisect import bisect_left

@@ -74,7 +74,7 @@ def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None
 
 
 def serve_in_slot(slot: ProcessSlot, config: RouterConfig) -> None:
-    """One process of several: told what to do by its parent alone, and ended with it."""
+    """One process of several: it obeys its parent alone, and ends with it."""
     set_up_logging(level=config.log_level, format=config.log_format, process="router")
     uvloop.run(run_router(replace(config, ready_file=str(slot.ready_file)), slot=slot))
 
@@ -90,7 +90,7 @@ async def start_router(config: RouterConfig, *, slot: ProcessSlot | None = None)
         runner = make_runner(handle, limits_of(config), shutdown_timeout_s=config.shutdown_timeout_s)
         stack.push_async_callback(runner.cleanup)  # first to end: no new connection; running requests are waited for
         await runner.setup()
-        if slot is not None:  # before it asks who the workers are: no change of the pool is missed
+        if slot is not None:  # before it asks for the workers: no change of the pool is missed
             await web.UnixSite(runner, str(slot.socket(slot.row))).start()
             await base.peers.catch_up(base.table, now_s=time.monotonic())
         port = stack.enter_context(open_port(config.host, config.port, shared=slot is not None))

@@ -1,1 +1,1 @@
-"""Who may enter, and when: limits, the waiting line, foretold latency, rate limits."""
+"""Which requests run, and when: limits, the queue, predicted latency, rate limits."""

@@ -1,4 +1,4 @@
-"""Whether a request is served at all, now: limits and priority, objectives (forecast.py). Reads requests; picks no worker."""
+"""Whether a request is served now: limits and priority, objectives (forecast.py). Reads requests; picks no worker."""
 
 import math
 from collections.abc import Sequence

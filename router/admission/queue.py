@@ -46,7 +46,7 @@ class Ticket:
 
 
 class AdmissionQueue:
-    """All tickets of one process that are not over. Each call returns the tickets it changed, but for the one it is told of."""
+    """All tickets of one process that are not over. Each call returns the other tickets it changed."""
 
     def __init__(self, limits: QueueLimits, peers: PeerLoad | None = None) -> None:
         self.limits = limits
@@ -120,7 +120,7 @@ class AdmissionQueue:
         assert all(ticket.status is TicketStatus.WAITS for ticket in self._waiting)
 
     def _admit(self) -> list[Ticket]:
-        """Let run who may, the first first. A client that has enough is passed over."""
+        """Let requests run, the first first. A client at its limit is passed over."""
         admitted: list[Ticket] = []
         if not self._waiting:
             return admitted

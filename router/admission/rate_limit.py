@@ -1,4 +1,4 @@
-"""How many requests a client may make: one token bucket each. Pure: told of the time.
+"""How many requests a client may make: one token bucket each. Pure: receives the time.
 
 The table is bounded: beyond `MAX_CLIENTS` the client that was quiet for longest is forgotten, and has a full bucket again.
 """
@@ -17,7 +17,7 @@ class RateLimiter:
 
     per_s: float
     burst: int
-    _buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)  # name -> (tokens, told at)
+    _buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)  # name -> (tokens, at)
 
     def __post_init__(self) -> None:
         assert self.per_s > 0 and self.burst >= 1, (self.per_s, self.burst)

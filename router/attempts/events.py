@@ -1,4 +1,4 @@
-"""What happens to requests, told to a tuple of observers. Who reports an event does not know who observes it."""
+"""Events in the life of a request, and their observers. The code that reports an event does not know the observers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RequestObserver:
-    """Hears of events. An event that an observer does not override costs nothing (`Events.of`)."""
+    """Receives events. An event that an observer does not override costs nothing (`Events.of`)."""
 
     def on_routed(self, request: RequestContext) -> None:
         """The body was read, and workers may serve it."""

@@ -156,7 +156,7 @@ def _broken(worker: Worker, err: UpstreamError) -> CallFailed:
 
 
 class CircuitReporter(RequestObserver):
-    """Tells the circuits of workers how calls went."""
+    """Reports the results of calls to the circuits of their workers."""
 
     def on_first_byte(self, request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
         for worker in attempt.workers:
@@ -176,6 +176,6 @@ class CircuitReporter(RequestObserver):
 
 
 def _tell_end(call: UpstreamCall, now_s: float) -> None:
-    """A fault was told when it happened."""
+    """Report a good end; a fault was reported when it happened."""
     if not call.worker.circuit.quiet and call.well:
         call.worker.circuit.tell(Event.WELL, now_s)

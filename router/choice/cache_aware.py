@@ -4,7 +4,7 @@
     weight       = 1 + RECOMPUTE_WEIGHT * requests at the worker that has the fewest
 
 The least cost wins. While some worker is idle the weight is 1, and the cost is the prompt's own wait: to compute a
-prefix again on an idle machine harms nobody. Where all have queues it delays everybody behind it, too, so the more wait
+prefix again on an idle machine harms no request. Where all have queues it delays every request behind it, so the more wait
 the more a cached prefix is worth. Without that an overloaded pool spreads each prefix over all workers, computes more,
 and is overloaded further: on the Mooncake traces at twice their rate the median first token came eight times later. Between 1
 and 16 the constant makes little difference there (docs/router.md).
@@ -76,7 +76,7 @@ class CacheAware:
 
 
 class Credit(NamedTuple):
-    """What a cached prefix is worth, in tokens of wait, and to whom: bits of the index."""
+    """What a cached prefix is worth, in tokens of wait, and which workers have it: bits of the index."""
 
     tokens: int
     bits: int

@@ -47,7 +47,7 @@ class Chooser:
         self.needs_session = any(isinstance(policy, ConsistentHashing) for policy in policies.values())
 
     def hints_of(self, parsed: ParsedBody, headers: Mapping[str, str]) -> RoutingHints:
-        """What the policies will want to know of a request; once for all its attempts."""
+        """Read what the policies need of a request, once for all its attempts."""
         return RoutingHints(
             prompt_tokens=parsed.prompt_tokens,
             output_tokens=parsed.output_tokens,
@@ -56,11 +56,11 @@ class Chooser:
         )
 
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:
-        """One of `candidates`, of one role, at least one; it will be remembered that it goes there."""
+        """Choose one of `candidates` (one role, at least one); the policy remembers that the request goes there."""
         return self.policies[candidates[0].role].choose(candidates, hints)
 
     def uncached_tokens(self, candidates: Sequence[Worker], hints: RoutingHints) -> dict[int, int]:
-        """By worker id, how much of the prompt each would have to compute, as far as its policy knows."""
+        """Return the tokens of the prompt that each worker would have to compute, by worker id, as far as its policy knows."""
         policy = self.policies[candidates[0].role]
         if not isinstance(policy, CacheAware):
             return dict.fromkeys((w.worker_id for w in candidates), hints.prompt_tokens)
@@ -68,12 +68,12 @@ class Chooser:
         return {w.worker_id: hints.prompt_tokens - cached_of(matched, w, hints) for w in candidates}
 
     def cache_of(self, role: Role) -> PrefixIndex | None:
-        """What is known of the caches of workers of this role, where its policy asks."""
+        """Return what is known of the caches of the workers of this role, if its policy uses it."""
         policy = self.policies.get(role)
         return policy.index if isinstance(policy, CacheAware) else None
 
     def forget(self, worker: Worker) -> None:
-        """It left, or came back with an empty cache."""
+        """Forget a worker that left, or came back with an empty cache."""
         policy = self.policies.get(worker.role)
         if policy is not None:
             policy.forget(worker)
@@ -116,7 +116,7 @@ def _settings(config: RouterConfig) -> CacheAwareSettings:
 
 
 def session_of(parsed: ParsedBody, headers: Mapping[str, str]) -> str:
-    """Whose request it is; "" when nobody says."""
+    """The session of a request; "" when it names none."""
     named = next((value for name in SESSION_HEADERS if (value := headers.get(name))), "")
     if not named:
         named = next((text for name in SESSION_FIELDS if (text := _session_text(parsed.fields.get(name)))), "")

@@ -1,4 +1,4 @@
-"""Listens to the workers' KV events (ZMQ) and tells them to the prefix index of a cache-aware policy.
+"""Receives the workers' KV events (ZMQ) for the prefix index of a cache-aware policy.
 
 One task per worker that publishes and whose policy asks. What was missed is asked for at the worker's replay address,
 at the start as well; where there is none, what was known of the worker is dropped and learnt anew.

@@ -1,10 +1,10 @@
-"""What one worker's KV events say about its prefix cache, told to the prefix index. Pure.
+"""One worker's prefix cache by its KV events, entered into the prefix index. Pure.
 
 Workers name blocks of their page size by hashes of their own; the index knows prefixes by keys of ours, one each
 BLOCK_TOKENS tokens. So each block is kept with the hash that runs over its prompt up to there (router/choice/prefix_keys.py)
 and the tokens that did not fill one of our blocks yet.
 
-Numbers of messages tell what was lost. `on_message` says from where on messages are missing; whoever reads the sockets
+Numbers of messages show what was lost. `on_message` says from where on messages are missing; whoever reads the sockets
 asks the worker for them (`on_replay`), or gives up what is known (`lose`).
 """
 
@@ -48,7 +48,7 @@ class WorkerCacheView:
         self.num_gaps = 0
 
     def on_message(self, seq: int, events: list[KVEvent]) -> int | None:
-        """A published message. None: all is told; else the number from which on messages are missing, this one included."""
+        """A published message. None: all have come; else the number from which on messages are missing, this one included."""
         if seq <= self._last_live:
             self._start_anew()  # its numbers only grow: another life of the worker
         if seq > self._next:
@@ -79,7 +79,7 @@ class WorkerCacheView:
 
     @property
     def num_tokens(self) -> int:
-        """In the worker's cache, as far as it told."""
+        """Tokens in the worker's cache, by its events."""
         return self._num_tokens
 
     # ---- inside

@@ -3,7 +3,7 @@
 The order is a sorted list. Each reader first puts those right whose load has changed since the last one (`LoadLog`): a bisection
 and a move of a few kilobytes for each, whatever the number of workers.
 
-With peers (`--workers N`) loads change that no log tells of. So each reader also looks at the next `SWEEP` workers in turn, and
+With peers (`--workers N`) loads change without an entry in the log. So each reader also looks at the next `SWEEP` workers in turn, and
 at the first again until it stays the first. A worker is thus never chosen for less load than it has; that another process has
 less there now is overlooked for as many choices as it takes to come round: none in a pool of up to `SWEEP`.
 """
@@ -54,7 +54,7 @@ class LoadOrder(_Follower):
         self._sort()
 
     def first(self) -> Worker:
-        """The one with the least load, when somebody last caught up."""
+        """The worker with the least load at the last `catch_up`."""
         return self._workers[self._order[0][3]]
 
     def walk(self) -> Iterator[Worker]:

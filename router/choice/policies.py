@@ -109,7 +109,7 @@ class Random(Stateless):
 class ConsistentHashing(Stateless):
     """A session always goes to the same worker (ring.py); requests without one go by load.
 
-    Workers are told apart by URL, so that all routers agree.
+    Workers are identified by URL, so that all routers agree.
     """
 
     def choose(self, candidates: Sequence[Worker], hints: RoutingHints) -> Placement:

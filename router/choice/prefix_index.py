@@ -32,7 +32,7 @@ class _Part:
 
 
 class PrefixMatch:
-    """Who has how much of a prompt. Good until the index changes.
+    """Which workers have how much of a prompt. Good until the index changes.
 
     `groups`: (prefixes, the bits of those that have so many and no more), the fewest first: thousands of workers that have the same
     system prompt are one of them.
@@ -77,7 +77,7 @@ class PrefixIndex:
         self._parts: dict[int, _Part] = {}
         self._owner: dict[int, int] = {}  # bit position -> worker id, of live workers
         self._live = 0  # their bits
-        self._free: list[int] = []  # bit positions that nobody's entry shows any more
+        self._free: list[int] = []  # bit positions that no entry shows any more
         self._num_bits = 0
         self._leaving: list[_Part] = []
 

@@ -3,7 +3,7 @@
     key[i] = SHA-1(seed, bytes 0 .. (i + 1) * BLOCK_BYTES of the prompt)
 
 The bytes are the prompt's JSON text as the client wrote it, or its token ids, four bytes each. A router has no
-tokenizer, so the two never meet: text finds text, ids find ids (and what workers tell of their caches, which is ids).
+tokenizer, so the two never meet: text finds text, ids find ids (and what workers report of their caches, which is ids).
 A client that writes the same prefix in other ways is merely not recognised.
 
 BLOCK_BYTES is about 128 tokens either way: a quarter of the block by which the Mooncake traces count, a few pages of a

@@ -4,7 +4,7 @@ import socket
 
 import aiohttp
 
-READ_BUFFER_BYTES = 256 << 10  # that nobody took yet; more stops the reading: back-pressure to the worker
+READ_BUFFER_BYTES = 256 << 10  # not taken yet; more stops the reading: back-pressure to the worker
 PROBES = 4
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that a kept connection is rarely closed under a new request
 _SKIPPED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding")

@@ -25,7 +25,7 @@ class UpstreamError(Exception):
     """No whole answer came.
 
     `reason`: "refused" (no connection was made), "lost" (it broke), "down" (it was given up here), "timeout", or
-    "cancelled" (nobody wants it any more).
+    "cancelled" (it is no longer needed).
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -66,7 +66,7 @@ class Upstream(Protocol):
     """Sends requests to workers."""
 
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> Reply:
-        """Send a request; what becomes of it is told by the reply. `url`: scheme, host and port."""
+        """Send a request; the reply follows what becomes of it. `url`: scheme, host and port."""
 
 
 class _Origin:
@@ -183,7 +183,7 @@ class HttpUpstream:
             self._sweep = self._loop.call_later(KEEPALIVE_S, self._close_old)
 
     def _close_old(self) -> None:
-        """Connections that nobody used for a while do not stay open: their workers may be gone."""
+        """Close connections without use for a while: their workers may be gone."""
         old_s, self._sweep = self._loop.time() - KEEPALIVE_S, None
         free = [connection for origin in self._origins.values() for connection in origin.free]
         for connection in free:
@@ -266,7 +266,7 @@ class HttpReply:
             self._tell_end()
 
     def _tell_end(self) -> None:
-        """And let go of who listened, who mostly knows this reply: a circle would keep bodies until the collector comes."""
+        """Call the listeners, then let go of them: a circle would keep bodies until the collector comes."""
         self.on_end()
         self.wake()
         self.listener = self.on_end = self.resume = self.end_connection = _nothing
@@ -291,7 +291,7 @@ class HttpReply:
 
 
 def _nothing() -> None:
-    """Nobody listens."""
+    """No listener."""
 
 
 class _Connection(asyncio.Protocol):

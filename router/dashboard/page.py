@@ -44,7 +44,7 @@ _FILE_HEADERS = {
 
 
 class Dashboard:
-    """Handlers. The files are read once, when the router starts. `auto_roles`: what /auto_roles tells, None where it is off."""
+    """Handlers. The files are read once, when the router starts. `auto_roles`: the answer of /auto_roles, None where it is off."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def merge(snapshots: Iterable[DashboardSnapshot]) -> DashboardSnapshot:
-    """One memory of many: what each process served is added up, what all were told by workers stands once."""
+    """One memory of many: what each process served is added up, what workers report to all stands once."""
     seconds: dict[int, Second] = {}
     records: list[DashboardRequest] = []
     switching: dict[str, str] = {}
@@ -107,7 +107,7 @@ def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
 
 
 def _series(seconds: Sequence[Second], now_s: float) -> dict[str, list[float | None]]:
-    """Curves of whole seconds (None: no value), up to one of which every worker has told."""
+    """Curves of whole seconds (None: no value), up to one that every worker has reported."""
     by_at = {second.at: second for second in seconds}
     none, end = Second(0), int(now_s) - 1
     shown = [by_at.get(at, none) for at in range(end - SHOWN_SECONDS, end)]

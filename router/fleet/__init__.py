@@ -1,1 +1,1 @@
-"""Several processes that are one router: the processes, what they share, what they tell one another."""
+"""Several processes that are one router: the processes, what they share, what they send each other."""

@@ -1,7 +1,7 @@
-"""What the processes of one router tell one another: changes of the pool, and their counts for one /metrics.
+"""What the processes of one router send each other: changes of the pool, and their counts for one /metrics.
 
 Each serves its ordinary routes at a unix socket as well; what comes from there carries the key that only they know, and is
-passed on no further. Owns that client. A process that has just started asks a peer who the workers are.
+passed on no further. Owns that client. A process that has just started asks a peer for the workers.
 """
 
 import asyncio

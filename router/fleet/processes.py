@@ -1,4 +1,4 @@
-"""Several processes that are one router (`--workers N`): they share the port, the load, and who the workers are.
+"""Several processes that are one router (`--workers N`): they share the port, the load, and the worker table.
 
     the parent    holds the port (SO_REUSEPORT; the kernel deals out connections), starts the processes, starts one again
                   that died, passes signals on; serves nothing
@@ -147,7 +147,7 @@ class _Fleet:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Signals go on to all; after SIGTERM or SIGINT nobody is started again. No process is left at the end."""
+        """Pass signals on to all; after SIGTERM or SIGINT no process is started again. No process is left at the end."""
         before = {number: signal.signal(number, self._on_signal) for number in _HEARD}
         try:
             yield
@@ -186,7 +186,7 @@ class _Fleet:
 
 @contextmanager
 def _held_port(config: RouterConfig) -> Iterator[ListeningPort]:
-    """The port, ours until the block ends, though nobody listens at this socket. `ConfigError` if it is taken."""
+    """The port, ours until the block ends, though this socket does not listen. `ConfigError` if it is taken."""
     with open_port(config.host, config.port) as free:  # not shared: another router of ours must not share it unasked
         number = free.port
     with open_port(config.host, number, shared=True) as held:

@@ -25,7 +25,7 @@ _HEADER = 2  # of one row: live requests, how often a circuit has opened or clos
 _CLIENTS = _HEADER + _PER_SLOT * NUM_SLOTS
 _ROW_WORDS = _CLIENTS + _DEPTH * _WIDTH
 _LIVE, _TURNS = range(_HEADER)
-REREAD_S = 1.0  # after which the others' circuits are read again though nobody has said that one changed
+REREAD_S = 1.0  # after which the others' circuits are read again though none has changed
 _USED, _TOKENS, _REQUESTS, _OPEN = range(_PER_SLOT)
 
 
@@ -122,7 +122,7 @@ class SharedLoad:
         os.close(self._file)
 
     def _find(self, name: int) -> int:
-        """Where `name` stands; else the first place on its way that nobody uses."""
+        """The slot of `name`; else the first free one on its way."""
         start, free = name % NUM_SLOTS, None
         for step in range(NUM_SLOTS):
             slot = (start + step) % NUM_SLOTS

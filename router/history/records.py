@@ -1,4 +1,4 @@
-"""What the dashboard remembers, in the form in which processes of one router tell it one another. Pure data.
+"""What the dashboard remembers, in the form in which the processes of a router exchange it. Pure data.
 
 Times are seconds of the machine's monotonic clock, which all processes share.
 """

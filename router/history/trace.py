@@ -87,7 +87,7 @@ class _PastCall(msgspec.Struct, frozen=True):
 
 
 class AttemptTrace:
-    """One attempt: itself while the request runs; after that what is left to tell of its calls, without their bytes."""
+    """One attempt: itself while the request runs; after that the outcome of its calls, without their bytes."""
 
     __slots__ = ("attempt", "cancelled_s", "failed_s", "failure", "hedge", "past", "rooms", "started_s")
 
@@ -168,7 +168,7 @@ class RequestTrace:
         self._failure = ""
 
     def end(self, request: RequestContext, status: int, now_s: float) -> None:
-        """Keep what is to be told of the request, not the request."""
+        """Keep the outcome, not the request."""
         self._read(request)
         self._request = None
         self._ended_s, self._status = now_s, status

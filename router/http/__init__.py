@@ -1,1 +1,1 @@
-"""Routes beside generation: health, workers, calls to every worker; who may call what."""
+"""Routes beside generation: health, workers, calls to every worker; the key that each route needs."""

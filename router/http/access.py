@@ -1,4 +1,4 @@
-"""Who may call which route of the router, and how often."""
+"""The key that each route of the router needs, and the rate limit."""
 
 import math
 import time

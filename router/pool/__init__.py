@@ -1,1 +1,1 @@
-"""Who the workers are: the table, their health and load, legs that wait for them, service discovery."""
+"""The workers: table, health and load, calls that wait for them, service discovery."""

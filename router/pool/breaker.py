@@ -4,7 +4,7 @@
     OPEN       nothing is sent there until the timeout is over
     HALF_OPEN  up to `success` requests at a time try it; so many answers that begin close it, one fault opens it again
 
-Only what is the worker's own fault is told here (`is_fault`). Names and defaults of the flags are those of SGLang's router.
+Only the worker's own faults count (`is_fault`). Names and defaults of the flags are those of SGLang's router.
 """
 
 import math
@@ -96,7 +96,7 @@ class Circuit:
         return self.state is State.OPEN and now_s - self._since_s >= self.settings.timeout_s
 
     def tell(self, event: Event, now_s: float) -> None:
-        """Something happened. `BEGUN`, `WELL` and `FAULT` are of requests."""
+        """Take an event; `BEGUN`, `WELL` and `FAULT` are of requests."""
         if not self.settings.enabled:
             return
         target, needed = TRANSITIONS[self.state, event]

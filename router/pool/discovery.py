@@ -128,7 +128,7 @@ class Discovery:
             self._leaving.pop(worker.worker_id, None)
 
     async def _reap(self) -> None:
-        """Takes out who leaves, has no request left and is nobody's last resort."""
+        """Remove workers that leave, have no request left, and are no last resort."""
         while True:
             for worker in [w for w in self._leaving.values() if self._is_done(w)]:
                 self._drop(worker.url)
@@ -152,7 +152,7 @@ class Discovery:
 
 
 class _Feed:
-    """The pods of one role, as its watch tells them."""
+    """The pods of one role, as its watch reports them."""
 
     def __init__(self, role: Role, owner: Discovery) -> None:
         self.role = role

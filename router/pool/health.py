@@ -1,8 +1,6 @@
-"""Asks workers how they are: health, load, bootstrap address. One task a worker, so that a slow one delays no other.
+"""Probes workers: health, load, bootstrap address. One task per worker, so that a slow one delays no other.
 
-All use one client, and each is asked at its own moment of the interval: as many are asked at a time as answer slowly.
-
-Owns those tasks; what the answers mean is decided by the worker table.
+All use one client, and each worker is probed at its own moment of the interval. Owns those tasks; what the answers mean is decided by the worker table.
 """
 
 import asyncio
@@ -279,7 +277,7 @@ class HealthMonitor:
     def _on_silence(self, worker: Worker, silent: bool) -> None:
         if self._table.on_silence(worker, silent) and worker.health is Health.UP:
             level, what = (
-                (logging.WARNING, "silent: others are preferred") if silent else (logging.INFO, "heard of again")
+                (logging.WARNING, "silent: others are preferred") if silent else (logging.INFO, "answering again")
             )
             log.log(level, "%s worker %s is %s", worker.role, worker.url, what)
 

@@ -1,4 +1,4 @@
-"""Which models are behind the router, and which of them a request means. Pure: told what workers say they serve.
+"""Which models are behind the router, and which of them a request means. Pure: receives what workers say they serve.
 
 One group is the workers that say the same base model, whatever adapters each has loaded; a worker that says nothing may
 serve anything. With one group a request's `model` is the workers' affair, as if the router had never looked, except that
@@ -104,7 +104,7 @@ def parse_models(info: object, listed: object) -> Names:
 
 
 def has_adapters(info: object) -> bool:
-    """Whether a worker may serve more names than its `/server_info` tells."""
+    """Whether a worker may serve more names than its `/server_info` names."""
     return isinstance(info, dict) and bool(info.get("enable_lora") or info.get("lora_paths"))
 
 

@@ -1,6 +1,6 @@
 """Follows the pods of one label selector at a Kubernetes API server: list, then watch, again after every end.
 
-Owns the protocol (pages, bookmarks, expired resource versions, reconnecting), not what pods mean: it tells a `PodListener`.
+Owns the protocol (pages, bookmarks, expired resource versions, reconnecting), not what pods mean: a `PodListener` receives them.
 Protocol: kubernetes.io/docs/reference/using-api/api-concepts. The official client (`kubernetes.aio`) finds the server and
 authenticates; it is imported only here, when asked for. Objects are decoded by ourselves: its models refuse a pod with
 half its fields, and there are large parts of a pod that we never look at.
@@ -30,7 +30,7 @@ GONE = 410
 
 
 class PodListener(Protocol):
-    """Is told what the API server says of the pods."""
+    """Receives what the API server reports of the pods."""
 
     def on_list(self, pods: Sequence[Any]) -> None: ...
 

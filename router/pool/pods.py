@@ -1,4 +1,4 @@
-"""Which pods are workers, and what that changes in the router's pool. Pure: told pods as the API server says them.
+"""Which pods are workers, and what that changes in the router's pool. Pure: receives pods as the API server reports them.
 
 Owns the pods of every role and the workers that came from them. It knows no HTTP and no Kubernetes client; the worker
 table is changed by `router/pool/discovery.py`, which does what `Reconciler.changes` returns.
@@ -54,7 +54,7 @@ class _PodObject(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """What matters of a pod. `uid` tells a new pod from an old one of the same name or address."""
+    """What matters of a pod. `uid` distinguishes a new pod from an old one of the same name or address."""
 
     name: str  # NAMESPACE/NAME
     uid: str
@@ -132,14 +132,14 @@ Change = Join | Leave | Drop
 
 
 class PodSet:
-    """The pods of one role, by name, in the order they were told."""
+    """The pods of one role, by name, in the order they came."""
 
     def __init__(self) -> None:
         self._pods: dict[str, Pod] = {}
         self.num_refused = 0
 
     def replace(self, pods: Sequence[Pod]) -> None:
-        """A whole list: who is not in it is gone."""
+        """Take a whole list: pods that are not in it are gone."""
         self._pods = {}
         self.num_refused = 0
         for pod in pods:

@@ -1,4 +1,4 @@
-"""Who may be chosen from: workers of one role that serve one model, as a list that stays the same until one of them changes.
+"""A pool: the workers of one role that serve one model, as a list that stays the same until one of them changes.
 
 The table makes a pool once and gives it to request after request, so what a policy has worked out about it (`derived`) can be
 kept with it. Loads change with every request and pools do not, so those come by a log: each reader remembers how far it has
@@ -41,7 +41,7 @@ class LoadLog:
         return self._dropped + len(self.ids)
 
     def since(self, place: int) -> Sequence[int] | None:
-        """Who has changed since `end` was `place`; None: too many to say."""
+        """Workers that have changed since `end` was `place`; None: too many to say."""
         begin = place - self._dropped
         return self.ids[begin:] if begin >= 0 else None
 

@@ -1,4 +1,4 @@
-"""Whether a worker says nothing at all while it is asked something. Owns one timer for each open question.
+"""Whether a worker is silent while it is probed. Owns one timer for each open probe.
 
 A process that is frozen, or behind a cut cable, refuses no connection: it is only silent. A failed check takes seconds to
 be sure of; silence is noticed sooner and means less: new requests go elsewhere, where there is anywhere else, and the first
@@ -12,10 +12,10 @@ ROUNDING_S = 0.001  # timers are no more exact than this
 
 
 class ProbeTimeout:
-    """A question that was just asked. `close()` must be called, whatever came of it.
+    """A probe that was just sent. `close()` must be called, whatever its result.
 
     `heard_s()`: when anything came last (the loop's time). `tell(silent)` is called after `limit_s` of silence, and again
-    and again until the question is closed.
+    and again until the probe is closed.
     """
 
     __slots__ = ("_asked_s", "_heard_s", "_limit_s", "_loop", "_tell", "_timer")

@@ -53,14 +53,14 @@ def parse_load(answer: object) -> LoadReport | None:
 
 
 def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Stages that any rank tells of."""
+    """Sum the stages that any rank reports."""
     found = [*rows, *_parts(rows, "disaggregation")]
     names = [(stage, _STAGE_NAMES[stage]) for stage in STAGES]
     return {stage: _total(found, name) for stage, name in names if any(name in part for part in found)}
 
 
 def _pending(row: dict[str, Any]) -> int:
-    """A rank tells them as a share of its capacity (SGLang's name)."""
+    """Pending tokens; a rank reports them as a share of its capacity (SGLang's name)."""
     share = sum(_share(part.get("pending_prealloc_token_usage")) for part in _parts([row], "disaggregation"))
     return int(share * _count(row.get("max_total_num_tokens")))
 
@@ -160,7 +160,7 @@ class EventSource:
 def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
     """From `kv_events_config` in `/server_info` (JSON, or its text as SGLang has it); None: the worker publishes nothing.
 
-    The worker tells a port; the host is its own, whatever it says: the router dials nobody else for it.
+    The worker reports a port; the host is its own, whatever it says: the router dials no other host for it.
     """
     config = info.get("kv_events_config") if isinstance(info, dict) else None
     if isinstance(config, str):

@@ -1,4 +1,4 @@
-"""What is known of one worker: who it is, how it is, what it reports, and how much work it holds. Data; only the table changes it."""
+"""What is known of one worker: identity, health, reports, and the work it holds. Data; only the table changes it."""
 
 import math
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class Role(StrEnum):
 class LoadReport:
     """What a worker says of itself, in requests and tokens, summed over its ranks. `*_total`: since it began.
 
-    `stages`: requests by where they stand (`STAGES`), as far as it tells. `transfer_*`: of the last KV transfers it sent.
+    `stages`: requests by where they stand (`STAGES`), as far as it reports. `transfer_*`: of the last KV transfers it sent.
     `pending_tokens`: KV that requests in decode's prealloc queue want. `busy_ms_total`: with something to compute.
     """
 
@@ -68,7 +68,7 @@ class Worker:
     good_s: float = 0.0  # when it was last checked and well
     incarnation: str = ""  # of the process that answers; "": it does not say
     incarnation_s: float = 0.0  # when that one was last seen
-    former_life_s: float = -math.inf  # when the one before was last seen: who has waited since before waits for nobody
+    former_life_s: float = -math.inf  # when the one before was last seen: a call that waits since before waits in vain
     former_lives: tuple[str, ...] = ()
     inflight_requests: int = 0
     inflight_tokens: int = 0
@@ -78,8 +78,8 @@ class Worker:
     peers: PeerLoad | None = None  # the router's other processes; None: there are none
     slot: int = 0  # its place there
     leaving: bool = False  # it gets nothing new, whatever its health
-    last_resort: bool = False  # it does, while nobody else of its role is up
-    silent: bool = False  # it is asked and says nothing: it gets requests where all others are silent too
+    last_resort: bool = False  # it does, while no other worker of its role is up
+    silent: bool = False  # it answers no probe: it gets requests only where all others are silent, too
     busy_s: float | None = None  # it is in a step that has taken so long, by its last check; that is no illness
     switching_to: Role | None = None  # this router has asked it to change; it gets nothing new until it has
     discovered: bool = False  # each process of this router finds it by itself

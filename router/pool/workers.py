@@ -1,7 +1,7 @@
-"""The worker table: who is there, who is alive, and how much work each one holds.
+"""The worker table: which workers there are, which are alive, and how much work each one holds.
 
-Owns workers, their health and the leases on them. Pure: it is told check results, load reports and the time; it opens
-no socket and reads no clock. One lease is one leg of one request; it charges tokens to a worker until released.
+Owns workers, their health and the leases on them. Pure: it receives check results, load reports and the time; it opens
+no socket and reads no clock. One lease is one call of one request; it charges tokens to a worker until released.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,8 +32,8 @@ class WorkerTableError(ApiError):
 class WorkerTable:
     """All workers of one router, in the order they were added.
 
-    `on_gone` is told of a worker that was removed, went down, is another process now, or has another role: what it had cached
-    is lost. `on_change` is called whenever somebody may be chosen who might not before, or the other way round.
+    `on_gone` receives a worker that was removed, went down, is another process now, or has another role: what it had cached
+    is lost. `on_change` is called whenever the workers that may be chosen change.
     """
 
     thresholds: Thresholds = field(default_factory=Thresholds)
@@ -122,7 +122,7 @@ class WorkerTable:
     def retire(self, url: str, *, last_resort: bool = False) -> Worker:
         """It gets no new request; it stays in the table until `remove`. `WorkerTableError` if unknown.
 
-        `last_resort`: as long as it is up it serves, should nobody else of its role be: better than no answer.
+        `last_resort`: while it is up, it serves if no other worker of its role is up: better than no answer.
         """
         worker = self.find(url)
         worker.leaving, worker.last_resort = True, last_resort
@@ -140,13 +140,13 @@ class WorkerTable:
         return [w for w in self._workers if role is None or w.role is role]
 
     def alive(self, role: Role) -> list[Worker]:
-        """Who gets requests."""
+        """The workers that get requests."""
         up = Health.UP
         here = [w for w in self._workers if w.role is role and w.health is up and w.switching_to is None]
         return [w for w in here if not w.leaving] or [w for w in here if w.last_resort]
 
     def pool(self, role: Role, model: str) -> WorkerPool:
-        """Those of `alive` that serve `model`; "": any. Silence narrows the choice, it never empties it."""
+        """Return the workers of `alive` that serve `model`; "": any. Silence narrows the choice and never empties it."""
         found = self._pools.get((role, model))
         if found is None:
             alive = self.alive(role)
@@ -155,7 +155,7 @@ class WorkerTable:
         return found
 
     def ready(self, role: Role, model: str, *, now_s: float) -> WorkerPool:
-        """Those of `pool` that no circuit keeps requests from. That narrows the choice, it never empties it."""
+        """Return the workers of `pool` that no circuit keeps requests from. That narrows the choice and never empties it."""
         pool = self.pool(role, model)
         if not self._unsettled and self.peers is None:
             return pool
@@ -166,7 +166,7 @@ class WorkerTable:
         return (pool.without(frozenset(faulty)) or pool) if faulty else pool
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
-        """Tell the result of a check, or of a request that could not connect. True if the worker's state changed."""
+        """Take the result of a check, or of a request that could not connect. True if the worker's state changed."""
         same = worker.last_check is not None and _kind(worker.last_check) is _kind(result)
         worker.streak = worker.streak + 1 if same else 1
         worker.last_check = result
@@ -186,7 +186,7 @@ class WorkerTable:
         return True
 
     def on_silence(self, worker: Worker, silent: bool) -> bool:
-        """Tell whether a worker has said nothing for too long while it was asked something. True if that is new."""
+        """Note whether a worker has answered nothing for too long while it was probed. True if that is new."""
         if worker.silent is silent:
             return False
         worker.silent = silent
@@ -194,13 +194,13 @@ class WorkerTable:
         return True
 
     def on_busy(self, worker: Worker, busy_s: float | None) -> None:
-        """Tell for how long a worker's present step has run, as it says; None: it is in none. Nothing follows from it."""
+        """Note how long a worker's present step has run, as it reports; None: it is in none. Nothing follows from it."""
         worker.busy_s = busy_s
 
     def on_incarnation(self, worker: Worker, incarnation: str, *, asked_s: float) -> None:
-        """Tell which process answered a check that began at `asked_s`; "": it did not say.
+        """Note which process answered a check that began at `asked_s`; "": it did not say.
 
-        One that comes back after another was no life before, it is one of several behind this URL: nothing follows then.
+        An incarnation that comes back after another one is one of several behind this URL: nothing follows then.
         """
         if worker.incarnation not in ("", incarnation) and incarnation:
             worker.former_lives = (*worker.former_lives, worker.incarnation)[-MAX_FORMER_LIVES:]
@@ -223,7 +223,7 @@ class WorkerTable:
         self._on_change()
 
     def on_role(self, worker: Worker, role: Role) -> None:
-        """Tell that a worker says it has another role than was thought. What was known of it in the old one is forgotten.
+        """Note that a worker has another role than was thought. What was known of it in the old role is forgotten.
 
         So is the bootstrap port that was named for it: from now on it counts what the worker says.
         """
@@ -235,7 +235,7 @@ class WorkerTable:
         self.on_gone(worker)
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
-        """Tell what a worker reports (None: it does not say). Only what this router did not send itself is added."""
+        """Take what a worker reports (None: nothing). Only load that this router did not send itself is added."""
         before = (worker.foreign_tokens, worker.capacity_tokens)
         worker.report = report
         reported = 0 if report is None else _reported_tokens(worker.role, report)
@@ -244,11 +244,11 @@ class WorkerTable:
             self._note_load(worker)
 
     def on_bootstrap(self, worker: Worker, *, host: str, port: int | None) -> None:
-        """Tell where a prefill worker's bootstrap server listens."""
+        """Note where a prefill worker's bootstrap server listens."""
         worker.bootstrap_host, worker.bootstrap_port = host, port
 
     def on_models(self, worker: Worker, names: tuple[str, ...]) -> None:
-        """Tell what a worker serves; it stays noted while the worker is down."""
+        """Note what a worker serves; it stays noted while the worker is down."""
         if names != worker.models:
             worker.models = names
             self._on_change()

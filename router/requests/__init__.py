@@ -1,1 +1,1 @@
-"""One request from its body to its answer: rooms, legs, the race between them, retries, merging."""
+"""One request from its body to its answer: picking, retries, hedging, relay, merging."""

@@ -1,6 +1,6 @@
 """Serves one generation request: reads it, waits for its turn, tries pairs until one answers, and passes the answer on.
 
-A request may move to other workers only while nothing was sent to the client. What happens is told to observers
+A request may move to other workers only while nothing was sent to the client. Events go to observers
 (attempts/events.py); every way out of here ends the attempts that run.
 """
 

@@ -139,7 +139,7 @@ def read_hedge_after_s(headers: Mapping[str, str]) -> float | None:
 def other_pools(pools: Sequence[Sequence[Worker]], taken: Sequence[Worker]) -> list[Sequence[Worker]] | None:
     """From each role's pool those where a hedge may go: with no queue, and others than `taken` (one of each role).
 
-    Where a role has only the one that is taken, that one is shared, should it have no queue. None: a role has nobody, or
+    Where a role has only the one that is taken, that one is shared, should it have no queue. None: a role has no worker, or
     all would be the same again.
     """
     free = [[w for w in pool if w not in taken and not has_queue(w.report)] for pool in pools]

@@ -1,7 +1,7 @@
-"""Puts what only the prefill worker knows into the decode worker's answer: the prompt's logprobs and
+"""Puts what only the prefill worker knows into decode's answer: logprobs and hidden states of the prompt, cached tokens. Pure.
 
-hidden states, the cached tokens. Pure. `Merger` works on decoded JSON; `SseMerger` on the bytes of an event stream. Only requests that ask for input
-logprobs come here; all other answers pass the router unread. An answer of an unknown shape passes unchanged.
+`Merger` works on decoded JSON, `SseMerger` on the bytes of an event stream. Only requests that ask for input logprobs come
+here; all other answers pass the router unread. An answer of an unknown shape passes unchanged.
 """
 
 from typing import Any
@@ -70,7 +70,7 @@ class Merger:
         return total // max(1, len(self._prefill)) if isinstance(total, int) else 1
 
     def _merge_usage(self, answer: object) -> None:
-        """OpenAI: the prefill worker knows what was cached. A decode worker that says more than 0 was told."""
+        """OpenAI: the prefill worker knows what was cached. A decode worker that reports more than 0 knows it from prefill."""
         cached = _dict(self._usage, "prompt_tokens_details").get("cached_tokens")
         usage = answer.get("usage") if isinstance(answer, dict) else None
         if not cached or not isinstance(usage, dict):

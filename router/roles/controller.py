@@ -1,4 +1,4 @@
-"""Decides when a worker moves from one pool to the other. Pure: told the time and how much work each worker has, it names a move.
+"""Decides when a worker moves from one pool to the other. Pure: receives the time and the work of each worker, and names a move.
 
 Work is counted in workers (`Seen.demand`, router/roles/demand.py), so both pools have one scale: pressure is demand over
 workers, and 1 is a pool that has just as much as it can bear. A move is named when, for one model,
@@ -10,7 +10,7 @@ workers, and 1 is a pool that has just as much as it can bear. A move is named w
               short one is now, by `gain`. A backlog counts for being short and not here: it is worked off once, and the worker
               stays. What the giver has is its work now or its mean over `cooldown_s`, whichever is more: a pool that a burst
               elsewhere starves looks idle, and is not
-    quiet     nobody of the model moves, is down, drains or has just come; each pool keeps its minimum; and the last move was not the
+    quiet     no worker of the model moves, is down, drains or has just come; each pool keeps its minimum; and the last move was not the
               other way within `cooldown_s`
 
 So every move lowers the worse pressure of the two, and under constant demand moves end: no state comes back. Ideas: one
@@ -66,7 +66,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A worker is to change its role. Whoever carries it out tells `Controller.ended`."""
+    """A worker is to change its role. `Controller.ended` must follow."""
 
     worker_id: int
     model: str
@@ -97,7 +97,7 @@ class Controller:
 
     def __init__(self, rules: Rules) -> None:
         assert 0 < rules.leave < rules.enter and 0 < rules.gain < 1, rules
-        assert rules.min_prefill >= 1 and rules.min_decode >= 1, "an empty pool serves nobody"
+        assert rules.min_prefill >= 1 and rules.min_decode >= 1, "an empty pool serves no request"
         self.rules = rules
         self.standings: dict[str, Standing] = {}
 
@@ -212,5 +212,5 @@ def _why_unknown(workers: Sequence[Seen], pools: dict[Role, list[Seen]]) -> str:
             return f"there is no {role} worker"
     absent = [worker for worker in workers if not worker.ready]
     if absent:
-        return f"{len(absent)} of {len(workers)} workers are down, drain, or have not told their load yet"
+        return f"{len(absent)} of {len(workers)} workers are down, drain, or have not reported their load yet"
     return ""

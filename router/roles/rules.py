@@ -1,4 +1,4 @@
-"""Whether a worker may change its role, and how far it is. Pure: told of the table and its workers."""
+"""Whether a worker may change its role, and how far it is. Pure: reads the table and its workers."""
 
 from enum import StrEnum
 
@@ -35,7 +35,7 @@ def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = F
 
 
 def _served_by_it_alone(table: WorkerTable, worker: Worker) -> str | None:
-    """A model that nobody else of its role serves ("": any); None: there is none."""
+    """A model that no other worker of its role serves ("": any); None: there is none."""
     for model in worker.models or ("",):
         if all(other is worker for other in table.pool(worker.role, model)):
             return model

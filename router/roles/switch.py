@@ -1,7 +1,7 @@
 """Moves a worker from one role to the other: asks it, waits for it, and it is in the other pool when `move` returns.
 
-What may move, and what has, is decided by router/roles/rules.py. Who looks is the health monitor: a worker that somebody
-else has told to change is moved by it in the same way.
+What may move, and what has, is decided by router/roles/rules.py. The health monitor does the looking, and moves a worker that another
+caller has told to change in the same way.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class Switch:
         await asyncio.shield(task)
 
     async def close(self) -> None:
-        """What is under way goes on at the workers; nobody waits for it."""
+        """Stop waiting; moves under way go on at the workers."""
         for task in self._moves:
             task.cancel()
         await asyncio.gather(*self._moves, return_exceptions=True)
