@@ -101,7 +101,7 @@ def test_kill_9_of_one_child_after_the_other_leaves_nothing(temp: Path, monkeypa
                 assert c.launcher.poll() is None
                 victim.kill()
                 await asyncio.to_thread(traces.assert_gone, within_s=BOUNDED_S)
-            assert await asyncio.to_thread(c.launcher.wait, BOUNDED_S) == 1  # nobody is left
+            assert await asyncio.to_thread(c.launcher.wait, BOUNDED_S) == 1  # no process is left
             whole.assert_gone(within_s=GONE_S)
             return await load
 

@@ -84,7 +84,7 @@ def test_a_prefill_worker_becomes_decode_and_comes_back_under_load(two_pairs: Cl
     ],
 )
 def test_what_cannot_be_changes_nothing(two_pairs: Cluster, body: dict[str, Any], status: int, says: str) -> None:
-    """Somebody else listens at the port that its bootstrap server would have."""
+    """Another process listens at the port that its bootstrap server would have."""
     worker = two_pairs.of("decode")[0]
     lived = httpx.get(f"{worker.url}/health").json()["incarnation"]
     with socket.create_server(("127.0.0.1", server_info(worker)["disaggregation_bootstrap_port"])):

@@ -1,4 +1,4 @@
-"""LoRA adapters through real processes and a transfer: tokens are those of merged weights, loads change nobody else."""
+"""LoRA adapters through real processes and a transfer: tokens are those of merged weights, and a load changes no other request."""
 
 import asyncio
 import json

@@ -81,7 +81,7 @@ def test_one_trace_through_router_and_both_workers(tmp_path: Path, receiver: Rec
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms until a batch is sent
     flags = ("--transfer-backend", "nixl", "--otlp-traces-endpoint", receiver.url, "--max-total-tokens", "4096")
     with cluster(tmp_path, *flags) as c:
-        asyncio.run(_ask(c.router, f"00-{TRACE}-{CLIENT_SPAN}-00"))  # not sampled: nobody is told
+        asyncio.run(_ask(c.router, f"00-{TRACE}-{CLIENT_SPAN}-00"))  # not sampled: no span is exported
         asyncio.run(_ask(c.router, f"00-{TRACE}-{CLIENT_SPAN}-01"))
         services = {"tandem-router", "tandem-prefill", "tandem-decode"}
         wait_until(

@@ -13,7 +13,7 @@ BOUNDED_S = 60.0
 
 
 def test_a_role_that_does_not_start_is_left_again_and_sigterm_ends_a_switch(tmp_path: Path) -> None:
-    """Only prefill opens the folder of prefixes, so nobody can tell before that it is none. Weights stay the last ones."""
+    """Only prefill opens the folder of prefixes, so the error shows after the switch. The last weights stay."""
     no_folder, weights = tmp_path / "no-folder", tmp_path / "weights"
     no_folder.touch()
     shutil.copytree(DEFAULT_MODEL_PATH, weights)
@@ -30,7 +30,7 @@ def test_a_role_that_does_not_start_is_left_again_and_sigterm_ends_a_switch(tmp_
             assert again.status_code == 409 and again.json()["error"]["code"] == "switching"
 
         def is_back() -> bool:
-            assert httpx.get(f"{worker.url}/liveness").status_code == 200, "nobody may take it for dead"
+            assert httpx.get(f"{worker.url}/liveness").status_code == 200, "it must not be taken for dead"
             return httpx.get(f"{worker.url}/health").status_code == 200
 
         wait_until(lambda: not is_back(), within_s=BOUNDED_S, what="it drains")

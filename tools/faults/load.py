@@ -98,7 +98,7 @@ def judge(status: int, whole: bytes, prompt: Sequence[int], count: int) -> tuple
 
 
 class Hog:
-    """One request that may grow until it fills decode's pool: decode gives nobody else pages while it runs."""
+    """One request that may grow until it fills decode's pool. Decode gives no other request pages while it runs."""
 
     def __init__(self, url: str, *, pool_tokens: int, seed: int) -> None:
         ids = pairs(random.Random(seed), 20)

@@ -223,7 +223,7 @@ def _note(result: Result, cell: Cell, outcomes: list[Outcome], at_s: float) -> N
 
 
 async def _until_clean(rig: Rig, workers: list[str], result: Result, *, may_write: bool = False) -> None:
-    """`may_write`: a peer that nobody can ask lives, perhaps; what it may write into stays quarantined, and only that."""
+    """`may_write`: a peer that cannot be reached may be alive. Pages that it may write stay quarantined, and no others."""
     for name in workers:
         last: list[str | None] = [None]
 

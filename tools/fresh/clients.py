@@ -82,7 +82,7 @@ def apt_settings() -> str:
 
 
 def apt_sources(codename: str, folder: Path = Path("/etc/apt")) -> list[Path]:
-    """The files that name archives of the suite `codename`, and not only somebody's packages for it."""
+    """The files that name Debian's own archives of the suite `codename`, not only third-party packages for it."""
     suite = re.compile(rf"(?:^|\s){codename}(?:-security|-updates)(?:\s|$|/)")
     files = [folder / "sources.list", *sorted((folder / "sources.list.d").glob("*"))]
     return [f for f in files if f.suffix in (".list", ".sources") and f.is_file() and suite.search(f.read_text())]

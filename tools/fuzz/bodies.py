@@ -1,6 +1,6 @@
 """Fuzzed calls at real bootstrap servers: an input is one HTTP request. Every one gets a status and a body of ours.
 
-With a secret the calls are signed by somebody who knows it, or are not, or by a signature that was spoilt or used before.
+With a secret, a call is signed, unsigned, or carries a damaged or reused signature.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Frames of the control plane, drawn from bytes: who speaks to whom is given, what they say is mostly sound.
+"""Frames of the control plane, drawn from bytes: sender and receiver are given, their messages are mostly sound.
 
 Knows the messages and values that are near a limit. Knows no cores and no sockets.
 """

@@ -1,7 +1,7 @@
 """Frames at both managers as they run: threads, ZMQ over TCP, CURVE or none. An input is one frame from a hostile member.
 
 It knows the secret, so that what is tested is what a member can do. After each story a good transfer is served, and
-`check()` is clean; threads, files and sockets are counted by whoever runs this (`footprint.py`).
+`check()` is clean; the caller counts threads, files and sockets (`footprint.py`).
 """
 
 import contextlib

@@ -114,7 +114,7 @@ class Cluster:
             )
 
     async def _tell(self, found: LocalPod, **more: Any) -> None:
-        """The API server's picture of it. (Routers are nobody's workers: no one asks for them.)"""
+        """The pod as the API server shows it. (No router discovers routers.)"""
         if found.template.component != "router":
             annotations = dict(found.template.annotations)
             await self.kube.put(
