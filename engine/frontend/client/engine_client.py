@@ -11,7 +11,7 @@ import msgspec
 
 from engine.frontend.client.deadline import too_late
 from engine.frontend.client.forecast import PrefillForecast
-from engine.frontend.client.generation import Generation, Observer, Sample
+from engine.frontend.client.generation import Generation, Sample, SampleObserver
 from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ENGINE_DEAD, SchedulerLink
 from engine.frontend.client.tracing import NO_TRACES, Traces
 from engine.frontend.errors import not_ready
@@ -59,7 +59,7 @@ class EngineClient:
         scheduler: SchedulerLink,
         *,
         open_text: Callable[[GenerateRequest], TextReader],
-        observer: Observer,
+        observer: SampleObserver,
         max_live: int,
         early_rejection: bool = False,
         traces: Traces = NO_TRACES,

@@ -13,7 +13,7 @@ from service.http.errors import ApiError
 from service.waiter import Waiter
 
 
-class Observer(Protocol):
+class SampleObserver(Protocol):
     """Hears about every sample; seconds."""
 
     def on_start(self, num_prompt_tokens: int) -> None: ...
@@ -42,7 +42,7 @@ class Generation:
         samples: list[Sample],
         groups: list[str],
         *,
-        observer: Observer,
+        observer: SampleObserver,
         now_s: Callable[[], float],
         on_leave: Callable[["Generation"], None],
     ) -> None:

@@ -55,7 +55,7 @@ STAGES = ("bootstrap_time", "queue_time", "prefill_time", "transfer_time", "deco
 
 
 class Metrics:
-    """Implements `client.Observer`."""
+    """Implements `SampleObserver`."""
 
     def __init__(self, *, model_name: str, mode: str) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
