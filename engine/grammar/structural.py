@@ -32,23 +32,30 @@ class StructuralTag(msgspec.Struct, kw_only=True):
     triggers: list[str]
 
 
-def structural_lark(source: str, *, special_tokens: Collection[str]) -> str:
-    """The Lark grammar. A trigger that is a special token stands for that token. Raises GrammarInvalid."""
+def read_structural_tag(source: str) -> StructuralTag:
+    """Read and check SGLang's JSON. Raises GrammarInvalid."""
     try:
         tag = msgspec.json.decode(source, type=StructuralTag)
     except msgspec.MsgspecError as error:
         raise GrammarInvalid(str(error)) from None
     if not tag.structures or not all(tag.triggers):
         raise GrammarInvalid("structures must not be empty, nor may a trigger")
+    for structure in tag.structures:
+        if not any(map(structure.begin.startswith, tag.triggers)):
+            raise GrammarInvalid(f"no trigger begins {structure.begin!r}")
+    return tag
+
+
+def structural_lark(source: str, *, special_tokens: Collection[str]) -> str:
+    """Write the Lark grammar. A trigger that is a special token stands for that token. Raises GrammarInvalid."""
+    tag = read_structural_tag(source)
     names = [f"tag_{i}" for i in range(len(tag.structures))]
     rules = [_rule(n, s, tag.triggers, special_tokens) for n, s in zip(names, tag.structures, strict=True)]
     return HEAD.replace("TAGS", " | ".join(names), 1) + "\n".join(rules)
 
 
 def _rule(name: str, structure: Structure, triggers: list[str], special_tokens: Collection[str]) -> str:
-    trigger = max((t for t in triggers if structure.begin.startswith(t)), key=len, default=None)
-    if trigger is None:
-        raise GrammarInvalid(f"no trigger begins {structure.begin!r}")
+    trigger = max((t for t in triggers if structure.begin.startswith(t)), key=len)
     rest, schema = structure.begin[len(trigger) :], json.dumps(structure.schema)
     body = f"{_text(rest)} %json {schema} {_text(structure.end)}"
     if trigger in special_tokens and trigger.startswith("<") and trigger.endswith(">"):

@@ -13,7 +13,7 @@ import numpy as np
 import xgrammar as xg
 
 from engine.grammar.compiler import GrammarInvalid
-from engine.grammar.structural import StructuralTag
+from engine.grammar.structural import read_structural_tag
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer
 
@@ -158,16 +158,7 @@ def _check_schema(schema: object, *, depth: int = 0) -> None:
 
 
 def _structural_tag(source: str) -> xg.StructuralTag:
-    """Of SGLang's JSON (engine/grammar/structural.py). Raises GrammarInvalid."""
-    try:
-        tag = msgspec.json.decode(source, type=StructuralTag)
-    except msgspec.MsgspecError as error:
-        raise GrammarInvalid(str(error)) from None
-    if not tag.structures or not all(tag.triggers):
-        raise GrammarInvalid("structures must not be empty, nor may a trigger")
-    for structure in tag.structures:
-        if not any(structure.begin.startswith(trigger) for trigger in tag.triggers):
-            raise GrammarInvalid(f"no trigger begins {structure.begin!r}")
+    tag = read_structural_tag(source)
     items = [xg.StructuralTagItem(begin=s.begin, schema=json.dumps(s.schema), end=s.end) for s in tag.structures]
     return xg.StructuralTag.from_legacy_structural_tag(items, tag.triggers)
 

@@ -44,6 +44,13 @@ class LayerCall:
         return rows
 
 
+def check_pages(pool: KVPool, *tables: torch.Tensor) -> None:
+    """Assert that all page ids are the pool's: C trusts them, and a wrong one would reach foreign memory."""
+    for pages in tables:
+        low, high = pages.aminmax()
+        assert int(low) >= 0 and int(high) <= pool.num_pages, (int(low), int(high))
+
+
 def _dense_heads(x: torch.Tensor) -> torch.Tensor:
     """[T, heads, dim] with dense heads; a slice of a merged qkv is taken as it is."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -7,7 +7,7 @@ import torch
 
 from engine.kernels import tape
 from engine.kernels.build import load_library
-from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall
+from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall, check_pages
 from engine.kernels.mirror import fields
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
@@ -69,12 +69,8 @@ class PagedDecode:
         return rows.out.flatten(1).to(q.dtype)
 
     def _check(self, step: StepBatch, table: torch.Tensor) -> None:
-        """Check the step: C trusts its arguments, and a wrong page id would read foreign memory."""
-        low, high = table.aminmax()
-        assert int(low) >= 0 and int(high) <= self._pool.num_pages, (int(low), int(high))
+        check_pages(self._pool, table, step.token_pages)
         assert min(step.kv_lens) > 0 and max(step.kv_lens) <= table.shape[1] * self._pool.page_size, step.kv_lens
-        low, high = step.token_pages.aminmax()
-        assert int(low) >= 0 and int(high) <= self._pool.num_pages, (int(low), int(high))
         assert len(step.kv_lens) == len(table) == len(step.token_pages) == len(step.token_offsets)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from engine.kernels.build import load_library
-from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall
+from engine.kernels.layer_call import POINTERS, STRIDES, LayerCall, check_pages
 from engine.kernels.mirror import fields
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.kv_pool import KVPool
@@ -73,10 +73,7 @@ class PagedExtend:
         return rows.out.flatten(1).to(q.dtype)
 
     def _check(self, step: StepBatch) -> None:
-        """Check the step: C trusts its arguments, and a wrong page id would write to foreign memory."""
-        for pages in (step.page_table, step.token_pages):
-            low, high = pages.aminmax()
-            assert int(low) >= 0 and int(high) <= self._pool.num_pages, (int(low), int(high))
+        check_pages(self._pool, step.page_table, step.token_pages)
         low, high = step.token_offsets.aminmax()
         assert int(low) >= 0 and int(high) < self._pool.page_size, (int(low), int(high))
         assert all(0 < q <= kv for q, kv in zip(step.q_lens, step.kv_lens, strict=True)), (step.q_lens, step.kv_lens)

@@ -178,20 +178,38 @@ def decode_merge_kernel(
     tl.store(out_ptr + row * DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=dims < DIM)
 
 
-def split_constants(
-    *, heads: int, kv_heads: int, dim: int, page_size: int, precision: str, tiles: DecodeTiles
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What kernels that read K and V know when they are compiled. `precision`: of products, as `tl.dot` names it."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    page_size: int
+    precision: str
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k_cache: torch.Tensor) -> "CacheShape":
+        """q [T, heads, dim]; k_cache as KVPool.k."""
+        page_size, kv_heads = k_cache.shape[1:3]
+        precision = "ieee" if k_cache.dtype == torch.float32 else "tf32"
+        return cls(q.shape[1], kv_heads, q.shape[2], page_size, precision)
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "DIM": self.dim,
+            "PAGE_SIZE": self.page_size,
+            "TILE_DIM": tile_dim(self.dim),
+            "PRECISION": self.precision,
+        }
+
+
+def split_constants(shape: CacheShape, tiles: DecodeTiles) -> dict[str, Any]:
     """Compile-time constants of the kernel that reads K and V."""
-    return {
-        "HEADS": heads,
-        "KV_HEADS": kv_heads,
-        "DIM": dim,
-        "PAGE_SIZE": page_size,
-        "TILE_HEADS": max(MIN_TILE_HEADS, triton.next_power_of_2(heads // kv_heads)),
-        "TILE_DIM": tile_dim(dim),
-        "PRECISION": precision,
-        **split_rule(tiles),
-    }
+    tile_heads = max(MIN_TILE_HEADS, triton.next_power_of_2(shape.heads // shape.kv_heads))
+    return {**shape.constants(), "TILE_HEADS": tile_heads, **split_rule(tiles)}
 
 
 def merge_constants(*, heads: int, dim: int, tiles: DecodeTiles) -> dict[str, Any]:
@@ -238,12 +256,11 @@ def decode(
     [B, pages] int32; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths and tiles.
     """
     batch, heads, dim = q.shape
-    page_size, kv_heads = k_cache.shape[1:3]
+    shape = CacheShape.of(q, k_cache)
     parts = torch.empty((batch, tiles.splits, heads, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((batch, tiles.splits, heads), dtype=torch.float32, device=q.device)
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
-    precision = "ieee" if k_cache.dtype == torch.float32 else "tf32"
-    programs = min(multiprocessors(q.device) * tiles.per_sm, batch * kv_heads * tiles.splits)
+    programs = min(multiprocessors(q.device) * tiles.per_sm, batch * shape.kv_heads * tiles.splits)
     decode_split_kernel[(programs,)](
         q,
         k_cache,
@@ -258,9 +275,7 @@ def decode(
         page_table.stride(0),
         k_cache.stride(0),
         scale * LOG2_E,
-        **split_constants(
-            heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, precision=precision, tiles=tiles
-        ),
+        **split_constants(shape, tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_decode import LOG2_E, tile_dim
+from engine.kernels.triton_decode import LOG2_E, CacheShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,20 +155,9 @@ def extend_kernel(
         tl.store(out_ptr + at_out[:, None] + dims[None, :], out, mask=mask_md)
 
 
-def extend_constants(
-    *, heads: int, kv_heads: int, dim: int, page_size: int, precision: str, tiles: ExtendTiles
-) -> dict[str, Any]:
+def extend_constants(shape: CacheShape, tiles: ExtendTiles) -> dict[str, Any]:
     """Compile-time constants."""
-    return {
-        "HEADS": heads,
-        "KV_HEADS": kv_heads,
-        "DIM": dim,
-        "PAGE_SIZE": page_size,
-        "TILE_DIM": tile_dim(dim),
-        "BLOCK_ROWS": tiles.rows,
-        "BLOCK": tiles.block,
-        "PRECISION": precision,
-    }
+    return {**shape.constants(), "BLOCK_ROWS": tiles.rows, "BLOCK": tiles.block}
 
 
 def extend(
@@ -188,11 +177,8 @@ def extend(
 
     `most_rows`: an upper bound of the requests' q_len, known to the host.
     """
-    heads, dim = q.shape[1:]
-    page_size, kv_heads = k_cache.shape[1:3]
     out = torch.empty(tuple(q.shape), dtype=q.dtype, device=q.device)
-    precision = "ieee" if k_cache.dtype == torch.float32 else "tf32"
-    extend_kernel[(triton.cdiv(most_rows, tiles.rows), heads, len(kv_lens))](
+    extend_kernel[(triton.cdiv(most_rows, tiles.rows), q.shape[1], len(kv_lens))](
         q,
         k_cache,
         v_cache,
@@ -204,9 +190,7 @@ def extend(
         page_table.stride(0),
         k_cache.stride(0),
         scale * LOG2_E,
-        **extend_constants(
-            heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, precision=precision, tiles=tiles
-        ),
+        **extend_constants(CacheShape.of(q, k_cache), tiles),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.triton_decode import (
+    CacheShape,
     decode_merge_kernel,
     decode_split_kernel,
     decode_tiles,
@@ -67,7 +68,7 @@ def test_decode_compiles_for_sm_90_without_spills(shape, dtype):
     }
     heads = SHAPES[shape]
     tiles = decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
-    constants = split_constants(**heads, page_size=16, precision=_precision(dtype), tiles=tiles)
+    constants = split_constants(CacheShape(**heads, page_size=16, precision=_precision(dtype)), tiles)
     made = check_compiled(
         decode_split_kernel,
         signature,
@@ -137,7 +138,7 @@ def test_extend_compiles_for_sm_90_without_spills(shape, dtype):
         "scale": "fp32",
     }
     tiles = extend_tiles(dim=SHAPES[shape]["dim"], dtype=TORCH_DTYPES[dtype])
-    constants = extend_constants(**SHAPES[shape], page_size=16, precision=_precision(dtype), tiles=tiles)
+    constants = extend_constants(CacheShape(**SHAPES[shape], page_size=16, precision=_precision(dtype)), tiles)
     made = check_compiled(
         extend_kernel,
         signature,
