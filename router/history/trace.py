@@ -20,7 +20,7 @@ from service.http.guard import CLIENT_GONE
 from service.telemetry.context import OPERATIONS
 from service.telemetry.logs import about
 from service.telemetry.records import Record, Span
-from service.telemetry.tracer import Place, Tracer, unix_offset_s
+from service.telemetry.tracer import SpanContext, Tracer, unix_offset_s
 
 log = logging.getLogger(__name__)
 
@@ -62,20 +62,20 @@ class RequestTraces(RequestObserver):
         if trace.key:
             failed = status >= 500 or (status < 400 and bool(request.failure))
             self._recorder.end(trace, trace.key, failed=failed, now_s=now_s)
-        if trace.place is None:
+        if trace.span is None:
             self._tracer.ring.add(request.request_id, trace.record)
         else:
-            self._tracer.add(request.request_id, trace.record, place=trace.place)
+            self._tracer.add(request.request_id, trace.record, span=trace.span)
         if self._log_requests:
             trace.log()
 
     def _begin(self, request: RequestContext) -> "RequestTrace":
-        place = None
+        span = None
         if self._exports:
-            place = self._tracer.place_under(request.http.headers.get("traceparent", ""))
-            if place is not None:
-                request.traceparent = place.at.header()
-        return RequestTrace(request, place)
+            span = self._tracer.span_under(request.http.headers.get("traceparent", ""))
+            if span is not None:
+                request.traceparent = span.at.header()
+        return RequestTrace(request, span)
 
 
 class _PastCall(msgspec.Struct, frozen=True):
@@ -146,12 +146,12 @@ class RequestTrace:
             "_num_samples",
             "_offset_s",
         ),
-        *("_path", "_prompt_tokens", "_request", "_request_id", "_started_s", "_status", "attempts", "key", "place"),
+        *("_path", "_prompt_tokens", "_request", "_request_id", "_started_s", "_status", "attempts", "key", "span"),
     )
 
-    def __init__(self, request: RequestContext, place: Place | None) -> None:
+    def __init__(self, request: RequestContext, span: SpanContext | None) -> None:
         parsed = request.parsed
-        self.place = place
+        self.span = span
         self.key = ""
         self.attempts: list[AttemptTrace] = []
         self._request: RequestContext | None = request

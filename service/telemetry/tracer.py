@@ -19,27 +19,27 @@ class Tracer:
     def exports(self) -> bool:
         return self._exporter.exports
 
-    def place_under(self, traceparent: str) -> "Place | None":
-        """The place of a new record under its caller's; None: it is not exported."""
+    def span_under(self, traceparent: str) -> "SpanContext | None":
+        """Return a new record's span, a child of the caller's; None: it is not exported."""
         if not self._exporter.exports:
             return None
         parent = parse_traceparent(traceparent)
         if parent is not None and not parent.sampled:
             return None
         trace_id = secrets.randbits(128) or 1 if parent is None else parent.trace_id
-        return Place(TraceParent(trace_id, secrets.randbits(64) or 1), parent)
+        return SpanContext(TraceParent(trace_id, secrets.randbits(64) or 1), parent)
 
-    def add(self, request_id: str, make: Callable[[], Record], *, place: "Place | None" = None) -> None:
+    def add(self, request_id: str, make: Callable[[], Record], *, span: "SpanContext | None" = None) -> None:
         self.ring.add(request_id, make)
-        if place is not None:
-            self._exporter.export(make(), at=place.at, parent=place.parent)
+        if span is not None:
+            self._exporter.export(make(), at=span.at, parent=span.parent)
 
     def close(self) -> None:
         self._exporter.close()
 
 
-class Place:
-    """`at`: the record's own place; `parent`: None where the trace begins with it."""
+class SpanContext:
+    """`at`: the record's own span; `parent`: None where the trace begins with it."""
 
     __slots__ = ("at", "parent")
 

@@ -11,16 +11,12 @@ from tests.packages import PACKAGES, ROOT
 from tools.house import Source, read_source
 
 GLOSSARY = ROOT / "docs" / "glossary.md"
-# Names that are still to be changed. The list only shrinks.
-PENDING = """
-    Place
-"""
 EVERYWHERE, CLASSES = "In pages and class names:", "As class names:"
 
 
 def test_a_public_class_name_belongs_to_one_class() -> None:
     twice = {name for name, homes in _product().homes.items() if len(set(homes)) > 1}
-    assert sorted(twice - set(PENDING.split())) == []
+    assert sorted(twice) == []
 
 
 def test_no_class_name_uses_a_banned_word() -> None:
@@ -28,7 +24,7 @@ def test_no_class_name_uses_a_banned_word() -> None:
     banned = {word.lower() for word in _words(EVERYWHERE)}
     found = {name for name in names if banned & {part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}}
     found |= names & set(_words(CLASSES))
-    assert sorted(found - set(PENDING.split())) == []
+    assert sorted(found) == []
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p != GLOSSARY], ids=lambda page: str(page.relative_to(ROOT)))

@@ -80,7 +80,7 @@ def test_traceparent(header: str, place: TraceParent | None) -> None:
 
 
 def test_without_a_collector_no_ids_are_made() -> None:
-    assert Tracer(ring_size=1).place_under(f"00-{TRACE}-{SPAN}-01") is None
+    assert Tracer(ring_size=1).span_under(f"00-{TRACE}-{SPAN}-01") is None
 
 
 def test_where_spans_go() -> None:

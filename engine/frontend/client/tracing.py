@@ -6,7 +6,7 @@ from typing import Any
 from engine.messages import GenerateRequest, Stage, TokenOutput
 from service.telemetry.context import TraceContext
 from service.telemetry.records import Record, Span
-from service.telemetry.tracer import Place, Tracer, unix_offset_s
+from service.telemetry.tracer import SpanContext, Tracer, unix_offset_s
 
 
 class Traces:
@@ -19,8 +19,8 @@ class Traces:
 
     def begin(self, request: GenerateRequest, rid: str, context: TraceContext) -> "SampleTrace":
         """`rid`: as the client knows the sample. Health probes are no requests."""
-        place = self.tracer.place_under(context.traceparent) if context.operation else None
-        return SampleTrace(self, request, rid=rid, context=context, start_s=time.monotonic(), place=place)
+        span = self.tracer.span_under(context.traceparent) if context.operation else None
+        return SampleTrace(self, request, rid=rid, context=context, start_s=time.monotonic(), span=span)
 
 
 class SampleTrace:
@@ -33,7 +33,7 @@ class SampleTrace:
         "_first_token_s",
         "_offset_s",
         "_owner",
-        "_place",
+        "_span_context",
         "_request",
         "_result",
         "_start_s",
@@ -47,7 +47,7 @@ class SampleTrace:
         rid: str,
         context: TraceContext,
         start_s: float,
-        place: Place | None,
+        span: SpanContext | None,
     ) -> None:
         room = 0 if request.bootstrap is None else request.bootstrap.room
         self._owner = owner
@@ -56,7 +56,7 @@ class SampleTrace:
         self._start_s = start_s
         self._end_s = start_s
         self._offset_s = 0.0
-        self._place = place
+        self._span_context = span
         self._result: tuple[list[Stage], int, int, str, str] = ([], 0, 0, "", "")
         self._ended = False
         self._first_token_s: float | None = None
@@ -76,7 +76,7 @@ class SampleTrace:
             finish = last.finish
             error = str(finish.status) if finish.status else ""
             self._result = (last.stages, last.completion_tokens, last.cached_tokens, finish.kind, error)
-        self._owner.tracer.add(self._context.request_id, self._record, place=self._place)
+        self._owner.tracer.add(self._context.request_id, self._record, span=self._span_context)
 
     def _record(self) -> Record:
         stages, _, _, _, error = self._result
