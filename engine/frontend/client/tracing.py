@@ -33,9 +33,9 @@ class SampleTrace:
         "_first_token_s",
         "_offset_s",
         "_owner",
-        "_span_context",
         "_request",
         "_result",
+        "_span_context",
         "_start_s",
     )
 
