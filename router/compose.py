@@ -34,12 +34,12 @@ from router.fleet.processes import ProcessSlot
 from router.fleet.shared_load import SharedLoad
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
-from router.http.access import counted, limit_rate, need_of
+from router.http.access import limit_rate, need_of
 from router.http.fan_out import FanOutApi
 from router.http.health_api import HealthApi
 from router.http.worker_calls import WorkerCalls
 from router.http.workers_api import WorkersApi
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, counted
 from router.pool.breaker import BreakerSettings
 from router.pool.discovery import Discovery, open_discovery
 from router.pool.health import HealthMonitor
@@ -277,7 +277,7 @@ def build_guard(base: Base, routes: Routes) -> Handler:
         gate=base.gate,
         need_of=need_of,
         browser=_browser_rule(config, base.gate),
-        admit=limit_rate(limiter, base.metrics),
+        admit=None if limiter is None else limit_rate(limiter, base.metrics),
         is_trusted=None if base.slot is None else base.peers.is_peer,
         on_refused=base.metrics.on_refused,
         new_id=base.entropy.name,

@@ -3,11 +3,13 @@
 Beside `tandem_router_*` stand the names of SGLang's router (`smg_*`) for the same quantities, made at each scrape.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Protocol
 
+from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -21,6 +23,8 @@ from router.attempts.upstream_call import CallFailed
 from router.pool.breaker import State
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
+from service.http.guard import CLIENT_GONE, answer_of
+from service.http.routes import Handler
 
 CIRCUITS = {State.CLOSED: 0, State.OPEN: 1, State.HALF_OPEN: 2}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -114,6 +118,22 @@ class RouterMetrics(RequestObserver):
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
+
+
+def counted(handler: Handler, metrics: RouterMetrics) -> Handler:
+    """A generation request; one whose client went away counts as status 499."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        started_s, status = time.monotonic(), CLIENT_GONE
+        metrics.on_begin()
+        try:
+            response = await answer_of(handler, request)
+            status = response.status
+            return response
+        finally:
+            metrics.on_answered(request.path, status, time.monotonic() - started_s)
+
+    return handle
 
 
 class _Seconds:

@@ -1,10 +1,11 @@
-"""Holds requests until the admission queue lets them run. Owns the futures that they wait for; decides nothing (queue.py)."""
+"""Holds requests until the admission queue lets them run. Owns what they wait on; decides nothing (queue.py)."""
 
 import asyncio
 
 from router.admission.queue import AdmissionQueue, QueueLimits, Ticket, TicketStatus
 from router.admission.refused import RequestRefused
 from router.pool.peer_load import PeerLoad
+from service.waiter import Waiter
 
 TICK_S = 0.05  # how soon room in another process is seen
 
@@ -12,7 +13,7 @@ TICK_S = 0.05  # how soon room in another process is seen
 class Turns:
     def __init__(self, limits: QueueLimits, peers: PeerLoad | None = None) -> None:
         self.queue = AdmissionQueue(limits, peers)
-        self._waiters: dict[int, asyncio.Future[None]] = {}
+        self._waiters: dict[int, Waiter] = {}
         self._ticker: asyncio.TimerHandle | None = None
 
     def refuse_early(self, client: str) -> None:
@@ -39,18 +40,18 @@ class Turns:
         self._wake(self.queue.leave(ticket))
 
     async def _wait(self, ticket: Ticket) -> None:
-        waiter = self._waiters[id(ticket)] = asyncio.get_running_loop().create_future()
+        waiter = self._waiters[id(ticket)] = Waiter()
         self._tick_soon()
         try:
-            await waiter
+            await waiter.wait()
         finally:
             del self._waiters[id(ticket)]
 
     def _wake(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
             waiter = self._waiters.get(id(ticket))
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
+            if waiter is not None:
+                waiter.wake()
 
     def _tick_soon(self) -> None:
         if self._ticker is None:

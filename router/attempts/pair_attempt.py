@@ -1,6 +1,6 @@
 """One attempt of a request at a prefill and a decode worker, or at one worker; and several of them side by side.
 
-The first failure ends both calls of an attempt, decode's answer is the client's. No tasks: all answers ring one bell
+The first failure ends both calls of an attempt, decode's answer is the client's. No tasks: all answers wake one waiter
 (`Reply.listener`). Knows nothing of bodies' contents, of the client's answer, or of which workers were chosen and why.
 """
 
@@ -18,45 +18,22 @@ from router.client.upstream import Upstream, UpstreamError
 from router.pool.worker import Lease, Worker
 from router.pool.workers import WorkerTable
 from service.security.voucher import VOUCHER_HEADER, vouch
+from service.waiter import Waiter
 
 TAIL_S = 5.0  # how long prefill may take to end its own answer after the client has all of decode's
 GOING = 503  # the answer of a worker that ends, or whose engine died
 
 
-class Bell:
-    """Wakes one waiter. A ring without a waiter is lost: look first, then wait."""
-
-    __slots__ = ("_waiter",)
-
-    def __init__(self) -> None:
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def has_waiter(self) -> bool:
-        return self._waiter is not None and not self._waiter.done()
-
-    def ring(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-
 class PairAttempt:
     """Owns rooms, leases and calls: `end` gives all of them back, and must be called once.
 
-    `answering`: the call whose answer goes to the client; `prefill`: the one beside it, None at a single worker. `bell` rings
+    `answering`: the call whose answer goes to the client; `prefill`: the one beside it, None at a single worker. `waiter` wakes
     when `settled` may have changed. `refused`: prefill refused the request after its answer had begun. `completed`: the client
     has the whole answer; `cancelled`: another attempt answered first.
     """
 
     __slots__ = (
-        *("_closed", "_ended", "_launcher", "_leases", "_on_late_failure", "_waits_for_prefill", "answering", "bell"),
+        *("_closed", "_ended", "_launcher", "_leases", "_on_late_failure", "_waits_for_prefill", "answering", "waiter"),
         *(
             "cancelled",
             "completed",
@@ -92,7 +69,7 @@ class PairAttempt:
         self.rooms = rooms
         self.started_s = started_s
         self.hedge = hedge
-        self.bell = Bell()
+        self.waiter = Waiter()
         self.refused: CallFailed | None = None
         self.completed = self.cancelled = False
         self.ended_s: float | None = None
@@ -168,8 +145,8 @@ class PairAttempt:
 
     def _ring(self) -> None:
         """Wake the waiter only once it is decided: a good end of prefill comes first and decides nothing."""
-        if self.bell.has_waiter and self._is_decided():
-            self.bell.ring()
+        if self.waiter.is_waiting and self._is_decided():
+            self.waiter.wake()
 
     def _on_prefill_change(self) -> None:
         self._ring()
@@ -204,13 +181,13 @@ class AttemptGroup:
     Every attempt still in `running` must be ended by the caller, the winner too.
     """
 
-    __slots__ = ("_bell", "_due", "_first", "_on_failed", "hedge", "running")
+    __slots__ = ("_due", "_first", "_on_failed", "_waiter", "hedge", "running")
 
     def __init__(self, first: PairAttempt, *, on_failed: Callable[[PairAttempt, CallFailed], None]) -> None:
         self.running = [first]
         self.hedge: PairAttempt | None = None
         self._first = first
-        self._bell = first.bell
+        self._waiter = first.waiter
         self._on_failed = on_failed
         self._due: Callable[[], PairAttempt | None] | None = None
 
@@ -221,13 +198,13 @@ class AttemptGroup:
                 begin, self._due = self._due, None
                 self._join(begin())
             else:
-                await self._bell.wait()
+                await self._waiter.wait()
         return winner
 
     def begin_hedge(self, begin: Callable[[], PairAttempt | None]) -> None:
         """Have the waiter of `winner` begin another attempt, unless one has settled."""
         self._due = begin
-        self._bell.ring()
+        self._waiter.wake()
 
     def end(self, winner: PairAttempt | None = None) -> None:
         """End all but `winner`."""
@@ -240,7 +217,7 @@ class AttemptGroup:
     def _join(self, hedge: PairAttempt | None) -> None:
         self.hedge = hedge
         if hedge is not None:
-            hedge.bell = self._bell
+            hedge.waiter = self._waiter
             self.running.append(hedge)
 
     def _settled(self) -> PairAttempt | None:

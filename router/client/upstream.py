@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from router.client.session import KEEPALIVE_S, READ_BUFFER_BYTES, keep_alive
+from service.waiter import Waiter
 
 MAX_HEAD_BYTES = 64 << 10  # of an answer
 MAX_ORIGINS = 4 * 4096  # parsed URLs that are kept
@@ -214,7 +215,7 @@ class HttpReply:
         self.resume: Callable[[], None] = _nothing
         self._chunks: list[bytes] = []
         self._loop = loop
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = Waiter()
         self._timer = loop.call_later(timeout_s, self._on_timeout)
 
     def take(self) -> bytes:
@@ -236,7 +237,7 @@ class HttpReply:
                 raise self.error
             if self.complete:
                 return b""
-            await self._changed()
+            await self._waiter.wait()
         return self.take()
 
     def close(self, error: UpstreamError | None = None) -> None:
@@ -274,17 +275,8 @@ class HttpReply:
     def wake(self) -> None:
         """Something changed that a reader or the listener may wait for."""
         self.heard_s = self._loop.time()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._waiter.wake()
         self.listener()
-
-    async def _changed(self) -> None:
-        assert self._waiter is None, "two tasks read one answer"
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
 
     def _on_timeout(self) -> None:
         self.close(UpstreamError("timeout", "no answer in time (--request-timeout-secs)"))

@@ -11,8 +11,6 @@ from router.admission.rate_limit import RateLimiter
 from router.dashboard.page import FILE_PATHS
 from router.metrics import RouterMetrics
 from service.http.errors import ApiError
-from service.http.guard import CLIENT_GONE, answer_of
-from service.http.routes import Handler
 from service.security.keys import Access
 
 _OPEN_PATHS = frozenset(("/health", "/liveness", "/readiness", "/metrics", "/openapi.json")) | FILE_PATHS
@@ -43,13 +41,11 @@ def need_of(method: str, path: str) -> Access:
     return Access.USER
 
 
-def limit_rate(
-    limiter: RateLimiter | None, metrics: RouterMetrics
-) -> Callable[[web.BaseRequest, Access], ApiError | None]:
-    """A refusal for the guard: 429 for a client that asks too often. `limiter` None: none. What needs no key is not counted."""
+def limit_rate(limiter: RateLimiter, metrics: RouterMetrics) -> Callable[[web.BaseRequest, Access], ApiError | None]:
+    """A refusal for the guard: 429 for a client that asks too often. What needs no key is not counted."""
 
     def admit(request: web.BaseRequest, need: Access) -> ApiError | None:
-        if limiter is None or need is Access.NONE:
+        if need is Access.NONE:
             return None
         wait_s = limiter.wait_s(client_name(request), time.monotonic())
         if wait_s == 0.0:
@@ -59,19 +55,3 @@ def limit_rate(
         return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=math.ceil(wait_s))
 
     return admit
-
-
-def counted(handler: Handler, metrics: RouterMetrics) -> Handler:
-    """A generation request; one whose client went away counts as status 499."""
-
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        started_s, status = time.monotonic(), CLIENT_GONE
-        metrics.on_begin()
-        try:
-            response = await answer_of(handler, request)
-            status = response.status
-            return response
-        finally:
-            metrics.on_answered(request.path, status, time.monotonic() - started_s)
-
-    return handle

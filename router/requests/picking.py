@@ -16,6 +16,7 @@ from router.choice.policies import Placement, Policy
 from router.pool.probe_timeout import ROUNDING_S
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
+from service.waiter import Waiter
 
 Placements = tuple[Placement, ...]
 
@@ -39,7 +40,7 @@ class Picker:
         self._wait_s = wait_s
         self._silence_s = silence_s or math.inf
         self._clock = clock
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: list[Waiter] = []
         table.on_change = self._on_change
 
     def model_of(self, parsed: ParsedBody, roles: Sequence[Role]) -> str:
@@ -108,11 +109,11 @@ class Picker:
 
     async def _change(self, within_s: float) -> None:
         """Wait until the table changes, or this long."""
-        waiter = asyncio.get_running_loop().create_future()
+        waiter = Waiter()
         self._waiters.append(waiter)
         try:
             async with asyncio.timeout(within_s if within_s < math.inf else None):
-                await waiter
+                await waiter.wait()
         except TimeoutError:
             return
         finally:
@@ -120,8 +121,7 @@ class Picker:
 
     def _on_change(self) -> None:
         for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            waiter.wake()
 
 
 def _now_s() -> float:

@@ -21,10 +21,6 @@ ANYBODY = Caller(Access.ADMIN)  # at a server without keys
 CLIENT_GONE = 499  # the status in logs and metrics of a request whose client went away
 
 
-def _admit_all(request: web.BaseRequest, need: Access) -> ApiError | None:
-    return None
-
-
 def _ignore(reason: str) -> None:
     pass
 
@@ -39,7 +35,7 @@ def make_guard(
     gate: KeyGate,
     need_of: Callable[[str, str], Access],
     browser: BrowserRule,
-    admit: Callable[[web.BaseRequest, Access], ApiError | None] = _admit_all,
+    admit: Callable[[web.BaseRequest, Access], ApiError | None] | None = None,
     is_trusted: Callable[[web.BaseRequest], bool] | None = None,
     on_refused: Callable[[str], None] = _ignore,
     new_id: Callable[[], str] = _new_id,
@@ -71,16 +67,14 @@ def make_guard(
         if page is not None:
             on_refused("browser")
             return ApiError(page.status, page.message, code=page.code)
-        need = need_of(request.method, request.path)
-        if not has_keys:
-            request[CALLER] = ANYBODY
-            return admit(request, need)
-        request[CALLER] = gate.caller(request.headers.get("Authorization", ""), time.monotonic())
-        refusal = key_refusal(request, gate, need)
-        if refusal is not None:
-            on_refused("key")
-            return refusal
-        return admit(request, need)
+        request[CALLER] = ANYBODY
+        if has_keys:
+            request[CALLER] = gate.caller(request.headers.get("Authorization", ""), time.monotonic())
+            refusal = key_refusal(request, gate, need_of(request.method, request.path))
+            if refusal is not None:
+                on_refused("key")
+                return refusal
+        return None if admit is None else admit(request, need_of(request.method, request.path))
 
     return handle
 

@@ -25,8 +25,8 @@ from router.compose import UnreachableWorkers
 from router.config import RouterConfig
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
-from router.http.access import counted, need_of
-from router.metrics import RouterMetrics
+from router.http.access import need_of
+from router.metrics import RouterMetrics, counted
 from router.pool.health import HealthMonitor
 from router.pool.states import Thresholds
 from router.pool.worker import Role
