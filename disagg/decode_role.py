@@ -77,8 +77,8 @@ class DecodeRole:
         except (RoomInUse, ValueError) as error:
             return [refused(request, refusal(f"bootstrap_room: {error}", status=409))]
         if request.logprobs is not None:  # the prompt's are known to prefill alone; the router merges
-            asked = request.logprobs
-            request.logprobs = LogprobOptions(start_len=-1, top_num=asked.top_num, token_ids=asked.token_ids)
+            wanted = request.logprobs
+            request.logprobs = LogprobOptions(start_len=-1, top_num=wanted.top_num, token_ids=wanted.token_ids)
         unfit = self._scheduler.held.adopt(request)
         assert unfit is None, unfit  # `refusal` gave none above
         request.times.bootstraps = request.times.remote = True
@@ -207,7 +207,9 @@ class DecodeRole:
             self._quarantine.close(handover.receiver, handover.metadata_row)
         else:
             self._quarantine.add(
-                handover.receiver, pages=self._scheduler.held.quarantine(handover.request), row=handover.metadata_row
+                handover.receiver,
+                pages=self._scheduler.held.quarantine(handover.request),
+                metadata_row=handover.metadata_row,
             )
         self._scheduler.held.release(handover.request)
         return [output]

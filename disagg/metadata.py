@@ -137,10 +137,10 @@ class MetadataBuffers:
             entry["logprob"], entry["top_num"] = result.logprob.logprob, len(top)
             entry["top_values"][: len(top)] = [value for value, _ in top]
             entry["top_ids"][: len(top)] = [token for _, token in top]
-            asked = result.logprob.requested[:MAX_ASKED]
-            entry["asked_num"] = len(asked)
-            entry["asked_values"][: len(asked)] = [value for value, _ in asked]
-            entry["asked_ids"][: len(asked)] = [token for _, token in asked]
+            requested = result.logprob.requested[:MAX_ASKED]
+            entry["asked_num"] = len(requested)
+            entry["asked_values"][: len(requested)] = [value for value, _ in requested]
+            entry["asked_ids"][: len(requested)] = [token for _, token in requested]
         entry["room"] = room
 
     def read(self, row: int, *, room: int | None) -> FirstToken:
@@ -149,8 +149,8 @@ class MetadataBuffers:
         if room is not None and int(entry["room"]) != room:
             raise MetadataCorrupt(f"metadata row says room {int(entry['room'])}, expected {room}")
         token = int(entry["first_token"])
-        top, asked = _pairs(entry, "top"), _pairs(entry, "asked")
-        logprob = TokenLogprob(float(entry["logprob"]), token, top, asked) if entry["has_logprob"] else None
+        top, requested = _pairs(entry, "top"), _pairs(entry, "asked")
+        logprob = TokenLogprob(float(entry["logprob"]), token, top, requested) if entry["has_logprob"] else None
         return FirstToken(
             ItemResult(token=None if token < 0 else token, logprob=logprob, bad=bool(entry["bad"])),
             int(entry["cached_tokens"]),
@@ -169,5 +169,5 @@ def _pairs(entry: np.void, name: str) -> list[tuple[float, int]]:
 
 
 def _duration(value: float) -> float:
-    """A peer's figure, only shown to people: whatever is no duration counts as none."""
+    """A peer's figure, for display only: a value that is no duration counts as 0."""
     return float(value) if 0.0 <= value < MAX_DURATION_S else 0.0

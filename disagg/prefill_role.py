@@ -115,14 +115,14 @@ class PrefillRole:
     # ---- moves
 
     def _take_recompute_requests(self, now_s: float) -> None:
-        for asked in self._manager.take_recompute_requests():
-            request = request_for(asked, now_s)
+        for wanted in self._manager.take_recompute_requests():
+            request = request_for(wanted, now_s)
             assert request.rid not in self._handovers, f"{request.rid}: the manager gives each room attempt once"
-            sender = self._manager.sender(asked.room, room_attempt=asked.room_attempt)
-            handover = PrefillHandover(request, asked.room, moves_bytes=True, sender=sender, recompute=True)
+            sender = self._manager.sender(wanted.room, room_attempt=wanted.room_attempt)
+            handover = PrefillHandover(request, wanted.room, moves_bytes=True, sender=sender, recompute=True)
             self._handovers[request.rid] = handover
             unfit = self._scheduler.refusal(request)
-            error = self._closed_to_peers or why_not(asked.work, self._bounds) or (unfit and unfit.message)
+            error = self._closed_to_peers or why_not(wanted.work, self._bounds) or (unfit and unfit.message)
             if error:
                 self._counters["recompute_refused"] += 1
                 sender.abort(error)

@@ -14,7 +14,7 @@ from transfer_backends.ports import KVReceiver
 class _Exposed:
     receiver: KVReceiver
     pages: list[int]
-    row: int | None
+    metadata_row: int | None
 
 
 class Quarantine:
@@ -23,14 +23,14 @@ class Quarantine:
         self._metadata = metadata
         self._exposed: list[_Exposed] = []
 
-    def add(self, receiver: KVReceiver, *, pages: list[int], row: int | None) -> None:
+    def add(self, receiver: KVReceiver, *, pages: list[int], metadata_row: int | None) -> None:
         """`pages` are the allocator's quarantined ones already."""
-        self._exposed.append(_Exposed(receiver, pages, row))
+        self._exposed.append(_Exposed(receiver, pages, metadata_row))
 
-    def close(self, receiver: KVReceiver, row: int | None) -> None:
+    def close(self, receiver: KVReceiver, metadata_row: int | None) -> None:
         """A transfer is over, and no peer writes any more."""
-        if row is not None:
-            self._metadata.free(row)
+        if metadata_row is not None:
+            self._metadata.free(metadata_row)
         receiver.close()
 
     def end_drained(self) -> None:
@@ -40,14 +40,14 @@ class Quarantine:
         self._exposed = [e for e in self._exposed if e not in drained]
         for e in drained:
             self._scheduler.held.end_quarantine(e.pages)
-            self.close(e.receiver, e.row)
+            self.close(e.receiver, e.metadata_row)
 
     def __len__(self) -> int:
         return len(self._exposed)
 
     @property
     def num_rows(self) -> int:
-        return sum(e.row is not None for e in self._exposed)
+        return sum(e.metadata_row is not None for e in self._exposed)
 
     @property
     def num_pages(self) -> int:

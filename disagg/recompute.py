@@ -1,6 +1,6 @@
-"""What decode asks a prefill worker to compute, as a request of that worker's engine. Pure.
+"""A recompute request of a decode worker, as a request of the prefill worker's engine. Pure.
 
-The other side of disagg/resumption.py. What comes from a peer is checked here as the frontend checks what comes from a client.
+The other side of disagg/resumption.py. Work of a peer is checked here, as the frontend checks requests of clients.
 """
 
 from dataclasses import dataclass
@@ -29,15 +29,15 @@ def why_not(work: Work, bounds: Bounds) -> str | None:
     return None
 
 
-def request_for(asked: RecomputeRequest, now_s: float) -> Request:
+def request_for(wanted: RecomputeRequest, now_s: float) -> Request:
     """The request ends when its KV is computed; the sample of its last step is dropped."""
     return Request(
-        rid=f"recompute-{asked.room}-{asked.room_attempt}",
-        input_ids=list(asked.work.tokens),
+        rid=f"recompute-{wanted.room}-{wanted.room_attempt}",
+        input_ids=list(wanted.work.tokens),
         sampling=NOTHING,
         eos_ids=frozenset(),
         arrived_s=now_s,
         prefill_only=True,
-        priority=asked.work.priority,
-        keep_kv=asked.work.share,
+        priority=wanted.work.priority,
+        keep_kv=wanted.work.share,
     )

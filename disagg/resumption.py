@@ -1,7 +1,7 @@
 """Retracted requests of the decode role whose KV a prefill worker computes again.
 
     retracted --> WAITING --handshake done, pages--> TRANSFER --Success--> running: its next step is a usual one
-                    \\__ Failed, a bad row, nobody there, almost all still cached: computed by this engine instead __/
+                    \\__ Failed, a bad row, no worker, almost all still cached: computed by this engine instead __/
 
 Prefill computes the KV of every known token but the last, and samples nothing: a usual step here samples the next token from
 the last known one, so seeds, penalties, grammar and logprobs go on as if nothing had happened. Pages that are still cached
@@ -171,7 +171,7 @@ class Resumption:
             self._quarantine.close(handover.receiver, handover.metadata_row)
         else:
             pages = self._scheduler.held.quarantine(handover.request)
-            self._quarantine.add(handover.receiver, pages=pages, row=handover.metadata_row)
+            self._quarantine.add(handover.receiver, pages=pages, metadata_row=handover.metadata_row)
 
     def _drop_row(self, handover: DecodeHandover) -> None:
         assert handover.metadata_row is not None
