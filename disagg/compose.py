@@ -139,4 +139,4 @@ def _transfer_config(spec: SchedulerSpec) -> TransferConfig:
         drain_timeout_s=disagg.disaggregation_drain_timeout_s,
         control_host=spec.control_host,
     )
-    return replace(config, secret=read_secret(disagg))
+    return replace(config, secret=read_secret(disagg.cluster_secret_file))

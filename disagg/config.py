@@ -94,6 +94,6 @@ def role_name(config: DisaggConfig) -> str:
     return config.disaggregation_mode.replace("null", "unified")
 
 
-def read_secret(config: DisaggConfig) -> bytes | None:
-    """Return the secret that the cluster shares, or None. Raises SecurityConfigError for a file that cannot be one."""
-    return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file)
+def read_secret(path: str | None) -> bytes | None:
+    """Return the secret that the cluster shares, or None. Raises ConfigError for a file that cannot be one."""
+    return None if path is None else read_secret_file(path)

@@ -81,7 +81,7 @@ def make_allowlist(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
     This machine's own are allowed only while no other machine can send us requests: else a client could point us at a local
     service.
     """
-    secret = read_secret(disagg)
+    secret = read_secret(disagg.cluster_secret_file)
     if disagg.disaggregation_mode != "decode":
         return BootstrapAllowlist()
     named = disagg.disaggregation_bootstrap_server

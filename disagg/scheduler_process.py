@@ -122,7 +122,7 @@ def _load_adapters(parts: "EngineParts", ports: ZmqPorts) -> AdapterControl:
         reply=ports.to_frontend,
         wakeup=ports.call_attention,
     )
-    for name, path in named_paths(parts.config).items():
+    for name, path in named_paths(parts.config.lora_paths).items():
         adapters.load_now(name, path)
     return adapters
 
@@ -176,14 +176,14 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "chunked_prefill_size": config.chunked_prefill_size,
         "load_time_s": round(load_time_s, 3),
         "kv_events_config": None if publisher is None else publisher.describe(),
-        **machine_facts(config),
+        **machine_facts(config.device, config.dtype),
     }
 
 
 def _publisher(spec: SchedulerSpec) -> ZmqPublisher | None:
     """Raises ConfigError for an address that is taken."""
     config = parse_kv_events_config(spec.engine.kv_events_config)
-    return None if config is None else ZmqPublisher(config, secret=read_secret(spec.disagg))
+    return None if config is None else ZmqPublisher(config, secret=read_secret(spec.disagg.cluster_secret_file))
 
 
 def make_grammar_queue(

@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-from engine.config import EngineConfig
 from engine.kernels.build import DISABLE_VARIABLE, BuildError, NoCompilerError, check_buildable
 from engine.kernels.linear import linear_kernel
 from engine.kernels.paged_decode import SOURCE as PAGED_DECODE
@@ -12,17 +11,17 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 BF16 = "AVX512-BF16"
 
 
-def machine_facts(config: EngineConfig, *, huge_pages: Path = HUGE_PAGES) -> dict[str, str | None]:
-    """For /server_info; of a resolved config.
+def machine_facts(device: str, dtype: str, *, huge_pages: Path = HUGE_PAGES) -> dict[str, str | None]:
+    """For /server_info; `device`, `dtype`: resolved.
 
     `c_kernels`: "built", "no compiler", "failed" (`c_kernels_error` says why), "off" (by the environment), or "unused" (on a GPU).
     `cpu_lacks`: the arithmetic that the kernels of products and prompts want and this CPU has not, or None.
     `huge_pages`: "always", "madvise", "never", or None where the system does not say.
     """
-    if config.device != "cpu":
+    if device != "cpu":
         return {"c_kernels": "unused", "c_kernels_error": None, "cpu_lacks": None, "huge_pages": None}
     state, error = _c_kernels()
-    lacks = state == "built" and config.dtype == "bfloat16" and linear_kernel() is None
+    lacks = state == "built" and dtype == "bfloat16" and linear_kernel() is None
     return {
         "c_kernels": state,
         "c_kernels_error": error,

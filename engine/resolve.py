@@ -34,10 +34,10 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         )
     _check_hicache(config)
     _check_cuda_graph(config, device)
-    check_lora(config)
+    check_lora(config.lora_paths, max_loaded=config.max_loaded_loras)
     return replace(
         config,
-        enable_lora=lora_enabled(config),
+        enable_lora=lora_enabled(config.enable_lora, config.lora_paths),
         device=device,
         dtype=_dtype(config.dtype, model.dtype),
         stream=_stream(config.stream, device),

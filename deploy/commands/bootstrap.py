@@ -14,10 +14,10 @@ def run(argv: Sequence[str]) -> int:
     config = config_from(args, BootstrapConfig)
     set_up_logging(level=args.log_level, format=args.log_format, process="bootstrap")
     from bootstrap_server.server import run_bootstrap_server
-    from disagg.config import DisaggConfig, read_secret
+    from disagg.config import read_secret
     from service.security.addresses import require_secret
 
-    secret = read_secret(DisaggConfig(cluster_secret_file=args.cluster_secret_file))
+    secret = read_secret(args.cluster_secret_file)
     warning = require_secret(
         config.host,
         flag="--host",

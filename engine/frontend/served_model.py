@@ -67,7 +67,7 @@ def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
         tool_call_parser=engine.tool_call_parser,
         return_hidden_states=engine.enable_return_hidden_states,
         embedding_pooling=engine.embedding_pooling,
-        lora=lora_enabled(engine),
+        lora=lora_enabled(engine.enable_lora, engine.lora_paths),
     )
 
 

@@ -47,7 +47,7 @@ def make_services(
     """Load the checkpoint's tokenizer and template. Raises ConfigError."""
     server, engine = spec.server, spec.engine
     model = load_served_model(engine, mode=spec.mode)
-    scheduler.adapters = named_paths(engine)
+    scheduler.adapters = named_paths(engine.lora_paths)
     if taken := set(model.own_names) & scheduler.adapters.keys():
         raise ConfigError(f"--lora-paths: {min(taken)!r} is a name of the model itself; choose another")
     metrics = Metrics(model_name=model.served_name, mode=spec.mode)

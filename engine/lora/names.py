@@ -1,6 +1,7 @@
 """The flags of adapters, read: which are loaded at start, and whether there may be any. Pure; never torch."""
 
-from engine.config import EngineConfig
+from collections.abc import Sequence
+
 from service.flags import ConfigError
 
 MAX_NAME_CHARS = 256
@@ -11,10 +12,10 @@ def lora_enabled(config: EngineConfig) -> bool:
     return config.enable_lora or bool(config.lora_paths)
 
 
-def named_paths(config: EngineConfig) -> dict[str, str]:
+def named_paths(paths: Sequence[str]) -> dict[str, str]:
     """Name -> directory of `--lora-paths`: "name=path", or a path that is its own name. Raises ConfigError."""
     named: dict[str, str] = {}
-    for entry in config.lora_paths:
+    for entry in paths:
         name, equals, path = entry.partition("=")
         path = path if equals else entry
         if problem := name_problem(name):
@@ -36,8 +37,8 @@ def name_problem(name: str) -> str | None:
     return None
 
 
-def check_lora(config: EngineConfig) -> None:
+def check_lora(paths: Sequence[str], *, max_loaded: int | None) -> None:
     """Raises ConfigError for names and numbers of adapters that no server could honour."""
-    named, limit = named_paths(config), config.max_loaded_loras
-    if limit is not None and len(named) > limit:
-        raise ConfigError(f"--lora-paths: {len(named)} adapters are more than --max-loaded-loras {limit}")
+    named = named_paths(paths)
+    if max_loaded is not None and len(named) > max_loaded:
+        raise ConfigError(f"--lora-paths: {len(named)} adapters are more than --max-loaded-loras {max_loaded}")

@@ -6,12 +6,11 @@ import pytest
 
 from deploy.launcher.shortfalls import shortfalls
 from deploy.launcher.summary import Member, summary_text
-from engine.config import EngineConfig
 from engine.kernels import build
 from engine.machine import machine_facts
 
 GOOD = {"c_kernels": "built", "c_kernels_error": None, "cpu_lacks": None, "huge_pages": "madvise"}
-WHOLE_CPU = EngineConfig(device="cpu", dtype="float32")
+WHOLE_CPU = ("cpu", "float32")
 
 
 def test_a_machine_that_has_all_is_not_mentioned():
@@ -51,7 +50,7 @@ def test_the_summary_shows_it_above_the_line_to_paste(tmp_path: Path):
 def test_facts_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    facts = machine_facts(WHOLE_CPU)
+    facts = machine_facts(*WHOLE_CPU)
     assert facts["c_kernels"] == "no compiler" and facts["cpu_lacks"] is None
 
 
@@ -61,22 +60,22 @@ def test_facts_of_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.Monk
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
-    facts = machine_facts(WHOLE_CPU)
+    facts = machine_facts(*WHOLE_CPU)
     assert facts["c_kernels"] == "failed" and "no stdlib.h here" in str(facts["c_kernels_error"])
 
 
 def test_facts_of_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(build.DISABLE_VARIABLE, "1")
-    assert machine_facts(WHOLE_CPU)["c_kernels"] == "off"
+    assert machine_facts(*WHOLE_CPU)["c_kernels"] == "off"
 
 
 @pytest.mark.parametrize("word", ["always", "madvise", "never"])
 def test_facts_of_huge_pages(tmp_path: Path, word: str):
     file = tmp_path / "enabled"
     file.write_text(" ".join(f"[{name}]" if name == word else name for name in ("always", "madvise", "never")))
-    assert machine_facts(WHOLE_CPU, huge_pages=file)["huge_pages"] == word
-    assert machine_facts(WHOLE_CPU, huge_pages=tmp_path / "none")["huge_pages"] is None
+    assert machine_facts(*WHOLE_CPU, huge_pages=file)["huge_pages"] == word
+    assert machine_facts(*WHOLE_CPU, huge_pages=tmp_path / "none")["huge_pages"] is None
 
 
 def test_a_gpu_needs_none_of_it():
-    assert shortfalls([dict(machine_facts(EngineConfig(device="cuda", dtype="bfloat16")))]) == []
+    assert shortfalls([dict(machine_facts("cuda", "bfloat16"))]) == []

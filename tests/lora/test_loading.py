@@ -153,17 +153,19 @@ def test_runs_of_tokens_by_adapter() -> None:
 
 def test_flags_of_adapters() -> None:
     config = EngineConfig(lora_paths=("a=/x/a", "/y/b=c", "/plain"))
-    assert named_paths(config) == {"a": "/x/a", "/y/b": "c", "/plain": "/plain"} and lora_enabled(config)
-    assert lora_enabled(EngineConfig(enable_lora=True)) and not lora_enabled(EngineConfig())
+    assert named_paths(config.lora_paths) == {"a": "/x/a", "/y/b": "c", "/plain": "/plain"} and lora_enabled(
+        False, config.lora_paths
+    )
+    assert lora_enabled(True, ()) and not lora_enabled(False, ())
 
 
 BAD_FLAGS = {
-    "--lora-paths =x": {"lora_paths": ("=x",)},
-    "--lora-paths a=": {"lora_paths": ("a=",)},
-    "two adapters are called 'a'": {"lora_paths": ("a=1", "a=2")},
+    "--lora-paths =x": {"paths": ("=x",), "max_loaded": None},
+    "--lora-paths a=": {"paths": ("a=",), "max_loaded": None},
+    "two adapters are called 'a'": {"paths": ("a=1", "a=2"), "max_loaded": None},
     "2 adapters are more than --max-loaded-loras 1": {
-        "lora_paths": ("a=1", "b=1"),
-        "max_loaded_loras": 1,
+        "paths": ("a=1", "b=1"),
+        "max_loaded": 1,
     },
 }
 
@@ -171,7 +173,7 @@ BAD_FLAGS = {
 @pytest.mark.parametrize("message", BAD_FLAGS)
 def test_flags_that_cannot_be_honoured_are_named(message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_lora(EngineConfig(**BAD_FLAGS[message]))  # type: ignore[arg-type]
+        check_lora(**BAD_FLAGS[message])  # type: ignore[arg-type]
 
 
 def test_patterns_give_single_matrices_their_rank_and_alpha(
