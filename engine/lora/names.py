@@ -7,9 +7,9 @@ from service.flags import ConfigError
 MAX_NAME_CHARS = 256
 
 
-def lora_enabled(config: EngineConfig) -> bool:
+def lora_enabled(enable: bool, paths: Sequence[str]) -> bool:
     """Whether requests may name adapters: --enable-lora or --lora-paths."""
-    return config.enable_lora or bool(config.lora_paths)
+    return enable or bool(paths)
 
 
 def named_paths(paths: Sequence[str]) -> dict[str, str]:
