@@ -84,7 +84,7 @@ def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
 
 def _check_adapters(engine: EngineConfig, to: RoleSwitchState) -> None:
     """Raises ConfigError for an adapter that was loaded at run time and could not be loaded by a flag."""
-    if named_paths(engine) != to.adapters:
+    if named_paths(engine.lora_paths) != to.adapters:
         raise ConfigError("an adapter's name has a '=' in it, so it cannot be loaded again; unload it")
     for name, path in to.adapters.items():
         if not Path(path).is_dir():
@@ -170,4 +170,6 @@ def _embedded_bootstrap_server(plan: SessionPlan) -> BootstrapServer | None:
         port=plan.disagg.disaggregation_bootstrap_port,
         allowed_hosts=plan.server.allowed_hosts,
     )
-    return BootstrapServer(config, shared=False, secret=read_secret(plan.disagg), port_flag=BOOTSTRAP_PORT_FLAG)
+    return BootstrapServer(
+        config, shared=False, secret=read_secret(plan.disagg.cluster_secret_file), port_flag=BOOTSTRAP_PORT_FLAG
+    )
