@@ -99,8 +99,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=6, help="of each prompt length, for each tree, in a round")
     parser.add_argument("--clients", type=int, default=4, help="requests in flight of the goodput")
-    parser.add_argument("--slo-ttft", type=float, default=1000.0)
-    parser.add_argument("--slo-tpot", type=float, default=50.0)
+    parser.add_argument("--slo-ttft", type=float, default=1.0, help="seconds")
+    parser.add_argument("--slo-tpot", type=float, default=0.05, help="seconds")
     parser.add_argument("--backend", default="nixl", choices=("nixl", "mooncake"))
     parser.add_argument("--model-path", help="default: the model that ships with Tandem")
     parser.add_argument("--output", type=Path)
@@ -139,7 +139,7 @@ def _cluster_round(clusters: dict[str, Cluster], number: int, args: argparse.Nam
     found = load_records(**urls, prompt="ids", rounds=2, seed=2000 + number, **BUSY, **busy)
     for name, measured in zip(names, found, strict=True):
         samples[name][f"goodput, {args.clients} clients, req/s"] = goodput(
-            measured, ttft_s=args.slo_ttft_s / 1000, tpot_s=args.slo_tpot_s / 1000
+            measured, ttft_s=args.slo_ttft, tpot_s=args.slo_tpot
         )
     return samples
 
