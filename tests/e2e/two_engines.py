@@ -18,7 +18,7 @@ from disagg.spec import SchedulerSpec
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request
-from engine.loop.role import EngineRole
+from engine.loop.role import EngineRole, Peered
 from engine.messages import Bootstrap, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.engine_in_process import EngineInProcess
@@ -76,6 +76,7 @@ class WorkerInProcess(EngineInProcess):
             bootstrap=f"{HOST}:{bootstrap}" if mode == "prefill" else None,
         )
         self.role: EngineRole = make_role(spec, self.parts, wakeup=lambda: None)
+        self.peered = self.role if isinstance(self.role, Peered) else None
         self.prefill_only = mode == "prefill"
         self.seen, self.told = Seen(), Told()
 
@@ -99,7 +100,8 @@ class WorkerInProcess(EngineInProcess):
         plan = self.parts.scheduler.schedule(monotonic())
         worked = plan is not None or self.pipeline.num_launched > 0
         if plan is not None:
-            self.role.on_launch(plan)
+            if self.peered is not None:
+                self.peered.on_launch(plan)
             self.seen.plan(plan, in_flight=0 if plan.wait else self.pipeline.num_launched)
         self.told.hear(self.pipeline.advance(plan))
         return worked
@@ -109,13 +111,18 @@ class WorkerInProcess(EngineInProcess):
 
     @property
     def at_rest(self) -> bool:
-        return not self.pipeline.num_launched and self.parts.scheduler.idle and not self.role.waits_for_outside()
+        waits = self.peered is not None and self.peered.waits_for_outside()
+        return not self.pipeline.num_launched and self.parts.scheduler.idle and not waits
 
     def check(self) -> None:
         self.parts.scheduler.check()
-        self.role.check()
+        if self.peered is not None:
+            self.peered.check()
         counts = self.parts.scheduler.memory.allocator.counts()
         assert counts["held"] == counts["quarantined"] == 0
+
+    def queues(self) -> dict[str, int]:
+        return {} if self.peered is None else self.peered.queues()
 
     def close(self) -> None:
         self.role.close()
@@ -160,7 +167,7 @@ class Pair:
         prefill, decode = self.workers
         deadline_s = monotonic() + REST_S
         while decode.parts.scheduler.num_running < count:
-            assert monotonic() < deadline_s, decode.role.queues()
+            assert monotonic() < deadline_s, decode.queues()
             prefill.turn()
             decode.poll()
 
@@ -202,7 +209,7 @@ def run(
     system.gather(half)
     deadline_s, turns = monotonic() + rest_s, 0
     while waiting or not all(worker.at_rest for worker in system.workers):
-        assert monotonic() < deadline_s, [worker.role.queues() for worker in system.workers]
+        assert monotonic() < deadline_s, [worker.queues() for worker in system.workers]
         if not any([worker.turn() for worker in system.workers]):
             sleep(0.0005)
         turns += 1
