@@ -290,8 +290,8 @@ class AttemptLauncher:
             hedge=hedge,
             waits_for_prefill=parsed.wants_input_logprobs,
         )
-        for tell in self._events.on_sent:
-            tell(request, attempt, now_s)
+        for notify in self._events.on_sent:
+            notify(request, attempt, now_s)
         return attempt
 
     def close(self) -> None:
@@ -303,15 +303,15 @@ class AttemptLauncher:
     def on_ended(self, attempt: PairAttempt) -> None:
         """The client needs it no more."""
         now_s = attempt.ended_s = self._clock()
-        for tell in self._events.on_attempt_ended:
-            tell(attempt, now_s)
+        for notify in self._events.on_attempt_ended:
+            notify(attempt, now_s)
 
     def on_prefill_ended(self, attempt: PairAttempt) -> None:
         """Nothing of the attempt runs any more, here or at its workers."""
         self.tails.discard(attempt)
         now_s = self._clock()
-        for tell in self._events.on_prefill_ended:
-            tell(attempt, now_s)
+        for notify in self._events.on_prefill_ended:
+            notify(attempt, now_s)
         self._rooms.release(attempt.rooms)
 
     def _charge(self, request: RequestContext, placements: Sequence[Placement], now_s: float) -> list[Lease]:

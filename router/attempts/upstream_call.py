@@ -129,12 +129,12 @@ class UpstreamCall:
     @property
     def waits_since_s(self) -> float | None:
         """When anything came last, or the call began (the loop's time); None: what came is not taken yet."""
-        return None if self.reply.num_buffered else self.reply.heard_s
+        return None if self.reply.num_buffered else self.reply.received_s
 
     @property
     def last_byte_s(self) -> float:
         """When bytes came last (the loop's time); -inf: none did."""
-        return self.reply.heard_s if self.reply.status else -math.inf
+        return self.reply.received_s if self.reply.status else -math.inf
 
     def give_up(self, why: str) -> None:
         """End the call because its worker is gone."""
@@ -161,7 +161,7 @@ class CircuitReporter(RequestObserver):
     def on_first_byte(self, request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
         for worker in attempt.workers:
             if not worker.circuit.quiet:
-                worker.circuit.tell(Event.BEGUN, now_s)
+                worker.circuit.record(Event.BEGUN, now_s)
 
     def on_attempt_ended(self, attempt: "PairAttempt", now_s: float) -> None:
         _tell_end(attempt.answering, now_s)
@@ -172,10 +172,10 @@ class CircuitReporter(RequestObserver):
 
     def on_call_failed(self, failure: CallFailed, now_s: float) -> None:
         if failure.is_fault:
-            failure.worker.circuit.tell(Event.FAULT, now_s)
+            failure.worker.circuit.record(Event.FAULT, now_s)
 
 
 def _tell_end(call: UpstreamCall, now_s: float) -> None:
     """Report a good end; a fault was reported when it happened."""
     if not call.worker.circuit.quiet and call.well:
-        call.worker.circuit.tell(Event.WELL, now_s)
+        call.worker.circuit.record(Event.WELL, now_s)

@@ -38,7 +38,7 @@ class Reply(Protocol):
     """A worker's answer, from the moment the request is sent. Header names are in lower case.
 
     `status` is 0 until its head has come. `complete`: all of it came. `error`: why no more will come. `num_buffered`: bytes
-    that came and were not taken. `heard_s`: when anything came last (the loop's time). `listener` is called at every change
+    that came and were not taken. `received_s`: when anything came last (the loop's time). `listener` is called at every change
     of these, `on_end` once when no more will come; they must not raise.
     """
 
@@ -46,7 +46,7 @@ class Reply(Protocol):
     headers: dict[str, str]
     complete: bool
     error: UpstreamError | None
-    heard_s: float
+    received_s: float
     listener: Callable[[], None]
     on_end: Callable[[], None]
 
@@ -198,7 +198,7 @@ class HttpReply:
     """`Reply` of one connection. One task at a time reads it. `end_connection` ends what it comes over."""
 
     __slots__ = (
-        *("_chunks", "_loop", "_timer", "_waiter", "complete", "end_connection", "error", "headers", "heard_s"),
+        *("_chunks", "_loop", "_timer", "_waiter", "complete", "end_connection", "error", "headers", "received_s"),
         *("listener", "num_buffered", "on_end", "resume", "status"),
     )
 
@@ -208,7 +208,7 @@ class HttpReply:
         self.complete = False
         self.error: UpstreamError | None = None
         self.num_buffered = 0
-        self.heard_s = loop.time()
+        self.received_s = loop.time()
         self.listener: Callable[[], None] = _nothing
         self.on_end: Callable[[], None] = _nothing
         self.end_connection: Callable[[], object] = _nothing
@@ -274,7 +274,7 @@ class HttpReply:
 
     def wake(self) -> None:
         """Something changed that a reader or the listener may wait for."""
-        self.heard_s = self._loop.time()
+        self.received_s = self._loop.time()
         self._waiter.wake()
         self.listener()
 

@@ -60,7 +60,7 @@ class PeerProcesses:
             return False
         return hmac.compare_digest(said.encode(errors="surrogateescape"), self._slot.key.encode())
 
-    async def tell(self, request: web.BaseRequest, asked: dict[str, Any]) -> None:
+    async def forward(self, request: web.BaseRequest, asked: dict[str, Any]) -> None:
         """Pass on what was asked for and done here, unless a peer asked. One that does not answer is just starting: it will ask."""
         if self._sessions and not self.is_peer(request):
             await self._ask_all(request.method, request.path, msgspec.json.encode(asked))

@@ -129,7 +129,7 @@ class AttemptTrace:
         if self.past:
             return self.past[0].over_s
         prefill = None if self.attempt is None else self.attempt.prefill
-        return max(self.started_s, prefill.reply.heard_s) if prefill is not None and prefill.ended else None
+        return max(self.started_s, prefill.reply.received_s) if prefill is not None and prefill.ended else None
 
 
 class RequestTrace:
@@ -267,7 +267,7 @@ class RequestTrace:
 def _past(call: UpstreamCall, sent_s: float, now_s: float) -> _PastCall:
     """A call that still runs is over now, as far as the client is concerned."""
     reply = call.reply
-    over_s = min(reply.heard_s, now_s) if call.ended else now_s
+    over_s = min(reply.received_s, now_s) if call.ended else now_s
     error = "" if reply.error is None else reply.error.reason
     if not error and reply.status >= 400:
         error = str(reply.status)

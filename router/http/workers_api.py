@@ -97,7 +97,7 @@ class WorkersApi:
         role = self._role_of(body)
         worker = self._table.add(body.url, role=role, bootstrap_port=body.bootstrap_port, now_s=time.monotonic())
         self._monitor.watch(worker)
-        await self._peers.tell(request, {"url": body.url, "role": role.value, "bootstrap_port": body.bootstrap_port})
+        await self._peers.forward(request, {"url": body.url, "role": role.value, "bootstrap_port": body.bootstrap_port})
         return json_response(describe(worker), status=201)
 
     async def remove_worker(self, request: web.BaseRequest) -> web.Response:
@@ -106,7 +106,7 @@ class WorkersApi:
         url = decode_body(msgspec.json.encode(query) if query else await request.read(), _NamedWorker).url
         worker = self._table.remove(url)
         self._monitor.retire(worker)
-        await self._peers.tell(request, {"url": url})
+        await self._peers.forward(request, {"url": url})
         return json_response(describe(worker))
 
     async def switch_role(self, request: web.BaseRequest) -> web.Response:

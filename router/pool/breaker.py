@@ -83,7 +83,7 @@ class Circuit:
     def send(self, now_s: float) -> bool:
         """Note that a request is sent, and return whether it is a trial: `end_trial` must follow."""
         if self._has_waited(now_s):
-            self.tell(Event.WAITED, now_s)
+            self.record(Event.WAITED, now_s)
         trial = self.state is State.HALF_OPEN
         self._num_trials += trial
         return trial
@@ -95,7 +95,7 @@ class Circuit:
     def _has_waited(self, now_s: float) -> bool:
         return self.state is State.OPEN and now_s - self._since_s >= self.settings.timeout_s
 
-    def tell(self, event: Event, now_s: float) -> None:
+    def record(self, event: Event, now_s: float) -> None:
         """Take an event; `BEGUN`, `WELL` and `FAULT` are of requests."""
         if not self.settings.enabled:
             return

@@ -270,8 +270,8 @@ class HealthMonitor:
     def _question(self, worker: Worker) -> ProbeTimeout:
         return ProbeTimeout(
             limit_s=self._config.health_silence_s,
-            heard_s=lambda: last_byte_s(worker),
-            tell=partial(self._on_silence, worker),
+            received_s=lambda: last_byte_s(worker),
+            report=partial(self._on_silence, worker),
         )
 
     def _on_silence(self, worker: Worker, silent: bool) -> None:

@@ -84,8 +84,8 @@ class RequestReader:
         request.slo = self.admission.slo_of(http)
         if self.hedging is not None:
             request.hedge_after_s = self.hedging.rules.after_s(http.headers, streams=parsed.streams)
-        for tell in self.events.on_routed:
-            tell(request)
+        for notify in self.events.on_routed:
+            notify(request)
         request.headers = self._headers(request)
 
     def _headers(self, request: RequestContext) -> dict[str, str]:
@@ -152,8 +152,8 @@ class Dispatcher:
             self._admission.refuse_early(http)
             return await self._handle(http)
         except (RequestRefused, UnknownModel) as error:
-            for tell in self._events.on_refused:
-                tell(error.why)
+            for notify in self._events.on_refused:
+                notify(error.why)
             raise
 
     async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
@@ -178,8 +178,8 @@ class Dispatcher:
         finally:
             del self._live.requests[request]
             answered, now_s = 503 if request.handed_back and status == CLIENT_GONE else status, self._clock()
-            for tell in self._events.on_ended:
-                tell(request, answered, now_s)
+            for notify in self._events.on_ended:
+                notify(request, answered, now_s)
 
     async def _serve_in_turn(self, request: RequestContext) -> web.StreamResponse:
         ticket = await self._admission.enter(request)
@@ -208,8 +208,8 @@ class Dispatcher:
             except CallFailed as failure:
                 if not failure.retryable or number == self._retries.limit:
                     return failure_response(failure)
-                for tell in self._events.on_retry:
-                    tell(request, failure)
+                for notify in self._events.on_retry:
+                    notify(request, failure)
             await asyncio.sleep(self._retries.pause_s(number))
         raise AssertionError("the last attempt returns")
 
@@ -235,8 +235,8 @@ class Dispatcher:
         """Give the answer that begins to the client, whole or as a stream."""
         attempt.begin_answer()
         now_s = self._clock()
-        for tell in self._events.on_first_byte:
-            tell(request, attempt, now_s)
+        for notify in self._events.on_first_byte:
+            notify(request, attempt, now_s)
         request.first_byte_s = request.last_byte_s = now_s
         request.num_chunks = 1
         call, prefill, merger = attempt.answering, attempt.prefill, None
@@ -259,8 +259,8 @@ class Dispatcher:
 
         def on_more(chunk: bytes) -> None:
             now_s = clock()
-            for tell in on_chunk:
-                tell(request, attempt, chunk, now_s)
+            for notify in on_chunk:
+                notify(request, attempt, chunk, now_s)
             request.last_byte_s = now_s
             request.num_chunks += 1
 
@@ -290,20 +290,20 @@ class Dispatcher:
             request.failed = FailedWorkers(failure)
         request.failed.note(failure, attempt.workers)
         now_s = self._clock()
-        for tell in self._events.on_attempt_failed:
-            tell(request, attempt, failure, now_s)
+        for notify in self._events.on_attempt_failed:
+            notify(request, attempt, failure, now_s)
         self._note(failure)
 
     def _note(self, failure: CallFailed) -> None:
         now_s = self._clock()
-        for tell in self._events.on_call_failed:
-            tell(failure, now_s)
+        for notify in self._events.on_call_failed:
+            notify(failure, now_s)
 
     def _none_left(self, request: RequestContext) -> web.Response:
         """No worker is alive, or every live one has already failed this request."""
         missing = self._picker.missing(request)
         if request.failed is not None and not missing:
             return failure_response(request.failed.last)
-        for tell in self._events.on_no_worker:
-            tell(request, missing)
+        for notify in self._events.on_no_worker:
+            notify(request, missing)
         raise no_worker(no_worker_message(self._table, missing, request.model))

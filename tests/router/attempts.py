@@ -26,7 +26,7 @@ class ScriptedReply:
         self.headers: dict[str, str] = {}
         self.complete = False
         self.error: UpstreamError | None = None
-        self.heard_s = 0.0
+        self.received_s = 0.0
         self.listener: Callable[[], None] = lambda: None
         self.on_end: Callable[[], None] = lambda: None
         self._body = b""

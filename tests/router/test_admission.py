@@ -378,7 +378,7 @@ def test_metrics_show_circuits_what_is_foretold_and_who_waits() -> None:
         assert admission.turns is not None
         admission.turns.queue.arrive("", priority=0, now_s=0.0)
     for _ in range(table.breaker.failure):
-        unknown.circuit.tell(Event.FAULT, 0.0)
+        unknown.circuit.record(Event.FAULT, 0.0)
     samples = {
         row.rpartition(" ")[0]: float(row.rpartition(" ")[2])
         for row in metrics.exposition().decode().splitlines()

@@ -15,7 +15,7 @@ SETTINGS = BreakerSettings(failure=3, success=2, timeout_s=10.0, window_s=60.0)
 def opened(at_s: float = 0.0) -> Circuit:
     circuit = Circuit(SETTINGS)
     for _ in range(3):
-        circuit.tell(Event.FAULT, at_s)
+        circuit.record(Event.FAULT, at_s)
     assert circuit.state is State.OPEN
     return circuit
 
@@ -27,19 +27,19 @@ def test_every_cell_of_the_table_is_there() -> None:
 def test_faults_in_a_row_open_it_and_a_good_answer_forgets_them() -> None:
     circuit = Circuit(SETTINGS)
     for event in (Event.FAULT, Event.FAULT, Event.WELL, Event.FAULT, Event.FAULT):
-        circuit.tell(event, 0.0)
+        circuit.record(event, 0.0)
     assert circuit.state is State.CLOSED
-    circuit.tell(Event.BEGUN, 0.0)  # may break yet: forgets nothing
-    circuit.tell(Event.FAULT, 0.0)
+    circuit.record(Event.BEGUN, 0.0)  # may break yet: forgets nothing
+    circuit.record(Event.FAULT, 0.0)
     assert circuit.state is State.OPEN and not circuit.takes(9.9)
 
 
 def test_faults_older_than_the_window_do_not_count() -> None:
     circuit = Circuit(SETTINGS)
     for now_s in (0.0, 1.0, 60.5, 61.5):
-        circuit.tell(Event.FAULT, now_s)
+        circuit.record(Event.FAULT, now_s)
     assert circuit.state is State.CLOSED
-    circuit.tell(Event.FAULT, 62.0)
+    circuit.record(Event.FAULT, 62.0)
     assert circuit.state is State.OPEN
 
 
@@ -50,9 +50,9 @@ def test_after_the_timeout_a_few_try_it_and_their_answers_close_it() -> None:
     assert not circuit.takes(11.0), "as many trials at a time as it takes to close it"
     circuit.end_trial()  # cancelled: says nothing
     assert circuit.takes(11.0) and circuit.send(11.0)
-    circuit.tell(Event.BEGUN, 12.0)
+    circuit.record(Event.BEGUN, 12.0)
     assert circuit.state is State.HALF_OPEN
-    circuit.tell(Event.BEGUN, 12.0)
+    circuit.record(Event.BEGUN, 12.0)
     assert circuit.state is State.CLOSED and circuit.takes(12.0)
 
 
@@ -60,7 +60,7 @@ def test_one_fault_of_a_trial_opens_it_for_another_timeout() -> None:
     circuit = opened()
     assert circuit.takes(10.0) and circuit.send(10.0)
     circuit.end_trial()
-    circuit.tell(Event.FAULT, 11.0)
+    circuit.record(Event.FAULT, 11.0)
     assert circuit.state is State.OPEN and not circuit.takes(20.9) and circuit.takes(21.0)
 
 

@@ -102,13 +102,13 @@ def test_a_request_is_remembered_with_what_happened_when() -> None:
     told = Told(recorder, "mine", tracer=tracer)
     first, prefill, decode = told.sent("http://d0")
     clock.now += 0.5
-    decode.heard_s = prefill.heard_s = clock.now
+    decode.received_s = prefill.received_s = clock.now
     decode.answer(500)
     told.failed(first)
     _, prefill, decode = told.sent("http://d1")
     clock.now += 0.25
     assert recorder.snapshot().records[0].attempts[1].prefill_ended_s is None
-    prefill.heard_s = clock.now
+    prefill.received_s = clock.now
     prefill.answer(200)
     assert recorder.snapshot().records[0].attempts[1].prefill_ended_s == 1001.0
     clock.now += 0.25

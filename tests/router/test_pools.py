@@ -68,7 +68,7 @@ class Story:
         self.table.on_silence(worker, self.rng.random() < 0.5)
 
     def _fault(self, worker: Worker) -> None:
-        worker.circuit.tell(self.rng.choice((Event.FAULT, Event.BEGUN)), self.now_s)
+        worker.circuit.record(self.rng.choice((Event.FAULT, Event.BEGUN)), self.now_s)
 
     def _models(self, worker: Worker) -> None:
         self.table.on_models(worker, self.rng.choice(((), ("m",), ("n",), ("m", "n"))))
@@ -308,7 +308,7 @@ def test_a_circuit_that_a_peer_holds_open_narrows_the_pool(tmp_path: Path) -> No
     mine, other = peers(tmp_path, 3)
     assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=0.5)] == [0, 1, 2]
     for _ in range(BreakerSettings().failure):
-        other.workers()[1].circuit.tell(Event.FAULT, 1.0)
+        other.workers()[1].circuit.record(Event.FAULT, 1.0)
     assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=1.1)] == [0, 2]
     assert [w.worker_id for w in other.ready(Role.DECODE, "", now_s=1.1)] == [0, 2]
     assert [w.worker_id for w in mine.ready(Role.DECODE, "", now_s=62.0)] == [0, 1, 2]

@@ -37,18 +37,18 @@ def test_a_circuit_that_one_process_opens_keeps_the_others_away_until_its_time_i
     tables = [WorkerTable(peers=view, breaker=breaker) for view in rows(tmp_path, 2)]
     (finder, other) = (table.add("http://a:1", role=Role.DECODE) for table in tables)
     bystander = tables[1].add("http://b:1", role=Role.DECODE)
-    finder.circuit.tell(Event.FAULT, 100.0)
+    finder.circuit.record(Event.FAULT, 100.0)
     assert not finder.takes(101.0) and not other.takes(101.0) and bystander.takes(101.0)
     assert other.circuit.state is State.CLOSED, "it was not this one's finding"
     assert not other.takes(159.9) and other.takes(160.0)
-    finder.circuit.tell(Event.FAULT, 200.0)  # open already: it is tried first
+    finder.circuit.record(Event.FAULT, 200.0)  # open already: it is tried first
     assert other.takes(201.0) and finder.takes(202.0) and finder.circuit.send(202.0)
     assert finder.circuit.state is State.HALF_OPEN
-    finder.circuit.tell(Event.FAULT, 203.0)
+    finder.circuit.record(Event.FAULT, 203.0)
     assert not other.takes(204.0)
     finder.circuit.reset()  # another process answers there
     assert other.takes(204.0)
-    finder.circuit.tell(Event.FAULT, 205.0)
+    finder.circuit.record(Event.FAULT, 205.0)
     assert not other.takes(206.0)
     tables[0].remove("http://a:1")
     assert other.takes(206.0)

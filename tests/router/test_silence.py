@@ -185,11 +185,11 @@ def test_silence_narrows_the_choice_within_a_model() -> None:
 def test_a_worker_of_which_bytes_come_is_not_silent() -> None:
     async def scenario() -> None:
         loop, told = asyncio.get_running_loop(), list[bool]()
-        question = ProbeTimeout(limit_s=0.01, heard_s=loop.time, tell=told.append)
+        question = ProbeTimeout(limit_s=0.01, received_s=loop.time, report=told.append)
         await until(lambda: len(told) >= 5)
         question.close()
         assert set(told) == {False}
-        question = ProbeTimeout(limit_s=0.01, heard_s=lambda: -math.inf, tell=told.append)
+        question = ProbeTimeout(limit_s=0.01, received_s=lambda: -math.inf, report=told.append)
         await until(lambda: told[-1])
         question.close()
 
@@ -201,7 +201,7 @@ def test_a_timer_that_comes_a_hair_too_early_is_on_time(monkeypatch: pytest.Monk
 
     async def scenario() -> None:
         loop, told = asyncio.get_running_loop(), list[bool]()
-        question = ProbeTimeout(limit_s=60.0, heard_s=lambda: -math.inf, tell=told.append)
+        question = ProbeTimeout(limit_s=60.0, received_s=lambda: -math.inf, report=told.append)
         at_s = loop.time() + 60.0 - 1e-5
         monkeypatch.setattr(loop, "time", lambda: at_s)
         question._on_timer()
@@ -213,16 +213,16 @@ def test_a_timer_that_comes_a_hair_too_early_is_on_time(monkeypatch: pytest.Monk
 
 
 def test_silence_counts_from_the_question_or_from_what_came_later() -> None:
-    assert quiet_for(asked_s=5.0, heard_s=-math.inf, now_s=6.0) == 1.0
-    assert quiet_for(asked_s=5.0, heard_s=4.0, now_s=6.0) == 1.0
-    assert quiet_for(asked_s=5.0, heard_s=5.75, now_s=6.0) == 0.25
+    assert quiet_for(asked_s=5.0, received_s=-math.inf, now_s=6.0) == 1.0
+    assert quiet_for(asked_s=5.0, received_s=4.0, now_s=6.0) == 1.0
+    assert quiet_for(asked_s=5.0, received_s=5.75, now_s=6.0) == 0.25
 
 
 def test_only_bytes_of_an_answer_are_a_sign_of_life_not_that_it_was_asked_for() -> None:
     launched = Launched()
     worker = launched.worker(Role.DECODE, "http://d0")
     _, _, reply = launched.pair()
-    reply.heard_s = 7.0  # when it was sent
+    reply.received_s = 7.0  # when it was sent
     assert last_byte_s(worker) == -math.inf
     reply.answer(200, events=True, complete=False)
     assert last_byte_s(worker) == 7.0
