@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from bootstrap_server.client import MAX_WAITING_ROOMS, REMEMBER_S, BootstrapError, Registrar, look_up
 from bootstrap_server.config import BootstrapConfig
@@ -160,11 +161,24 @@ def test_rooms_that_may_be_sent_again_are_bounded_and_expire(serve: Any) -> None
     send_until(1)
 
 
+def num_registrations(port: int) -> float:
+    """How many registrations and renewals the server has accepted."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    finally:
+        connection.close()
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    labels = {"call": "PUT /route", "status": "200"}
+    return sum(s.value for s in samples if s.name == "tandem_bootstrap_calls_total" and s.labels == labels)
+
+
 def test_leases_are_renewed_and_end(serve: Any, register: Any) -> None:
-    server = serve(shared=False, lease_s=0.6)
+    server = serve(shared=False, lease_s=2.0)
     registrar = register(server.port, "a")
     assert registrar.registered.wait(60)
-    time.sleep(1.5)
+    until(lambda: num_registrations(server.port) >= 4)  # the first, and three renewals
     assert call(server.port, "GET", "/health")[1]["workers"] == 1
     registrar.close()
     assert call(server.port, "PUT", "/route", GOOD)[0] == 200  # a worker that dies without leaving
