@@ -28,7 +28,7 @@ export TORCH TORCH_INDEX EXTRAS
 SEED ?=
 NODES ?=
 MINUTES ?= 10
-SIM := $(BIN)/python -m tests.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
+SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
 .PHONY: help setup run test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins house k8s-drill fault-matrix death-notice churn-soak plan-error gpu-check lint format clean
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation import scenario
-from tests.simulation.__main__ import FIXED_SEEDS
-from tests.simulation.options import FAULTS, Options, options_of
-from tests.simulation.run import Outcome, run
 from tools.mutants.__main__ import find
+from tools.simulation import scenario
+from tools.simulation.__main__ import FIXED_SEEDS
+from tools.simulation.options import FAULTS, Options, options_of
+from tools.simulation.run import Outcome, run
 
 HASHED_SEEDS = (3, 7)
 PLANTED = ("skip the quarantine",)  # the others: make sim-mutants
@@ -143,7 +143,7 @@ def test_without_faults_every_request_succeeds() -> None:
 
 def test_a_seed_is_a_replay_whatever_the_hash_seed() -> None:
     code = (
-        "from tests.simulation.options import options_of; from tests.simulation.run import run\n"
+        "from tools.simulation.options import options_of; from tools.simulation.run import run\n"
         f"print([run(options_of(seed)).trace_hash for seed in {HASHED_SEEDS}])"
     )
     said = [

@@ -2,7 +2,7 @@
 
 usage: python -m tools.mutants core|cluster [--only TEXT] [--report FILE]
 
-The core's bugs are for the stories of tests/core/proof, the cluster's for the fixed seeds of tests/simulation. A bug that
+The core's bugs are for the stories of tests/core/proof, the cluster's for the fixed seeds of tools/simulation. A bug that
 survives means that the proof does not look there: status 1, and its name.
 """
 
@@ -17,10 +17,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tests.packages import ROOT
-from tests.simulation.__main__ import first_failure
 from tools.mutants.cluster import CLUSTER
 from tools.mutants.core import CORE
 from tools.mutants.planting import BROKEN
+from tools.simulation.__main__ import first_failure
 from tools.soak_core import drive_round
 
 TABLES = {"core": CORE, "cluster": CLUSTER}

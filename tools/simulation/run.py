@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tests.simulation.cluster import Cluster
-from tests.simulation.faults import Faults
-from tests.simulation.options import Options
-from tests.simulation.rest import check_cached, counted
-from tests.simulation.world import Violation, World
+from tools.simulation.cluster import Cluster
+from tools.simulation.faults import Faults
+from tools.simulation.options import Options
+from tools.simulation.rest import check_cached, counted
+from tools.simulation.world import Violation, World
 
 START_S = 3.0  # until everybody must have found everybody
 SETTLE_S = 60.0  # after the faults: everything has ended, in virtual time

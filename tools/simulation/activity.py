@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tests.simulation.world import Event, Process
+from tools.simulation.world import Event, Process
 
 
 class Activity:

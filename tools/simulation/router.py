@@ -39,12 +39,12 @@ from service.process.stop_signals import StopSignals
 from service.security.browser import BrowserRule
 from service.security.keys import open_gate
 from service.telemetry.tracer import Tracer
-from tests.simulation.aio import VirtualLoop
-from tests.simulation.http import Call, Head, Reply, Request, call, serve
-from tests.simulation.network import Network
-from tests.simulation.options import Options
-from tests.simulation.upstream import SimulatedUpstream
-from tests.simulation.world import Process, Violation
+from tools.simulation.aio import VirtualLoop
+from tools.simulation.http import Call, Head, Reply, Request, call, serve
+from tools.simulation.network import Network
+from tools.simulation.options import Options
+from tools.simulation.upstream import SimulatedUpstream
+from tools.simulation.world import Process, Violation
 
 PORT = 80
 

@@ -6,13 +6,13 @@ Failed, slow and late transfers are the engine's (transfer_engine.py); they need
 from collections.abc import Callable
 
 from engine.messages import ContinueGeneration, PauseGeneration, UpdateWeights
-from tests.simulation.cluster import Cluster, Node
-from tests.simulation.ending import ending_of
-from tests.simulation.hostile import Hostile
-from tests.simulation.http import Call, call
-from tests.simulation.weights import BROKEN
-from tests.simulation.worker import Worker
-from tests.simulation.world import Process
+from tools.simulation.cluster import Cluster, Node
+from tools.simulation.ending import ending_of
+from tools.simulation.hostile import Hostile
+from tools.simulation.http import Call, call
+from tools.simulation.weights import BROKEN
+from tools.simulation.worker import Worker
+from tools.simulation.world import Process
 
 FAST_RESTART_S = (0.001, 0.1)
 SLOW_RESTART_S = (0.5, 2.0)

@@ -6,10 +6,10 @@ from urllib.parse import urlsplit
 from router.attempts.deadline import LEAST_S
 from router.client.upstream import HttpReply, UpstreamError
 from service.http.deadline import TIMEOUT_HEADER
-from tests.simulation.aio import VirtualLoop
-from tests.simulation.http import Call, Head, Request, call
-from tests.simulation.network import Network
-from tests.simulation.world import Process, Violation
+from tools.simulation.aio import VirtualLoop
+from tools.simulation.http import Call, Head, Request, call
+from tools.simulation.network import Network
+from tools.simulation.world import Process, Violation
 
 DEADLINE_SLACK_S = 0.002  # headers are rounded to milliseconds
 

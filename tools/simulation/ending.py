@@ -10,9 +10,9 @@ from typing import Protocol
 from engine.frontend.draining import STATE_TIMEOUT_S, drain
 from engine.frontend.server import HTTP_CLOSE_S
 from engine.messages import Shutdown
-from tests.simulation.router import Router
-from tests.simulation.worker import Worker
-from tests.simulation.world import Process, Violation
+from tools.simulation.router import Router
+from tools.simulation.worker import Worker
+from tools.simulation.world import Process, Violation
 from transfer_backends.prefill.manager import CLOSE_S, PrefillManager
 
 STEP_S = 0.01

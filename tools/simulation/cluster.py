@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.registry import Registry
 from router.pool.worker import Role
-from tests.simulation.bootstrap import SimBootstrap
-from tests.simulation.clients import Clients
-from tests.simulation.http import Request
-from tests.simulation.network import Network
-from tests.simulation.notices import Notices
-from tests.simulation.options import Options
-from tests.simulation.rest import leftovers
-from tests.simulation.router import Router
-from tests.simulation.surroundings import Surroundings
-from tests.simulation.worker import BOOTSTRAP_PORT, SECRET, Worker
-from tests.simulation.world import Event, Process, Violation, World
+from tools.simulation.bootstrap import SimBootstrap
+from tools.simulation.clients import Clients
+from tools.simulation.http import Request
+from tools.simulation.network import Network
+from tools.simulation.notices import Notices
+from tools.simulation.options import Options
+from tools.simulation.rest import leftovers
+from tools.simulation.router import Router
+from tools.simulation.surroundings import Surroundings
+from tools.simulation.worker import BOOTSTRAP_PORT, SECRET, Worker
+from tools.simulation.world import Event, Process, Violation, World
 from transfer_backends.contract import TransferConfig
 
 ALONE = f"b0:{BOOTSTRAP_PORT}"

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.handover import HandoverStage
-from tests.simulation.network import RESET_S
-from tests.simulation.options import Options
-from tests.simulation.worker import CONTROL_TURN_S, Worker
-from tests.simulation.world import Violation, World
+from tools.simulation.network import RESET_S
+from tools.simulation.options import Options
+from tools.simulation.worker import CONTROL_TURN_S, Worker
+from tools.simulation.world import Violation, World
 from transfer_backends.kvpoll import FINAL, KVPoll, RoomKey
 from transfer_backends.prefill.manager import PrefillManager
 

@@ -13,7 +13,7 @@ from bootstrap_server.client import BootstrapError, Registrar, _read, _refusal
 from bootstrap_server.protocol import Registration, RegistrationReply, RoomBatch, RouteReply
 from bootstrap_server.registry import Registry
 from service.http.errors import ApiError, error_body
-from tests.simulation.world import Process, Violation
+from tools.simulation.world import Process, Violation
 from transfer_backends.contract import KVArgs, LookupFailed, Route
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import PROTOCOL_VERSION

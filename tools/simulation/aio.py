@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any
 
-from tests.simulation.world import Process
+from tools.simulation.world import Process
 
 MAX_ROUNDS = 100_000
 

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tests.simulation.network import End, Network
-from tests.simulation.world import Process
+from tools.simulation.network import End, Network
+from tools.simulation.world import Process
 from transfer_backends.control_port import Event, Frame, LinkClosed, SomeLinkClosed
 
 MAX_EVENTS_A_POLL = 256

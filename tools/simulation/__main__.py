@@ -1,4 +1,4 @@
-"""`python -m tests.simulation`: one seed, the fixed seeds, or a soak with fresh ones."""
+"""`python -m tools.simulation`: one seed, the fixed seeds, or a soak with fresh ones."""
 
 import argparse
 import random
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from tests.simulation import report, scenario
-from tests.simulation.options import Options, options_of
-from tests.simulation.run import Outcome, run
+from tools.simulation import report, scenario
+from tools.simulation.options import Options, options_of
+from tools.simulation.run import Outcome, run
 
 FIXED_SEEDS = (*range(1, 41), 47, 49, 74, 102)  # the last four show planted bugs that the others miss
 
@@ -84,7 +84,7 @@ def soak(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, help="decides everything (soak: the first of the seeds)")
     parser.add_argument("--nodes", type=int, help="prefill and decode workers in all, at least 2; default: drawn")
     parser.add_argument("--faults", help="only these kinds, comma-separated; empty: none; default: drawn")

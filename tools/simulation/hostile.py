@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 
 from disagg.metadata import ROW
-from tests.simulation.cluster import Cluster
-from tests.simulation.http import Call, Request, call
-from tests.simulation.network import End
-from tests.simulation.surroundings import SLOT_BYTES
-from tests.simulation.transfer_engine import AUX_BASE, KV_BASE
-from tests.simulation.worker import Worker
-from tests.simulation.world import Process
+from tools.simulation.cluster import Cluster
+from tools.simulation.http import Call, Request, call
+from tools.simulation.network import End
+from tools.simulation.surroundings import SLOT_BYTES
+from tools.simulation.transfer_engine import AUX_BASE, KV_BASE
+from tools.simulation.worker import Worker
+from tools.simulation.world import Process
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import (

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.simulation.world import Process, World
+from tools.simulation.world import Process, World
 
 HANDSHAKE_TIMEOUT_S = 5.0
 AGAIN_S = 0.2

@@ -3,7 +3,7 @@
 import random
 from dataclasses import asdict, dataclass, replace
 
-from tests.simulation.transfer_engine import EngineBehaviour
+from tools.simulation.transfer_engine import EngineBehaviour
 
 EARLIER_FAULTS = (
     "partition",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from engine.core.plan import Plan, StepResult
 from tests.core.hash_model import HashModel, Slot, step_hash
-from tests.simulation.world import Violation
+from tools.simulation.world import Violation
 from transfer_backends.contract import NOTHING_YET, Progress
 
 NOTHING = Slot(-1, -1)  # never written

@@ -1,6 +1,6 @@
 """What a worker must look like at rest: nothing open, all memory back, the dead forgotten, right KV in the cache."""
 
-from tests.simulation.worker import Worker
+from tools.simulation.worker import Worker
 
 
 def leftovers(worker: Worker) -> list[str]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.bench.environment import commit
-from tests.simulation import scenario
-from tests.simulation.run import Outcome
 from tools.mutants.cluster import CLUSTER
+from tools.simulation import scenario
+from tools.simulation.run import Outcome
 
 
 @dataclass

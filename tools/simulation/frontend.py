@@ -21,10 +21,10 @@ from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
 from service.process.stop_signals import StopSignals
-from tests.simulation.aio import VirtualLoop
-from tests.simulation.http import Reply, Request
-from tests.simulation.options import Options
-from tests.simulation.world import Process, Violation
+from tools.simulation.aio import VirtualLoop
+from tools.simulation.http import Reply, Request
+from tools.simulation.options import Options
+from tools.simulation.world import Process, Violation
 
 MAX_NEW_TOKENS = 4096
 HEARD_RECENTLY_S = 1.0

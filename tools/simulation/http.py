@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.simulation.network import End, Network
-from tests.simulation.world import Process
+from tools.simulation.network import End, Network
+from tools.simulation.world import Process
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.simulation.options import Options
+from tools.simulation.options import Options
 
 FOLDER = Path(__file__).with_name("scenarios")
 

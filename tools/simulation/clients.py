@@ -15,11 +15,11 @@ import msgspec
 from router.requests.hedging import HEDGE_HEADER
 from service.http.deadline import TIMEOUT_HEADER
 from tests.core.hash_model import expected_tokens, hidden_of, prefix_hash
-from tests.simulation.http import Call, Head, Request, call
-from tests.simulation.network import Network
-from tests.simulation.options import Options
-from tests.simulation.worker import EOS
-from tests.simulation.world import Process, Violation
+from tools.simulation.http import Call, Head, Request, call
+from tools.simulation.network import Network
+from tools.simulation.options import Options
+from tools.simulation.worker import EOS
+from tools.simulation.world import Process, Violation
 
 FAMILIES = 4  # of prompts that share a beginning
 VOCAB_OF_PROMPTS = 50

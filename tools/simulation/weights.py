@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from service.flags import ConfigError
-from tests.simulation.executor import CheckedModel
-from tests.simulation.world import Process
+from tools.simulation.executor import CheckedModel
+from tools.simulation.world import Process
 
 READ_S = (0.001, 0.5)
 BROKEN = "broken"  # a checkpoint that cannot be read

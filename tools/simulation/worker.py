@@ -28,17 +28,17 @@ from engine.messages import (
     ToScheduler,
 )
 from tests.core.hash_model import VOCAB
-from tests.simulation.activity import Activity, Flag
-from tests.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
-from tests.simulation.control_ports import SimConnectPort, SimListenPort
-from tests.simulation.executor import CheckedModel, SimExecutor
-from tests.simulation.frontend import Frontend
-from tests.simulation.http import serve
-from tests.simulation.surroundings import ONE_HOST, SimPool, Surroundings, kv_args_of, make_scheduler
-from tests.simulation.transfer_engine import SimEngine, make_caps
-from tests.simulation.watched import WatchedReceivers
-from tests.simulation.weights import SimWeights
-from tests.simulation.world import Process, Violation
+from tools.simulation.activity import Activity, Flag
+from tools.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
+from tools.simulation.control_ports import SimConnectPort, SimListenPort
+from tools.simulation.executor import CheckedModel, SimExecutor
+from tools.simulation.frontend import Frontend
+from tools.simulation.http import serve
+from tools.simulation.surroundings import ONE_HOST, SimPool, Surroundings, kv_args_of, make_scheduler
+from tools.simulation.transfer_engine import SimEngine, make_caps
+from tools.simulation.watched import WatchedReceivers
+from tools.simulation.weights import SimWeights
+from tools.simulation.world import Process, Violation
 from transfer_backends.contract import Caps, Route
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.environment import Environment

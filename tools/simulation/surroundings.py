@@ -15,11 +15,11 @@ from engine.core.policy import Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler, SchedulerSettings
 from engine.core.state import SchedulerState
-from tests.simulation.bootstrap import SimBootstrap
-from tests.simulation.network import Network
-from tests.simulation.options import Options
-from tests.simulation.transfer_engine import AUX_BASE, KV_BASE
-from tests.simulation.world import Process, World
+from tools.simulation.bootstrap import SimBootstrap
+from tools.simulation.network import Network
+from tools.simulation.options import Options
+from tools.simulation.transfer_engine import AUX_BASE, KV_BASE
+from tools.simulation.world import Process, World
 from transfer_backends.contract import KVArgs, LayerGroup, Region, TransferConfig
 from transfer_backends.decode.lookup import LookUp
 from transfer_backends.liveness import Liveness, ProcessMark

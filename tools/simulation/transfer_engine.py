@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tests.simulation.network import Network
-from tests.simulation.world import Process, Violation, World
+from tools.simulation.network import Network
+from tools.simulation.world import Process, Violation, World
 from transfer_backends.contract import Caps, EngineError, KVArgs, OpState, Pieces, Region
 
 KV_BASE, AUX_BASE = 1 << 40, 1 << 20
