@@ -4,7 +4,7 @@ import logging
 
 from disagg.config import DisaggConfig, read_secret
 from engine.config import EngineConfig, ServerConfig
-from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
+from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.kv_events_config import FLAG, parse_kv_events_config
 from service.flags import ConfigError
 from service.security.addresses import AllowedAddresses, is_loopback, require_secret

@@ -19,7 +19,7 @@ from disagg.config import DisaggConfig, read_secret
 from disagg.exposure import check_events_exposure, check_exposure, make_allowlist
 from disagg.spec import SchedulerSpec
 from engine.config import EngineConfig, ServerConfig
-from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
+from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.role_switch import RoleSwitchState
 from engine.ipc import IpcPaths
 from engine.lora.names import named_paths

@@ -1,4 +1,4 @@
-"""Answers every request of a worker: its routes behind the guard, with metrics, an access log and a bound on open requests."""
+"""Answers every request of a worker: routes behind the guard, metrics, access log, a bound on open requests."""
 
 import logging
 import time
@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 from aiohttp import web
 
-from engine.frontend.openapi import make_document
-from engine.frontend.routes import OPENAPI_PATH, ROUTES, need_of
+from engine.frontend.routes import OPENAPI_PATH, ROUTES, make_document, need_of
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import ApiError
 from service.http.guard import CLIENT_GONE, make_guard
@@ -21,7 +20,7 @@ QUIET_PATHS = frozenset((OPENAPI_PATH, *(route.path for route in ROUTES if route
 
 
 def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
-    """`max_open`: requests with a body that may be in progress; one more is 503, before its body is read."""
+    """`max_open`: requests with a body in progress; one more is 503 before its body is read."""
     routes = Routes(_routes(_bound(max_open)))
     guard = make_guard(routes, gate=services.gate, need_of=lambda method, path: need_of(path), browser=services.browser)
 

@@ -1,7 +1,7 @@
 """Drain a worker: running requests finish or are handed back before HTTP closes.
 
-It refuses new requests (503, code "draining"). A prefill worker also waits for transfers to decode, a decode worker for its
-rooms. Requests that do not end in time get the same 503; a router then tries another worker.
+New requests, and those that do not end in time, get 503 with code "draining": a router then tries another worker. A
+prefill worker also waits for transfers to decode, a decode worker for its rooms.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ async def drain(
     dead: Callable[[], str | None],
     switch_timeout_s: float | None = None,
 ) -> None:
-    """Return when every request has ended or was handed back. `dead`: what died (None: nothing).
+    """Return when every request has ended or was handed back. `dead`: what died, or None.
 
     `timeout_s` counts from the first stop signal; without one, `switch_timeout_s` counts from now.
     """
@@ -51,17 +51,13 @@ async def drain(
 
 
 class Patience:
-    """How long running requests may go on. Pure.
-
-    A role switch gives them `switch_timeout_s`. Once the process is to end, they have `end_timeout_s` from then.
-    """
+    """How long running requests may go on: `switch_timeout_s`, or `end_timeout_s` once the process is to end. Pure."""
 
     def __init__(self, end_timeout_s: float, switch_timeout_s: float | None) -> None:
         self._end_timeout_s, self._switch_timeout_s = end_timeout_s, switch_timeout_s
         self._deadline_s: float | None = None
 
     def lasts(self, now_s: float, *, ends: bool) -> bool:
-        """Whether to wait longer. `ends`: the process is to end."""
         if self._switch_timeout_s is not None and ends:
             self._switch_timeout_s = self._deadline_s = None
         if self._deadline_s is None:
@@ -77,7 +73,7 @@ async def _hand_back(client: EngineClient, why: str) -> None:
 
 
 async def _until_at_rest(client: EngineClient, *, signals: StopSignals, may_wait: Callable[[], bool]) -> None:
-    """Wait until the scheduler has no request either: peers must see the end of transfers and of quarantined pages."""
+    """Wait until the scheduler has no request: peers must see the end of transfers and of quarantined pages."""
     while may_wait():
         try:
             state = await client.scheduler.state(timeout_s=STATE_TIMEOUT_S)

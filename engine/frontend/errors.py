@@ -1,10 +1,13 @@
 """Engine errors as a worker's answers. Their shape: service/http/errors.py."""
 
+import math
+
 from engine.messages import ControlReply, FinishReason
 from engine.sampling_params import InvalidParam
 from service.http.errors import DRAINING, ApiError
 
 DEADLINE = "deadline"  # error code: it would be, or is, too late
+MAX_RETRY_AFTER_S = 60
 
 
 def from_invalid_param(e: InvalidParam, *, names: dict[str, str] | None = None) -> ApiError:
@@ -34,3 +37,13 @@ def not_ready(message: str) -> ApiError:
 def draining(message: str) -> ApiError:
     """Routers read the code and try another worker."""
     return ApiError(503, message, code=DRAINING, retry_after_s=1)
+
+
+def too_late(wait_s: float, timeout_s: float) -> ApiError:
+    """503: another worker may be in time. `Retry-After` says when this one would be."""
+    return ApiError(
+        503,
+        f"the first token would come after about {wait_s:.1f} s, the request ends after {timeout_s:g} s; try again later",
+        code=DEADLINE,
+        retry_after_s=min(MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s - timeout_s))),
+    )

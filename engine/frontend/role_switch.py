@@ -1,4 +1,4 @@
-"""A role session may end in a switch to the other role: the request for it, and the state that the next session starts with."""
+"""A role session may end in a switch to the other role: its request, and the state that the next session starts with."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSwitchState:
-    """What the next session starts with: its role, and what changed at run time. `adapters`: name -> directory."""
+    """The next role, and what changed at run time. `adapters`: name -> directory."""
 
     role: str
     model_path: str

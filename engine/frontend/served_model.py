@@ -36,7 +36,7 @@ class ServedModel:
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """What a request may call the model; an adapter may not have these names."""
+        """Names of the model in requests; no adapter may have them."""
         return (*ANY_MODEL, self.served_name, self.path)
 
 
@@ -72,7 +72,7 @@ def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
 
 
 def load_sampling_defaults(model_path: str, *, vocab_size: int) -> dict[str, float | int]:
-    """Read what generation_config.json recommends for fields that an OpenAI request leaves open, as SGLang and vLLM do."""
+    """generation_config.json's values for fields that an OpenAI request leaves open, as in SGLang and vLLM."""
     config = read_json(Path(model_path) / "generation_config.json")
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     values = {n: config[n] for n in names if isinstance(config.get(n), int | float) and not isinstance(config[n], bool)}
@@ -86,5 +86,7 @@ def load_sampling_defaults(model_path: str, *, vocab_size: int) -> dict[str, flo
 
 
 def _name_of(model_path: str) -> str:
+    if model_path == DEFAULT_MODEL_PATH:
+        return DEFAULT_MODEL_NAME
     path = Path(model_path).resolve()
-    return DEFAULT_MODEL_NAME if model_path == DEFAULT_MODEL_PATH else path.stem if path.is_file() else path.name
+    return path.stem if path.is_file() else path.name

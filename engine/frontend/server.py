@@ -34,13 +34,11 @@ class WorkerDied(RuntimeError):
 
 
 class EngineProcesses(Protocol):
-    """The processes behind the frontend."""
-
     def dead(self) -> str | None:
-        """What died; None: nothing."""
+        """What died, or None."""
 
     def end(self) -> None:
-        """End them; blocks."""
+        """Blocks."""
 
 
 async def run_frontend(
@@ -89,7 +87,7 @@ async def run_frontend(
 
 @contextmanager
 def _sockets(ipc: IpcPaths) -> Iterator[tuple[PushSocket, PushSocket, PullSocket[ToFrontend]]]:
-    """To the scheduler (which gets `Shutdown` at the end of the block), to its heartbeat, and from both."""
+    """To the scheduler (which receives `Shutdown` at the end), to its heartbeat, and from both."""
     push, heartbeat = PushSocket(ipc.to_scheduler), PushSocket(ipc.to_heartbeat)
     pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend, ToFrontend)
     try:
@@ -126,7 +124,7 @@ async def _serving(services: Services, server: ServerConfig, port: ListeningPort
 
 @dataclass(frozen=True)
 class _SessionEnd:
-    """What ends a session: stop signals, which win, or a switch of its role."""
+    """What ends a session: a stop signal, which takes precedence, or a role switch."""
 
     signals: StopSignals
     switch: RoleSwitch | None

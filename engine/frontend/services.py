@@ -1,4 +1,4 @@
-"""What every handler works with, built once per role session. Must not know any API's shape."""
+"""What every handler works with, built once per role session. Knows no API's shape."""
 
 import asyncio
 import random
@@ -12,25 +12,25 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
-from engine.frontend.client.deadline import request_timeout_s
+from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.metrics.worker import Metrics
 from engine.frontend.role_switch import RoleSwitch
 from engine.frontend.served_model import ServedModel
 from engine.sampling_params import SamplingParams
-from service.http.errors import bad_field
+from service.http.deadline import UNITS_S, seconds_of
+from service.http.errors import ApiError, bad_field
 from service.security.browser import BrowserRule
 from service.security.keys import KeyGate
 from service.telemetry.tracer import Tracer
 
-INLINE_CHARS = 2000  # shorter texts are tokenized in the event loop: that costs less than a thread switch
+INLINE_CHARS = 2000  # the event loop tokenizes shorter texts: that costs less than a thread switch
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionInfo:
-    """`server_info`: flat, no secrets. `dead`: why the engine cannot serve (None: it can). `switch`: None for a fixed role."""
+    """`server_info`: flat, no secrets. `dead`: why the engine cannot serve, or None. `switch`: None for a fixed role."""
 
     mode: str
     default_bootstrap_port: int
@@ -62,21 +62,19 @@ class Services:
 
     @property
     def weight_version(self) -> str:
-        """Name of the weights: from the last update, or from the flag."""
         return str(self.scheduler.updated.get("weight_version", self.model.info["weight_version"]))
 
     @property
     def context_length(self) -> int:
-        """Longest prompt plus answer: the model's context, and not more than the KV cache can hold."""
+        """Longest prompt plus answer: the model's context, or the KV cache if that is smaller."""
         kv = self.scheduler.info.get("max_total_num_tokens")
         return min(self.model.context_length, kv) if isinstance(kv, int) else self.model.context_length
 
     def timeout_of(self, request: web.BaseRequest) -> float | None:
-        """Seconds from now that the client waits; None: no limit. Raises ApiError(400)."""
         return request_timeout_s(request.headers, default_s=self.session.default_deadline_s)
 
     async def encode(self, text: str, *, field: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; a long text is tokenized in a thread. Raises ApiError(400) naming `field`."""
+        """Token ids; a thread tokenizes a long text. Raises ApiError(400) naming `field`."""
         encode = self.model.tokenizer.encode
         try:
             if len(text) < INLINE_CHARS:
@@ -87,7 +85,7 @@ class Services:
             raise bad_field(field, str(e)) from None
 
     def mint_room(self) -> int:
-        """A room for a request that transfers nothing (fake); never 0."""
+        """A room for a request with a fake transfer; never 0."""
         return self.prng.randrange(1, 2**63)
 
     def mint_id(self, prefix: str) -> str:
@@ -98,6 +96,19 @@ class Services:
         """Parameters of the n samples, with consecutive seeds from the given one or a random one."""
         first = self.prng.getrandbits(62) if params.seed is None else params.seed
         return [msgspec.structs.replace(params, n=1, seed=_int64(first + j)) for j in range(params.n)]
+
+
+def request_timeout_s(headers: Mapping[str, str], *, default_s: float | None) -> float | None:
+    """Seconds from now that the client waits; None: no limit. Raises ApiError(400) for a wrong header."""
+    for name in UNITS_S:
+        text = headers.get(name)
+        if text is None:
+            continue
+        value_s = seconds_of(text, name)
+        if value_s is None:
+            raise ApiError(400, f"{name}: must be a number greater than 0, got {text[:40]!r}", field=name)
+        return value_s
+    return default_s
 
 
 def _int64(value: int) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from engine.config import EngineConfig, ServerConfig
-from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
+from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.client.tracing import Traces
@@ -29,7 +29,7 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSpec:
-    """What one role session serves. `extra_info`: shown flat by /server_info; no secrets. `switch`: None for a fixed role."""
+    """What one role session serves. `extra_info`: for /server_info, no secrets. `switch`: None for a fixed role."""
 
     server: ServerConfig
     engine: EngineConfig

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from engine.frontend.apis.native.body import GenerateBody
 from engine.frontend.apis.openai.bodies import ChatBody, CompletionBody
-from engine.frontend.apis.openai.usage import Usage
-from engine.frontend.apis.shared.bootstraps import build_bootstraps
+from engine.frontend.apis.openai.view import Usage
 from engine.frontend.apis.shared.fields import check_prompt_ids, fit_to_context, prompts_of
-from engine.frontend.client.answers import absorb
+from engine.frontend.bootstraps import build_bootstraps
+from engine.frontend.client.generation import absorb
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput

@@ -14,7 +14,7 @@ from typing import Any
 import uvloop
 
 from engine.config import EngineConfig, ServerConfig
-from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
+from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.role_switch import RoleSwitch
 from engine.frontend.server import WorkerDied, run_frontend
 from engine.frontend.setup import FrontendSpec, open_worker_gate

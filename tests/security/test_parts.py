@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.frontend.bootstrap_allowlist import BootstrapAllowlist
+from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from router.admission.rate_limit import MAX_CLIENTS, RateLimiter, client_of, make_limiter
 from router.client.credentials import Credentials

@@ -12,10 +12,10 @@ import msgspec
 
 from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.frontend.apis.openai.embeddings import NOTHING_NEW, _vector
-from engine.frontend.client.deadline import request_timeout_s
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.generation import Generation
 from engine.frontend.client.scheduler_link import SchedulerLink
+from engine.frontend.services import request_timeout_s
 from engine.messages import Bootstrap, GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput

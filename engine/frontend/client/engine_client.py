@@ -1,6 +1,6 @@
-"""Send samples to the engine, and receive their text. One event loop, no threads. Must not know HTTP or any API's shape.
+"""Send samples to the engine, and receive their text. One event loop, no threads. Knows neither HTTP nor APIs.
 
-A sample has a name of its own on the wire: late outputs of an aborted request cannot reach a new request of the same name.
+A sample has its own name on the wire, so late outputs of an aborted request never reach a new one of the same name.
 """
 
 from collections.abc import Callable
@@ -9,12 +9,11 @@ from typing import Protocol
 
 import msgspec
 
-from engine.frontend.client.deadline import too_late
 from engine.frontend.client.forecast import PrefillForecast
 from engine.frontend.client.generation import Generation, Sample, SampleObserver
 from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ENGINE_DEAD, SchedulerLink
 from engine.frontend.client.tracing import NO_TRACES, Traces
-from engine.frontend.errors import not_ready
+from engine.frontend.errors import not_ready, too_late
 from engine.messages import (
     AbortRequest,
     GenerateBatch,
@@ -30,7 +29,7 @@ from service.http.errors import DRAINING, ApiError, bad_field
 from service.telemetry.context import CURRENT
 
 MAX_RID_CHARS = 256
-# A scheduler that takes longer to answer is in a long step, and its last report stands for it. Below --health-silence.
+# A scheduler that takes longer to answer is in a long step: its last report counts. Below --health-silence.
 PATIENCE_S = 0.5
 
 
@@ -48,10 +47,9 @@ class _Live:
 
 
 class EngineClient:
-    """`max_live`: samples that may run or wait; beyond them the answer is 503.
+    """`max_live`: samples that may run or wait; more are refused with 503. `open_text` begins the text of a sample.
 
-    `open_text`: begins the text of a sample. `early_rejection`: a request is refused with 503 if its first token would come
-    after its own timeout.
+    `early_rejection`: refuse a request with 503 if its first token would come after its own timeout.
     """
 
     def __init__(
@@ -87,9 +85,9 @@ class EngineClient:
     def generate(
         self, requests: list[GenerateRequest], *, groups: list[str] | None = None, timeout_s: float | None = None
     ) -> Generation:
-        """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` is another name to abort it by.
+        """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` another name to abort it by.
 
-        After `timeout_s` the engine ends them. Raises ApiError: 503 while starting, ending, full, or too busy for the
+        The engine ends them after `timeout_s`. Raises ApiError: 503 while starting, ending, full, or too busy for the
         timeout, 400 for a name that is in use.
         """
         self._check_open(len(requests))
@@ -132,10 +130,7 @@ class EngineClient:
         self.scheduler.send(AbortRequest(rid="", all=True))
 
     async def recent_state(self, *, timeout_s: float = CALL_TIMEOUT_S) -> StateReply:
-        """The scheduler's state; during a long step, its report from before the step.
-
-        Raises ApiError(503) when it is silent or stalled.
-        """
+        """The scheduler's state, in a long step the one before it. Raises ApiError(503) when it is silent or stalled."""
         scheduler = self.scheduler
         try:
             return await scheduler.state(timeout_s=PATIENCE_S)
@@ -151,22 +146,20 @@ class EngineClient:
         self.closed = self.closed or error
 
     def end(self, error: ApiError) -> None:
-        """The engine ends in good order: calls to it fail with `error`, now and later."""
+        """The engine ends in good order: present and later calls fail with `error`."""
         self.fail_all(error)
         self.scheduler.fail_calls(error, gone=True)
 
     def fail_all(self, error: ApiError) -> None:
-        """Every live sample and open call fails with `error`."""
         self.closed = error
         for live in list(self._live.values()):
             live.generation.fail(error)
         self.scheduler.fail_calls(error, gone=error.code == ENGINE_DEAD)
 
     def on_message(self, message: ToFrontend) -> None:
-        """A message of the scheduler process."""
         now_s = self._now_s()
-        if not isinstance(message, StepReply):  # another thread than the loop's sends it
-            self.scheduler.last_heard_s = now_s
+        if not isinstance(message, StepReply):  # the heartbeat's thread sends it, not the loop's
+            self.scheduler.last_message_s = now_s
         if not isinstance(message, TokenBatch):
             return self.scheduler.on_message(message)
         for output in message.outputs:
@@ -196,7 +189,6 @@ class EngineClient:
                 self.forecast.add(sample.wire_rid, sample.num_prompt_tokens, self._now_s())
 
     def _on_leave(self, generation: Generation) -> None:
-        """Forget its samples, and abort those that have not finished."""
         gone = {sample.wire_rid for sample in generation.samples}
         for sample in generation.samples:
             self._live.pop(sample.wire_rid, None)

@@ -1,20 +1,20 @@
-"""The samples of one HTTP request while they run: their outputs are fed in, a handler takes them out."""
+"""The samples of one HTTP request while they run: `feed` adds their outputs, a handler takes them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from engine.frontend.client.answers import absorb, without_tokens
 from engine.frontend.client.tracing import SampleTrace
 from engine.frontend.errors import from_finish
+from engine.messages import FinishReason
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError
 from service.waiter import Waiter
 
 
 class SampleObserver(Protocol):
-    """Hears about every sample; seconds."""
+    """Observes every sample, in seconds."""
 
     def on_start(self, num_prompt_tokens: int) -> None: ...
     def on_reject(self) -> None: ...
@@ -24,7 +24,7 @@ class SampleObserver(Protocol):
 
 @dataclass(slots=True)
 class Sample:
-    """`name`: as the user sees it. `is_empty`: zero tokens were requested; its one token is dropped."""
+    """`name`: as the user sees it. `is_empty`: the request is for 0 tokens; it runs for 1, which is dropped."""
 
     name: str
     wire_rid: str
@@ -35,7 +35,7 @@ class Sample:
 
 
 class Generation:
-    """A context manager: leaving it calls `on_leave`, which aborts the unfinished samples."""
+    """A context manager; `on_leave` aborts the unfinished samples at its end."""
 
     def __init__(
         self,
@@ -67,14 +67,11 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """All samples finished and every output was taken."""
+        """All samples have finished and every output was taken."""
         return not self._unfinished and not self._pending
 
     async def next(self) -> list[tuple[int, TextOutput]]:
-        """Wait for new outputs: at most one (index, output) per sample.
-
-        Raises ApiError when a sample failed or the engine is gone.
-        """
+        """Wait for new outputs: one (index, output) per sample at most. Raises ApiError when one failed."""
         while not self._pending and self._error is None:
             await self._changed.wait()
         if self._error is not None:
@@ -102,7 +99,6 @@ class Generation:
             sample.trace.end(None)
 
     def feed(self, index: int, output: TextOutput, now_s: float) -> None:
-        """Add an output of a sample."""
         sample, finish = self.samples[index], output.tokens.finish
         self._observe(sample, len(output.tokens.new_ids), now_s)
         if finish is not None:
@@ -135,3 +131,34 @@ def _add(outputs: dict[int, TextOutput], index: int, output: TextOutput) -> None
         absorb(outputs[index], output)
     else:
         outputs[index] = output
+
+
+def absorb(into: TextOutput, new: TextOutput) -> None:
+    """Append `new` to `into` (the same sample, in order); both must be the caller's own."""
+    a, b = into.tokens, new.tokens
+    into.text += new.text
+    into.logprob_texts += new.logprob_texts
+    into.input_logprob_texts += new.input_logprob_texts
+    a.new_ids += b.new_ids
+    a.logprobs += b.logprobs
+    a.input_logprobs += b.input_logprobs
+    a.input_hidden += b.input_hidden
+    a.hidden += b.hidden
+    a.finish = b.finish or a.finish
+    a.prompt_tokens = max(a.prompt_tokens, b.prompt_tokens)
+    a.cached_tokens = max(a.cached_tokens, b.cached_tokens)
+    a.completion_tokens = max(a.completion_tokens, b.completion_tokens)
+    a.retractions = max(a.retractions, b.retractions)
+    a.transfer_retries = max(a.transfer_retries, b.transfer_retries)
+    a.cached_by_tier = b.cached_by_tier or a.cached_by_tier
+    a.times = {**a.times, **b.times}
+    a.stages = b.stages or a.stages
+
+
+def without_tokens(output: TextOutput) -> TextOutput:
+    tokens = output.tokens
+    tokens.new_ids, tokens.logprobs, tokens.hidden = [], [], []
+    output.text, output.logprob_texts = "", []
+    if tokens.finish is not None and tokens.finish.kind == "stop":
+        tokens.finish = FinishReason(kind="length")
+    return output

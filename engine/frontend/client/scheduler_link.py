@@ -50,7 +50,7 @@ class SchedulerLink:
         self.now_s = now_s
         self.info: dict[str, int | float | str | bool | None] = {}
         self.ready = asyncio.Event()
-        self.last_heard_s = float("-inf")  # when the scheduler's loop last sent anything
+        self.last_message_s = float("-inf")  # when the scheduler's loop last sent anything
         self.last_state: StateReply | None = None
         self.updated: dict[str, int | str] = {}  # model_path and weight_version, since the weights were changed
         self.adapters: dict[str, str] = {}  # name -> path of those that requests may name
@@ -64,17 +64,14 @@ class SchedulerLink:
         return await self._call(GetState(call_id=f"s{next(self.numbers)}", check=check), StateReply, timeout_s)
 
     async def step(self, *, timeout_s: float = CALL_TIMEOUT_S) -> StepReply:
-        """What the scheduler computes now; its heartbeat thread answers in the middle of a step, too.
-
-        Raises ApiError(503) when the process is frozen, or its loop has ended.
-        """
+        """What the scheduler computes now; its heartbeat thread answers. Raises ApiError(503) if it is frozen or ended."""
         return await self._call(GetStep(call_id=f"b{next(self.numbers)}"), StepReply, timeout_s)
 
     async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> FlushReply:
         return await self._call(FlushCache(call_id=f"f{next(self.numbers)}"), FlushReply, timeout_s)
 
     async def control(self, message: ControlMessage, *, timeout_s: float = CALL_TIMEOUT_S) -> ControlReply:
-        """Raises ApiError: what the scheduler refuses, or 503 when it does not answer in time."""
+        """Raises ApiError: the scheduler's refusal, or 503 when it does not answer in time."""
         reply = await self._call(message, ControlReply, timeout_s)
         if not reply.ok:
             raise refused(reply)
@@ -108,11 +105,10 @@ class SchedulerLink:
                 call.set_exception(error)
 
     def on_message(self, message: SchedulerReady | Reply) -> None:
-        """Note a report, or answer a call."""
         if isinstance(message, SchedulerReady):
             self.info = message.info
             self.ready.set()
-            with suppress(ApiError):  # before any request, so that there is a `last_state` in the first long step
+            with suppress(ApiError):  # before any request: the first long step needs a `last_state`
                 self._send(GetState(call_id=FIRST_STATE))
             return
         if isinstance(message, StateReply):

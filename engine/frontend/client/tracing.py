@@ -1,4 +1,4 @@
-"""The record of each sample (service/telemetry/records.py): the scheduler's stages with a request's id and wall-clock times."""
+"""The record of each sample: the scheduler's stages with a request's id and wall-clock times."""
 
 import time
 from typing import Any
@@ -25,19 +25,6 @@ class Traces:
 
 class SampleTrace:
     """A running sample. Keeps what the record needs, not the prompt."""
-
-    __slots__ = (
-        "_context",
-        "_end_s",
-        "_ended",
-        "_first_token_s",
-        "_offset_s",
-        "_owner",
-        "_request",
-        "_result",
-        "_span_context",
-        "_start_s",
-    )
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""What the scheduler's figures are called in /metrics. Values only.
+"""Names of the scheduler's figures in /metrics (docs/observability.md).
 
-`sglang:` and `vllm:` names stand where those servers export the same quantity, so that dashboards, autoscalers and the Gateway
-API's inference extension work unchanged; `tandem_` where neither has it (docs/observability.md).
+`sglang:` and `vllm:` where those servers export the same quantity, so that dashboards, autoscalers and the Gateway API's
+inference extension work unchanged; `tandem_` where neither has it.
 """
 
 from typing import NamedTuple
@@ -123,7 +123,7 @@ def num_waiting(state: StateReply) -> int:
 
 
 def gauge_of(name: str) -> Figure | None:
-    """What a role's or an adapter's gauge is called; None: it cannot be exported, or is under another name."""
+    """A gauge of a role or adapter; None: it cannot be exported, or has another name."""
     if name in ("used_tokens", "cache_hit_rate") or not (name.isidentifier() and name.isascii()):
         return None
     return GAUGES.get(name) or Figure(f"tandem_{name}", "reported by the scheduler")

@@ -1,16 +1,13 @@
-"""Prometheus metrics of one worker, under the names that users of SGLang and vLLM know (names.py).
-
-It counts what a client sees (latencies, tokens, requests). Load and transfers come from the scheduler, with each scrape.
-"""
+"""Prometheus metrics of one worker: it counts what a client sees; load and transfers come from the scheduler."""
 
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from engine.frontend.metrics.aliases import StageAliases, renamed
 from engine.frontend.metrics.names import (
     COUNTERS,
     QUEUES,
@@ -26,29 +23,7 @@ from engine.text.sample import TextOutput
 
 LABELS = ("model_name", "engine_type")
 TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
-ITL_S = (
-    0.001,
-    0.002,
-    0.004,
-    0.006,
-    0.008,
-    0.010,
-    0.015,
-    0.020,
-    0.025,
-    0.030,
-    0.040,
-    0.060,
-    0.080,
-    0.1,
-    0.2,
-    0.4,
-    0.8,
-    1,
-    2,
-    4,
-    8,
-)
+ITL_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1, 2, 4, 8)  # fmt: skip
 E2E_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200)
 
 STAGES = ("bootstrap_time", "queue_time", "prefill_time", "transfer_time", "decode_time")
@@ -105,7 +80,8 @@ class Metrics:
         self._tpot = self._histogram(
             "request_time_per_output_token_seconds", "mean time of a request's tokens after its first", ITL_S
         )
-        self.registry.register(StageAliases(self._stages, VLLM_STAGES))
+        for stage, name in VLLM_STAGES.items():
+            self.registry.register(_Alias(self._stages, name, stage=stage))
 
     def on_start(self, num_prompt_tokens: int) -> None:
         self._requests.inc()
@@ -135,7 +111,6 @@ class Metrics:
             self._tpot.observe(1 / throughput)
 
     def on_http(self, endpoint: str, method: str) -> None:
-        """A request has come. `endpoint`: one of few."""
         self._http_requests.labels(*self._label_values, endpoint, method).inc()
         self._http_active.inc()
 
@@ -144,7 +119,6 @@ class Metrics:
         self._http_active.dec()
 
     def _observe_stages(self, times: dict[str, float]) -> None:
-        """The request's time line, as the scheduler saw it."""
         for stage in STAGES:
             if stage in times:
                 self._stages.labels(*self._label_values, stage.removesuffix("_time")).observe(times[stage])
@@ -152,7 +126,7 @@ class Metrics:
             self._queue.observe(times["queue_time"])
 
     def exposition(self, state: StateReply | None, step: StepReply | None = None) -> bytes:
-        """The text format; `state`, `step`: the scheduler's reports, if it is up."""
+        """The text format. `state`, `step`: the scheduler's reports, if it is up."""
         self._scheduler.state, self._scheduler.step = state, step
         return generate_latest(self.registry)
 
@@ -160,15 +134,40 @@ class Metrics:
         name = f"sglang:{name}"
         family = Counter(name, help, LABELS, registry=self.registry)
         if name in VLLM_COUNTERS:
-            self.registry.register(renamed(family, VLLM_COUNTERS[name]))
+            self.registry.register(_Alias(family, VLLM_COUNTERS[name]))
         return family.labels(*self._label_values)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         name = f"sglang:{name}"
         family = Histogram(name, help, LABELS, registry=self.registry, buckets=buckets)
         if name in VLLM_HISTOGRAMS:
-            self.registry.register(renamed(family, VLLM_HISTOGRAMS[name]))
+            self.registry.register(_Alias(family, VLLM_HISTOGRAMS[name]))
         return family.labels(*self._label_values)
+
+
+class _Alias(Collector):
+    """`family` again as `name` (a counter without its `_total`); with `stage` only the samples of that label value.
+
+    It copies at each scrape, so counting costs nothing more.
+    """
+
+    def __init__(self, family: MetricWrapperBase, name: str, *, stage: str | None = None) -> None:
+        self._family = family
+        self._name = name
+        self._stage = stage
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._family.collect():
+            alias = Metric(self._name, metric.documentation, metric.type)
+            alias.samples = [
+                s._replace(
+                    name=self._name + s.name.removeprefix(metric.name),
+                    labels={k: v for k, v in s.labels.items() if k != "stage"},
+                )
+                for s in metric.samples
+                if self._stage in (None, s.labels.get("stage"))
+            ]
+            yield alias
 
 
 class _SchedulerCollector(Collector):
@@ -210,7 +209,7 @@ class _SchedulerCollector(Collector):
         yield self._cache_config(s)
 
     def _cache_config(self, s: StateReply) -> GaugeMetricFamily:
-        """Under vLLM's labels: its block is our page."""
+        """vLLM's block is our page."""
         labels = (*LABELS, "block_size", "num_gpu_blocks")
         family = GaugeMetricFamily("vllm:cache_config_info", "shape of the KV cache; always 1", labels=labels)
         family.add_metric((*self._label_values, str(s.page_size), str(s.num_pages)), 1)

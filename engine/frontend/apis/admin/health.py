@@ -1,26 +1,28 @@
-"""Health of a worker: of its process, its scheduler, and its model."""
+"""Health of a worker: of its process, its scheduler, and its model; reports of a scheduler that is up."""
 
 import asyncio
+from typing import Any
 
 from aiohttp import web
 
-from engine.frontend.apis.admin.load import step_summary
-from engine.frontend.apis.admin.reports import check_dead, check_up, step_if_up
+from engine.frontend.apis.admin.load import load_summary, step_summary
 from engine.frontend.errors import not_ready
 from engine.frontend.services import SERVICES, Services
-from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest
+from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap, GenerateRequest, StateReply, StepReply
 from engine.sampling_params import SamplingParams
-from service.http.errors import DRAINING
+from service.http.errors import DRAINING, ApiError
 from service.http.stream import json_response
 
-HEARD_RECENTLY_S = 1.0  # a scheduler that body anything this short ago need not be asked
+RECENT_S = 1.0  # a scheduler whose last message is younger is alive without a call
+LOADING_TIMEOUT_S = 1.0
+INFO_TIMEOUT_S = 5.0
 
 
 async def health(request: web.BaseRequest) -> web.Response:
-    """200 if the scheduler process answers (or sent something just now); no token is generated. 503 while it drains.
+    """200 if the scheduler answers or sent something just now; 503 while it drains. Generates no token.
 
-    In a long step a thread beside the loop answers: `busy_s` and `step` say what it computes. 503 when that thread is silent, or
-    the step exceeds --watchdog-timeout. `incarnation` changes with every start and role session.
+    In a long step its heartbeat thread answers: `busy_s` and `step` say what it computes. 503 when that thread is silent,
+    or the step exceeds --watchdog-timeout. `incarnation` changes with every start and role session.
     """
     s = request[SERVICES]
     if s.client.is_draining:
@@ -31,10 +33,12 @@ async def health(request: web.BaseRequest) -> web.Response:
         return answer
     check_dead(s)
     if not s.scheduler.ready.is_set():
-        await _still_loading(s)
+        loading = await step_if_up(s)
+        if loading is not None and loading.loading:
+            raise not_ready(f"the model has been loading for {loading.busy_s:.0f} s")
     check_up(s)
     body = {"status": "ok", "incarnation": s.session.incarnation}
-    if s.scheduler.now_s() - s.scheduler.last_heard_s <= HEARD_RECENTLY_S:
+    if s.scheduler.now_s() - s.scheduler.last_message_s <= RECENT_S:
         return json_response(body)
     now = await s.scheduler.step(timeout_s=s.session.health_timeout_s)
     if now.stalled:
@@ -42,14 +46,8 @@ async def health(request: web.BaseRequest) -> web.Response:
     return json_response({**body, **step_summary(now)})
 
 
-async def _still_loading(s: Services) -> None:
-    now = await step_if_up(s)
-    if now is not None and now.loading:
-        raise not_ready(f"the model has been loading for {now.busy_s:.0f} s")
-
-
 async def liveness(request: web.BaseRequest) -> web.Response:
-    """200 while this process answers at all. A scheduler that hangs is ended by its watchdog, and the worker with it."""
+    """200 while this process answers. The watchdog ends a scheduler that hangs, and the worker with it."""
     return json_response({"status": "alive"})
 
 
@@ -72,3 +70,40 @@ async def health_generate(request: web.BaseRequest) -> web.Response:
     except TimeoutError:
         raise not_ready(f"no token came within {s.session.health_timeout_s:g} s") from None
     return json_response({"status": "ok"})
+
+
+def check_up(s: Services) -> None:
+    check_dead(s)
+    if not s.scheduler.ready.is_set():
+        raise not_ready("the model is still loading")
+
+
+def check_dead(s: Services) -> None:
+    reason = s.session.dead()
+    if reason is not None:
+        raise not_ready(reason)
+    if s.client.closed is not None:
+        raise s.client.closed
+
+
+async def step_if_up(s: Services) -> StepReply | None:
+    try:
+        if not s.client.is_draining:
+            check_dead(s)
+        return await s.scheduler.step(timeout_s=min(LOADING_TIMEOUT_S, s.session.health_timeout_s))
+    except ApiError:
+        return None
+
+
+async def state_if_up(s: Services) -> StateReply | None:
+    try:
+        if not s.client.is_draining:
+            check_up(s)
+        return await s.client.recent_state(timeout_s=INFO_TIMEOUT_S)
+    except ApiError:
+        return None
+
+
+async def load_if_up(s: Services) -> dict[str, Any]:
+    state = await state_if_up(s)
+    return {} if state is None else load_summary(state)

@@ -1,18 +1,44 @@
 """Information about a worker: model, configuration, load, metrics, self-check, traces."""
 
 import time
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from engine.frontend.apis.admin.health import load_if_up, state_if_up, step_if_up
 from engine.frontend.apis.admin.load import get_load, step_summary, v1_loads_entry
-from engine.frontend.apis.admin.reports import load_if_up, state_if_up, step_if_up
-from engine.frontend.services import SERVICES
+from engine.frontend.apis.shared.models import choose_model
+from engine.frontend.services import SERVICES, Services
 from service.http.errors import DRAINING, ApiError, decode_body
 from service.http.stream import json_response
 from service.telemetry.records import Records, TracesQuery, query_error
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def list_models(request: web.BaseRequest) -> web.Response:
+    return json_response({"object": "list", "data": _model_cards(request[SERVICES])})
+
+
+async def get_model(request: web.BaseRequest) -> web.Response:
+    s = request[SERVICES]
+    chosen = choose_model(s, request.path.removeprefix("/v1/models/"), None)
+    return json_response(next(card for card in _model_cards(s) if card["id"] == chosen.shown))
+
+
+def _model_cards(s: Services) -> list[dict[str, Any]]:
+    base = {
+        "id": s.model.served_name,
+        "object": "model",
+        "created": s.session.started_unix_s,
+        "owned_by": "tandem",
+        "root": s.model.path,
+        "parent": None,
+        "max_model_len": s.context_length,
+    }
+    adapters = s.scheduler.adapters.items()
+    return [base, *({**base, "id": name, "root": path, "parent": base["id"]} for name, path in adapters)]
 
 
 async def model_info(request: web.BaseRequest) -> web.Response:
@@ -23,23 +49,16 @@ async def model_info(request: web.BaseRequest) -> web.Response:
 async def server_info(request: web.BaseRequest) -> web.Response:
     """Flags, the scheduler's report of itself, and its load; no load while the scheduler is down."""
     s = request[SERVICES]
-    load, now = await load_if_up(s), await step_if_up(s)
-    info = {
-        **s.session.server_info,
-        **s.scheduler.info,
-        "model_path": s.model.path,
-        **s.scheduler.updated,
-        "served_model_name": s.model.served_name,
-    }
+    load, now, switch = await load_if_up(s), await step_if_up(s), s.session.switch
     return json_response(
         {
-            **info,
+            **s.session.server_info,
+            **s.scheduler.info,
+            "model_path": s.model.path,
+            **s.scheduler.updated,
+            "served_model_name": s.model.served_name,
             "disaggregation_mode": s.session.mode,
-            **(
-                {}
-                if s.session.switch is None
-                else {"switching_to": s.session.switch.to_role, "last_switch": s.session.switch.last}
-            ),
+            **({} if switch is None else {"switching_to": switch.to_role, "last_switch": switch.last}),
             "status": DRAINING if s.client.is_draining else "ready" if load else "starting",
             **load,
             "internal_states": [load] if load else [],

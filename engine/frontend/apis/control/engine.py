@@ -1,17 +1,37 @@
-"""Pause, continue, weights from disk, profiles. Field names and defaults are SGLang's (`srt/managers/io_struct.py`)."""
+"""Control of a running engine: abort, flush, pause, weights, adapters, profiles.
+
+Field names and defaults are SGLang's (`srt/managers/io_struct.py`).
+"""
 
 import msgspec
 from aiohttp import web
 
 from engine.frontend.services import SERVICES
-from engine.messages import ContinueGeneration, ControlReply, PauseGeneration, StartProfile, StopProfile, UpdateWeights
-from service.http.errors import bad_field, decode_body
+from engine.lora.names import name_problem
+from engine.messages import (
+    ContinueGeneration,
+    ControlReply,
+    LoadAdapter,
+    PauseGeneration,
+    StartProfile,
+    StopProfile,
+    UnloadAdapter,
+    UpdateWeights,
+)
+from service.http.errors import ApiError, bad_field, decode_body
+from service.http.guard import key_refusal
 from service.http.stream import json_response
+from service.security.keys import Access
 
 MODES = ("abort", "retract", "in_place")
-UPDATE_TIMEOUT_S = 3600.0  # weights come from a disk, and running requests may finish first
+UPDATE_TIMEOUT_S = 3600.0  # weights and adapters come from a disk, and running requests may finish first
 PROFILE_TIMEOUT_S = 300.0  # a long trace takes long to write
 MAX_VERSION_CHARS = 256
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    rid: str | None = None
+    abort_all: bool | None = None
 
 
 class PauseBody(msgspec.Struct, kw_only=True):
@@ -25,6 +45,18 @@ class UpdateWeightsBody(msgspec.Struct, kw_only=True):
     weight_version: str | None = None
 
 
+class LoadBody(msgspec.Struct, kw_only=True):
+    """`pinned` has no effect: every loaded adapter stays on the device."""
+
+    lora_name: str
+    lora_path: str
+    pinned: bool | None = None
+
+
+class UnloadBody(msgspec.Struct, kw_only=True):
+    lora_name: str
+
+
 class StartProfileBody(msgspec.Struct, kw_only=True):
     output_dir: str | None = None
     num_steps: int | None = None
@@ -33,8 +65,30 @@ class StartProfileBody(msgspec.Struct, kw_only=True):
     record_shapes: bool | None = None
 
 
+async def flush_cache(request: web.BaseRequest) -> web.Response:
+    reply = await request[SERVICES].scheduler.flush_cache()
+    if not reply.ok:
+        raise ApiError(400, reply.message or "the cache cannot be flushed while requests run", code="not_idle")
+    return web.Response(text=(reply.message or "Cache flushed.") + "\n")
+
+
+async def abort_request(request: web.BaseRequest) -> web.Response:
+    """200 also for an id that is not running, as SGLang does."""
+    s = request[SERVICES]
+    body = decode_body(await request.read() or b"{}", AbortBody)
+    if body.abort_all:
+        if (refusal := key_refusal(request, s.gate, Access.ADMIN)) is not None:
+            raise refusal
+        s.client.abort_all()
+    elif body.rid:
+        s.client.abort(body.rid)
+    else:
+        raise bad_field("rid", "name a request, or set abort_all")
+    return web.Response()
+
+
 async def pause_generation(request: web.BaseRequest) -> web.Response:
-    """200 once no step runs any more. `mode`: "abort" (the default) | "retract" | "in_place"."""
+    """200 once no step runs any more."""
     body = decode_body(await request.read() or b"{}", PauseBody)
     mode = body.mode or "abort"
     if mode not in MODES:
@@ -70,6 +124,32 @@ async def update_weights_from_disk(request: web.BaseRequest) -> web.Response:
     return json_response({"success": True, "message": reply.message, "num_paused_requests": 0, **reply.values})
 
 
+async def load_lora_adapter(request: web.BaseRequest) -> web.Response:
+    """200 once requests may name the adapter. 400 for one that does not fit; then nothing changes."""
+    s = request[SERVICES]
+    body = decode_body(await request.read(), LoadBody)
+    if problem := name_problem(body.lora_name):
+        raise bad_field("lora_name", problem)
+    if body.lora_name in s.model.own_names:
+        raise bad_field("lora_name", f"{body.lora_name!r} is a name of the model itself; choose another")
+    if not body.lora_path:
+        raise bad_field("lora_path", "must name an adapter's directory on the worker's disk")
+    message = LoadAdapter(s.scheduler.mint_call_id(), body.lora_name, body.lora_path)
+    return _adapter_answer(await s.scheduler.control(message, timeout_s=UPDATE_TIMEOUT_S))
+
+
+async def unload_lora_adapter(request: web.BaseRequest) -> web.Response:
+    """200 once its requests have ended; new ones are refused at once."""
+    s = request[SERVICES]
+    body = decode_body(await request.read(), UnloadBody)
+    message = UnloadAdapter(s.scheduler.mint_call_id(), body.lora_name)
+    return _adapter_answer(await s.scheduler.control(message, timeout_s=UPDATE_TIMEOUT_S))
+
+
+def _adapter_answer(reply: ControlReply) -> web.Response:
+    return json_response({"success": True, "message": reply.message, "loaded_adapters": reply.adapters or {}})
+
+
 async def start_profile(request: web.BaseRequest) -> web.Response:
     """The answer names the trace file that /stop_profile (or the end of `num_steps`) writes."""
     scheduler = request[SERVICES].scheduler
@@ -82,13 +162,13 @@ async def start_profile(request: web.BaseRequest) -> web.Response:
         with_stack=bool(body.with_stack),
         record_shapes=bool(body.record_shapes),
     )
-    return _profile_answer(await scheduler.control(message, timeout_s=PROFILE_TIMEOUT_S))
+    return _answer(await scheduler.control(message, timeout_s=PROFILE_TIMEOUT_S))
 
 
 async def stop_profile(request: web.BaseRequest) -> web.Response:
     scheduler = request[SERVICES].scheduler
-    return _profile_answer(await scheduler.control(StopProfile(scheduler.mint_call_id()), timeout_s=PROFILE_TIMEOUT_S))
+    return _answer(await scheduler.control(StopProfile(scheduler.mint_call_id()), timeout_s=PROFILE_TIMEOUT_S))
 
 
-def _profile_answer(reply: ControlReply) -> web.Response:
+def _answer(reply: ControlReply) -> web.Response:
     return json_response({"success": True, "message": reply.message, **reply.values})

@@ -55,8 +55,8 @@ async def switch_role(request: web.BaseRequest) -> web.Response:
 def _open_switch(s: Services) -> RoleSwitch:
     if s.session.switch is None:
         raise bad_field("role", UNIFIED)
-    starts_anew = s.session.switch.last is not None and not s.scheduler.ready.is_set()
-    if s.session.switch.to is not None or starts_anew:
+    restarts = s.session.switch.last is not None and not s.scheduler.ready.is_set()
+    if s.session.switch.to is not None or restarts:
         role = s.session.switch.to_role or s.session.mode
         raise ApiError(409, f"a switch to {role} is under way", code="switching", retry_after_s=1)
     if s.client.closed is not None:

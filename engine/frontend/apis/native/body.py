@@ -1,11 +1,18 @@
-"""Body of POST /generate. Field names and defaults are SGLang's (`GenerateReqInput`, `srt/managers/io_struct.py`)."""
+"""Body of POST /generate, and its fields that hold a value for each prompt. Pure.
+
+Field names and defaults are SGLang's (`GenerateReqInput`, `srt/managers/io_struct.py`).
+"""
 
 from typing import Any
 
 import msgspec
 
-from engine.frontend.apis.shared.bootstraps import Host, Port, Room
 from engine.frontend.apis.shared.fields import SamplingFields
+from engine.frontend.bootstraps import Host, Port, Room
+from engine.messages import MAX_ASKED_TOKEN_IDS, LogprobOptions
+from service.http.errors import bad_field
+
+MAX_TOP_LOGPROBS = 100
 
 
 class SamplingBody(SamplingFields, kw_only=True):
@@ -39,3 +46,59 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     audio_data: Any = None
     session_params: Any = None
     custom_logit_processor: Any = None
+
+
+def logprob_options(body: GenerateBody, prompts: list[list[int]], *, vocab_size: int) -> list[LogprobOptions | None]:
+    wanted = each("return_logprob", body.return_logprob, len(prompts))
+    starts = each("logprob_start_len", body.logprob_start_len, len(prompts))
+    tops = each("top_logprobs_num", body.top_logprobs_num, len(prompts))
+    asked = _asked_token_ids(body.token_ids_logprob, len(prompts), vocab_size=vocab_size)
+    return [
+        _one_logprob_options(start, top or 0, token_ids, num_prompt_tokens=len(ids)) if want else None
+        for want, start, top, token_ids, ids in zip(wanted, starts, tops, asked, prompts, strict=True)
+    ]
+
+
+def _one_logprob_options(
+    start: int | None, top: int, token_ids: tuple[int, ...], *, num_prompt_tokens: int
+) -> LogprobOptions:
+    start = -1 if start is None else start
+    if not -1 <= start <= num_prompt_tokens:
+        raise bad_field(
+            "logprob_start_len",
+            f"must be -1 (output only) or a position in the prompt of {num_prompt_tokens} tokens, got {start}",
+        )
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise bad_field("top_logprobs_num", f"must be between 0 and {MAX_TOP_LOGPROBS}, got {top}")
+    return LogprobOptions(start_len=-1 if start == num_prompt_tokens else start, top_num=top, token_ids=token_ids)
+
+
+def _asked_token_ids(value: list[Any] | None, num_prompts: int, *, vocab_size: int) -> list[tuple[int, ...]]:
+    """`token_ids_logprob`, one list for all prompts or one for each (null: none there). Raises ApiError(400)."""
+    if not value:
+        return [()] * num_prompts
+    nested = [v for v in value if not isinstance(v, int)]
+    if not nested:
+        return [_checked(value, vocab_size=vocab_size)] * num_prompts
+    if len(nested) < len(value):
+        raise bad_field("token_ids_logprob", "must be a list of token ids or a list of such lists")
+    if len(nested) != num_prompts:
+        raise bad_field("token_ids_logprob", f"has {len(nested)} lists for {num_prompts} prompts")
+    return [_checked(ids or [], vocab_size=vocab_size) for ids in nested]
+
+
+def _checked(ids: list[int], *, vocab_size: int) -> tuple[int, ...]:
+    if len(ids) > MAX_ASKED_TOKEN_IDS:
+        raise bad_field("token_ids_logprob", f"at most {MAX_ASKED_TOKEN_IDS} token ids, got {len(ids)}")
+    for i in ids:
+        if not 0 <= i < vocab_size:
+            raise bad_field("token_ids_logprob", f"{i} is not a token id (0 to {vocab_size - 1})")
+    return tuple(ids)
+
+
+def each(field: str, value: Any, num_prompts: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise bad_field(field, f"has {len(value)} entries for {num_prompts} prompts")
+    return value

@@ -1,14 +1,12 @@
 """SGLang's native POST /generate: text or token ids, one or many, cumulative streaming."""
 
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.native.body import GenerateBody, SamplingBody
-from engine.frontend.apis.native.token_ids import asked_token_ids
+from engine.frontend.apis.native.body import GenerateBody, SamplingBody, each, logprob_options
 from engine.frontend.apis.native.view import NativeView
-from engine.frontend.apis.shared.bootstraps import build_bootstraps
 from engine.frontend.apis.shared.constraints import plain_constraint
 from engine.frontend.apis.shared.fields import (
     build_sampling,
@@ -21,44 +19,38 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.models import check_lora_path
 from engine.frontend.apis.shared.stream import answer
+from engine.frontend.bootstraps import build_bootstraps
 from engine.frontend.services import SERVICES, Services
-from engine.messages import GenerateRequest, LogprobOptions
+from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from service.http.errors import bad_field, decode_body
 from service.security.voucher import VOUCHER_HEADER
 
 DEFAULT_NEW_TOKENS = 128
-
-MAX_TOP_LOGPROBS = 100
-
 INSIDE = "sampling_params."
-
-_REFUSED = (
-    "input_embeds",
-    "image_data",
-    "video_data",
-    "audio_data",
-    "session_params",
-    "custom_logit_processor",
-)
-
-_REFUSED_SAMPLING = ("custom_params",)
+REFUSED = ("input_embeds", "image_data", "video_data", "audio_data", "session_params", "custom_logit_processor")
 
 
 async def generate(request: web.BaseRequest) -> web.StreamResponse:
     s = request[SERVICES]
     timeout_s = s.timeout_of(request)
     body = decode_body(await request.read(), GenerateBody)
-    refuse(body, _REFUSED)
+    refuse(body, REFUSED)
     prompts, single = await _prompts(s, body)
     params = _params(s, body, len(prompts))
     n = params[0].n
     check_num_samples(len(prompts), n, field="input_ids" if body.input_ids is not None else "text")
-    field = "sampling_params.max_new_tokens"
-    explicit = [_explicit_limit(p) for p in _each("sampling_params", body.sampling_params, len(prompts))]
     fitted = [
-        fit_to_context(p, num_prompt_tokens=len(ids), context_length=s.context_length, field=field, cut=not given)
-        for p, ids, given in zip(params, prompts, explicit, strict=True)
+        fit_to_context(
+            p,
+            num_prompt_tokens=len(ids),
+            context_length=s.context_length,
+            field="sampling_params.max_new_tokens",
+            cut=given is None or given.max_new_tokens is msgspec.UNSET,  # the default is cut to what fits
+        )
+        for p, ids, given in zip(
+            params, prompts, each("sampling_params", body.sampling_params, len(prompts)), strict=True
+        )
     ]
     requests, groups = _requests(s, body, prompts=prompts, params=fitted, n=n)
     s.bootstrap_allowlist.check([r.bootstrap for r in requests], voucher=request.headers.get(VOUCHER_HEADER, ""))
@@ -81,9 +73,8 @@ async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], bo
         if not texts or not all(texts):
             raise bad_field("text", "must not be empty")
         ids = [await s.encode(t, field="text") for t in texts]
-        return [check_prompt_ids(i, field="text", vocab_size=s.model.vocab_size) for i in ids], isinstance(
-            body.text, str
-        )
+        single = isinstance(body.text, str)
+        return [check_prompt_ids(i, field="text", vocab_size=s.model.vocab_size) for i in ids], single
     kinds = set(map(type, body.input_ids or []))
     if len(kinds) > 1:
         raise bad_field("input_ids", "must be a list of token ids or a list of such lists")
@@ -93,34 +84,28 @@ async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], bo
 
 
 def _params(s: Services, body: GenerateBody, num_prompts: int) -> list[SamplingParams]:
-    params = [_one_params(s, p or SamplingBody()) for p in _each("sampling_params", body.sampling_params, num_prompts)]
+    params = [_one_params(s, p or SamplingBody()) for p in each("sampling_params", body.sampling_params, num_prompts)]
     if len({p.n for p in params}) > 1:
         raise bad_field("sampling_params.n", "must be the same for all prompts of a batch")
     return params
 
 
 def _one_params(s: Services, p: SamplingBody) -> SamplingParams:
-    refuse(p, _REFUSED_SAMPLING, inside=INSIDE)
+    refuse(p, ("custom_params",), inside=INSIDE)
     if p.beam_width is not None and p.beam_width > 1:
         raise bad_field("sampling_params.beam_width", "beam search is not supported", code="unsupported_parameter")
     names = {"seed": "sampling_seed"} if p.seed is None else None
     if p.seed is None:
         p.seed = p.sampling_seed
-    least = p.min_new_tokens
-    limit = max(DEFAULT_NEW_TOKENS, least or 0) if isinstance(p.max_new_tokens, msgspec.UnsetType) else p.max_new_tokens
+    limit = p.max_new_tokens
     return build_sampling(
         p,
         vocab_size=s.model.vocab_size,
-        max_new_tokens=limit,
-        min_new_tokens=least,
+        max_new_tokens=max(DEFAULT_NEW_TOKENS, p.min_new_tokens or 0) if limit is msgspec.UNSET else limit,
+        min_new_tokens=p.min_new_tokens,
         names=names,
         constraint=plain_constraint(p, inside=INSIDE),
     )
-
-
-def _explicit_limit(p: SamplingBody | None) -> bool:
-    """Whether more than fits is an error: the default is cut to what fits."""
-    return p is not None and p.max_new_tokens is not msgspec.UNSET
 
 
 def _requests(
@@ -135,14 +120,14 @@ def _requests(
         mint_room=s.mint_room,
     )
     rids = _rids(s, body.rid, len(prompts))
-    logprobs = _logprob_options(body, prompts, vocab_size=s.model.vocab_size)
+    logprobs = logprob_options(body, prompts, vocab_size=s.model.vocab_size)
     hidden_states = _hidden_states(s, body, len(prompts))
     intervals = [
         check_stream_interval(p.stream_interval if p else None, field="sampling_params.stream_interval")
-        for p in _each("sampling_params", body.sampling_params, len(prompts))
+        for p in each("sampling_params", body.sampling_params, len(prompts))
     ]
     priority = check_priority(body.priority)
-    loras = [check_lora_path(s, name) for name in _each("lora_path", body.lora_path, len(prompts))]
+    loras = [check_lora_path(s, name) for name in each("lora_path", body.lora_path, len(prompts))]
     requests: list[GenerateRequest] = []
     for i, ids in enumerate(prompts):
         for j, sampling in enumerate(s.samples_of(params[i])):
@@ -170,14 +155,14 @@ def _rids(s: Services, rid: str | list[str] | None, num_prompts: int) -> list[st
         return [s.mint_id("") for _ in range(num_prompts)]
     if isinstance(rid, str):
         return [rid] if num_prompts == 1 else [f"{rid}_{i}" for i in range(num_prompts)]
-    rids = _each("rid", rid, num_prompts)
+    rids = each("rid", rid, num_prompts)
     if len(set(rids)) < len(rids):
         raise bad_field("rid", "the same id is given twice")
     return rids
 
 
 def _hidden_states(s: Services, body: GenerateBody, num_prompts: int) -> list[bool]:
-    wanted = [bool(w) for w in _each("return_hidden_states", body.return_hidden_states, num_prompts)]
+    wanted = [bool(w) for w in each("return_hidden_states", body.return_hidden_states, num_prompts)]
     if any(wanted) and not s.model.return_hidden_states:
         raise bad_field(
             "return_hidden_states",
@@ -185,36 +170,3 @@ def _hidden_states(s: Services, body: GenerateBody, num_prompts: int) -> list[bo
             code="unsupported_parameter",
         )
     return wanted
-
-
-def _logprob_options(body: GenerateBody, prompts: list[list[int]], *, vocab_size: int) -> list[LogprobOptions | None]:
-    wanted = _each("return_logprob", body.return_logprob, len(prompts))
-    starts = _each("logprob_start_len", body.logprob_start_len, len(prompts))
-    tops = _each("top_logprobs_num", body.top_logprobs_num, len(prompts))
-    asked = asked_token_ids(body.token_ids_logprob, len(prompts), vocab_size=vocab_size)
-    return [
-        _one_logprob_options(start, top or 0, token_ids, num_prompt_tokens=len(ids)) if want else None
-        for want, start, top, token_ids, ids in zip(wanted, starts, tops, asked, prompts, strict=True)
-    ]
-
-
-def _one_logprob_options(
-    start: int | None, top: int, token_ids: tuple[int, ...], *, num_prompt_tokens: int
-) -> LogprobOptions:
-    start = -1 if start is None else start
-    if not -1 <= start <= num_prompt_tokens:
-        raise bad_field(
-            "logprob_start_len",
-            f"must be -1 (output only) or a position in the prompt of {num_prompt_tokens} tokens, got {start}",
-        )
-    if not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise bad_field("top_logprobs_num", f"must be between 0 and {MAX_TOP_LOGPROBS}, got {top}")
-    return LogprobOptions(start_len=-1 if start == num_prompt_tokens else start, top_num=top, token_ids=token_ids)
-
-
-def _each(field: str, value: Any, num_prompts: int) -> list[Any]:
-    if not isinstance(value, list):
-        return [value] * num_prompts
-    if len(value) != num_prompts:
-        raise bad_field(field, f"has {len(value)} entries for {num_prompts} prompts")
-    return value

@@ -1,14 +1,13 @@
 """How /generate shows samples: SGLang's answers and `meta_info`."""
 
+import array
 import time
 from collections.abc import Callable
 from typing import Any
 
-from engine.frontend.apis.native.token_ids import hidden_state_lists
-from engine.frontend.apis.shared.view import finite
-from engine.frontend.client.answers import absorb
-from engine.frontend.client.generation import Generation
-from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob
+from engine.frontend.apis.shared.stream import finite
+from engine.frontend.client.generation import Generation, absorb
+from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob, TokenOutput
 from engine.text.sample import TextOutput
 
 
@@ -70,7 +69,7 @@ class NativeView:
         if request.lora:
             meta["lora_path"] = request.lora
         if request.return_hidden_states:
-            meta["hidden_states"] = hidden_state_lists(t)
+            meta["hidden_states"] = _hidden_state_lists(t)
         return meta if request.logprobs is None else {**meta, **self._logprob_info(output, request.logprobs)}
 
     def _logprob_info(self, output: TextOutput, options: LogprobOptions) -> dict[str, Any]:
@@ -83,8 +82,8 @@ class NativeView:
             info["input_top_logprobs"] = self._top_rows(t.input_logprobs, output.input_logprob_texts)
             info["output_top_logprobs"] = self._top_rows(t.logprobs, output.logprob_texts)
         if options.token_ids:
-            info["input_token_ids_logprobs"] = self._asked_rows(t.input_logprobs, output.input_logprob_texts)
-            info["output_token_ids_logprobs"] = self._asked_rows(t.logprobs, output.logprob_texts)
+            info["input_token_ids_logprobs"] = self._requested_rows(t.input_logprobs, output.input_logprob_texts)
+            info["output_token_ids_logprobs"] = self._requested_rows(t.logprobs, output.logprob_texts)
         return info
 
     def _rows(self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]) -> list[list[Any]]:
@@ -93,17 +92,13 @@ class NativeView:
             for lp, text in zip(logprobs, texts, strict=False)
         ]
 
-    def _top_rows(
-        self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]
-    ) -> list[list[list[Any]] | None]:
+    def _top_rows(self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]) -> list[Any]:
         return [
             None if lp.logprob is None else self._entries(lp.top, top_texts)
             for lp, (_, top_texts) in zip(logprobs, texts, strict=False)
         ]
 
-    def _asked_rows(
-        self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]
-    ) -> list[list[list[Any]] | None]:
+    def _requested_rows(self, logprobs: list[TokenLogprob], texts: list[tuple[str, list[str]]]) -> list[Any]:
         return [
             None if lp.logprob is None else self._entries(lp.requested, more_texts[len(lp.top) :])
             for lp, (_, more_texts) in zip(logprobs, texts, strict=False)
@@ -126,3 +121,13 @@ def _finish_reason(finish: FinishReason | None, num_tokens: int) -> dict[str, An
             "err_type": None,
         }
     return {"type": finish.kind, "matched": finish.matched}
+
+
+def _hidden_state_lists(tokens: TokenOutput) -> list[Any]:
+    """[prompt][hidden], then [hidden] per later token, as in SGLang. Decode's answer lacks the first; the router adds it."""
+    later = [array.array("f", row).tolist() for row in tokens.hidden]
+    if not tokens.input_hidden:
+        return later
+    prompt = array.array("f", tokens.input_hidden)
+    width = len(prompt) // tokens.prompt_tokens
+    return [[prompt[at : at + width].tolist() for at in range(0, len(prompt), width)], *later]

@@ -5,19 +5,15 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.openai.tools import Tool, ToolChoice, check_tools
-from engine.frontend.apis.shared.bootstraps import Host, Port, Room
 from engine.frontend.apis.shared.constraints import ResponseFormat
 from engine.frontend.apis.shared.fields import SamplingFields, refuse
+from engine.frontend.bootstraps import Host, Port, Room
 from service.http.errors import bad_field
 
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 DEFAULT_COMPLETION_TOKENS = 16
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-UNSUPPORTED = (
-    "custom_logit_processor",
-    "return_hidden_states",
-)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -26,7 +22,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class OpenAIFields(SamplingFields, kw_only=True):
-    """Fields of both APIs. The last block is refused when it is set."""
+    """Fields of both APIs."""
 
     model: str | None = None
     stream: bool | None = None
@@ -146,7 +142,7 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_shared(body: OpenAIFields) -> None:
-    refuse(body, UNSUPPORTED)
+    refuse(body, ("custom_logit_processor", "return_hidden_states"))
     if body.stream_options is not None and not body.stream:
         raise bad_field("stream_options", "needs stream to be true")
 

@@ -6,16 +6,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.openai.bodies import (
-    ChatBody,
-    check_chat,
-    template_messages,
-)
+from engine.frontend.apis.openai.bodies import ChatBody, check_chat, template_messages
 from engine.frontend.apis.openai.samples import body_constraint, sampling_of, start
 from engine.frontend.apis.openai.tool_view import ToolChatView
 from engine.frontend.apis.openai.tools import forced, forced_calls, strict_calls, template_tools, usable
-from engine.frontend.apis.openai.usage import Usage
-from engine.frontend.apis.openai.view import ChatView
+from engine.frontend.apis.openai.view import ChatView, Usage
 from engine.frontend.apis.shared.constraints import Constraint, only_one
 from engine.frontend.apis.shared.fields import check_prompt_ids
 from engine.frontend.apis.shared.models import choose_model
@@ -89,7 +84,7 @@ def render_chat(s: Services, body: ChatBody) -> str:
 
 
 def call_format(s: Services, body: ChatBody) -> CallFormat | None:
-    """The format of the answer's tool calls; None: it has none."""
+    """The format of the answer's tool calls, or None."""
     if not usable(body.tools, body.tool_choice):
         return None
     return ARRAY if forced(body.tool_choice) else FORMATS.get(s.model.tool_call_parser or "")

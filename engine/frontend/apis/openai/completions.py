@@ -6,8 +6,7 @@ from aiohttp import web
 
 from engine.frontend.apis.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionBody, check_completion
 from engine.frontend.apis.openai.samples import body_constraint, sampling_of, start
-from engine.frontend.apis.openai.usage import Usage
-from engine.frontend.apis.openai.view import CompletionView
+from engine.frontend.apis.openai.view import CompletionView, Usage
 from engine.frontend.apis.shared.fields import check_num_samples, check_prompt_ids, prompts_of
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.stream import answer

@@ -3,9 +3,9 @@
 from aiohttp import web
 
 from engine.frontend.apis.openai.bodies import OpenAIFields
-from engine.frontend.apis.shared.bootstraps import build_bootstraps
 from engine.frontend.apis.shared.constraints import Constraint, format_constraint, only_one, plain_constraint
 from engine.frontend.apis.shared.fields import build_sampling, check_priority, check_stream_interval, fit_to_context
+from engine.frontend.bootstraps import build_bootstraps
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions

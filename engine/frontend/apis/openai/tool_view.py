@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from engine.frontend.apis.openai.view import ChatView, delta_of
 from engine.text.sample import TextOutput
 from engine.text.tool_calls import Arguments, CallBegins, Part, PlainText, ToolCalls
@@ -32,13 +34,7 @@ class ToolChatView(ChatView):
         if output.tokens.finish is not None:
             parts += reader.end()
         plain = "".join(part.text for part in parts if isinstance(part, PlainText))
-        output = TextOutput(
-            text=plain,
-            tokens=output.tokens,
-            logprob_texts=output.logprob_texts,
-            input_logprob_texts=output.input_logprob_texts,
-        )
-        deltas = super()._deltas(index, output)
+        deltas = super()._deltas(index, msgspec.structs.replace(output, text=plain))
         calls = [delta_of(index, {"tool_calls": [self._delta(p)]}) for p in parts if not isinstance(p, PlainText)]
         if output.tokens.finish is None:
             return deltas + calls
@@ -47,17 +43,17 @@ class ToolChatView(ChatView):
     def _delta(self, part: CallBegins | Arguments) -> dict[str, Any]:
         if isinstance(part, Arguments):
             return {"index": part.index, "function": {"arguments": part.text}}
-        return {"index": part.index, **self._call(part.name, "")}
+        return {"index": part.index, **self._call(part.name)}
 
     def _whole_calls(self, parts: list[Part]) -> list[dict[str, Any]]:
-        calls = [self._call(part.name, "") for part in parts if isinstance(part, CallBegins)]
+        calls = [self._call(part.name) for part in parts if isinstance(part, CallBegins)]
         for part in parts:
             if isinstance(part, Arguments):
                 calls[part.index]["function"]["arguments"] += part.text
         return calls
 
-    def _call(self, name: str, arguments: str) -> dict[str, Any]:
-        return {"id": self._mint_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+    def _call(self, name: str) -> dict[str, Any]:
+        return {"id": self._mint_id(), "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def _with_reason(choice: dict[str, Any], reader: ToolCalls) -> dict[str, Any]:

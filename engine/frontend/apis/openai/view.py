@@ -3,15 +3,47 @@
 from typing import Any
 
 from engine.frontend.apis.openai.bodies import OpenAIFields
-from engine.frontend.apis.openai.usage import Usage
-from engine.frontend.apis.shared.view import finite
+from engine.frontend.apis.shared.stream import finite
 from engine.messages import TokenLogprob
 from engine.text.sample import TextOutput
 from engine.text.tokenizer import Tokenizer
 
 
+class Usage:
+    """`num_prompt_tokens`: of each prompt. Samples are prompt-major, `n` for each; a prompt counts once."""
+
+    def __init__(self, num_prompt_tokens: list[int], *, n: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._n = n
+        self._completion = [0] * (len(num_prompt_tokens) * n)
+        self._cached = [0] * len(num_prompt_tokens)
+
+    def add(self, index: int, output: TextOutput) -> None:
+        self._completion[index] += len(output.tokens.new_ids)
+        if index % self._n == 0:  # later samples of a prompt find the first one's pages: that saves the user nothing
+            prompt = index // self._n
+            self._cached[prompt] = max(self._cached[prompt], output.tokens.cached_tokens)
+
+    def of_sample(self, index: int) -> dict[str, Any]:
+        prompt = index // self._n
+        return _usage(self._num_prompt_tokens[prompt], self._completion[index], self._cached[prompt])
+
+    def total(self) -> dict[str, Any]:
+        return _usage(sum(self._num_prompt_tokens), sum(self._completion), sum(self._cached))
+
+
+def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
 class OpenAIView:
-    """The parts common to chat and completions. Subclasses: `_choice` (whole sample) and `_deltas` (choices of new chunks)."""
+    """What chat and completions share. Subclasses show a whole sample (`_choice`) and choices of new chunks (`_deltas`)."""
 
     object: str
     chunk_object: str
@@ -55,18 +87,8 @@ class ChatView(OpenAIView):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        body: OpenAIFields,
-        *,
-        logprobs: bool,
-        tokenizer: Tokenizer,
-        id: str,
-        model: str,
-        created: int,
-        usage: Usage,
-    ) -> None:
-        super().__init__(body, id=id, model=model, created=created, usage=usage)
+    def __init__(self, body: OpenAIFields, *, logprobs: bool, tokenizer: Tokenizer, **head: Any) -> None:
+        super().__init__(body, **head)
         self._logprobs = logprobs
         self._tokenizer = tokenizer
         self._begun: set[int] = set()
@@ -106,10 +128,8 @@ class CompletionView(OpenAIView):
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(
-        self, body: OpenAIFields, *, echoes: list[str], logprobs: bool, id: str, model: str, created: int, usage: Usage
-    ) -> None:
-        super().__init__(body, id=id, model=model, created=created, usage=usage)
+    def __init__(self, body: OpenAIFields, *, echoes: list[str], logprobs: bool, **head: Any) -> None:
+        super().__init__(body, **head)
         self._logprobs = logprobs
         self._echoes = echoes
         self._begun: set[int] = set()

@@ -1,4 +1,4 @@
-"""Fields that several request bodies share: sampling, prompts, limits. Pure. An optional field may be an explicit null."""
+"""Fields that several bodies share: sampling, prompts, limits. An optional field may be an explicit null. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -17,7 +17,7 @@ MAX_PRIORITY = 2**31 - 1
 
 
 class SamplingFields(GrammarFields, kw_only=True):
-    """OpenAI's sampling fields and the extra ones that SGLang and vLLM clients send beside them."""
+    """OpenAI's sampling fields and those that SGLang and vLLM add."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -122,7 +122,7 @@ def check_num_samples(num_prompts: int, n: int, *, field: str) -> None:
 
 
 def prompts_of(value: str | list[str | int | list[int]], *, field: str) -> list[str | list[int]]:
-    """One prompt or several, each a non-empty text or token ids. Raises ApiError(400)."""
+    """One prompt or several, each a text or token ids, not empty. Raises ApiError(400)."""
     kinds = {str} if isinstance(value, str) else set(map(type, value))
     if len(kinds) > 1:
         raise bad_field(field, "must be a string, a list of strings, a list of token ids or a list of such lists")
@@ -137,7 +137,7 @@ def check_prompt_ids(ids: list[int], *, field: str, vocab_size: int) -> list[int
     """Return the ids. Raises ApiError(400) when there are none, or one is outside the vocabulary."""
     if not ids:
         raise bad_field(field, "must not be empty")
-    if min(ids) < 0 or max(ids) >= vocab_size:  # of a long prompt a look at each in Python takes milliseconds
+    if min(ids) < 0 or max(ids) >= vocab_size:  # a Python loop over a long prompt takes milliseconds
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise bad_field(field, f"{wrong} is not a token id (0 to {vocab_size - 1})")
     return ids

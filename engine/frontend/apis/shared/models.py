@@ -1,6 +1,6 @@
 """Which model a request names: the served one, or a LoRA adapter of it. `model: "BASE:ADAPTER"` is SGLang's."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from engine.frontend.services import Services
 from service.http.errors import ApiError, bad_field
@@ -16,7 +16,7 @@ class Chosen(NamedTuple):
 
 
 def choose_model(s: Services, model: str | None, lora_path: str | None) -> Chosen:
-    """The model that `model` and `lora_path` name together. Raises ApiError: 404 for a model that is not served here."""
+    """The model that both fields name together. Raises ApiError: 404 for one that is not served here."""
     named = _adapter_in(s, model)
     if named and lora_path and named != lora_path:
         raise bad_field("lora_path", f"is {lora_path!r}, and model names the adapter {named!r}; leave one out")
@@ -44,8 +44,3 @@ def _adapter_in(s: Services, model: str | None) -> str:
         field="model",
         code="model_not_found",
     )
-
-
-def adapter_cards(s: Services, base: dict[str, Any]) -> list[dict[str, Any]]:
-    """Cards of the adapters for /v1/models; `base` is the card of the model."""
-    return [{**base, "id": name, "root": path, "parent": base["id"]} for name, path in s.scheduler.adapters.items()]

@@ -1,10 +1,13 @@
-"""Where a disaggregated request meets its other half: bootstrap host, port and room of each sample. Pure."""
+"""Where a disaggregated request meets its other half: bootstrap host, port and room of each sample, and which hosts may
+be named. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from engine.messages import FAKE_BOOTSTRAP_HOST, Bootstrap
 from service.http.errors import bad_field
+from service.security.addresses import AllowedAddresses
+from service.security.voucher import is_vouched
 
 Host = str | list[str | None] | None
 Port = int | list[int | None] | None
@@ -14,10 +17,7 @@ MAX_ROOM = 2**63
 
 
 class BootstrapFields(Protocol):
-    """Fields of a body: one value for all samples, or a list (one per sample or per prompt).
-
-    A protocol, because a msgspec struct has only one base.
-    """
+    """Fields of a body: one value, or one per sample or prompt. A protocol: a msgspec struct has only one base."""
 
     bootstrap_host: Host
     bootstrap_port: Port
@@ -78,3 +78,29 @@ def _spread_rooms(value: Any, *, num_prompts: int, n: int) -> list[int | None]:
     if isinstance(value, list) and len(value) != total:
         return [None if room is None else room + i % n for i, room in enumerate(rooms)]
     return rooms
+
+
+class BootstrapAllowlist:
+    """Known addresses, and those a router with the cluster's secret vouches for. `allowed` None: this worker dials none."""
+
+    def __init__(self, allowed: AllowedAddresses | None = None, *, secret: bytes | None = None) -> None:
+        self._allowed = allowed
+        self._secret = secret
+
+    def check(self, bootstraps: Sequence[Bootstrap | None], *, voucher: str) -> None:
+        """Check the samples of one request, in order. Raises ApiError(400) that names bootstrap_host."""
+        if self._allowed is None:
+            return
+        named = [b for b in bootstraps if b is not None and b.host != FAKE_BOOTSTRAP_HOST]
+        rooms = [b.room for b in named]
+        for host, port in sorted({(b.host, b.port) for b in named}):
+            if self._allowed.admits(host, port):
+                continue
+            if voucher and self._secret and is_vouched(voucher, self._secret, host=host, port=port, rooms=rooms):
+                continue
+            raise bad_field(
+                "bootstrap_host",
+                f"{f'{host[:100]}:{port}'!r} is not a bootstrap server that this worker knows "
+                "(--disaggregation-bootstrap-allowed, or a router with the same --cluster-secret-file)",
+                code="unknown_bootstrap_server",
+            )
