@@ -11,8 +11,7 @@ import psutil
 import pytest
 from hypothesis import Phase, settings
 
-from engine.frontend import openapi as worker_openapi
-from engine.frontend.routes import ROUTES
+from engine.frontend.routes import ROUTES, make_document
 from router.http import openapi as router_openapi
 from tools.fuzz import bodies, sockets
 from tools.fuzz.footprint import Footprint, Leak, assert_no_leak, footprint
@@ -104,7 +103,7 @@ def test_a_hang_ends_the_process_with_1_and_its_stacks() -> None:
 def test_streams_are_described_by_their_events() -> None:
     """Found by `make fuzz`: the schema said that an event is a string; readers of OpenAPI 3.1 take it for each event."""
     documents = [
-        json.loads(worker_openapi.make_document(ROUTES)),
+        json.loads(make_document(ROUTES)),
         router_openapi.make_document(None),
     ]
     for document in documents:
