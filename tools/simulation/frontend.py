@@ -1,7 +1,7 @@
 """The HTTP side of a simulated worker: bodies in, the production `EngineClient` under virtual time, answers out.
 
 Stands in for the aiohttp handlers and the tokenizer; tokens have no text. What decides is production code: who is taken, refused,
-early rejected or handed back (engine/frontend/client/engine_client.py, forecast.py, deadline.py), and when it has drained (draining.py).
+early rejected or handed back (engine/frontend/client/engine_client.py, forecast.py), and when it has drained (draining.py).
 """
 
 import asyncio
@@ -131,7 +131,7 @@ class Frontend:
         if self.client.is_draining:
             reply.whole(503, msgspec.json.encode({"status": DRAINING}), retry_after="1")
             return
-        if self.aio.time() - self.client.scheduler.last_heard_s > HEARD_RECENTLY_S:
+        if self.aio.time() - self.client.scheduler.last_message_s > HEARD_RECENTLY_S:
             await self.client.scheduler.step(timeout_s=HEALTH_TIMEOUT_S)
         reply.whole(200, b"{}")
 
