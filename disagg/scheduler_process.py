@@ -19,8 +19,8 @@ import msgspec
 from disagg.config import DisaggConfig, read_secret, role_name
 from disagg.spec import SchedulerSpec
 from engine.config import EngineConfig
+from engine.grammar.compiler import make_compiler
 from engine.grammar.queue import GrammarQueue
-from engine.grammar.registry import make_compiler
 from engine.ipc import IpcPaths
 from engine.kv_events_config import parse_kv_events_config
 from engine.loop.adapter_control import AdapterControl

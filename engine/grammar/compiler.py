@@ -1,9 +1,12 @@
-"""The interface of grammar backends (llguidance, xgrammar)."""
+"""The interface of grammar backends, and the choice of one (`--grammar-backend`), which imports no other library."""
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.core.grammar import Grammar
 from engine.sampling_params import GrammarSpec
+from engine.text.tokenizer import Tokenizer
+from service.flags import ConfigError
 
 
 class GrammarInvalid(ValueError):
@@ -25,3 +28,33 @@ class Compiler(Protocol):
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Raises GrammarInvalid."""
+
+
+def make_compiler(
+    backend: str, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], any_whitespace: bool = True
+) -> Compiler | None:
+    """`backend`: "llguidance" | "xgrammar" | "none". Raises ConfigError when its library is missing."""
+    if backend == "none":
+        return None
+    try:
+        make = _BACKENDS[backend]()
+    except ImportError as error:
+        raise ConfigError(
+            f"--grammar-backend {backend}: {error}; install it (pip install {backend}) or choose another"
+        ) from error
+    return make(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids, any_whitespace=any_whitespace)
+
+
+def _llguidance() -> Callable[..., Compiler]:
+    from engine.grammar.llguidance_backend import LlguidanceCompiler
+
+    return LlguidanceCompiler
+
+
+def _xgrammar() -> Callable[..., Compiler]:
+    from engine.grammar.xgrammar_backend import XgrammarCompiler
+
+    return XgrammarCompiler
+
+
+_BACKENDS = {"llguidance": _llguidance, "xgrammar": _xgrammar}

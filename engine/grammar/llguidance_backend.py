@@ -1,6 +1,6 @@
 """Grammars by llguidance (https://github.com/guidance-ai/llguidance): no torch, compiles in milliseconds, bounded work.
 
-Gives it the exact bytes of every token from our own tokenizer, so every tokenizer that serves text also serves grammars.
+It receives the exact bytes of every token from our own tokenizer, so every tokenizer that serves text works.
 """
 
 import json
@@ -20,6 +20,7 @@ SEVERAL = '{"grammars":'  # how llguidance begins a grammar that it made from a 
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 NO_TOKEN = ("NoExtension", "NoExtensionBias")
 MAX_MESSAGE_CHARS = 300
+_CONVERTER_ERRORS = (ValueError, TypeError, LookupError, RecursionError, AssertionError, GbnfToLarkError)
 
 
 class LlguidanceCompiler:
@@ -48,14 +49,7 @@ class LlguidanceCompiler:
             source = self._source(spec)
         except GrammarInvalid:
             raise
-        except (
-            ValueError,
-            TypeError,
-            LookupError,
-            RecursionError,
-            AssertionError,
-            GbnfToLarkError,
-        ) as error:  # of the converters
+        except _CONVERTER_ERRORS as error:
             raise GrammarInvalid(_one_line(str(error) or type(error).__name__)) from None
         matcher = LLMatcher(
             self._vocabulary, source if self._writes_bytes else _without_forcing(source), log_level=SILENT
@@ -64,7 +58,7 @@ class LlguidanceCompiler:
             raise GrammarInvalid(_one_line(matcher.get_error()))
         grammar = LlguidanceGrammar(matcher)
         first = grammar.start()
-        first.bitmask()  # computed here, an impossible beginning is the client's error and not a failure on the way
+        first.bitmask()  # makes an impossible beginning the client's error now, not a failure later
         if first.problem:
             raise GrammarInvalid(f"no answer of this model can begin so ({first.problem})")
         return grammar
@@ -138,13 +132,13 @@ class _Vocabulary:
 
     @property
     def writes_bytes(self) -> bool:
-        """Whether any (ASCII) text can be written: a word-level vocabulary cannot."""
+        """Whether the vocabulary can write any ASCII text; a word-level one cannot."""
         return all(bytes([b]) in self._ids for b in range(0x20, 0x7F))
 
     def __call__(self, text: str) -> list[int]:
-        """Return the model's own tokens for forced `text` if they spell it exactly, else the longest tokens that fit.
+        """The model's own tokens for forced `text` if they spell it exactly, else the longest tokens that fit.
 
-        SentencePiece puts a space before a text, and a word-level tokenizer has an unknown token: neither spells `text`.
+        SentencePiece adds a leading space, a word-level tokenizer has an unknown token: neither spells `text`.
         """
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         exact = b"".join(self.tokens[i] for i in ids if i < len(self.tokens)) == text.encode()
@@ -164,7 +158,7 @@ class _Vocabulary:
 
 
 def _without_forcing(source: str) -> str:
-    """Forbid forced text: it is cut into tokens before its end is known, and a word-level vocabulary has none for such parts."""
+    """Forbid forced text: its parts are tokenized before its end is known, and a word-level vocabulary lacks them."""
     if not source.startswith(SEVERAL):
         return NO_FORCING + source.lstrip().removeprefix("%llguidance {}")
     grammars = json.loads(source)

@@ -3,8 +3,7 @@
     add --cached--> ready --poll--> role.add
        \\--compiling (a thread)--> ready, or refused: it does not compile, or not in time
 
-Owns the waiting requests and the LRU cache of compiled grammars, failed ones included. Only the loop's thread calls it, with
-the time.
+Owns the waiting requests and the LRU cache of compiled grammars, failed ones included. Only the loop's thread calls it.
 """
 
 from collections import Counter, OrderedDict
@@ -52,10 +51,9 @@ class GrammarQueue:
         self._timeout_s = timeout_s
         self._max_cached = max_cached
         self._max_waiting = max_waiting
-        self._threads = (
-            None
-            if compiler is None
-            else CompileThreads[Compiled](
+        self._threads: CompileThreads[Compiled] | None = None
+        if compiler is not None:
+            self._threads = CompileThreads(
                 partial(_compiled, compiler),
                 prepare=compiler.prepare,
                 wakeup=wakeup,
@@ -63,13 +61,12 @@ class GrammarQueue:
                 max_given_up=MAX_GIVEN_UP,
                 timeout_s=timeout_s,
             )
-        )
         self._waiting: dict[str, _Waiting] = {}
         self._cache: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
         self._counters: Counter[str] = Counter()
 
     def add(self, request: Request, *, field: str, now_s: float) -> list[TokenOutput]:
-        """Take a request that has a grammar and give it back from `poll`, or refuse it."""
+        """Take a request with a grammar; `poll` returns it. Or refuse it."""
         spec = request.sampling.grammar
         assert spec is not None
         field = field or spec.kind
@@ -90,7 +87,7 @@ class GrammarQueue:
         return []
 
     def poll(self, now_s: float) -> tuple[list[Request], list[TokenOutput]]:
-        """Return the requests whose grammar is ready, in order of arrival, and answers to those that will never have one."""
+        """Requests whose grammar is ready, in order of arrival, and answers to those that will never have one."""
         if not self._waiting or self._threads is None:
             return [], []
         self._cache.update(self._threads.poll(now_s))
@@ -111,11 +108,11 @@ class GrammarQueue:
             else:
                 continue
             self._forget(waiting)
-        self._trim()
+        while len(self._cache) > self._max_cached:
+            self._cache.popitem(last=False)
         return ready, outputs
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
-        """End a request that waits here; nothing when it does not."""
         waiting = self._waiting.get(rid)
         if waiting is None:
             return []
@@ -139,14 +136,10 @@ class GrammarQueue:
         return self._cache[spec]
 
     def _forget(self, waiting: _Waiting) -> None:
-        """A compilation for which no request waits any more is not begun."""
+        """Drop its compilation too if no other request waits for that and it has not begun."""
         del self._waiting[waiting.request.rid]
         if self._threads is not None and not any(w.spec == waiting.spec for w in self._waiting.values()):
             self._threads.forget(waiting.spec)
-
-    def _trim(self) -> None:
-        while len(self._cache) > self._max_cached:
-            self._cache.popitem(last=False)
 
 
 STUCK = (
@@ -157,7 +150,7 @@ COUNTERS = ("grammar_compiled", "grammar_cache_hits", "grammar_failed", "grammar
 
 
 def _compiled(compiler: Compiler, spec: GrammarSpec) -> Compiled:
-    """Compile the grammar, or say why not: an error of any kind ends one request, not the thread."""
+    """Compile the grammar, or return why not: an error of any kind ends one request, not the thread."""
     try:
         return compiler.compile(spec)
     except GrammarInvalid as error:

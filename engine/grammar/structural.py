@@ -1,7 +1,7 @@
 """Structural tags to a Lark grammar: free text in which certain beginnings force what follows. Pure.
 
-The JSON is SGLang's: {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {...}, "end": "</f>"}]}. The shape of
-the grammar (lazy text up to a trigger, then the rest of `begin`, the schema, `end`) is llguidance's `StructTag`.
+The JSON is SGLang's: {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {...}, "end": "</f>"}]}. The grammar
+(lazy text up to a trigger, then the rest of `begin`, the schema, `end`) follows llguidance's `StructTag`.
 """
 
 import json
@@ -20,7 +20,7 @@ TAG_TEXT: /(.|\\n)*/
 
 
 class Structure(msgspec.Struct, kw_only=True):
-    """`schema`: JSON schema of what stands between `begin` and `end`."""
+    """`schema`: of the JSON between `begin` and `end`."""
 
     begin: str
     schema: dict[str, Any] | bool = {}
@@ -33,7 +33,7 @@ class StructuralTag(msgspec.Struct, kw_only=True):
 
 
 def read_structural_tag(source: str) -> StructuralTag:
-    """Read and check SGLang's JSON. Raises GrammarInvalid."""
+    """Raises GrammarInvalid."""
     try:
         tag = msgspec.json.decode(source, type=StructuralTag)
     except msgspec.MsgspecError as error:
@@ -47,7 +47,7 @@ def read_structural_tag(source: str) -> StructuralTag:
 
 
 def structural_lark(source: str, *, special_tokens: Collection[str]) -> str:
-    """Write the Lark grammar. A trigger that is a special token stands for that token. Raises GrammarInvalid."""
+    """The Lark grammar. A trigger that is a special token stands for that token. Raises GrammarInvalid."""
     tag = read_structural_tag(source)
     names = [f"tag_{i}" for i in range(len(tag.structures))]
     rules = [_rule(n, s, tag.triggers, special_tokens) for n, s in zip(names, tag.structures, strict=True)]

@@ -1,11 +1,11 @@
-"""The threads that compile grammars. A compilation that overruns its time is given up: another thread takes its place.
+"""The threads that compile grammars. A compilation that overruns its time is given up; another thread replaces it.
 
     ask --> pending --> running --> done
                            |
                         overdue --> given up --> done (late), or never
 
-No library can end a compilation. One that is given up goes on with the lowest CPU priority; its late result still counts.
-Owns the compilations that have not ended. Only the loop's thread calls it, with the time.
+No library can end a compilation, so it goes on with the lowest CPU priority; its late result still counts. Only the loop's
+thread calls this.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ class _Compilation(Generic[Found]):
 
 
 class CompileThreads(Generic[Found]):
-    """Run at most `num_threads` compilations at a time, beside those given up (`is_stuck` at `max_given_up` of them).
+    """At most `num_threads` compilations at a time, beside those given up (`is_stuck` at `max_given_up` of them).
 
-    `compile_` runs in a thread and never raises. `prepare` runs once, before the first compilation.
+    `compile_` never raises. `prepare` runs once, before the first compilation.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CompileThreads(Generic[Found]):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no grammar may be added until a compilation that was given up ends."""
+        """Whether no grammar may be added until a given-up compilation ends."""
         return len(self._given_up) >= self._max_given_up
 
     def __contains__(self, spec: GrammarSpec) -> bool:
@@ -75,7 +75,7 @@ class CompileThreads(Generic[Found]):
         self._begin(now_s)
 
     def forget(self, spec: GrammarSpec) -> None:
-        """Drop a compilation that has not begun."""
+        """Drop a compilation, unless it has begun."""
         self._pending.pop(spec, None)
 
     def poll(self, now_s: float) -> dict[GrammarSpec, Found]:
@@ -88,7 +88,7 @@ class CompileThreads(Generic[Found]):
         return found
 
     def close(self) -> None:
-        """Begin nothing more. Threads that run are daemons: they end with the process."""
+        """Begin nothing more. Running threads are daemons: they end with the process."""
         self._closed = True
 
     def _begin(self, now_s: float) -> None:
@@ -119,7 +119,7 @@ def _take_done(compilations: dict[GrammarSpec, _Compilation[Found]]) -> dict[Gra
 
 
 def _lower_priority(thread_id: int | None) -> None:
-    """On Linux a thread has a priority of its own. It may have ended in this moment."""
+    """On Linux a thread has its own priority. The thread may have ended."""
     with contextlib.suppress(OSError):
         if thread_id is not None:
             os.setpriority(os.PRIO_PROCESS, thread_id, LOWEST_PRIORITY)

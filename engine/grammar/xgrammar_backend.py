@@ -1,7 +1,7 @@
 """Grammars by xgrammar (https://github.com/mlc-ai/xgrammar): masks are cheaper, hard schemas take seconds to compile.
 
 Its package imports torch and transformers, so only the scheduler's process imports this module, and only for
-`--grammar-backend xgrammar`. Gives it the exact bytes of every token from our own tokenizer.
+`--grammar-backend xgrammar`. It receives the exact bytes of every token from our own tokenizer.
 """
 
 import json
@@ -75,7 +75,7 @@ class XgrammarCompiler:
         raise GrammarInvalid(f"{spec.kind} is no kind of grammar")
 
     def _vocabulary(self) -> xg.TokenizerInfo:
-        """Give special tokens no text: no grammar holds them, and an end token stands for the end."""
+        """Special tokens have no text: no grammar holds them, and an end token stands for the end."""
         silent = self._tokenizer.special_ids
         tokens = [b"" if i in silent else self._tokenizer.token_bytes(i) for i in range(self._vocab_size)]
         return xg.TokenizerInfo(
@@ -124,7 +124,7 @@ class XgrammarState:
         return self._mask().tobytes()
 
     def _mask(self) -> np.ndarray:
-        """Return the mask of the present state; after the end only an end token may follow."""
+        """Mask of the present state; after the end only an end token may follow."""
         if self._bits is None:
             bits = np.full((1, self._num_words), -1, dtype=np.int32)
             if self._matcher.is_terminated():
@@ -164,7 +164,7 @@ def _structural_tag(source: str) -> xg.StructuralTag:
 
 
 def _one_line(text: str) -> str:
-    """Without the place in xgrammar's source that its messages begin with."""
+    """The message without the leading place in xgrammar's source."""
     text = " ".join(text.split())
     place, found, rest = text.partition(".cc:")
     if found and " " not in place.partition("] ")[2]:

@@ -1,1 +1,1 @@
-"""Text and tokens, both ways: tokenizer, chat template, tokens as text as they come, stop patterns, tool calls. Never torch."""
+"""Text and tokens, both ways: tokenizer, chat template, incremental text, stop patterns, tool calls. Never torch."""

@@ -1,8 +1,5 @@
-"""Chat messages to prompt text by the checkpoint's own Jinja template, in a sandbox.
-
-Owns finding the template and the environment that Hugging Face templates expect (transformers documents it under
-"chat templating"). Must not know HTTP or tokens.
-"""
+"""Chat messages to prompt text by the checkpoint's own Jinja template, in the sandbox that transformers documents under
+"chat templating"."""
 
 import json
 from collections.abc import Callable
@@ -19,9 +16,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.text.tokenizer import read_json
 from service.flags import ConfigError
 
+_FAILURES = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError),
+    *(ArithmeticError, AttributeError, RecursionError),
+)  # of a template's code
+
 
 class TemplateRefused(ValueError):
-    """The template does not accept these messages; the message says why, often in the template's own words."""
+    """The template does not accept these messages; says why, often in the template's own words."""
 
 
 class ChatTemplate:
@@ -42,32 +44,23 @@ class ChatTemplate:
     ) -> str:
         """Prompt text. `extra`: template variables of the request (`chat_template_kwargs`). Raises TemplateRefused."""
         variables = {
+            "tools": None,
+            "documents": None,
             **(extra or {}),
             **self._special_tokens,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(**{"tools": None, "documents": None, **variables})
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            ArithmeticError,
-            AttributeError,
-            RecursionError,
-        ) as e:
+            return self._template.render(**variables)
+        except _FAILURES as e:
             raise TemplateRefused(f"the model's chat template refused the messages: {e}") from None
 
 
 def load_chat_template(
     model_path: str | Path, *, config: dict[str, Any], special_tokens: dict[str, str]
 ) -> ChatTemplate | None:
-    """chat_template.jinja, else chat_template.json, else `chat_template` of tokenizer_config.json; None if there is none.
-
-    Raises ConfigError for a template with a syntax error.
-    """
+    """chat_template.jinja, chat_template.json, `chat_template` of tokenizer_config.json, or None. Raises ConfigError."""
     source = _find_source(Path(model_path), config)
     if source is None:
         return None
@@ -91,7 +84,7 @@ def _find_source(path: Path, config: dict[str, Any]) -> str | None:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`: a mark for training; its content is rendered as it is."""
+    """`{% generation %}...{% endgeneration %}`: a mark for training, rendered as its content."""
 
     tags = {"generation"}
 

@@ -1,10 +1,10 @@
-"""Token ids to text, a few at a time: pure per-request state, no sockets.
+"""Token ids to text, a few at a time. The scheduler decides where a request ends. Pure.
 
-Three layers: `IncrementalText` (ids -> final characters), `StopScanner` (how much of the end may still become a stop
-string), `RequestText` (both, how much may become a match of a stop regex, and what a finish trims). It never decides that a request ends: the scheduler does.
+`IncrementalText` turns ids into final characters, `StopScanner` follows how much may still become a stop string, and
+`RequestText` holds that back and trims what ended the request.
 
-    window:  [ context ... | new ids ...          ]      decoded as one, so spacing and split characters come out right
-    text:    [ already given out | final | broken ]      `broken`: the beginning of a character, kept back
+    window:  [ context ... | new ids ...          ]      decoded as one: correct spacing and split characters
+    text:    [ already given out | final | broken ]      `broken`: the beginning of a character, held back
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from engine.messages import FinishReason
 from engine.text.stop_regex import StopRegex
 from engine.text.tokenizer import BROKEN, Tokenizer
 
-WINDOW = 24  # decode this many tokens at most before the window is cut ...
+WINDOW = 24  # tokens decoded at most before the window is cut ...
 CONTEXT = 6  # ... down to these, which only give the rest its context
-WINDOW_MAX = 64  # cut here even where no clean place was found
+WINDOW_MAX = 64  # cut here even without a clean place
 
 
 class IncrementalText:
-    """Characters of a growing list of ids; each character is given out once, when it is complete.
+    """Characters of a growing list of ids; gives out each one once, when it is complete.
 
-    `prompt_tail`: the last ids of the prompt. They decide about the space before the first word. What stands before the
-    last special token in them (a role marker) is another text and does not count.
+    `prompt_tail`: the last ids of the prompt, which decide about the space before the first word; only those after the
+    last special token (a role marker) count.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, prompt_tail: list[int], skip_special_tokens: bool) -> None:
@@ -33,7 +33,7 @@ class IncrementalText:
         self._given = len(self._final_text())
 
     def push(self, ids: list[int]) -> str:
-        """Add ids; return the characters that are complete now and were not given out before."""
+        """Add ids; return the characters that are newly complete."""
         self._window += [i for i in ids if not (self._skip_special and i in self._tokenizer.special_ids)]
         text = self._final_text()
         new = text[self._given :]
@@ -52,7 +52,7 @@ class IncrementalText:
         return text[:-1] if self._tokenizer.byte_level else text.rstrip(BROKEN)
 
     def _cut(self) -> None:
-        """Forget old tokens. The cut must leave visible context and must not go through a character."""
+        """Forget old tokens. The cut must leave visible context and spare characters."""
         if self._inside and len(self._window) <= WINDOW_MAX:
             return
         first = len(self._window) - CONTEXT
@@ -64,7 +64,7 @@ class IncrementalText:
 
     def _clean(self, first: int) -> bool:
         if self._tokenizer.byte_level:
-            return True  # bytes just join: what comes later does not depend on what was before
+            return True  # bytes just join: later text does not depend on earlier text
         text = self._tokenizer.decode(self._window[first:], skip_special_tokens=self._skip_special)
         return bool(text) and not text.startswith(BROKEN)
 
@@ -93,9 +93,9 @@ class StopScanner:
 
 
 class RequestText:
-    """The text of one request as its client may see it. `no_stop_trim`: what ended it is part of it.
+    """The text of one request for its client. `no_stop_trim`: it includes what ended it.
 
-    Where special tokens are skipped, only the rest of a stop string that names one can appear in the text and be trimmed.
+    Where special tokens are skipped, only the rest of a stop string that names one appears and is trimmed.
     """
 
     def __init__(
@@ -119,10 +119,7 @@ class RequestText:
         self._held = ""
 
     def push(self, ids: list[int], finish: FinishReason | None = None) -> str:
-        """Text that is final now. With `finish` all of it: without the stop string or stop token that ended it, and
-
-        without a last character of which only some bytes were generated.
-        """
+        """Text that is final now; with `finish` all, without what ended it and without a last incomplete character."""
         if finish is None and not self._may_hold:
             return self._text.push(ids)
         before = len(self._held)
@@ -147,9 +144,9 @@ class RequestText:
 
 
 def tail_texts(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> tuple[str, ...]:
-    """Texts of the last output ids for the scheduler's stop check; a last incomplete character is left out.
+    """Texts of the last output ids for the scheduler's stop check, without a last incomplete character.
 
-    With special tokens, since a stop string may name one; also without, if that is another text and the client sees it.
+    With special tokens, since a stop string may name one; also without, if that differs and the client sees it.
     """
     skips = (False, True) if skip_special_tokens and not tokenizer.special_ids.isdisjoint(ids) else (False,)
     return tuple(IncrementalText(tokenizer, prompt_tail=[], skip_special_tokens=skip).push(list(ids)) for skip in skips)
@@ -176,7 +173,7 @@ def _after_last(special: frozenset[int], ids: list[int]) -> list[int]:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """table[k]: length of the longest proper border of pattern[:k] (Knuth, Morris, Pratt 1977)."""
+    """table[k]: length of the longest proper border of pattern[:k]. Knuth, Morris, Pratt 1977."""
     table = [0] * (len(pattern) + 1)
     k = 0
     for i in range(1, len(pattern)):

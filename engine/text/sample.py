@@ -1,7 +1,6 @@
 """The text of one sample, as its tokens come: `TokenOutput` in, `TextOutput` out. Pure.
 
-It works in the frontend's process. In one of its own each token would wake another process and cross another socket, which
-costs more than the text (docs/reports/benchmarks.md).
+It runs in the frontend: a process of its own costs more than the text (docs/reports/benchmarks.md).
 """
 
 import logging
@@ -19,11 +18,8 @@ PROMPT_TAIL_TOKENS = 8  # what incremental detokenization needs to see of the pr
 
 
 class TextOutput(msgspec.Struct, kw_only=True):
-    """`TokenOutput` with its text. `text` is the part that is new and final (a delta, never a broken character;
-
-    nothing that may still become a stop string). `logprob_texts` run parallel to `tokens.logprobs`: the text of the
-    chosen token and of each alternative (`top`, then `requested`). `input_logprob_texts` likewise.
-    """
+    """`TokenOutput` with its new, final text. `logprob_texts` run parallel to `tokens.logprobs`: text of the chosen token
+    and of each alternative (`top`, then `requested`). `input_logprob_texts` likewise."""
 
     text: str
     tokens: TokenOutput
@@ -58,7 +54,7 @@ class SampleText:
     def _push(self, output: TokenOutput) -> str:
         try:
             return self._text.push(output.new_ids, output.finish)
-        except (OverflowError, ValueError) as e:  # an id that no tokenizer can have: only this sample suffers
+        except (OverflowError, ValueError) as e:  # an impossible id must fail this sample only
             rid = output.rid
             log.error("request %s: cannot decode %s: %s", rid, output.new_ids[:8], e, extra=about(rid=rid))
             return ""

@@ -1,8 +1,7 @@
-"""Regular expressions that end an answer: checked at the door, searched by the scheduler and the frontend.
+"""Regular expressions that end an answer: checked on arrival, searched by the scheduler and the frontend.
 
-The engine is RE2 (https://github.com/google/re2): time linear in the text, bounded memory, so no pattern can stall a
-scheduler; what needs backtracking (backreferences, lookaround) is refused. How far a match can reach is computed by the
-parser of Python's `re`, whose syntax a pattern must follow, too.
+RE2 (https://github.com/google/re2) takes linear time and bounded memory, so no pattern can stall a scheduler; it refuses
+backreferences and lookaround. The parser of Python's `re`, whose syntax must hold too, computes a match's reach.
 """
 
 import re
@@ -13,16 +12,14 @@ import re2  # type: ignore[import-untyped]
 
 from engine.sampling_params import InvalidParam
 
-MAX_REACH = 256  # characters of a match: a longer one need not be seen, and what is sent of it cannot be taken back
-MAX_INSTRUCTIONS = (
-    1000  # of all patterns of a request: the worst of them takes a millisecond or two a token, most microseconds
-)
+MAX_REACH = 256  # characters of a match: longer ones may be missed, since sent text cannot be taken back
+MAX_INSTRUCTIONS = 1000  # of all patterns of a request: 1 or 2 ms per token at worst, mostly microseconds
 MAX_MEMORY_BYTES = 1 << 20
 FIELD = "stop_regex"
 
 
 class StopRegex:
-    """`reach`: characters that a match may have; the stream holds back one less until the answer has ended."""
+    """`reach`: longest match in characters; the stream holds back one less until the answer has ended."""
 
     def __init__(self, pattern: str) -> None:
         """Raises InvalidParam that names `stop_regex`."""
@@ -34,15 +31,15 @@ class StopRegex:
 
     @property
     def size(self) -> int:
-        """Instructions of the compiled pattern: a search takes at most as many steps for each character."""
+        """Instructions of the compiled pattern: the most steps of a search per character."""
         return int(self._compiled.programsize)
 
     def found(self, text: str, start: int) -> bool:
-        """Whether a match begins at `start` or later; what stands before it is context (for ^ and \\b)."""
+        """Whether a match begins at `start` or later; the text before it is context (for ^ and \\b)."""
         return self._compiled.search(text, start) is not None
 
     def begin(self, text: str, *, start: int, beyond: int) -> int | None:
-        """Where the first match from `start` on begins that ends behind `beyond`, or the first of all, if there is one."""
+        """Beginning of the first match from `start` on that ends behind `beyond`, else of the first match, or None."""
         spans = [match.span() for match in self._compiled.finditer(text, start)]
         return next((a for a, b in spans if b > beyond), spans[0][0] if spans else None)
 
@@ -68,7 +65,7 @@ def _compiled(pattern: str) -> "re2._Regexp":
 
 
 def _reach(pattern: str) -> int:
-    """Most characters of a match, by Python's parser; it would be less than RE2's where the two read a pattern apart."""
+    """Most characters of a match, by Python's parser; less than RE2's where the two read a pattern differently."""
     if "{," in pattern:
         raise _invalid(pattern, "write {0,n} instead of {,n}")
     try:

@@ -1,7 +1,6 @@
 """Text to token ids and back, from a checkpoint's tokenizer.json and tokenizer_config.json.
 
-Owns special-token habits (BOS, which ids are special) and the exact bytes of a token. Must not know requests, chat
-templates or sockets. Thread-safe: `tokenizers` releases the GIL, and nothing here changes after loading but a cache.
+Thread-safe: `tokenizers` releases the GIL, and nothing here changes after loading but a cache.
 """
 
 import codecs
@@ -21,7 +20,7 @@ BROKEN = "�"  # what a decoder puts where bytes are not UTF-8
 
 
 class Tokenizer:
-    """One checkpoint's tokenizer. `config` is tokenizer_config.json (a plain dict, {} when the file is absent)."""
+    """One checkpoint's tokenizer. `config`: tokenizer_config.json, {} when the file is absent."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, config: dict[str, Any] | None = None, byte_level: bool | None = None
@@ -42,7 +41,7 @@ class Tokenizer:
 
     @property
     def num_ids(self) -> int:
-        """One more than the greatest id that means something."""
+        """One more than the greatest known id."""
         return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
@@ -64,11 +63,11 @@ class Tokenizer:
         return [bos, *ids] if bos is not None and ids[:1] != [bos] else ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids outside the vocabulary (a padded model) have no text."""
+        """Ids outside the vocabulary (a padded model) have no text."""
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes that the token stands for in running text; part of a character stays a part."""
+        """Exact bytes of the token in running text; a part of a character stays a part."""
         token = self.backend.id_to_token(token_id) or ""
         if token_id not in self.special_ids:
             if self.byte_level and all(c in _BYTE_OF_CHAR for c in token):
@@ -94,7 +93,7 @@ class Tokenizer:
         return bool(decoder.getstate()[0])
 
     def _token_text(self, token_id: int) -> str:
-        """Text of one token as it stands in running text (with its leading space), special tokens by name."""
+        """Text of one token in running text (with its leading space); special tokens by name."""
         if token_id in self.special_ids:
             return str(self.backend.id_to_token(token_id))
         alone = self.decode([token_id], skip_special_tokens=False)
@@ -109,10 +108,7 @@ class Tokenizer:
 
 
 def load_tokenizer(model_path: str | Path) -> Tokenizer:
-    """Load tokenizer.json (required) and tokenizer_config.json, or the tokenizer of a GGUF file.
-
-    Raises ConfigError, one line.
-    """
+    """Load tokenizer.json (required) and tokenizer_config.json, or a GGUF file's. Raises ConfigError, one line."""
     path = Path(model_path)
     if path.is_file():
         backend, config = gguf_tokenizer(open_gguf(path))
@@ -156,7 +152,7 @@ def _one_line(e: BaseException) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`, openai/gpt-2)."""
+    """Byte of each letter of a byte-level vocabulary (`bytes_to_unicode` of openai/gpt-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -6,7 +6,7 @@ A call is a JSON object {"name": ..., "arguments" | "parameters": {...}}; format
     llama3   {...}; {...}      or  text <|python_tag|>{...}; {...}     (Llama 3.1, 3.2, 3.3)
     array    [{...}, {...}]                                            (a forced call, any model)
 
-What looks like a call and is none (no JSON, no name, a function that was not offered) stays text: nothing is lost.
+Text that only looks like a call (no JSON, no name, an unknown function) stays text.
 """
 
 import json
@@ -77,10 +77,7 @@ Part = PlainText | CallBegins | Arguments
 
 
 class CallScanner:
-    """One JSON object, character by character. It only tells strings, depth, keys and values apart.
-
-    `name` and `arguments` are what is known of them so far; `broken`: this is no call.
-    """
+    """One JSON object, character by character: strings, depth, keys and values. `broken`: this is no call."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -108,7 +105,7 @@ class CallScanner:
         return len(text)
 
     def new_arguments(self) -> str:
-        """Their text that was not given before; trailing space waits, for it may not be theirs."""
+        """New text of the arguments, without trailing space, which may not be theirs."""
         whole = self._arguments_text()
         new, self._sent = whole[self._sent :], max(self._sent, len(whole))
         return new
@@ -179,9 +176,9 @@ class ToolCalls:
         self._format = format
         self._names = names
         self._stage = _Stage.TEXT
-        self._buffer = ""  # not looked at yet
-        self._raw = ""  # what has been read since the text ended, in case it was text after all
-        self._space = ""  # leading space of a text: it counts only if more text comes
+        self._buffer = ""  # not read yet
+        self._raw = ""  # read since the text ended, in case it was text after all
+        self._space = ""  # leading space of a text: counts only if more text comes
         self._at_start = True
         self._scanner = CallScanner()
         self._begun = False  # `CallBegins` was sent for the current call
@@ -195,9 +192,9 @@ class ToolCalls:
         return self._taken()
 
     def end(self) -> list[Part]:
-        """The text is over: what was held back."""
+        """The text is over: return what was held back."""
         if not self._begun:
-            self._say(self._raw + self._buffer)
+            self._emit(self._raw + self._buffer)
         if not self.num_calls and self._space:
             self._parts.append(PlainText(self._space))
         self._buffer = self._raw = self._space = ""
@@ -220,12 +217,12 @@ class ToolCalls:
                 return True
         before, marker, after = self._buffer.partition(self._format.marker) if self._format.marker else ("", "", "")
         if marker:
-            self._say(before)
+            self._emit(before)
             self._raw, self._buffer = marker, after
             self._enter(_Stage.OPEN)
             return True
         held = _overlap(self._buffer, self._format.marker)
-        self._say(self._buffer[: len(self._buffer) - held])
+        self._emit(self._buffer[: len(self._buffer) - held])
         self._buffer = self._buffer[len(self._buffer) - held :]
         return False
 
@@ -233,7 +230,7 @@ class ToolCalls:
         if self._skip_space():
             return False
         if self._buffer[0] != "{":
-            self._give_up()
+            self._finish_call(0, _Stage.TEXT)
         else:
             self._scanner = CallScanner()
             self._enter(_Stage.CALL)
@@ -250,7 +247,7 @@ class ToolCalls:
         if self._begun and (new := scanner.new_arguments()):
             self._parts.append(Arguments(self.num_calls - 1, new))
         if scanner.broken:
-            self._give_up()
+            self._finish_call(0, _Stage.TEXT)
         elif scanner.done:
             self._stage = _Stage.AFTER
         return True
@@ -274,15 +271,9 @@ class ToolCalls:
     def _finish_call(self, length: int, stage: _Stage) -> None:
         self._move(length)
         if not self._begun:
-            self._say(self._raw)
+            self._emit(self._raw)
         self._raw = ""
         self._enter(stage)
-
-    def _give_up(self) -> None:
-        if not self._begun:
-            self._say(self._raw)
-        self._raw = ""
-        self._enter(_Stage.TEXT)
 
     def _enter(self, stage: _Stage) -> None:
         self._stage, self._begun = stage, False
@@ -296,7 +287,7 @@ class ToolCalls:
         self._move(len(self._buffer) - len(self._buffer.lstrip()))
         return not self._buffer
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         text = self._space + text
         self._space = "" if text.strip() else text
         if text.strip():

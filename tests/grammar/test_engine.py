@@ -12,8 +12,7 @@ from engine.core.plan import Plan
 from engine.executor.executor import Launch
 from engine.executor.model_runner import Forward
 from engine.executor.sample_pass import StepOutput
-from engine.grammar.compiler import Compiler
-from engine.grammar.registry import make_compiler
+from engine.grammar.compiler import Compiler, make_compiler
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.engine_in_process import EngineInProcess

@@ -8,9 +8,8 @@ import torch
 
 from engine.core.finish import check_finish
 from engine.core.request import Request
-from engine.grammar.compiler import Compiler, GrammarInvalid
+from engine.grammar.compiler import Compiler, GrammarInvalid, make_compiler
 from engine.grammar.llguidance_backend import LlguidanceCompiler
-from engine.grammar.registry import make_compiler
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from engine.sampler.token_mask import token_mask, unpacked_on_device
 from engine.sampling_params import GrammarSpec, SamplingParams

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from engine.config import GRAMMAR_BACKENDS
-from engine.grammar.registry import make_compiler
+from engine.grammar.compiler import make_compiler
 from service.flags import ConfigError
 from tests.frontend.conftest import byte_tokenizer
 
@@ -27,6 +27,6 @@ def test_a_missing_library_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_no_library_is_imported_before_it_is_asked_for() -> None:
-    code = "import engine.grammar.registry, engine.grammar.queue, sys; print({'xgrammar', 'llguidance', 'torch'} & {*sys.modules})"
+    code = "import engine.grammar.compiler, engine.grammar.queue, sys; print({'xgrammar', 'llguidance', 'torch'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
