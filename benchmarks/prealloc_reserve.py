@@ -25,8 +25,8 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler, SchedulerSettings
-from engine.core.state import SchedulerState
+from engine.core.scheduler import Scheduler
+from engine.core.state import SchedulerSettings, SchedulerState
 from engine.sampling_params import SamplingParams
 
 PAGE_SIZE, CAPACITY_TOKENS, MAX_RUNNING, MAX_NEW, NUM_REQUESTS = 16, 65536, 256, 4096, 800
@@ -79,11 +79,11 @@ class Run:
                 chunked_prefill_size=2048,
             ),
             memory=Memory(allocator=allocator, cache=RadixCache(allocator)),
+            settings=SchedulerSettings(reserve_floor=reserve.floor),
             ratio=reserve.ratio(),
             growth=reserve.growth() if reserve.growth is not None else None,
         )
-        settings = SchedulerSettings(reserve_floor=reserve.floor)
-        self.scheduler = Scheduler(state, settings=settings, tail_texts=lambda ids, skip: ())
+        self.scheduler = Scheduler(state, tail_texts=lambda ids, skip: ())
         self._samples = {f"r{i}": s for i, s in enumerate(samples)}
         self._prealloc = deque(self._request(rid, s) for rid, s in self._samples.items())
         for request in self._prealloc:

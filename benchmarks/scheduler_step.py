@@ -29,8 +29,8 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler, SchedulerSettings
-from engine.core.state import SchedulerState
+from engine.core.scheduler import Scheduler
+from engine.core.state import SchedulerSettings, SchedulerState
 from engine.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 512
@@ -222,8 +222,8 @@ def _scheduler(running: int, *, policy: str) -> Scheduler:
         page_size=PAGE_SIZE, max_running_requests=running, max_queued_requests=100_000, chunked_prefill_size=8192
     )
     memory = Memory(allocator=allocator, cache=RadixCache(allocator))
-    state = SchedulerState(limits=limits, memory=memory)
-    return Scheduler(state, settings=SchedulerSettings(policy=policy), tail_texts=lambda ids, skip: ())
+    state = SchedulerState(limits=limits, memory=memory, settings=SchedulerSettings(policy=policy))
+    return Scheduler(state, tail_texts=lambda ids, skip: ())
 
 
 def _request(rid: str, prompt: list[int]) -> Request:

@@ -1,4 +1,4 @@
-"""What an engine has on its device: model, KV pool, and the executor that runs steps over them. Flags are resolved."""
+"""What an engine has on its device: model, KV pool, and the executor that runs steps over them."""
 
 import logging
 import os
@@ -8,26 +8,24 @@ from functools import partial
 
 import torch
 
-from engine.attention.base import AttentionBackend, CapturableBackend
+from engine.attention.base import CapturableBackend
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.registry import make_attention_backend
 from engine.config import EngineConfig
-from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
 from engine.executor.executor import Executor
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap
-from engine.executor.graph_sizes import graph_sizes
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
 from engine.executor.sample_pass import SamplePass
-from engine.executor.stream import Stream, make_stream
+from engine.executor.stream import CudaStream, InlineStream, Stream, ThreadStream
 from engine.kernels.decode_tapes import DecodeTapes, make_decode_tapes
 from engine.kernels.linear import linear_kernel
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_backup import PageBackup
-from engine.kv.page_copies import PageCopies
 from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank
 from engine.lora.store import LoraStore
@@ -69,22 +67,36 @@ def build_device(
     tapes: bool,
     progress: bool,
 ) -> Device:
-    """Put `model` and `pool` under an executor and record its decode graphs.
+    """Put `model` and `pool` under an executor and record its decode steps. Raises ConfigError.
 
-    `host_pool`: memory of the host tier. `capture`: records decode graphs; None: there are none.
-    `tapes`: whether decode steps of C kernels are recorded. Raises ConfigError.
+    `config` is resolved. `capture`: records decode graphs; None: there are none, but, with `tapes`, tapes of C kernels.
     """
-    device = pool.device
+    assert config.num_threads is not None and config.context_length is not None, "resolved"
+    device, num_slots = pool.device, config.max_running_requests
     backend = make_attention_backend(config.attention_backend, pool, num_heads=model_config.num_heads)
-    num_slots = config.max_running_requests
-    page_table = PageTable(
-        num_slots=num_slots, max_pages=_max_pages(config, pool), page_size=config.page_size, device=device
-    )
+    max_pages = min(pool.num_pages, -(-(config.context_length + 1) // config.page_size))
+    page_table = PageTable(num_slots=num_slots, max_pages=max_pages, page_size=config.page_size, device=device)
     future_map = FutureMap(num_slots=num_slots, device=device)
     layers = LayerMarks(device)
     bank = AdapterBank() if config.enable_lora else None
-    graphs = _decode_graphs(config, capture, backend, page_table, future_map, progress=progress)
-    decode_tapes = make_decode_tapes() if tapes and _can_tape(config, backend) else None
+    graphs = None
+    if capture is not None and isinstance(backend, CapturableBackend):
+        graphs = DecodeGraphs(
+            sizes=graph_sizes(
+                sizes=config.cuda_graph_bs, max_bs=config.cuda_graph_max_bs, max_running=config.max_running_requests
+            ),
+            capture=capture,
+            backend=backend,
+            page_table=page_table,
+            future_map=future_map,
+            device=device,
+            progress=progress,
+        )
+    elif capture is not None:
+        log.warning("no decode graphs: the attention backend asks the host for lengths; triton does not")
+    by_c_kernels = config.dtype == "bfloat16" and isinstance(backend, CpuBackend) and backend.has_kernel
+    taped = tapes and capture is None and not config.disable_cuda_graph and by_c_kernels and linear_kernel() is not None
+    decode_tapes = make_decode_tapes() if taped else None
     forward_pass = ForwardPass(
         backend=backend,
         page_table=page_table,
@@ -97,7 +109,8 @@ def build_device(
     sampler = Sampler(num_slots=num_slots, vocab_size=model_config.vocab_size, device=device)
     runner = ModelRunner(
         model=model,
-        copies=PageCopies(backup=PageBackup(pool), host_pool=host_pool),
+        backup=PageBackup(pool),
+        host_pool=host_pool,
         forward_pass=forward_pass,
         sample_pass=SamplePass(sampler=sampler, future_map=future_map, device=device),
     )
@@ -105,6 +118,38 @@ def build_device(
     _record(executor, runner)
     adapters = None if bank is None else _adapter_store(config, model, bank, executor)
     return Device(executor, runner, layers, adapters, graphs, decode_tapes)
+
+
+def _stream(config: EngineConfig, device: torch.device) -> Stream:
+    assert config.num_threads is not None, "resolved"
+    if config.stream == "cuda":
+        return CudaStream(device)
+    if config.stream == "threaded":
+        return ThreadStream(
+            num_threads=config.num_threads, max_delay_s=config.stream_delay_s, seed=config.random_seed or 0
+        )
+    return InlineStream()
+
+
+def _record(executor: Executor, runner: ModelRunner) -> None:
+    try:
+        executor.call(runner.record)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--mem-fraction-static: no memory is left for the decode graphs ({error}); lower it or --cuda-graph-max-bs, "
+            "or give --disable-cuda-graph"
+        ) from error
+
+
+def _adapter_store(config: EngineConfig, model: CausalLM, bank: AdapterBank, executor: Executor) -> LoraStore:
+    return LoraStore(
+        bank=bank,
+        sites=[site.shape for site in model.linear_sites()],
+        dtype=DTYPES[config.dtype],
+        device=torch.device(config.device),
+        max_rank=config.max_lora_rank,
+        in_order=executor.call,
+    )
 
 
 def allocate_pool(config: EngineConfig, specs: Sequence[CacheSpec]) -> KVPool:
@@ -125,80 +170,9 @@ def allocate_pool(config: EngineConfig, specs: Sequence[CacheSpec]) -> KVPool:
 
 
 def default_capture(config: EngineConfig) -> MakeCapture | None:
-    """CUDA graphs on cuda unless --disable-cuda-graph is given; nothing elsewhere."""
+    """Return CUDA graphs on cuda, unless --disable-cuda-graph is given."""
     device = torch.device(config.device)
     return partial(CudaCapture, device) if device.type == "cuda" and not config.disable_cuda_graph else None
-
-
-def _decode_graphs(
-    config: EngineConfig,
-    capture: MakeCapture | None,
-    backend: AttentionBackend,
-    page_table: PageTable,
-    future_map: FutureMap,
-    *,
-    progress: bool,
-) -> DecodeGraphs | None:
-    if capture is None:
-        return None
-    if not isinstance(backend, CapturableBackend):
-        log.warning("no decode graphs: the attention backend asks the host for lengths; triton does not")
-        return None
-    sizes = graph_sizes(
-        sizes=config.cuda_graph_bs, max_bs=config.cuda_graph_max_bs, max_running=config.max_running_requests
-    )
-    return DecodeGraphs(
-        sizes=sizes,
-        capture=capture,
-        backend=backend,
-        page_table=page_table,
-        future_map=future_map,
-        device=torch.device(config.device),
-        progress=progress,
-    )
-
-
-def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
-    """Whether C kernels do all of a decode step. --disable-cuda-graph turns tapes off, too."""
-    kernels = isinstance(backend, CpuBackend) and backend.has_kernel and linear_kernel() is not None
-    return kernels and config.dtype == "bfloat16" and not config.disable_cuda_graph
-
-
-def _record(executor: Executor, runner: ModelRunner) -> None:
-    try:
-        executor.call(runner.record)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"--mem-fraction-static: no memory is left for the decode graphs ({error}); lower it or --cuda-graph-max-bs, "
-            "or give --disable-cuda-graph"
-        ) from error
-
-
-def _stream(config: EngineConfig, device: torch.device) -> Stream:
-    assert config.num_threads is not None, "resolved"
-    return make_stream(
-        config.stream,
-        device=device,
-        num_threads=config.num_threads,
-        max_delay_s=config.stream_delay_s,
-        seed=config.random_seed or 0,
-    )
-
-
-def _adapter_store(config: EngineConfig, model: CausalLM, bank: AdapterBank, executor: Executor) -> LoraStore:
-    return LoraStore(
-        bank=bank,
-        sites=[site.shape for site in model.linear_sites()],
-        dtype=DTYPES[config.dtype],
-        device=torch.device(config.device),
-        max_rank=config.max_lora_rank,
-        in_order=executor.call,
-    )
-
-
-def _max_pages(config: EngineConfig, pool: KVPool) -> int:
-    assert config.context_length is not None, "resolved"
-    return min(pool.num_pages, -(-(config.context_length + 1) // config.page_size))
 
 
 def _free_bytes(device: torch.device) -> int:

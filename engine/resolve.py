@@ -1,13 +1,10 @@
-"""From flags to decisions, once. Pure: what the machine is comes in as arguments.
-
-An explicit value that cannot be honoured is an error that names the flag; an unset one is filled in.
-"""
+"""From flags to decisions, once and purely: an unset value is filled in, an impossible one is an error naming the flag."""
 
 from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.core.limits import Limits
-from engine.core.policy import Priorities
+from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.step_budget import StepBudget
 from engine.lora.names import check_lora, lora_enabled
 from engine.model_files.model_config import ModelConfig
@@ -15,15 +12,12 @@ from service.flags import ConfigError
 
 MAX_CPU_KV_BYTES = 4 << 30
 MAX_STEP_TIME_S = {"cpu": 1.0, "cuda": 0.5}  # below the time after which a router calls a worker silent (1.5 s)
-FIRST_FLOPS = {
-    "cpu": 50e9,
-    "cuda": 50e12,
-}  # a second, by a CPU's thread or a GPU: a cautious guess, for the first step only
-CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # on a CPU more is no faster, and who came later waits longer
+FIRST_FLOPS = {"cpu": 50e9, "cuda": 50e12}  # per second of a thread or GPU: a cautious guess, for the first step only
+CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # on a CPU more is no faster, and later requests wait longer
 
 
 def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineConfig:
-    """Every "auto" and None decided, but for the KV capacity, which needs the page's size in bytes (`num_pages`)."""
+    """Decide every "auto" and None, except the KV capacity, which needs the page's size in bytes (`num_pages`)."""
     device = config.device if config.device != "auto" else ("cuda" if cuda else "cpu")
     if device == "cuda" and not cuda:
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
@@ -43,19 +37,18 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         stream=_stream(config.stream, device),
         context_length=_context_length(config.context_length, model.max_position_embeddings),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
-        max_step_time_s=_max_step_time_s(config, device),
+        max_step_time_s=_max_step_time_s(config.max_step_time_s, device, chunked=config.chunked_prefill_size != -1),
         num_threads=config.num_threads or 1,  # a worker has counted its cores by now (engine/threads.py)
         enable_mixed_chunk=device == "cpu" if config.enable_mixed_chunk is None else config.enable_mixed_chunk,
     )
 
 
 def depth(config: EngineConfig) -> int:
-    """Overlap depth of a resolved config. An inline stream has run a step when launch returns: nothing to overlap."""
+    """Return the overlap depth. An inline stream has run a step when launch returns: nothing overlaps."""
     return 1 if config.disable_overlap_schedule or config.stream == "inline" else 2
 
 
 def limits(config: EngineConfig) -> Limits:
-    """Of a resolved config."""
     assert config.chunked_prefill_size is not None
     return Limits(
         page_size=config.page_size,
@@ -72,12 +65,8 @@ def limits(config: EngineConfig) -> Limits:
 
 
 def step_budget(config: EngineConfig, model: ModelConfig) -> StepBudget | None:
-    """Of a resolved config; None: steps have no limit in time."""
-    assert (
-        config.max_step_time_s is not None
-        and config.chunked_prefill_size is not None
-        and config.num_threads is not None
-    )
+    """Return None where steps have no limit in time."""
+    assert config.max_step_time_s is not None and config.num_threads is not None
     if config.max_step_time_s == 0:
         return None
     attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
@@ -92,9 +81,9 @@ def step_budget(config: EngineConfig, model: ModelConfig) -> StepBudget | None:
     )
 
 
-def priorities(config: EngineConfig) -> Priorities | None:
+def priorities(config: EngineConfig) -> Priorities:
     if not config.enable_priority_scheduling:
-        return None
+        return NO_PRIORITIES
     return Priorities(
         low_first=config.schedule_low_priority_values_first,
         aging_s=config.priority_aging_s,
@@ -103,7 +92,7 @@ def priorities(config: EngineConfig) -> Priorities | None:
 
 
 def num_pages(config: EngineConfig, *, page_bytes: int, free_bytes: int) -> int:
-    """KV pages of a resolved config: --max-total-tokens, or the memory share, but no more than can be used at once."""
+    """Return the KV pages: --max-total-tokens, or the memory share, but no more than can be used at once."""
     assert config.context_length is not None
     if config.max_total_tokens is not None:
         return config.max_total_tokens // config.page_size
@@ -121,7 +110,7 @@ def num_pages(config: EngineConfig, *, page_bytes: int, free_bytes: int) -> int:
 
 
 def host_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:
-    """Pages of the host tier, for a device pool of `num_pages`. `free_bytes`: host memory that can be had."""
+    """Return the pages of the host tier for a device pool of `num_pages`. `free_bytes`: of host memory."""
     name, value = "--hicache-ratio", config.hicache_ratio
     pages = int(num_pages * value)
     if config.hicache_size > 0:
@@ -180,9 +169,7 @@ def _context_length(asked: int | None, model_max: int) -> int:
     return asked
 
 
-def _max_step_time_s(config: EngineConfig, device: str) -> float:
-    """Only chunks can be made to fit a time."""
-    asked, chunked = config.max_step_time_s, config.chunked_prefill_size != -1
+def _max_step_time_s(asked: float | None, device: str, *, chunked: bool) -> float:
     if asked is None:
         return MAX_STEP_TIME_S[device] if chunked else 0.0
     if asked > 0 and not chunked:
@@ -191,7 +178,7 @@ def _max_step_time_s(config: EngineConfig, device: str) -> float:
 
 
 def _chunk(asked: int | None, page_size: int, device: str) -> int:
-    """A multiple of the page, so that a chunk's pages are whole when they are handed over."""
+    """Round down to whole pages, so that a chunk's pages are whole when they are handed over."""
     if asked is None:
         asked = max(CHUNK_OF[device], page_size)
     if asked == -1:

@@ -21,8 +21,8 @@ from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler, SchedulerSettings
-from engine.core.state import SchedulerState
+from engine.core.scheduler import Scheduler
+from engine.core.state import SchedulerSettings, SchedulerState
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.role import EngineRole, UnifiedRole
 from engine.loop.turn_clock import TurnClock
@@ -180,8 +180,10 @@ def _scheduler(spec: WorkerSpec) -> Scheduler:
     state = SchedulerState(
         limits=limits(config),
         memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=not config.disable_radix_cache)),
+        settings=SchedulerSettings(
+            policy=config.schedule_policy, reserve_floor=DisaggConfig().num_reserved_decode_tokens
+        ),
         ratio=NewTokenRatio(conservativeness=config.schedule_conservativeness),
         growth=MeasuredGrowth(),
     )
-    settings = SchedulerSettings(policy=config.schedule_policy, reserve_floor=DisaggConfig().num_reserved_decode_tokens)
-    return Scheduler(state, settings=settings, tail_texts=lambda ids, skip: ())
+    return Scheduler(state, tail_texts=lambda ids, skip: ())

@@ -1,8 +1,7 @@
-"""Which adapters the next step may hold: at most `max_loras_per_batch`, those of the running requests counted.
+"""Which adapters the next step may hold: at most `max_loras_per_batch`, with those of the running requests.
 
-A request whose adapter has no place is passed over and holds up no other. Once it has waited `lora_drain_wait_s`, the adapter
-in use that ends soonest takes no new requests, and the place that this frees is for the waiting one. Requests for the model
-alone need no place. The rule of skipping is SGLang's.
+A request whose adapter has no place is skipped, after SGLang. Once it has waited `lora_drain_wait_s`, the adapter in use that
+ends soonest takes no new requests, and the waiting one gets its place.
 """
 
 from collections.abc import Iterable
@@ -39,13 +38,12 @@ class AdapterBudget:
         return len(self._used | self._promised | {adapter}) <= self._places
 
     def take(self, request: Request) -> None:
-        """`request` is part of the step."""
         assert self.has_place(request)
         if request.adapter:
             self._used.add(request.adapter)
 
     def _overdue(self, waiting: Iterable[Request], wait_s: float | None, now_s: float) -> Request | None:
-        """The first request that has waited too long for an adapter that no request uses now."""
+        """Find the first request that has waited too long for an adapter that no request uses now."""
         if wait_s is None:
             return None
         for request in waiting:
@@ -57,7 +55,7 @@ class AdapterBudget:
 
 
 def _ends_soonest(running: list[Request]) -> int:
-    """The adapter whose last request has least left to compute; the older load where two are equal."""
+    """Return the adapter whose longest request has least left to compute; of two equal ones, the older load."""
     left: dict[int, int] = {}
     for request in running:
         own = request.num_tokens - request.launched_len + request.samples_left

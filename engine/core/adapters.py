@@ -1,10 +1,10 @@
-"""LoRA adapters by name, and the requests that use them. Pure: adapters are read and installed outside.
+"""LoRA adapters by name, and the requests that use them.
 
     (absent) --begin_load--> LOADING --finish_load--> READY --begin_unload--> LEAVING --no user left: take_left--> (absent)
                                 \\__fail_load__ (absent)
 
-An adapter's *number* belongs to one load of it: a later load under the same name has another, so KV that was computed with
-the old weights is never found for the new. Number 0 is the model alone.
+Each load has a *number* of its own, so KV of old weights is never found for new ones of the same name. Number 0 is the model
+alone.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class AdapterState(Enum):
 
 
 class AdapterRefused(ValueError):
-    """A name cannot be loaded, unloaded or used now. `status`: of the HTTP answer."""
+    """A name cannot be loaded, unloaded or used now. `status`: HTTP status."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class AdapterRefused(ValueError):
 
 @dataclass(slots=True)
 class Adapter:
-    """`users`: live requests that compute with it, by rid."""
+    """`users`: rids of the live requests that compute with it."""
 
     name: str
     path: str
@@ -37,7 +37,7 @@ class Adapter:
 
 
 class Adapters:
-    """`max_loaded`: how many may be loaded at once; None: no limit."""
+    """`max_loaded`: None: no limit."""
 
     def __init__(self, *, max_loaded: int | None = None) -> None:
         self._max_loaded = max_loaded
@@ -48,7 +48,7 @@ class Adapters:
     # ---- loads
 
     def begin_load(self, name: str, path: str) -> None:
-        """Raises AdapterRefused, with nothing changed."""
+        """Raises AdapterRefused."""
         known = self._by_name.get(name)
         if known is not None and known.state is AdapterState.READY:
             raise AdapterRefused(f"lora_name: {name!r} is loaded already (from {known.path}); unload it first")
@@ -62,7 +62,7 @@ class Adapters:
         self._by_name[name] = Adapter(name, path, self._last_number, AdapterState.LOADING, set())
 
     def finish_load(self, name: str) -> int:
-        """Return its number; requests may name it from now on."""
+        """Let requests name it, and return its number."""
         adapter = self._by_name[name]
         assert adapter.state is AdapterState.LOADING
         adapter.state = AdapterState.READY
@@ -73,7 +73,7 @@ class Adapters:
         del self._by_name[name]
 
     def begin_unload(self, name: str) -> None:
-        """Give it to no new request; those that have it go on. Raises AdapterRefused."""
+        """Refuse it to new requests. Raises AdapterRefused."""
         adapter = self._by_name.get(name)
         if adapter is None:
             raise AdapterRefused(f"lora_name: {name!r} is not loaded; {self._said_loaded()}")
@@ -91,7 +91,7 @@ class Adapters:
     # ---- uses
 
     def acquire(self, rid: str, name: str) -> int:
-        """Return the number that request `rid` computes with until `release`. Raises AdapterRefused."""
+        """Use adapter `name` for request `rid` until `release`, and return its number. Raises AdapterRefused."""
         if rid in self._used_by:
             return self._used_by[rid].number
         adapter = self._by_name.get(name)
@@ -104,15 +104,13 @@ class Adapters:
         return adapter.number
 
     def release(self, rid: str) -> None:
-        """A request has ended. It may have used no adapter."""
+        """End the use by a request, if it has an adapter."""
         adapter = self._used_by.pop(rid, None)
         if adapter is not None:
             adapter.users.remove(rid)
 
-    # ---- what can be seen
-
     def loaded(self) -> dict[str, str]:
-        """Name -> path of those that requests may name, in order of loading."""
+        """Return name -> path of those that requests may name, in order of loading."""
         return {a.name: a.path for a in self._by_name.values() if a.state is AdapterState.READY}
 
     def counts(self) -> dict[AdapterState, int]:
@@ -120,7 +118,6 @@ class Adapters:
 
     @property
     def num_used(self) -> int:
-        """Adapters that live requests compute with."""
         return sum(bool(a.users) for a in self._by_name.values())
 
     def _said_loaded(self) -> str:

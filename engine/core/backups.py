@@ -3,8 +3,8 @@
     retracted --begin--> saving --its step collected--> saved (memory given back) --restore--> running, no forward
                             \\__ aborted, or no room for the copy: dropped; it waits and is computed again
 
-Copies travel in plans, in stream order. A copy in flight counts as a step in flight: the pages leave the request only
-after it, because a transfer peer may write a freed page next, and does not wait for our stream.
+Copies travel in plans, in stream order. A copy in flight counts as a step in flight, so pages leave the request only after
+it: a transfer peer may write a freed page next, and does not wait for our stream.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from engine.core.request import Request
 
 
 class Backups:
-    """`max_pages`: of all copies together; KV that does not fit is computed again. 0: no copies."""
+    """`max_pages`: of all copies together; KV that does not fit is computed again."""
 
     def __init__(self, *, max_pages: int, page_size: int) -> None:
         self._max_pages = max_pages
@@ -28,7 +28,7 @@ class Backups:
         self.restored_tokens = 0
 
     def begin(self, request: Request) -> bool:
-        """Copy a retracted request's KV before it gives its memory back. False: no KV, or no room."""
+        """Copy a retracted request's KV out; False: no KV, or no room."""
         count = -(-request.computed_len // self._page_size)
         if request.serial in self._pages or count == 0 or self.num_pages + count > self._max_pages:
             return False
@@ -41,7 +41,7 @@ class Backups:
         return True
 
     def restore(self, request: Request) -> None:
-        """Fill the pages of a request that was admitted again, except those that it found in the cache."""
+        """Fill the pages of a readmitted request, except those that it found in the cache."""
         assert request.saved_len == request.num_tokens - 1, "all but the token sampled last is in the copy"
         start = request.launched_len // self._page_size
         count = self._pages.pop(request.serial)
@@ -53,13 +53,13 @@ class Backups:
         self.restored_tokens += request.launched_len
 
     def drop(self, request: Request) -> None:
-        """The request has ended."""
+        """Forget the copy of a request that has ended."""
         if self._pages.pop(request.serial, None) is not None:
             self._drops.append(request.serial)
             request.saved_len = 0
 
     def forget_all(self, requests: Iterable[Request]) -> None:
-        """Drop all copies, requested ones too: the weights may change. No step may be in flight."""
+        """Drop all copies, requested ones too. No step may be in flight."""
         for save in self._saves:
             self._copying.pop(save.key).inflight -= 1
             del self._pages[save.key]
@@ -76,7 +76,7 @@ class Backups:
         plan.drops, self._drops = self._drops, []
 
     def on_collected(self, plan: Plan) -> None:
-        """The copies of a collected step are made."""
+        """Note that the copies of a collected step are made."""
         for key in [*(save.key for save in plan.saves), *(load.key for load in plan.loads)]:
             self._copying.pop(key).inflight -= 1
 

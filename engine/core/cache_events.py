@@ -1,7 +1,6 @@
-"""Changes of the prefix cache, collected until the next `take`: the source of KV events. Pure.
+"""Changes of the prefix cache, collected until the next `take`: the source of KV events.
 
-The radix cache reports nodes; here pages get names that hold outside (a chained hash of all tokens up to the page's end). A
-page has one name while it is cached, so a split of a node changes nothing.
+Pages get names that hold outside: a chained hash of all tokens up to the page's end. A split of a node changes no name.
 """
 
 from dataclasses import dataclass
@@ -14,10 +13,7 @@ HASH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """`hashes`: of the pages with `tokens`, which follow the page called `parent` (None: the start of a prompt).
-
-    `adapter`: 0 for the model alone.
-    """
+    """`hashes`: of the pages with `tokens`, which follow the page `parent` (None: the start of a prompt)."""
 
     hashes: list[int]
     parent: int | None
@@ -32,14 +28,14 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Nothing is cached any more."""
+    """The cache is empty."""
 
 
 CacheEvent = Stored | Removed | Cleared
 
 
 class CacheEvents:
-    """Call `take` at least once a turn of the loop, or it grows."""
+    """Call `take` once a turn of the loop, or it grows."""
 
     def __init__(self, *, page_size: int) -> None:
         self.page_size = page_size
@@ -47,7 +43,6 @@ class CacheEvents:
         self._events: list[CacheEvent] = []
 
     def on_stored(self, node: Node) -> None:
-        """A new leaf."""
         parent = node.parent
         assert parent is not None
         above = self._keys[parent.pages[-1]] if parent.pages else None
@@ -67,13 +62,13 @@ class CacheEvents:
         self._events.append(Cleared())
 
     def take(self) -> list[CacheEvent]:
-        """Changes since the last call, in order."""
+        """Take the changes since the last call, in order."""
         taken, self._events = self._events, []
         return taken
 
     @property
     def num_named(self) -> int:
-        """Pages that subscribers know as cached, once they have all events."""
+        """Count the pages that subscribers know as cached once they have all events."""
         return len(self._keys)
 
 
@@ -82,7 +77,7 @@ def _short(key: bytes) -> int:
 
 
 def _adapter(node: Node) -> int:
-    """The adapter of the branch that `node` is in, from the key of the root's child."""
+    """Return the adapter of the branch that holds `node`, from the key of the root's child."""
     while node.parent is not None and node.parent.parent is not None:
         node = node.parent
     return -node.key[0] if node.key and node.key[0] < 0 else 0

@@ -3,26 +3,23 @@
 from engine.core.departures import Departures
 from engine.core.plan import PlanItem, SlotOpen
 from engine.core.plan_items import open_slot, plan_item
-from engine.core.policy import Priorities
 from engine.core.preemption import Preemption
 from engine.core.request import Request
 from engine.core.state import SchedulerState
 
 
 class DecodePlanner:
-    def __init__(
-        self, state: SchedulerState, *, departures: Departures, preemption: Preemption, priorities: Priorities
-    ) -> None:
+    def __init__(self, state: SchedulerState, departures: Departures, preemption: Preemption) -> None:
         self._state = state
         self._memory = state.memory
         self._stages = state.stages
         self._table = state.table
         self._departures = departures
         self._preemption = preemption
-        self._priorities = priorities
+        self._priorities = state.settings.priorities
 
     def plan(self, planned: set[str], now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
-        """Plan a token for each running request but those of `planned`, which are part of this step already."""
+        """Plan a token for each running request that is not in this step already (`planned`)."""
         ready = [r for r in self._stages.running if r.samples_left > 0 and r.rid not in planned]
         ready = self._with_rows(ready, now_s)
         self._grow(ready)

@@ -5,8 +5,8 @@
     retract ---+                                  retracted: its KV copied to the host (Backups), memory back, waiting
                                                   (or held by the role)
 
-Memory rule: a request's pages are released only when no launched step touches them (`inflight == 0`), because a page
-that leaves the engine may next be written by a transfer peer, who does not wait for our stream.
+A request's pages are released only when no launched step touches them (`inflight == 0`): a transfer peer may write a
+released page next, and does not wait for our stream.
 """
 
 from engine.core.outputs import output_of
@@ -16,15 +16,12 @@ from engine.messages import FinishReason, TokenOutput
 
 
 class Departures:
-    """`resume_elsewhere`: retracted requests are held by the role."""
-
-    def __init__(self, state: SchedulerState, *, resume_elsewhere: bool) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._stages = state.stages
-        self._resume_elsewhere = resume_elsewhere
 
     def finish(self, request: Request, reason: FinishReason, new_ids: list[int] | None = None) -> TokenOutput:
-        """End a request, and return its last output. A prefill-only one is held by the role from here on."""
+        """End a request and return its last output. The role holds a prefill-only one from here on."""
         request.finish = reason
         self._state.counters.aborted += reason.kind == "abort"
         growth = self._state.growth
@@ -39,13 +36,12 @@ class Departures:
         return output
 
     def retract(self, victim: Request) -> None:
-        """Queue a running request again; its memory is free now, or once its step in flight has been collected."""
+        """Queue a running request again; its memory is free once its step in flight has been collected."""
         self._stages.running.remove(victim)
         self._stages.draining.append(victim)
         self.settle()
 
     def retract_all(self) -> int:
-        """As `Scheduler.retract_all`: no copy is made or kept."""
         self._state.backups.forget_all(self._stages.live.values())
         victims = self._stages.take_computing()
         self._stages.draining += victims
@@ -55,7 +51,7 @@ class Departures:
     def settle(self, *, copy: bool = True) -> None:
         """Take the memory of ended and retracted requests whose last step has been collected.
 
-        Without `copy` this engine computes retracted ones again, whatever else is usual.
+        `copy`: False: this engine computes retracted requests again.
         """
         backups = self._state.backups
         for request in self._stages.take_settled():
@@ -63,14 +59,14 @@ class Departures:
                 self._stages.draining.append(request)  # until its copy is made
             elif request.finish is None:
                 # A recompute request to a prefill worker names no adapter: requests with one resume here.
-                self._requeue(request, elsewhere=copy and self._resume_elsewhere and not request.adapter)
+                self._requeue(request, elsewhere=copy and self._state.settings.resume_elsewhere and not request.adapter)
             else:
                 backups.drop(request)
                 self._give_back(request)
                 del self._stages.live[request.rid]
 
     def _requeue(self, request: Request, *, elsewhere: bool) -> None:
-        """Give memory back (what is computed stays findable) and wait again; generated tokens are known tokens now."""
+        """Give memory back, and wait again with the generated tokens as known ones."""
         self._give_back(request)
         request.unsent.input_logprobs.clear()  # of a part of the prompt, which is computed again
         request.retractions += 1

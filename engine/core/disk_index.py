@@ -1,7 +1,7 @@
-"""Which pages lie in files, and which files go when room is needed. Pure: disk threads report what happened to files.
+"""Which pages lie in files, and which files are deleted for room.
 
-It owns the count of bytes. A write counts from its decision, a file until its deletion is reported, and the victims of a
-write are deleted before it: the bytes on disk never exceed the limit.
+A write counts from its decision, a file until its deletion is reported, and the victims of a write are deleted before it:
+the bytes on disk never exceed the limit.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from engine.core.page_keys import KVIdentity
 
 @dataclass(slots=True, frozen=True)
 class DiskRead:
-    """Fill `host_page` from the file of `key`."""
+    """Read the file of `key` into `host_page`."""
 
     key: bytes
     host_page: int
@@ -41,9 +41,9 @@ Files = tuple[tuple[bytes, int], ...]  # (key, bytes)
 
 @dataclass(slots=True, frozen=True)
 class DiskDone:
-    """`ok`: read, or written. A read that is not ok has removed its file (`bad`: there was one, with wrong content).
+    """`ok`: read, or written. A failed read has removed its file; `bad`: its content was wrong.
 
-    `undeleted`: (key, bytes) of files that could not be deleted; a write with such victims was not tried.
+    `undeleted`: files that could not be deleted; a write with such victims was not tried.
     """
 
     work: DiskWork
@@ -53,7 +53,7 @@ class DiskDone:
 
 
 class DiskIndex:
-    """`files`: (key, bytes) at the start, least recently used first. `file_bytes`: of one new file.
+    """`files`: at the start, least recently used first. `file_bytes`: of one new file.
 
     `excess`: files beyond the limit; delete them before anything else.
     """
@@ -77,7 +77,7 @@ class DiskIndex:
         return key in self._sizes and key not in self._writing
 
     def holds(self, key: bytes) -> bool:
-        """Whether the file is there, or being written."""
+        """Whether the file exists or is being written."""
         return key in self._sizes
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -86,7 +86,7 @@ class DiskIndex:
                 self._sizes.move_to_end(key)
 
     def begin_write(self, key: bytes) -> tuple[bytes, ...] | None:
-        """Return the files that go for it; None: there is no room, or it is there."""
+        """Return the files to delete for it; None: there is no room, or it exists."""
         if key in self._sizes:
             return None
         victims = self._make_room(self._file_bytes)
@@ -98,7 +98,7 @@ class DiskIndex:
         return victims
 
     def end_write(self, work: DiskWrite, *, ok: bool, undeleted: Files) -> DiskDelete | None:
-        """Return what is to be deleted, if `clear` was called during the write."""
+        """Return the file to delete if `clear` was called during the write."""
         self._writing.remove(work.key)
         if not ok:
             self._drop(work.key)
@@ -123,7 +123,7 @@ class DiskIndex:
         self._restore(undeleted)
 
     def clear(self) -> DiskDelete:
-        """Forget every file; one that is being written is deleted when it is complete."""
+        """Forget every file; delete one that is being written when it is complete."""
         self._doomed |= self._writing
         keys = tuple(key for key in self._sizes if key not in self._writing)
         for key in keys:
@@ -131,7 +131,7 @@ class DiskIndex:
         return DiskDelete(keys)
 
     def _make_room(self, size: int) -> tuple[bytes, ...] | None:
-        """Drop least recently used files that are neither read nor written until `size` more bytes fit; None: they cannot."""
+        """Drop least recently used idle files until `size` more bytes fit; None: they cannot."""
         victims, room = list[bytes](), self._max_bytes - self.num_bytes
         for key, held in self._sizes.items():
             if room >= size:
@@ -149,7 +149,7 @@ class DiskIndex:
         self.num_bytes -= self._sizes.pop(key, 0)
 
     def _restore(self, undeleted: Files) -> None:
-        """Count them again, unless a new file has replaced them, as the last to go."""
+        """Count undeleted files again, as most recently used, unless a new file has replaced them."""
         for key, size in undeleted:
             if key not in self._sizes:
                 self._sizes[key] = size

@@ -4,8 +4,8 @@
     write (its copy is collected) ----------> DiskWrite
     prefetch (its request waits)  <---------- DiskRead       `awaits` passes the request over meanwhile
 
-It decides; disk threads do the work (`take_work`) and report it (`on_done`). A host page that a thread reads or writes is
-pinned. Waiting reads and writes take half of the host tier each, at most.
+Disk threads do the work (`take_work`) and report it (`on_done`). A host page that a thread reads or writes is pinned. Pending
+reads and writes take at most half of the host tier each.
 """
 
 from collections import Counter
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from engine.core.disk_index import DiskDelete, DiskDone, DiskIndex, DiskRead, DiskWork, DiskWrite
 from engine.core.host_pages import HostPages
+from engine.core.page_keys import RequestKeys
 from engine.core.request import Request
-from engine.core.request_keys import RequestKeys
 
 
 class DiskTier:
@@ -28,7 +28,6 @@ class DiskTier:
         prefetch_timeout_s: float,
         counters: Counter[str],
     ) -> None:
-        """`prefetch_timeout_s`: of the policy "timeout", from when the request is first judged."""
         self.index = index
         self._pages = pages
         self._keys = keys
@@ -44,7 +43,7 @@ class DiskTier:
     # ---- writes
 
     def write(self, host_pages: Iterable[int]) -> list[int]:
-        """Write what came to the host into files, as far as room reaches; return the pages to be pinned for it."""
+        """Write pages of the host into files while there is room; return those that the caller must pin."""
         chosen: list[tuple[bytes, int]] = []
         for page in host_pages:
             key = self._pages.key_of(page)
@@ -68,7 +67,7 @@ class DiskTier:
     # ---- reads
 
     def prefetch(self, request: Request, keys: Sequence[bytes]) -> None:
-        """Read the pages called `keys` into the host for `request`, up to the first that is in no file."""
+        """Read the pages of `keys` into the host for `request`, up to the first that is in no file."""
         wanted = []
         for key in keys:
             if self._pages.get(key) is not None:
@@ -93,7 +92,7 @@ class DiskTier:
         return True
 
     def awaits(self, request: Request, now_s: float) -> bool:
-        """Whether `request` is passed over for now, because files are being read for it."""
+        """Whether `request` waits for files; a timeout runs from the first call."""
         tiers = request.lower_tiers
         if self._prefetch_policy == "best_effort" or not tiers.prefetching:
             return False
@@ -108,15 +107,15 @@ class DiskTier:
 
     @property
     def busy(self) -> bool:
-        """Something is being read that requests may wait for."""
+        """Whether files are being read."""
         return bool(self._reading)
 
     def on_reuse(self, host_page: int) -> None:
-        """`host_page` gets other bytes."""
+        """Note that `host_page` gets other bytes."""
         self._from_disk.discard(host_page)
 
     def take_read(self, host_pages: Iterable[int]) -> int:
-        """Return how many of `host_pages` came from files; they count as used now."""
+        """Count the unused pages among `host_pages` that came from files, and mark them as used."""
         read = self._from_disk.intersection(host_pages)
         self._from_disk -= read
         return len(read)
@@ -124,7 +123,7 @@ class DiskTier:
     # ---- disk threads
 
     def take_work(self) -> list[DiskWork]:
-        """Work since the last call. Writes and deletes run in this order; reads may overtake them."""
+        """Take the work since the last call. Writes and deletes run in order; reads may overtake them."""
         work, self._work = self._work, []
         return work
 
@@ -159,7 +158,6 @@ class DiskTier:
     # ---- all of it
 
     def forget(self, *, files: bool) -> None:
-        """Forget what is being read; `files`: delete those of this folder, too."""
         self._reading.clear()
         self._from_disk.clear()
         if files:
@@ -173,7 +171,6 @@ class DiskTier:
         }
 
     def check(self) -> None:
-        """Every page that is being read is pinned; the index adds up."""
         assert all(self._pages.key_of(page) is not None for page in self._from_disk)
         assert all(self._pages.is_pinned(page) for page in self._reading.values()), "a page that is read is not pinned"
         self.index.check()

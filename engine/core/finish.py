@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from engine.core.request import Request
 from engine.messages import FinishReason
 
-TailTexts = Callable[
-    [Sequence[int], bool], Sequence[str]
-]  # token ids, skip special tokens -> texts to look for a stop in
+# (token ids, skip special tokens) -> texts that may hold a stop
+TailTexts = Callable[[Sequence[int], bool], Sequence[str]]
 
 NAN_MESSAGE = "the model returned NaN logits for this request"
 SPARE_TAIL_TOKENS = 8  # tokens whose text may be empty or half a character
@@ -21,9 +20,9 @@ NEWEST_TOKEN_CHARS = 128  # text that the last token may add
 def check_finish(
     request: Request, *, bad: bool, tail_texts: TailTexts, vocab_size: int | None = None
 ) -> FinishReason | None:
-    """The reason why `request` ends after the last of its `output_ids`, or None. Changes nothing.
+    """Return why `request` ends after the last of its `output_ids`, or None.
 
-    `vocab_size`: tokens that have a meaning; a sample of any other ends the request (None: all have).
+    `vocab_size`: a sample of any other token ends the request; None: all are valid.
     """
     if request.finish is not None:
         return request.finish
@@ -45,7 +44,7 @@ def check_finish(
 
 
 def _grammar_end(request: Request) -> FinishReason:
-    """The end token is reported, and cut from the text, where one was sampled; most grammars just end."""
+    """Report the end token where one was sampled; most grammars just end."""
     last = request.output_ids[-1] if request.output_ids else None
     return FinishReason(kind="stop", matched=last if last in request.eos_ids else None)
 
@@ -79,7 +78,7 @@ def _stop_string(request: Request, tail_texts: TailTexts) -> FinishReason | None
 
 
 def _stop_regex(request: Request, tail_texts: TailTexts) -> FinishReason | None:
-    """Every match that the newest token completes lies in the last `reach` characters before its text, and in that."""
+    """Search the newest token's text and the `reach` characters before it."""
     patterns = request.stop_patterns
     if not patterns or not request.output_ids or len(request.output_ids) < request.sampling.min_new_tokens:
         return None

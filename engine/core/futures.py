@@ -1,11 +1,9 @@
-"""Tokens that are sampled but not collected yet: which steps may read them, and that none is lost. Checks at plan time.
+"""Tokens that are sampled but not collected yet: plan-time proof that none is lost.
 
 The device keeps one cell for each slot (engine/executor/future_map.py): the last token that the slot sampled. Steps run in
-the order of their plans, and inside a step all reads come before all writes. So the cell of a slot, when a step reads it,
-holds the last sample planned before that step. One cell is enough if every step that samples for a slot with a sample in
-flight also reads it: what it overwrites has been read. And a cell never serves another request if a slot changes hands
-only when nothing of its owner is in flight. Both are asserted here, on the host, for every item: no ring of cells is
-needed, and no wait for the device.
+the order of their plans, and inside a step all reads come before all writes. One cell is enough, without a ring or a wait for
+the device, if every step that samples for a slot with a sample in flight also reads it, and if a slot changes hands only when
+nothing of its owner is in flight. Both are asserted here for every item.
 
     token at position   known-1 | known ... known+pending-2 | known+pending-1 | not planned
                         on host | in flight and read already | in flight, in the cell
@@ -15,7 +13,7 @@ from engine.core.request import Request
 
 
 def check_reads(request: Request, start: int, end: int) -> None:
-    """Planning tokens start..end-1: with samples in flight just the one in the cell, else only what the host knows."""
+    """Allow a plan of tokens start..end-1 to read the one in the cell, or without samples in flight only known ones."""
     known, pending = request.num_tokens, request.pending
     if pending == 0:
         assert end <= known, (
@@ -27,5 +25,5 @@ def check_reads(request: Request, start: int, end: int) -> None:
 
 
 def check_no_future(request: Request) -> None:
-    """Its slot is about to belong to another request."""
+    """Allow the request to give up its slot."""
     assert request.pending == 0, f"{request.rid}: its slot is given back with {request.pending} samples in flight"

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from engine.core.request import Request
 
 WINDOW = 1000  # answers remembered
-FEWEST = 32  # before so many have ended nothing is known
+FEWEST = 32  # answers that must have ended before a prediction
 # Many are there at once, so their sum is near its mean: less than half is enough (docs/design/scheduling.md).
 SHARE = 0.35
 
@@ -27,7 +27,7 @@ class MeasuredGrowth:
         self._sorted: list[int] = []
 
     def note_end(self, num_tokens: int) -> None:
-        """An answer has ended by itself or by its limit, after `num_tokens`."""
+        """Learn from an answer that ended, not aborted, after `num_tokens`."""
         if len(self._recent) == WINDOW:
             oldest = self._recent.popleft()
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
@@ -39,7 +39,7 @@ class MeasuredGrowth:
         return len(self._recent) >= FEWEST
 
     def remaining(self, request: Request) -> int:
-        """Tokens that `request` will still sample; one longer than all that were seen goes to its limit."""
+        """Predict the tokens that `request` will still sample; its limit if it is longer than all before."""
         known = len(request.output_ids)
         limit = max(0, request.max_new_tokens - known)
         longer = bisect_right(self._sorted, known)
@@ -49,7 +49,7 @@ class MeasuredGrowth:
         return min(limit, self._sorted[min(at, len(self._sorted) - 1)] - known)
 
     def peak_tokens(self, requests: Iterable[Request], *, floor: int) -> int:
-        """Tokens beyond those held now that `requests` will need at once; each grows by `floor` at least, if it may."""
+        """Predict the most tokens beyond those held now; each request grows by `floor` at least, within its limit."""
         grown = sorted(((self._growth(r, floor), r.num_tokens) for r in requests), reverse=True)
         held, peak = 0, 0
         for i, (growth, tokens) in enumerate(grown, 1):

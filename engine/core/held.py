@@ -4,8 +4,8 @@
     take_retracted --> resume_decoding, resume_here       lost its memory; the role decides where its KV comes from
     (Departures: a computed prompt) --> release           KV goes elsewhere: prefill role
 
-A held request computes nothing. Its memory stays until the role calls `release`, or `quarantine` before it where a peer may
-still write its pages.
+A held request computes nothing. Its memory stays until the role calls `release`, after `quarantine` where a peer may still
+write its pages.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from engine.core.departures import Departures
 from engine.core.outputs import output_of
 from engine.core.plan import ItemResult
-from engine.core.policy import Priorities
 from engine.core.preemption import Preemption
 from engine.core.request import Request
 from engine.core.reserve import DecodeReserve
@@ -23,26 +22,15 @@ from engine.messages import FinishReason, TokenOutput
 
 
 class HeldRequests:
-    def __init__(
-        self,
-        state: SchedulerState,
-        *,
-        departures: Departures,
-        results: Results,
-        preemption: Preemption,
-        priorities: Priorities,
-        reserve_floor: int,
-    ) -> None:
-        """`reserve_floor`: tokens that each request is expected to grow by, at least."""
+    def __init__(self, state: SchedulerState, departures: Departures, results: Results, preemption: Preemption) -> None:
         self._state = state
         self._memory = state.memory
         self._stages = state.stages
         self._departures = departures
         self._results = results
         self._preemption = preemption
-        self._priorities = priorities
         self._reserve = DecodeReserve(
-            floor=reserve_floor,
+            floor=state.settings.reserve_floor,
             ratio=state.ratio,
             growth=state.growth,
             pages_for=state.memory.allocator.pages_for,
@@ -54,7 +42,7 @@ class HeldRequests:
     # ---- KV from elsewhere
 
     def adopt(self, request: Request) -> FinishReason | None:
-        """Take a request whose KV will come from elsewhere: live, but not queued. Return why not, if it cannot run."""
+        """Make a request live whose KV will come from elsewhere; return why it can never run, or None."""
         if error := self._state.refusal(request):
             return error
         self._state.register(request)
@@ -62,7 +50,7 @@ class HeldRequests:
         return None
 
     def adapter_has_place(self, request: Request, now_s: float) -> bool:
-        """Whether `request` may be given memory: a batch can hold its adapter beside those in use."""
+        """Whether a batch can hold the adapter of `request` beside those in use."""
         if not request.adapter:
             return True
         return self._stages.adapter_budget(self._state.limits, now_s=now_s).has_place(request)
@@ -70,8 +58,8 @@ class HeldRequests:
     def reserve(self, request: Request, *, may_preempt: bool = False) -> bool:
         """Take pages for the known tokens of a held request, unless the growth of others needs them.
 
-        `may_preempt`: retract running requests of much lower priority, if that suffices. Those with a step in flight give
-        their memory back at a later collect; the answer is False until then.
+        `may_preempt`: retract running requests of much lower priority, if that suffices. The answer is False until the
+        last step of each is collected.
         """
         if self._memory.reserve(request, reserved_pages=self._reserved_pages(request, [])):
             return True
@@ -83,15 +71,14 @@ class HeldRequests:
         return self._preemption.make_room(request, lambda gone: self._reserved_pages(request, gone), row=False)
 
     def _reserved_pages(self, request: Request, gone: Sequence[Request]) -> int:
-        """Pages that must stay free beside those of `request`, once `gone` have left."""
         return self._reserve.pages([*(r for r in self._stages.growing() if r not in gone), request])
 
     def urgency(self, request: Request, now_s: float) -> float:
         """The higher, the sooner; equal where priorities are off."""
-        return self._priorities.urgency(request, now_s)
+        return self._state.settings.priorities.urgency(request, now_s)
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
-        """Run an adopted request whose KV has landed. A prebuilt batch of one: no forward, its first token is `first`."""
+        """Run an adopted request whose KV has landed, with `first` as its first token."""
         self._run(request)
         request.computed_len = request.launched_len = request.hidden_launched = len(request.input_ids)
         request.cached_tokens, request.admitted = cached_tokens, True
@@ -104,7 +91,7 @@ class HeldRequests:
     # ---- retracted requests
 
     def retracted(self) -> list[Request]:
-        """Requests that lost their memory and wait to resume, without those that the role has taken."""
+        """Return the requests that lost their memory and wait to resume, without those that the role has taken."""
         return self._stages.retracted()
 
     @property
@@ -112,15 +99,12 @@ class HeldRequests:
         return len(self._stages.retracted())
 
     def take_retracted(self) -> list[Request]:
-        """Requests that lost their memory since the last call, held by the role from now on (`resume_elsewhere`).
-
-        Each goes on by `resume_decoding` or `resume_here`, or ends like any held request.
-        """
+        """Take the requests that lost their memory since the last call (`resume_elsewhere`); the role holds them now."""
         taken, self._stages.newly_retracted = self._stages.newly_retracted, []
         return taken
 
     def resume_decoding(self, request: Request) -> None:
-        """Run a request whose pages hold the KV of all its tokens but the last. No forward: its next step is a usual one."""
+        """Run a request whose pages hold the KV of all its tokens but the last."""
         self._run(request)
         request.computed_len = request.launched_len = request.num_tokens - 1
 
@@ -134,24 +118,24 @@ class HeldRequests:
     # ---- ends
 
     def end(self, request: Request, reason: FinishReason) -> TokenOutput:
-        """A held request fails or is aborted. Its memory stays until `release`."""
+        """End a held request that fails or is aborted. Its memory stays until `release`."""
         assert request in self._stages.held
         request.finish = reason
         self._state.counters.aborted += 1
         return output_of(request, [])
 
     def release(self, request: Request) -> None:
-        """Give back the memory of an ended request: no peer reads or writes its pages any more."""
+        """Give back the memory of an ended request. No peer may read or write its pages any more."""
         self._stages.held.remove(request)
         assert request.finish is not None, f"{request.rid} released before it ended"
         self._stages.draining.append(request)
         self._departures.settle()
 
     def quarantine(self, request: Request) -> list[int]:
-        """Detach the request's own pages, which a peer may still write: they have no owner until `end_quarantine`."""
+        """Detach the request's own pages, which a peer may still write, until `end_quarantine`."""
         return self._memory.quarantine(request)
 
     def end_quarantine(self, pages: list[int]) -> None:
-        """No peer can write `pages` any more."""
+        """Free `pages`: no peer can write them any more."""
         self._memory.allocator.end_quarantine(pages)
         self._stages.batch_is_full = False

@@ -1,7 +1,4 @@
-"""Which hidden states a step gives for a request, and their way to its outputs. Pure: bytes of float32 rows.
-
-Every position's state is taken once, in order: positions computed again after a retraction are not sent again.
-"""
+"""Which hidden states a step returns for a request: bytes of float32 rows, each position's once and in order."""
 
 import array
 import math
@@ -11,14 +8,14 @@ from engine.core.request import Request
 
 
 def unseen_from(request: Request) -> int:
-    """First position that may not come from the cache, because its hidden state is wanted; `num_tokens`: none."""
+    """Return the first position whose hidden state is wanted, which may not come from the cache; or `num_tokens`."""
     if request.return_hidden_states or request.pooling == "mean":
         return request.hidden_launched
     return request.num_tokens
 
 
 def note_launch(request: Request, start: int, end: int) -> int | None:
-    """`PlanItem.hidden_from` of the item for [start, end)."""
+    """Return `PlanItem.hidden_from` of the item for [start, end)."""
     if not request.return_hidden_states and not request.pooling:
         return None
     first, request.hidden_launched = max(start, request.hidden_launched), max(end, request.hidden_launched)
@@ -28,7 +25,7 @@ def note_launch(request: Request, start: int, end: int) -> int | None:
 
 
 def take(request: Request, item: PlanItem, rows: bytes) -> None:
-    """Take a collected step's rows: the prompt's are joined, a later token's stands alone, an embedding's are summed."""
+    """Take a step's rows: join the prompt's, keep a later token's apart, sum an embedding's."""
     assert item.hidden_from is not None
     if request.pooling:
         request.unsent.hidden = [_pooled(request, rows)] if item.sample else [_sum(request.unsent.hidden, rows)]
@@ -40,7 +37,7 @@ def take(request: Request, item: PlanItem, rows: bytes) -> None:
 
 
 def _pooled(request: Request, rows: bytes) -> bytes:
-    """Unit length, as SGLang's pooler and OpenAI's embeddings have it (a mean's divisor does not change that)."""
+    """Scale to unit length, after SGLang's pooler and OpenAI's embeddings."""
     vector = array.array("f", _sum(request.unsent.hidden, rows))
     norm = math.sqrt(math.fsum(x * x for x in vector)) or 1.0
     return array.array("f", [x / norm for x in vector]).tobytes()

@@ -4,13 +4,11 @@
     on_cached, on_read, on_evict --> copied out (plan.to_host) --> written
     admission <------------------ copied back (plan.from_host) <-- read while the request waits
 
-It owns host page ids; it must not know bytes, files, threads or clocks. Pages are found by their chained keys
-(engine/core/page_keys.py), whichever tiers they are in. Copies run in the stream, in the order in which plans ask for them:
-a device page may have a new owner as soon as its copy is planned, because every owner writes pages through the same stream.
-(On decode workers peers write pages outside it: no host tier there.) A host page is pinned until its copy has been collected,
-because disk threads write it.
+Pages are found by their chained keys (engine/core/page_keys.py). Copies run in the stream in the order of plans, so a device
+page may have a new owner as soon as its copy is planned: every owner writes pages through the same stream. (On decode workers
+peers write pages outside it: they have no host tier.) A host page is pinned until its copy has been collected.
 
-After SGLang's HiCache: write policies, prefetch policies and their names are theirs.
+After SGLang's HiCache.
 """
 
 from collections import Counter
@@ -19,11 +17,10 @@ from dataclasses import dataclass
 from engine.core.disk_index import DiskIndex
 from engine.core.disk_tier import DiskTier
 from engine.core.host_pages import HostPages
-from engine.core.page_keys import KVIdentity
+from engine.core.page_keys import KVIdentity, RequestKeys
 from engine.core.plan import PageCopy, Plan
 from engine.core.radix_node import Node
 from engine.core.request import Request
-from engine.core.request_keys import RequestKeys
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
@@ -33,7 +30,7 @@ TIERS = ("device", "host", "disk")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCacheSettings:
-    """Flags of the same names. `run_id`: as in RequestKeys."""
+    """Flags of the same names. `run_id`: of RequestKeys."""
 
     write_policy: str = "write_through"
     prefetch_policy: str = "best_effort"
@@ -68,19 +65,18 @@ class HostCache:
         return self._keys.of(request, num_pages)
 
     def use_identity(self, identity: KVIdentity) -> None:
-        """Other weights: what is stored is not found any more. Call it after `forget`."""
+        """Name pages for other weights from now on. Call it after `forget`."""
         assert self.pages.num_named == 0
         self._keys.identity = identity
 
     # ---- events of the tree
 
     def on_cached(self, node: Node) -> None:
-        """A new leaf: a request has computed it, or had it loaded."""
         node.uses = 1
         self._write_when_used(node)
 
     def on_read(self, node: Node) -> None:
-        """A request was admitted that reads the path which ends at `node`."""
+        """Count an admitted request that reads the path to `node`."""
         path: list[Node] = []
         at: Node | None = node
         while at is not None and at.parent is not None:
@@ -92,7 +88,7 @@ class HostCache:
         self._touch([key for above in reversed(path) for key in above.keys])
 
     def on_evict(self, node: Node) -> None:
-        """Its pages are free after this, and may be written in the next planned step, behind the copies requested here."""
+        """Request copies of its pages, which the next planned step may write behind these copies."""
         if self._writes_back:
             self._copy_out(node)
 
@@ -101,7 +97,7 @@ class HostCache:
             self._copy_out(node)
 
     def _copy_out(self, node: Node) -> None:
-        """Copy what is not on the host yet, from the front: a chain whose front is missing is never found."""
+        """Copy the pages that are not on the host, front first: a chain without its front is never found."""
         for key, page in zip(node.keys, node.pages, strict=True):
             if self.pages.get(key) is not None:
                 continue
@@ -123,18 +119,18 @@ class HostCache:
     # ---- admission
 
     def prefetch(self, request: Request, *, start: int, end: int) -> None:
-        """Read pages `start`..`end` of the request's tokens from files into the host, as far as there is no gap."""
+        """Start to read pages `start`..`end` of the request's tokens from files, up to the first gap."""
         if self.disk is not None:
             keys = self.keys_of(request, end)
             self._touch(keys)  # or its own front would go for its end
             self.disk.prefetch(request, keys[start:])
 
     def awaits(self, request: Request, now_s: float) -> bool:
-        """Whether `request` is passed over for now, because files are being read for it."""
+        """Whether `request` waits for files to be read."""
         return self.disk is not None and self.disk.awaits(request, now_s)
 
     def find(self, request: Request, *, start: int, end: int) -> list[int]:
-        """Pin the host pages that hold pages `start`.. of the request's tokens, as far as they are here without a gap.
+        """Return the host pages of pages `start`.. of the request, up to the first gap.
 
         Each is pinned until a step that copies it (`load`) has been collected.
         """
@@ -148,7 +144,7 @@ class HostCache:
         return found
 
     def load(self, request: Request, host_pages: list[int], *, start: int) -> None:
-        """Copy what `find` returned into the request's pages `start`..; count what each tier gave at its admission."""
+        """Copy what `find` returned into the request's pages `start`..; count the hits of each tier at its admission."""
         copies = zip(request.pages[start : start + len(host_pages)], host_pages, strict=True)
         self._in += [PageCopy(page=page, host_page=host_page) for page, host_page in copies]
         self._touch(self.keys_of(request, start + len(host_pages)))
@@ -173,7 +169,7 @@ class HostCache:
         plan.from_host, self._in = self._in, []
 
     def on_collected(self, plan: Plan) -> None:
-        """The copies of a collected step are made; what has reached the host goes on to the disk."""
+        """Unpin the copies of a collected step, and write the pages that have reached the host to disk."""
         for copy in reversed(plan.from_host):
             self.pages.unpin(copy.host_page)
         to_write = [] if self.disk is None else self.disk.write(copy.host_page for copy in plan.to_host)
@@ -185,7 +181,7 @@ class HostCache:
     # ---- all of it
 
     def forget(self, *, files: bool) -> None:
-        """Forget every page. No step may be in flight. `files`: delete those of this folder, too."""
+        """Forget every page; `files`: delete those of this folder, too. No step may be in flight."""
         for copy in [*self._out, *self._in]:
             self.pages.unpin(copy.host_page)
         self._out, self._in = [], []
@@ -202,7 +198,6 @@ class HostCache:
         return host if self.disk is None else host | self.disk.gauges()
 
     def check(self) -> None:
-        """Every host page is free, idle or pinned; every pin has its operation; the disk index adds up."""
         self.pages.check()
         copied = {copy.host_page for copy in [*self._out, *self._in]}
         assert all(self.pages.is_pinned(page) for page in copied), "a host page that is being copied is not pinned"

@@ -7,7 +7,7 @@
      +-----------+ <----------------+
                      evict (least recently used), forget
 
-A pinned page is never reused: a copy in the stream, or a disk thread, reads or writes it. Ids are 0..n-1.
+Ids are 0..n-1.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,6 @@ class HostPages:
 
     @property
     def num_named(self) -> int:
-        """Pages that can be found."""
         return len(self._page_of)
 
     def get(self, key: bytes) -> int | None:
@@ -36,7 +35,7 @@ class HostPages:
         return self._key_of.get(page)
 
     def take(self) -> int | None:
-        """Take a page without a name, pinned; the least recently used idle one is evicted for it. None: all are pinned."""
+        """Take a nameless page, pinned, and evict the least recently used idle one for it. None: all are pinned."""
         if self._free:
             page = self._free.pop()
         elif self._idle:
@@ -58,7 +57,7 @@ class HostPages:
         return self._page_of[next(iter(self._idle))]
 
     def name(self, page: int, key: bytes) -> None:
-        """`page` holds the bytes of `key`, or will when the copy that pins it has run."""
+        """Name `page`, which holds the bytes of `key` once the copy that pins it has run."""
         assert page in self._pins and page not in self._key_of and key not in self._page_of
         self._page_of[key], self._key_of[page] = page, key
 
@@ -68,7 +67,7 @@ class HostPages:
         self._idle.pop(key, None)
 
     def unpin(self, page: int) -> None:
-        """An operation has ended. After the last one a named page may be evicted, and a nameless one is free."""
+        """End an operation. After the last one a named page may be evicted, and a nameless one is free."""
         self._pins[page] -= 1
         if self._pins[page] > 0:
             return
@@ -80,13 +79,13 @@ class HostPages:
             self._idle[key] = None
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark pages as used. A chain is touched from its end, so that its end is evicted first."""
+        """Mark pages as used. Touch a chain from its end, so that its end is evicted first."""
         for key in keys:
             if key in self._idle:
                 self._idle.move_to_end(key)
 
     def forget_all(self) -> None:
-        """Forget every name; pinned pages become free when their operations are over."""
+        """Forget every name; pinned pages become free when unpinned."""
         for key, page in self._page_of.items():
             del self._key_of[page]
             if key in self._idle:
@@ -95,7 +94,6 @@ class HostPages:
         self._idle.clear()
 
     def check(self) -> None:
-        """Every page is free, idle or pinned, and one of these only."""
         idle = [self._page_of[key] for key in self._idle]
         assert sorted([*self._free, *idle, *self._pins]) == list(range(self.num_pages)), "host pages: lost or doubled"
         assert all(count > 0 for count in self._pins.values())

@@ -7,14 +7,12 @@ TAIL_SHARE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Token budgets of one prefill step, and how many requests may run or wait.
+    """`chunked_prefill_size`: prompt tokens of a step, a multiple of page_size; longer prompts go in parts, and their
 
-    `chunked_prefill_size`: prompt tokens of a step, a multiple of page_size; longer prompts go in parts, and their ends may
-    overdraw it by `tail_tokens`. None: prompts go whole, and `max_prefill_tokens` bounds what may join the first.
+    ends may overdraw it by `tail_tokens`. None: prompts go whole, and `max_prefill_tokens` bounds what may join the first.
     `prefill_max_requests`: prompts of a step. `mixed_chunk`: running decodes ride along in a prefill step.
-    `wait_between_prefills`: the second of two prefill steps in a row asks for depth 1, so that first tokens leave before it.
-    `max_loras_per_batch`: adapters in one step (0: there are none). `lora_drain_wait_s`: a request that has waited this long
-    for its adapter lets no other adapter in before it; None: it waits on.
+    `wait_between_prefills`: the second of two prefill steps in a row has depth 1, so that first tokens leave before it.
+    `max_loras_per_batch`: adapters in one step. `lora_drain_wait_s`: wait after which a request's adapter goes first.
     """
 
     page_size: int
@@ -30,7 +28,7 @@ class Limits:
 
     @property
     def tail_tokens(self) -> int:
-        """Tokens that the end of a prompt may have beyond the chunk budget: a step of its own costs more."""
+        """Tokens by which the end of a prompt may exceed the chunk budget: a step of its own costs more."""
         return (self.chunked_prefill_size or 0) // TAIL_SHARE
 
     @property

@@ -1,8 +1,6 @@
 """The KV memory of requests: admission, growth, sharing, giving back.
 
 The only place where a request's `pages`, `shared_pages`, `dup_pages` and `lock` change (drawn in request.py).
-A request is admitted when its pages fit beside the expected growth of the running ones; where that expectation proves too
-low the scheduler retracts.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ from engine.core.request import Request
 
 
 class Memory:
-    """`host`: the tier below `cache`, where there is one."""
+    """`host`: the tier below `cache`, or None."""
 
     def __init__(self, *, allocator: PageAllocator, cache: RadixCache, host: HostCache | None = None) -> None:
         self.allocator = allocator
@@ -25,16 +23,16 @@ class Memory:
 
     @property
     def available(self) -> int:
-        """Pages that can be taken now: free ones, and cached ones without readers."""
+        """Count the pages that can be taken now: free ones, and cached ones without readers."""
         return self.allocator.num_free + self.cache.num_evictable
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         return self.allocator.pages_for(num_tokens) <= self.allocator.num_pages
 
     def admit(self, request: Request, *, reserved_pages: int) -> bool:
-        """Match the cached prefix, lock it, and take pages for the rest of the known tokens; False: they do not fit.
+        """Lock the cached prefix and take pages for the rest of the known tokens; False: they do not fit.
 
-        `reserved_pages` are left for the growth of others; this request's own growth must fit beside them.
+        The request's own growth must fit beside `reserved_pages`, which are for the growth of others.
         """
         match = self.match_prefix(request)
         self.cache.lock(match.node)
@@ -48,7 +46,7 @@ class Memory:
         return True
 
     def pages_left(self, request: Request, *, without: Sequence[Request]) -> int:
-        """Pages left beside those of the known tokens of `request`, if `without` gave theirs back. Negative: no room."""
+        """Count the pages left beside the known tokens of `request` if `without` gave theirs back; negative: no room."""
         match = self.match_prefix(request)
         self.cache.lock(match.node)
         locks = [r.lock for r in without if r.lock is not None]
@@ -61,7 +59,7 @@ class Memory:
         return available + len(match.pages) - self.allocator.pages_for(request.num_tokens)
 
     def _find_below(self, request: Request, match: Match) -> list[int]:
-        """Find host pages that go on where the tree ends, and pin them before anything is evicted for the request."""
+        """Find the host pages that continue the match, and pin them before anything is evicted for the request."""
         if self.host is None:
             return []
         end = match_limit(request) // self.allocator.page_size
@@ -70,7 +68,7 @@ class Memory:
         return below
 
     def _load_from_below(self, request: Request, below: list[int]) -> None:
-        """Copy them in this step, before any read: the next request may find them in the tree already."""
+        """Copy them in this step, before any read, and share them at once."""
         if self.host is not None:
             self.host.load(request, below, start=request.shared_pages)
         if below:
@@ -79,17 +77,17 @@ class Memory:
             self.share(request)
 
     def prefetch(self, request: Request) -> None:
-        """Start to read what of its prefix lies on disk alone into the host."""
+        """Start to read into the host what lies on disk alone of its prefix."""
         if self.host is not None and self.host.disk is not None:
             end = match_limit(request) // self.allocator.page_size
             self.host.prefetch(request, start=len(self.match_prefix(request).pages), end=end)
 
     def awaits(self, request: Request, now_s: float) -> bool:
-        """Whether `request` is passed over for now, because its prefix is being read from disk."""
+        """Whether `request` waits for its prefix to be read from disk."""
         return self.host is not None and self.host.awaits(request, now_s)
 
     def forget_prefixes(self, *, files: bool) -> None:
-        """Forget all prefixes in every tier; `files`: those of the disk, too. Nothing may be locked, no step in flight."""
+        """Forget all prefixes; `files`: on disk, too. Nothing may be locked, and no step in flight."""
         self.cache.flush()
         if self.host is not None:
             self.host.forget(files=files)
@@ -99,10 +97,7 @@ class Memory:
         return self.cache.match(request.tokens(0, match_limit(request)), adapter=request.adapter)
 
     def reserve(self, request: Request, *, reserved_pages: int) -> bool:
-        """Take pages for the known tokens, whose KV comes from elsewhere; False: they do not fit.
-
-        Cached whole pages are locked and reused, as in `admit`.
-        """
+        """Lock the cached prefix and take pages for the rest, whose KV comes from elsewhere; False: they do not fit."""
         match = self.match_prefix(request)
         self.cache.lock(match.node)
         need = self.allocator.pages_for(request.num_tokens) - len(match.pages)
@@ -113,7 +108,6 @@ class Memory:
         return True
 
     def _hold(self, request: Request, match: Match, need: int) -> None:
-        """Hold the cached prefix, which is locked, and `need` pages after it."""
         request.lock = match.node
         request.pages = match.pages + self._take(need)
         request.shared_pages = len(match.pages)
@@ -130,7 +124,7 @@ class Memory:
         return True
 
     def share(self, request: Request) -> None:
-        """Let others find the whole pages that are computed; the request keeps reading its own row."""
+        """Put the computed whole pages into the cache; the request keeps reading its own row."""
         whole = min(request.computed_len, request.num_tokens) // self.allocator.page_size
         if whole <= request.shared_pages or not self.cache.enabled or not request.keep_kv:
             return
@@ -145,7 +139,7 @@ class Memory:
         request.lock = inserted.node
 
     def give_back(self, request: Request) -> None:
-        """Take back everything the request has; what is computed stays findable. No step may be in flight."""
+        """Take everything from the request; what is computed stays cached. No step may be in flight."""
         assert request.inflight == 0, f"{request.rid}: pages given back while a step may write them"
         self.share(request)
         if request.lock is not None:
@@ -154,10 +148,7 @@ class Memory:
         _forget(request)
 
     def quarantine(self, request: Request) -> list[int]:
-        """Detach pages that a transfer peer may still write: neither free nor owned until `allocator.end_quarantine`.
-
-        The peer never had the cached prefix: it is unlocked.
-        """
+        """Detach the own pages, which a transfer peer may still write, and unlock the prefix, which it never had."""
         assert request.inflight == 0 and not request.dup_pages, f"{request.rid}: only untouched pages"
         pages = request.own_pages()
         if request.lock is not None:
@@ -167,14 +158,12 @@ class Memory:
         return pages
 
     def _take(self, n: int) -> list[int]:
-        """Take `n` pages, evicting cached prefixes where free ones do not suffice."""
         short = n - self.allocator.num_free
         if short > 0:
             self.cache.evict(short)
         return self.allocator.allocate(n)
 
     def checks(self) -> dict[str, Callable[[], None]]:
-        """The checks of each tier, under its name."""
         host = {} if self.host is None else {"host cache": self.host.check}
         return {"page allocator": self.allocator.check, "radix cache": self.cache.check, **host}
 
@@ -185,13 +174,13 @@ def _forget(request: Request) -> None:
 
 
 def growth_pages(allocator: PageAllocator, request: Request, num_tokens: int) -> int:
-    """Pages that `num_tokens` more than those known now will take."""
+    """Return the pages that `num_tokens` more tokens will take."""
     known = request.num_tokens
     return allocator.pages_for(known + num_tokens) - allocator.pages_for(known)
 
 
 def match_limit(request: Request) -> int:
-    """Tokens of `request` that may come from the cache.
+    """Return how many tokens may come from the cache.
 
     At least one is computed; prompt logprobs need the logits from one before their start, hidden states all.
     """

@@ -1,11 +1,7 @@
-"""How much of its max_new_tokens a running request is expected to use: the estimate that admission uses.
+"""The share of max_new_tokens that a running request is expected to use. Formulas and constants are SGLang's.
 
-It starts high, decays while nothing goes wrong, and is set from what was really generated when memory ran out:
-
-    start    0.7 * conservativeness      decay  linear, to 0.14 of the start in 600 steps that decode
-    retract  (generated so far + 20 more tokens each) / (sum of max_new_tokens), over those that stay
-
-Formulas and constants are SGLang's; they live here and nowhere else.
+start    0.7 * conservativeness      decay  linear, to 0.14 of the start in 600 steps that decode
+retract  (generated so far + 20 more tokens each) / (sum of max_new_tokens), over those that stay
 """
 
 from collections.abc import Iterable
@@ -28,7 +24,7 @@ class NewTokenRatio:
         self.value = self._initial
 
     def decay(self) -> None:
-        """Call it after each step in which running requests sampled, with or without prompts beside them."""
+        """Call it after each step in which running requests sampled."""
         self.value = max(self.value - self._step, self._floor)
 
     def on_retraction(self, staying: Iterable[Request]) -> None:
@@ -38,14 +34,14 @@ class NewTokenRatio:
         self.value = min(generated / allowed, 1.0)
 
     def reset(self) -> None:
-        """Nothing runs any more: what was learned is about others."""
+        """Call it when nothing runs any more."""
         self.value = self._initial
 
     def growth_tokens(self, request: Request) -> float:
-        """Tokens that a running request is expected to add."""
+        """Predict the tokens that a running request will add."""
         return expected_growth(request) * self.value
 
 
 def expected_growth(request: Request) -> int:
-    """The most that a request may still add, clipped: what a new one is counted with."""
+    """Return the most tokens that a request may still add, clipped: the estimate for a new one."""
     return min(max(request.max_new_tokens - len(request.output_ids), 0), CLIP_TOKENS)

@@ -1,4 +1,4 @@
-"""From a request's state to its outputs: tokens, prompt logprobs once, refusals."""
+"""From a request's state to its outputs."""
 
 from dataclasses import dataclass, field
 
@@ -9,9 +9,9 @@ from engine.messages import FinishReason, TokenLogprob, TokenOutput
 
 @dataclass(slots=True)
 class StepEffects:
-    """What the outside does after a step: send `outputs`, hand finished chunks over (`progressed`), take the `prefilled`.
+    """What follows from a step: `outputs` to send, requests with a finished chunk, and requests with complete prefill.
 
-    `prefilled`: requests whose prefill is complete, each with the output to send once its KV is handed over, and its sample.
+    `prefilled`: each with its sample, and the output to send once its KV is handed over.
     """
 
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -20,7 +20,7 @@ class StepEffects:
 
 
 def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
-    """Take everything new about `request` since the last output."""
+    """Take everything new since the last output."""
     unsent = request.unsent
     logprobs, unsent.logprobs = unsent.logprobs, []
     hidden, unsent.hidden = unsent.hidden, []
@@ -52,7 +52,7 @@ def refusal(message: str, *, status: int) -> FinishReason:
 
 
 def input_logprob_part(request: Request, start: int, end: int) -> tuple[int | None, int | None]:
-    """(logprob_from, logprob_next) of the plan item for [start, end): the logits at i speak about position i+1."""
+    """Return (logprob_from, logprob_next) of the plan item for [start, end): the logits at i predict position i+1."""
     prompt = len(request.input_ids)
     if not request.wants_input_logprobs or start >= prompt:
         return None, None

@@ -1,6 +1,6 @@
 """Who owns each KV page: free, held by a request, cached in the radix tree, or quarantined.
 
-Every page is in exactly one state, and only these moves are legal; anything else is our bug and asserts.
+Every page is in exactly one state, and any other move than these asserts.
 
         allocate            to_cache
     FREE ------> HELD ------------> CACHED
@@ -11,18 +11,18 @@ Every page is in exactly one state, and only these moves are legal; anything els
      |  end_quarantine                 |
      +---------------------------------+
 
-A quarantined page may still be written by a transfer peer: it is neither free nor owned (DESIGN.md section 4).
+A transfer peer may still write a quarantined page.
 """
 
 from collections.abc import Sequence
 
 FREE, HELD, CACHED, QUARANTINED = range(4)
-SORT_WHEN_UNSORTED = 8  # one page in so many of the free list
+SORT_WHEN_UNSORTED = 8  # sort when one page in 8 of the free list is unsorted
 _NAMES = ("free", "held", "cached", "quarantined")
 
 
 class PageAllocator:
-    """Pages 1..num_pages; page 0 is the executor's scratch page and never handed out."""
+    """Pages 1..num_pages; page 0 is the executor's scratch page."""
 
     def __init__(self, *, num_pages: int, page_size: int) -> None:
         assert num_pages >= 1 and page_size >= 1
@@ -46,7 +46,7 @@ class PageAllocator:
     def allocate(self, n: int) -> list[int]:
         """Take `n` pages, adjacent ones where that is cheap: they travel as one piece of a transfer.
 
-        The free list is sorted only when enough pages have come back: constant work a page, whatever the pool.
+        The free list is sorted only when enough pages have come back: constant work per page.
         """
         assert 0 <= n <= len(self._free), f"{n} pages requested, {len(self._free)} are free"
         if n == 0:
@@ -96,7 +96,6 @@ class PageAllocator:
         return _NAMES[self._state[page]]
 
     def check(self) -> None:
-        """Free list and states agree; every page is counted once."""
         assert sum(self._counts) == self.num_pages, f"{self.counts()} do not add up to {self.num_pages}"
         assert len(self._free) == self._counts[FREE] == len(set(self._free))
         assert all(self._state[p] == FREE for p in self._free)

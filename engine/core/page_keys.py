@@ -2,8 +2,8 @@
 
     seed = H(identity of the KV, extra key)     key[0] = H(seed, tokens of page 0)     key[i] = H(key[i-1], tokens of page i)
 
-Equal keys mean equal KV, in this process and in the next one: host memory and disk find pages by them. Chained hashes
-are vLLM's and SGLang's way too; SHA-256, because a prompt that collides on purpose would read another client's KV.
+Equal keys mean equal KV, in this process and in the next one. SHA-256, because a prompt that collides on purpose would read
+another client's KV.
 """
 
 import hashlib
@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from engine.core.request import Request
+
 
 class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What KV depends on besides tokens. `layout`: how a page's bytes are laid out, and for which device they were made.
+    """What KV depends on besides tokens. `layout`: of a page's bytes, with the kind of device.
 
-    `model`: signature of its shape; `weights`: which ones (name of the version, and a fingerprint of their files).
+    `model`: signature of its shape; `weights`: name of their version, and a fingerprint of their files.
     """
 
     layout: str
@@ -27,15 +29,38 @@ class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
     weights: str
 
     def seed(self, extra_key: str = "") -> bytes:
-        """Start of a chain. `extra_key`: KV under different ones is never shared (a load of an adapter)."""
+        """Return the start of a chain. `extra_key`: KV under different ones is never shared (a load of an adapter)."""
         return hashlib.sha256(msgspec.msgpack.encode((msgspec.structs.astuple(self), extra_key))).digest()
 
 
 def next_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
-    """Keys of the pages that hold `tokens` (whole pages only), after the page with key `before` (or the seed)."""
+    """Return the keys of the whole pages that hold `tokens`, after the page with key `before` (or the seed)."""
     assert len(tokens) % page_size == 0
     keys = []
     for at in range(0, len(tokens), page_size):
         before = hashlib.sha256(before + array("q", tokens[at : at + page_size]).tobytes()).digest()
         keys.append(before)
     return keys
+
+
+class RequestKeys:
+    """Page keys of requests, computed once each.
+
+    `run_id`: unique to this process: files outlive it, and an adapter's number means nothing in another.
+    """
+
+    def __init__(self, identity: KVIdentity, *, run_id: str) -> None:
+        self.identity = identity
+        self._run_id = run_id
+
+    def of(self, request: Request, num_pages: int) -> list[bytes]:
+        """Return the keys of the first `num_pages` pages of `request`, which are whole."""
+        extra = f"adapter {request.adapter} of {self._run_id}" if request.adapter else ""
+        seed, size, known = self.identity.seed(extra), self.identity.page_size, request.lower_tiers
+        if known.seed != seed:
+            known.keys, known.seed = [], seed
+        keys = known.keys
+        if len(keys) < num_pages:
+            tokens = request.tokens(len(keys) * size, num_pages * size)
+            keys += next_keys(keys[-1] if keys else seed, tokens, size)
+        return keys[:num_pages]

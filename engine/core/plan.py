@@ -15,9 +15,8 @@ PAD_PAGE = 0  # page 0 is scratch: padding writes go there; real pages are 1..nu
 
 @dataclass(slots=True, frozen=True)
 class SlotOpen:
-    """A request has got a row of the request table: the executor's state of the slot.
+    """A request gets a row of the request table. `prompt_ids` and `output_ids` (after a resumption) feed the penalties.
 
-    `prompt_ids` and `output_ids` (tokens already generated, after a retraction or a hand-over) feed the penalties.
     `adapter`: number of the LoRA adapter that computes it; 0: the model alone.
     """
 
@@ -30,18 +29,17 @@ class SlotOpen:
 
 
 class PlanItem(msgspec.Struct, frozen=True):
-    """One request's part of a step. (A struct: one is made for every request and step, and a frozen dataclass costs 1 us.)
+    """One request's part of a step. A struct: a frozen dataclass costs 1 us for every request and step.
 
-    tokens:      [q_len] token ids at positions start .. start+q_len-1; a negative id -(slot+1) is a placeholder for
-                 the token that slot `slot` sampled last (it may not exist on the host yet).
-    start:       tokens whose KV is already in the pages (cached prefix or earlier chunks)
-    page_start:  `new_pages` go to this index of the slot's page row
-    sample:      sample a token after the last position (False for a chunk that is not the last)
-    output_len:  output tokens before this step: the position of the sample (seeds, min_new_tokens)
-    extend:      part of a prompt (or of what a retracted request has to compute again), not the next token
-    logprob_from: first position (prompt index) whose own logprob is wanted in this step, or None
-    hidden_from: first position whose hidden state is wanted in this step, or None
-    pool:        "last" | "mean": instead, one vector of these positions: the last state, or their sum
+    tokens:       [q_len] ids at positions start..; -(slot+1) stands for the token that `slot` sampled last
+    start:        tokens whose KV is in the pages already
+    page_start:   `new_pages` go to this index of the slot's page row
+    sample:       sample a token after the last position
+    output_len:   output tokens before this step: the position of the sample (seeds, min_new_tokens)
+    extend:       part of a prompt, or of what a retracted request computes again
+    logprob_from: first position whose own logprob is wanted in this step
+    hidden_from:  first position whose hidden state is wanted in this step
+    pool:         "last" | "mean": instead, one vector of these positions: the last state, or their sum
     """
 
     rid: str
@@ -65,7 +63,7 @@ class PlanItem(msgspec.Struct, frozen=True):
 
     @property
     def kv_len(self) -> int:
-        """Tokens in the KV cache after this step."""
+        """Count the tokens in the KV cache after this step."""
         return self.start + len(self.tokens)
 
 
@@ -88,7 +86,7 @@ class PageLoad:
 
 @dataclass(slots=True, frozen=True)
 class PageCopy:
-    """Between a device page and a page of the host tier."""
+    """A copy between a device page and a page of the host tier."""
 
     page: int
     host_page: int
@@ -96,16 +94,14 @@ class PageCopy:
 
 @dataclass(slots=True)
 class Plan:
-    """One step. `extend`: some item is part of a prompt (q_len of any size); decodes may ride along.
+    """One step, which may have no items. `extend`: some item is part of a prompt; decodes may ride along.
 
     `wait`: the loop collects every launched step before it launches this one (depth 1).
+    `masks`: by item index, the tokens that it may sample (`Grammar.bitmask`); filled in just before sampling is launched.
+    `sample_deferred`: some masks follow from tokens in flight, so sampling is launched when these are collected.
 
-    `masks`: by item index, the tokens that item may sample (`Grammar.bitmask`); filled in just before sampling is launched.
-    `sample_deferred`: some masks follow from tokens in flight: the forward may be launched now, sampling when they are collected.
-
-    Order the executor owes: `to_host`, `from_host`, `drops` (copies to forget), `saves`, `loads`, then `closes`, then
-    `opens`, then page rows of `items`, then forward, then sampling. A plan may have no items: then there is nothing to
-    compute.
+    Order that the executor owes: `to_host`, `from_host`, `drops` (copies to forget), `saves`, `loads`, `closes`, `opens`,
+    page rows of `items`, forward, sampling.
     """
 
     seq: int
@@ -124,7 +120,7 @@ class Plan:
 
 
 class ItemResult(msgspec.Struct):
-    """`token`: sampled id (None when `sample` was False). `input_logprobs`: for positions from `logprob_from`.
+    """`token`: sampled id, if any. `input_logprobs`: for positions from `logprob_from`.
 
     `hidden`: float32 rows, one for each position from `hidden_from`, or one when they are pooled.
     """

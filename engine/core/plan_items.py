@@ -9,7 +9,7 @@ from engine.core.request_table import RequestTable
 
 
 def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
-    """Plan tokens start..end-1 of `request`: they are in flight from now on."""
+    """Plan tokens start..end-1 of `request`, which are in flight from now on."""
     assert request.slot is not None
     known = request.num_tokens
     check_reads(request, start, end)
@@ -39,7 +39,6 @@ def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: b
 
 
 def open_slot(request: Request, table: RequestTable) -> SlotOpen:
-    """Give `request` a row of `table`."""
     return SlotOpen(
         slot=table.open(request),
         sampling=request.sampling,

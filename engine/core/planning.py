@@ -1,13 +1,13 @@
 """The next step: prefill first (PrefillPlanner), else every running request by one token (DecodePlanner), or both.
 
-The planner does not know the depth: a second plan before the first result builds on tokens that do not exist yet
-(placeholders, engine/core/plan.py). It relies only on steps running in the order of their plans.
+The planner does not know the depth: a second plan before the first result uses placeholders for tokens in flight
+(engine/core/plan.py). It relies only on steps running in the order of their plans.
 """
 
 from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
 from engine.core.plan import Plan, PlanItem, SlotOpen
-from engine.core.policy import Priorities, Uniform
+from engine.core.policy import Uniform
 from engine.core.preemption import Preemption
 from engine.core.prefill_planning import PrefillPlanner
 from engine.core.state import SchedulerState
@@ -18,24 +18,19 @@ class Planner:
     def __init__(
         self,
         state: SchedulerState,
-        *,
         departures: Departures,
         preemption: Preemption,
-        policy: str,
-        priorities: Priorities,
+        *,
         uniform: Uniform,
         budget: StepBudget | None,
     ) -> None:
         self._state = state
-        self._prefill = PrefillPlanner(
-            state, preemption=preemption, policy=policy, priorities=priorities, uniform=uniform, budget=budget
-        )
-        self._decode = DecodePlanner(state, departures=departures, preemption=preemption, priorities=priorities)
+        self._prefill = PrefillPlanner(state, preemption, uniform=uniform, budget=budget)
+        self._decode = DecodePlanner(state, departures, preemption)
         self._seq = 0
         self._last_was_extend = False
 
     def schedule(self, now_s: float = 0.0) -> Plan | None:
-        """Plan the next step. None: there is nothing to do before a collect, or at all."""
         state, counters, host = self._state, self._state.counters, self._state.memory.host
         retractions = counters.retractions
         items, opens = self._draft(now_s)
@@ -73,7 +68,7 @@ class Planner:
         return items, opens
 
     def _awaits_token(self, item: PlanItem) -> bool:
-        """Whether the tokens that `item` may sample follow from one that is still in flight."""
+        """Whether the tokens that `item` may sample depend on one that is still in flight."""
         request = self._state.stages.live[item.rid]
         return item.sample and request.grammar is not None and request.pending > 1
 

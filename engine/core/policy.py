@@ -1,4 +1,4 @@
-"""The order in which admission considers waiting requests. What is cached, and random numbers, come in as functions.
+"""The order in which admission considers waiting requests. SGLang's policies; the aging of priorities is ours.
 
 fcfs        first come, first served
 lpm         longest cached prefix first; a long queue falls back to fcfs, since matching it all would cost more than it saves
@@ -6,9 +6,9 @@ dfs-weight  depth first through the prefix tree, heaviest branch first: requests
 lof         longest output first
 random      in random order
 
-A cache-aware policy (lpm, dfs-weight) marks the prefixes of the waiting requests as used, so that they are evicted last. With
-it a request that shares an uncached prefix with an earlier one comes last; shared_work.py decides whether it waits for that
-one's step. Where priorities are on they decide before the policy. SGLang's policies; the aging of priorities is ours.
+A cache-aware policy (lpm, dfs-weight) marks the prefixes of waiting requests as used, and puts a request that shares an
+uncached prefix with an earlier one last; shared_work.py decides whether it waits for that one's step. Priorities go before the
+policy.
 """
 
 import math
@@ -22,7 +22,7 @@ from engine.core.request import Request
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 CACHE_AWARE = ("lpm", "dfs-weight")
 LPM_MAX_QUEUE = 128
-SHARED_PREFIX_TOKENS = 32  # not cached, and equal to an earlier one's this far: behind that one
+SHARED_PREFIX_TOKENS = 32  # a request whose uncached prefix equals an earlier one's this far goes behind it
 
 MatchPrefix = Callable[[Request], Match]
 Uniform = Callable[[], float]  # random numbers in [0, 1)
@@ -32,8 +32,8 @@ Uniform = Callable[[], float]  # random numbers in [0, 1)
 class Priorities:
     """`aging_s`: seconds of waiting that count as one step of priority, so that no request starves; None: off.
 
-    `preempt_threshold`: a waiting request may take the place of a running one whose priority is lower by more, and by more
-    than age makes up for: the victim would otherwise stand before it in line.
+    `preempt_threshold`: a waiting request may preempt one whose priority is lower by more, and by more than age makes up
+    for: the victim would otherwise go before it.
     """
 
     enabled: bool = True
@@ -42,20 +42,20 @@ class Priorities:
     preempt_threshold: int = 10
 
     def rank(self, request: Request) -> int:
-        """The requested priority, as a number of which the higher goes first; 0 where priorities are off."""
+        """Return the requested priority, higher first; 0 where priorities are off."""
         if not self.enabled:
             return 0
         return -request.priority if self.low_first else request.priority
 
     def urgency(self, request: Request, now_s: float) -> float:
-        """The higher, the sooner; equal where priorities are off."""
+        """Return the aged priority, higher first; equal for all where priorities are off."""
         urgency = float(self.rank(request))
         if self.aging_s is not None:
             urgency += (now_s - request.arrived_s) // self.aging_s
         return urgency
 
     def may_preempt(self, waiting: Request, running: Request) -> bool:
-        """By the requested priorities: age moves a request up the queue, not others out of the batch."""
+        """Compare the requested priorities: age moves a request up the queue, not others out of the batch."""
         if not self.enabled:
             return False
         lead = 0 if self.aging_s is None else math.ceil((waiting.arrived_s - running.arrived_s) / self.aging_s)
@@ -104,7 +104,7 @@ def _by_policy(name: str, requests: list[Request], match_prefix: MatchPrefix, un
 
 
 def _shares_with_an_earlier_one(requests: list[Request], matches: list[Match]) -> list[bool]:
-    """Whether each request shares an uncached prefix with one before it."""
+    """Return for each request whether it shares an uncached prefix with one before it."""
     seen: set[tuple[int, ...]] = set()
     later = []
     for request, match in zip(requests, matches, strict=True):
@@ -116,7 +116,7 @@ def _shares_with_an_earlier_one(requests: list[Request], matches: list[Match]) -
 
 
 def _depth_first(matches: list[Match]) -> list[int]:
-    """Rank of each request when the tree is walked depth first, the branch with most requests first."""
+    """Rank the requests by a walk of the tree depth first, the branch with most requests first."""
     weight: dict[int, int] = {}
     children: dict[int, dict[int, Node]] = {}
     at: dict[int, list[int]] = {}

@@ -1,33 +1,32 @@
-"""Preemption: which running requests make room for a more urgent one. As many as that takes, or none.
+"""Preemption: which running requests make room for a more urgent one, after SGLang.
 
-Victims are tried lowest priority first, then latest arrival, until their rows and pages suffice; victims that the newcomer
-does not need are spared. Memory that ended requests are about to give back counts first. The check is SGLang's.
+Victims are tried lowest priority first, then latest arrival, until their rows and pages suffice; those that prove
+unnecessary are spared. Memory that ended requests are about to give back counts first.
 """
 
 from collections.abc import Callable, Sequence
 
 from engine.core.departures import Departures
-from engine.core.policy import Priorities
 from engine.core.request import Request
 from engine.core.state import SchedulerState
 
-Reserve = Callable[[Sequence[Request]], int]  # pages that must stay free beside the newcomer's, once these have left
+Reserve = Callable[[Sequence[Request]], int]  # pages to keep free beside the newcomer's, once these have left
 Suffice = Callable[[Sequence[Request]], bool]
 
 
 class Preemption:
-    def __init__(self, state: SchedulerState, *, departures: Departures, priorities: Priorities) -> None:
+    def __init__(self, state: SchedulerState, departures: Departures) -> None:
         self._stages = state.stages
         self._memory = state.memory
         self._table = state.table
         self._counters = state.counters
         self._departures = departures
-        self._priorities = priorities
+        self._priorities = state.settings.priorities
 
     def make_room(self, request: Request, reserve: Reserve, *, row: bool) -> list[Request]:
-        """Retract the victims that `request` needs and return them; their memory is free once nothing of them is in flight.
+        """Retract and return the victims that `request` needs; their memory is free once their steps are collected.
 
-        `row`: it needs one at once. Empty: no set of them suffices, none is needed, or memory is on its way back already.
+        `row`: it needs one at once. Empty: no victims suffice, none is needed, or memory is on its way back already.
         """
         victims = self._victims(request, lambda gone: self._suffice(request, gone, reserve, row=row))
         for victim in victims:

@@ -1,12 +1,10 @@
-"""Which prompts, or parts of prompts, one prefill step computes: the token budgets of a step, and the memory left.
+"""The token budgets of one prefill step, and the memory left. After SGLang's PrefillAdder.
 
-    input budget   max_prefill_tokens of the step (the first prompt may overdraw it)
-    chunk budget   chunked_prefill_size of the step; what does not fit is cut at a whole page and goes on next step,
-                   but for the end of a prompt, which may be a 16th too long
-    work budget    what a step may hold to end within --max-step-time (engine/core/step_budget.py), cut in the same way
-    memory         free + evictable pages, less what running requests are expected to grow by, less what this step took
-
-The planner adds requests in the policy's order until the answer is not CONTINUE. SGLang's PrefillAdder.
+input budget   max_prefill_tokens of the step (the first prompt may overdraw it)
+chunk budget   chunked_prefill_size of the step; a longer prompt is cut at a whole page, but its end may be a 16th
+               too long
+work budget    what ends within --max-step-time (engine/core/step_budget.py), cut in the same way
+memory         free + evictable pages, less the expected growth of running requests, less what this step took
 """
 
 import math
@@ -21,7 +19,7 @@ from engine.core.step_budget import StepBudget
 
 
 class AddResult(Enum):
-    """NO_TOKEN: memory is short, the batch is full. OTHER: the step's budget is used up, or this one does not fit it."""
+    """NO_TOKEN: memory is short, the batch is full. OTHER: the budget of the step is too small for the request."""
 
     CONTINUE = "continue"
     NO_TOKEN = "no_token"
@@ -29,7 +27,7 @@ class AddResult(Enum):
 
 
 class PrefillAdder:
-    """For one step. `decode_tokens`: decodes that ride along in the step (mixed chunk)."""
+    """For one step. `decode_tokens`: of decodes that ride along (mixed chunk)."""
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class PrefillAdder:
         return max(budget - decode_tokens, budget // 2, self._limits.page_size)
 
     def add(self, request: Request) -> AddResult:
-        """Admit `request` if it fits. CONTINUE: its prefix is locked, its pages are taken, and `take` may be called."""
+        """Admit `request` if it fits. CONTINUE: it has its pages, and `take` may be called."""
         if self._no_budget(request):
             return AddResult.OTHER
         if not self._memory.admit(request, reserved_pages=self._reserved_pages):
@@ -66,7 +64,7 @@ class PrefillAdder:
         return AddResult.CONTINUE
 
     def reserve_for(self, request: Request, *, without: Sequence[Request]) -> int:
-        """Pages that `add` needs free beside those of the known tokens of `request`, once `without` have left."""
+        """Return the pages that `add` needs beside the known tokens of `request`, once `without` have left."""
         left = sum(self._growth_pages.get(r.rid, 0) for r in without)
         return growth_pages(self._memory.allocator, request, expected_growth(request)) + self._reserved_pages - left
 
@@ -81,16 +79,13 @@ class PrefillAdder:
         return self._input_left <= 0 or left < self._limits.page_size or self.num_requests == limit
 
     def _no_budget(self, request: Request) -> bool:
-        """With chunking a part will do; without it the whole prompt must fit, unless it is the first."""
+        """Without chunking the whole prompt must fit, unless it is the first."""
         if self.exhausted:
             return True
         return not self._limits.chunked and self.num_requests > 0 and request.num_tokens > self._input_left
 
     def take(self, request: Request) -> int:
-        """Return how far the prompt of an admitted or chunked request is computed in this step; uses up the budgets.
-
-        A chunked one always goes on, by a page at least, also where decodes that ride along have the budget.
-        """
+        """Use up budgets, and return how far the step computes the prompt: a page further at least."""
         start, total = request.launched_len, request.num_tokens
         left, tail = self._room(start)
         end = total if total - start <= left + tail else self._whole_pages(start + int(left))
@@ -103,7 +98,7 @@ class PrefillAdder:
         return end
 
     def _room(self, start: int) -> tuple[float, int]:
-        """(tokens that a prompt may go on by from `start`, a page at least; tokens that its end may have beyond them)."""
+        """Return (tokens, a page at least, that fit from `start`; tokens by which a prompt's end may exceed them)."""
         page_size, tail = self._limits.page_size, self._limits.tail_tokens
         left = max(self._chunk_left, page_size)
         if self._budget is None:

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from engine.core.adapter_budget import AdapterBudget
 from engine.core.plan import PlanItem, SlotOpen
 from engine.core.plan_items import open_slot, plan_item
-from engine.core.policy import Priorities, Uniform, order
+from engine.core.policy import Uniform, order
 from engine.core.preemption import Preemption
 from engine.core.prefill_adder import AddResult, PrefillAdder
 from engine.core.request import Request
@@ -22,14 +22,7 @@ from engine.core.step_budget import StepBudget
 
 class PrefillPlanner:
     def __init__(
-        self,
-        state: SchedulerState,
-        *,
-        preemption: Preemption,
-        policy: str,
-        priorities: Priorities,
-        uniform: Uniform,
-        budget: StepBudget | None,
+        self, state: SchedulerState, preemption: Preemption, *, uniform: Uniform, budget: StepBudget | None
     ) -> None:
         self._state = state
         self._limits = state.limits
@@ -37,8 +30,8 @@ class PrefillPlanner:
         self._stages = state.stages
         self._table = state.table
         self._preemption = preemption
-        self._policy = policy
-        self._priorities = priorities
+        self._policy = state.settings.policy
+        self._priorities = state.settings.priorities
         self._uniform = uniform
         self._budget = budget
 
@@ -52,15 +45,14 @@ class PrefillPlanner:
         adder, adapters = self._adder(), stages.adapter_budget(self._limits, now_s=now_s)
         shared = SharedWork(self._memory, chain(stages.running, stages.held))
         if stages.chunked is not None:
-            going_on = stages.chunked
-            items.append(self._extend(going_on, adder))
-            shared.add(going_on)
+            chunked = stages.chunked
+            items.append(self._extend(chunked, adder))
+            shared.add(chunked)
         for request in self._in_order(adapters, now_s):
             if stages.chunked is not None or adder.exhausted or shared.exhausted:
                 break
-            if self._memory.awaits(request, now_s) or not adapters.has_place(request):
-                continue
-            if shared.passes_over(request):
+            waits = self._memory.awaits(request, now_s) or not adapters.has_place(request)
+            if waits or shared.passes_over(request):
                 continue
             result = self._admit(request, adder, now_s)
             if result is AddResult.NO_TOKEN:
@@ -87,7 +79,7 @@ class PrefillPlanner:
         )
 
     def _in_order(self, adapters: AdapterBudget, now_s: float) -> Iterable[Request]:
-        """Waiting requests whose adapter has a place in this step; one that waits for a place holds up no other."""
+        """Return the waiting requests whose adapter has a place in this step, in the policy's order."""
         may_run = (r for r in self._stages.waiting.values() if adapters.has_place(r))
         if self._policy == "fcfs" and not self._priorities.enabled:
             return list(islice(may_run, self._limits.max_running_requests))
@@ -114,14 +106,14 @@ class PrefillPlanner:
         return AddResult.NO_TOKEN if no_row else adder.add(request)
 
     def _rows_of_others(self, request: Request, now_s: float) -> int:
-        """Rows that more urgent requests get first: adopted ones that have memory and wait for a row."""
+        """Count the adopted requests that have memory, wait for a row, and are more urgent."""
         if not self._priorities.enabled:
             return 0
         own = self._priorities.urgency(request, now_s)
         return sum(r.slot is None and self._priorities.urgency(r, now_s) > own for r in self._stages.running)
 
     def _note_full(self) -> None:
-        """The next in line has no room: the batch is full until a request leaves it, unless memory is on its way back."""
+        """Mark the batch full until a request leaves it, unless memory is on its way back."""
         stages = self._stages
         if not stages.retraction_pending:
             stages.batch_is_full = bool(stages.running or stages.draining or stages.held)

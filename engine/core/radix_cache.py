@@ -1,12 +1,12 @@
 """Which token prefixes have their KV in pages: a radix tree whose edges are whole pages.
 
-Owns the nodes, their pages and their locks. A node's lock count is at least each child's, so an unlocked node has only
-unlocked nodes below it and everything unlocked can be evicted leaf by leaf, least recently used first.
+Owns the nodes, their pages and their locks. A node's lock count is at least each child's, so everything unlocked can be
+evicted leaf by leaf, least recently used first.
 
-KV that other weights made is no prefix of ours: each adapter (by the number of its load, engine/core/adapters.py) has a
-*branch* of its own under the root, a node without pages whose key (-adapter,) no token can be. Adapter 0 is the model alone.
+Each adapter (by the number of its load, engine/core/adapters.py) has a *branch* of its own under the root: a node without
+pages whose key (-adapter,) no token can be. Adapter 0 is the model alone.
 
-The idea is SGLang's RadixAttention (arXiv:2312.07104); page-aligned matching as there with page_size > 1.
+After SGLang's RadixAttention (arXiv:2312.07104).
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,17 +27,14 @@ class Match:
 
 @dataclass(slots=True, frozen=True)
 class Inserted:
-    """`node` covers the inserted prefix. Its first `existing` pages were in the tree before; the rest is the tree's now.
-
-    The caller's copies of the existing pages are duplicates and stay the caller's.
-    """
+    """`node` covers the inserted prefix. The tree had its first `existing` pages: the caller keeps its copies of these."""
 
     existing: int
     node: Node
 
 
 class Below(Protocol):
-    """A tier that keeps what the tree forgets. Called after a leaf's pages are cached, and before they are free."""
+    """A tier that keeps what the tree forgets; called after a leaf's pages are cached, and before they are free."""
 
     def on_cached(self, node: Node) -> None: ...
 
@@ -45,7 +42,7 @@ class Below(Protocol):
 
 
 class Listener(Protocol):
-    """Receives what is cached and what no longer is (engine/core/cache_events.py). `on_stored`: a new leaf."""
+    """Receives changes of the tree (engine/core/cache_events.py). `on_stored`: a new leaf."""
 
     def on_stored(self, node: Node) -> None: ...
 
@@ -55,7 +52,7 @@ class Listener(Protocol):
 
 
 class RadixCache:
-    """With `enabled=False` nothing is ever found or kept: the same code path, an empty tree."""
+    """With `enabled=False` the tree stays empty."""
 
     def __init__(
         self,
@@ -72,26 +69,22 @@ class RadixCache:
         self._page_size = allocator.page_size
         self._serial = 0
         self._clock = 0
-        self._root = Node(key=(), pages=[], parent=None, serial=0)
-        self._root.locks = 1
+        self.root = Node(key=(), pages=[], parent=None, serial=0)
+        self.root.locks = 1
         self._eviction_order = EvictionOrder()
         self.num_pages = 0
         self.num_evictable = 0
 
     def num_cached(self, tokens: Sequence[int], *, adapter: int = 0) -> int:
-        """Pages that `match` would find. Changes nothing: no split, no use."""
+        """Count the pages that `match` would find; changes nothing."""
         node = self._branch(adapter) if self.enabled else None
         return 0 if node is None else sum(shared for _, shared in self._walk(tokens, node))
 
-    @property
-    def root(self) -> Node:
-        return self._root
-
     def match(self, tokens: Sequence[int], *, adapter: int = 0) -> Match:
-        """Find the longest page-aligned prefix of `tokens`, and mark it as used. Splits a node where the match ends in it."""
+        """Find the longest page-aligned prefix of `tokens`, mark it as used, and split the node in which it ends."""
         node = self._branch(adapter) if self.enabled else None
         if node is None:
-            return Match([], self._root)
+            return Match([], self.root)
         pages = list[int]()
         self._clock += 1
         for child, shared in self._walk(tokens, node):
@@ -104,15 +97,12 @@ class RadixCache:
     def insert(
         self, tokens: Sequence[int], pages: Sequence[int], keys: Sequence[bytes] = (), *, adapter: int = 0
     ) -> Inserted:
-        """Make `tokens` findable; `len(tokens) == len(pages) * page_size`, pages held by the caller.
-
-        `keys`: what the tier below calls these pages, where there is one.
-        """
+        """Cache `tokens` in `pages`, which the caller holds. `keys`: of these pages in the tier below."""
         assert len(tokens) == len(pages) * self._page_size
         if not self.enabled:
-            return Inserted(existing=len(pages), node=self._root)
+            return Inserted(existing=len(pages), node=self.root)
         if self._branch(adapter) is None:
-            self._new_node((-adapter,), [], self._root)
+            self._new_node((-adapter,), [], self.root)
         match = self.match(tokens, adapter=adapter)
         existing = len(match.pages)
         if existing == len(pages):
@@ -132,7 +122,7 @@ class RadixCache:
         return Inserted(existing=existing, node=leaf)
 
     def lock(self, node: Node) -> None:
-        """Keep the path to `node` from eviction, until as many calls of `unlock`."""
+        """Keep the path to `node` from eviction until `unlock`. Locks are counted."""
         while node.parent is not None:
             if node.locks == 0:
                 self.num_evictable -= len(node.pages)
@@ -149,41 +139,39 @@ class RadixCache:
             node = node.parent
 
     def evict(self, n: int) -> int:
-        """Free at least `n` pages if that many are evictable; return how many were freed."""
+        """Free at least `n` pages, or all that are evictable; return how many were freed."""
         freed = 0
         while freed < n and (leaf := self._eviction_order.pop()) is not None:
             freed += self._remove(leaf)
         return freed
 
     def forget(self, adapter: int) -> None:
-        """Free the branch of an unloaded adapter. What is locked is evicted later, and never matched."""
+        """Free the branch of an unloaded adapter; what is locked is evicted later."""
         branch = self._branch(adapter)
-        if branch is None or branch is self._root:
+        if branch is None or branch is self.root:
             return
         for node in reversed(list(self._nodes(branch))):  # children after parents, so reversed leaves come first
             if node.is_evictable:
                 self._remove(node)
 
     def flush(self) -> None:
-        """Drop everything; only legal while nothing is locked."""
+        """Drop everything. Nothing may be locked."""
         assert self.num_evictable == self.num_pages, "flush with locked nodes"
         below, self._below = self._below, None
         listener, self._listener = self._listener, None
         self.evict(self.num_pages)
-        for branch in list(self._root.children.values()):
+        for branch in list(self.root.children.values()):
             self._remove(branch)  # empty now
         self._below, self._listener = below, listener
         if listener is not None:
             listener.on_cleared()
 
-    # ---- inside
-
     def _branch(self, adapter: int) -> Node | None:
-        """Where the prefixes of `adapter` begin."""
-        return self._root.children.get((-adapter,)) if adapter else self._root
+        """Return the node under which the prefixes of `adapter` begin."""
+        return self.root.children.get((-adapter,)) if adapter else self.root
 
     def _walk(self, tokens: Sequence[int], node: Node) -> Iterator[tuple[Node, int]]:
-        """(child, pages of its key that agree) along the path from `node`, ending at the first partial one."""
+        """Yield (child, pages of its key that agree) along the path from `node`, up to the first partial one."""
         size, at = self._page_size, 0
         while child := node.children.get(tuple(tokens[at : at + size])):
             shared, whole, end = self._shared_pages(child.key, tokens, at), len(child.pages), at + len(child.key)
@@ -193,7 +181,7 @@ class RadixCache:
             node, at = child, end
 
     def _shared_pages(self, key: tuple[int, ...], tokens: Sequence[int], at: int) -> int:
-        """How many leading pages of `key` equal tokens[at:]; slices compare in C, halving finds the first difference."""
+        """Count the leading pages of `key` that equal tokens[at:]. Slices compare in C; halving finds the difference."""
         part = tuple(tokens[at : at + len(key)])
         if part == key:
             return len(key) // self._page_size
@@ -208,7 +196,7 @@ class RadixCache:
         return low
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Cut `node` after `num_pages` pages; returns the new upper part."""
+        """Cut `node` after `num_pages` pages and return the new upper part."""
         assert 0 < num_pages < len(node.pages) and node.parent is not None
         cut, parent = num_pages * self._page_size, node.parent
         upper = self._new_node(node.key[:cut], node.pages[:num_pages], parent)
@@ -243,15 +231,15 @@ class RadixCache:
         self._eviction_order.note(node, num_pages=self.num_pages)
 
     def _nodes(self, *tops: Node) -> Iterator[Node]:
-        """`tops` and what is below them (default: all but the root), parents before children."""
-        stack = list(tops or self._root.children.values())
+        """Yield `tops` (default: the root's children) and all below them, parents before children."""
+        stack = list(tops or self.root.children.values())
         while stack:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
 
     def check(self) -> None:
-        """Counters, locks, keys and page states agree; every evictable leaf can be found for eviction."""
+        """Check counters, locks, keys and page states, and that eviction finds every evictable leaf."""
         noted = self._eviction_order.serials()
         pages = evictable = 0
         for node in self._nodes():
@@ -259,7 +247,7 @@ class RadixCache:
             if node.pages:
                 assert len(node.key) == len(node.pages) * self._page_size
             else:
-                assert node.parent is self._root and len(node.key) == 1 and node.key[0] < 0, "an empty node"
+                assert node.parent is self.root and len(node.key) == 1 and node.key[0] < 0, "an empty node"
             assert node.parent is not None and node.parent.children[node.key[: self._page_size]] is node
             assert node.locks >= max((c.locks for c in node.children.values()), default=0)
             assert all(self._allocator.state_of(p) == "cached" for p in node.pages)

@@ -4,10 +4,7 @@ import heapq
 
 
 class Node:
-    """`key`: the tokens of this edge, a multiple of page_size long; `pages`: one per page_size tokens of the key.
-
-    A branch has no pages, and the number of its adapter for a key.
-    """
+    """`key`: the tokens of this edge; `pages`: one per page_size tokens. A branch has no pages, and -adapter for a key."""
 
     __slots__ = ("children", "key", "keys", "last_used", "locks", "noted", "pages", "parent", "serial", "uses")
 
@@ -30,13 +27,13 @@ class Node:
 
 
 class EvictionOrder:
-    """Evictable leaves, least recently used first. A heap whose stale entries are skipped, and cleared out now and then."""
+    """Evictable leaves, least recently used first: a heap with stale entries, which are skipped and sometimes removed."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Node]] = []  # (last_used, serial, node)
 
     def note(self, node: Node, *, num_pages: int) -> None:
-        """`node` may be an evictable leaf now. `num_pages`: of the tree; stale entries stay below a multiple of it."""
+        """Enter `node` if it is an evictable leaf. `num_pages`: of the tree; it bounds the stale entries."""
         if not node.is_evictable or node.noted == node.last_used:
             return
         node.noted = node.last_used
@@ -45,7 +42,7 @@ class EvictionOrder:
             self._compact()
 
     def pop(self) -> Node | None:
-        """The least recently used evictable leaf; None: there is none."""
+        """Take the least recently used evictable leaf, if any."""
         while self._heap:
             entry = heapq.heappop(self._heap)
             node = entry[2]
@@ -56,7 +53,7 @@ class EvictionOrder:
         return None
 
     def serials(self) -> set[int]:
-        """Of the nodes that `pop` would find."""
+        """Return the serials of the nodes that `pop` would find."""
         return {entry[1] for entry in self._heap if _is_current(entry)}
 
     def _compact(self) -> None:

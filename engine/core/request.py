@@ -1,4 +1,4 @@
-"""One live request and its arithmetic. Plain state: the scheduler alone changes it.
+"""One live request and its arithmetic. Only the scheduler changes it.
 
 Token positions of a request, page by page (page_size 4, prompt of 6, two tokens generated, one more in flight):
 
@@ -11,9 +11,8 @@ Token positions of a request, page by page (page_size 4, prompt of 6, two tokens
 
 from dataclasses import dataclass, field
 
-from engine.core.grammar import Grammar
+from engine.core.hooks import Grammar, StopPattern
 from engine.core.radix_node import Node
-from engine.core.stop_pattern import StopPattern
 from engine.core.times import Times
 from engine.messages import Bootstrap, FinishReason, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
@@ -21,7 +20,7 @@ from engine.sampling_params import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Unsent:
-    """What is known about a request and in no output yet. `input_hidden`, `hidden`: as in TokenOutput."""
+    """What no output has carried yet; fields as in TokenOutput."""
 
     logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -31,10 +30,10 @@ class Unsent:
 
 @dataclass(slots=True, eq=False)
 class LowerTiers:
-    """What the host cache knows about a request. It alone reads and writes it.
+    """The host cache's own state of a request.
 
-    `keys`: of its whole pages, as far as they were needed, in the chain that begins at `seed`. `prefetching`: keys that were
-    being read from disk for it; it waits for them until `prefetch_until_s`.
+    `keys`: of its first whole pages, in the chain that begins at `seed`. `prefetching`: keys that are read from disk for it;
+    it waits for them until `prefetch_until_s`.
     """
 
     keys: list[bytes] = field(default_factory=list)
@@ -45,7 +44,7 @@ class LowerTiers:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """`prefill_only`: ends after its first token, and keeps its pages until the role releases it (prefill role)."""
+    """`prefill_only`: ends after its first token, and keeps its pages until the prefill role releases it."""
 
     # Fixed on arrival
     rid: str
@@ -95,12 +94,12 @@ class Request:
     cached_tokens: int = 0
     cached_by_tier: list[int] = field(default_factory=list)  # of `cached_tokens`: device, host, disk; empty: one tier
     retractions: int = 0
-    transfer_retries: int = 0  # times that a KV transfer for it began anew
+    transfer_retries: int = 0
     times: Times = field(default_factory=Times)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known on the host."""
+        """Count the tokens known on the host."""
         return len(self.input_ids) + len(self.output_ids)
 
     @property
@@ -112,7 +111,7 @@ class Request:
 
     @property
     def samples_left(self) -> int:
-        """Tokens that may still be sampled, besides those in flight."""
+        """Count the tokens that may still be sampled, besides those in flight."""
         return self.max_new_tokens - len(self.output_ids) - self.pending
 
     @property
@@ -120,7 +119,7 @@ class Request:
         return self.logprobs is not None and self.logprobs.start_len >= 0 and not self.output_ids
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Known tokens at positions start..end-1, across the prompt's end."""
+        """Return the known tokens at positions start..end-1, across the prompt's end."""
         prompt = len(self.input_ids)
         if end <= prompt:
             return self.input_ids[start:end]
@@ -129,5 +128,4 @@ class Request:
         return self.input_ids[start:] + self.output_ids[: end - prompt]
 
     def own_pages(self) -> list[int]:
-        """Pages that belong to this request alone."""
         return self.dup_pages + self.pages[self.shared_pages :]

@@ -34,7 +34,7 @@ class RequestTable:
         self._closed.append(slot)
 
     def take_closed(self) -> list[int]:
-        """Slots closed since the last call, for the next plan."""
+        """Take the slots closed since the last call, for the next plan."""
         closed, self._closed = self._closed, []
         return closed
 

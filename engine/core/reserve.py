@@ -1,11 +1,9 @@
-"""How many pages decode leaves free when it gives some to one more request. Pure.
+"""How many pages decode leaves free when it gives some to one more request: four rules over those that run or come.
 
-Four rules, over the requests that run, transfer or would come (`coming`):
-
-    measured growth     what all will need at once, learned from ended answers (growth.py); before, the new-token ratio
-    reserved tokens     each grows by the floor at least (--num-reserved-decode-tokens), as far as its own limit allows
-    the largest single  the request that may still grow most is able to finish, without memory of others
-    the worst case      at most what all of them take at their limits: more would lie idle
+measured growth     what all will need at once, by ended answers (growth.py), or at first by the new-token ratio
+reserved tokens     each grows by the floor at least (--num-reserved-decode-tokens), within its own limit
+the largest single  the request that may still grow most can finish
+the worst case      at most what all of them take at their limits
 """
 
 from collections.abc import Callable
@@ -27,13 +25,13 @@ class DecodeReserve:
         self._pages_for = pages_for
 
     def pages(self, coming: list[Request]) -> int:
-        """Pages beyond those of the tokens that `coming` know now."""
+        """Return the pages to keep free beyond the known tokens of `coming`."""
         to_finish = [self._to_finish(request) for request in coming]
         expected = self._pages_for(int(self._expected_tokens(coming)))
         return max(min(expected, sum(to_finish)), max(to_finish))
 
     def _to_finish(self, request: Request) -> int:
-        """Pages that `request` will take at most. Counted in its own pages: the last known one may have room."""
+        """Return the most pages that `request` will still take; its last page may have room."""
         return self._pages_for(request.num_tokens + _left(request)) - self._pages_for(request.num_tokens)
 
     def _expected_tokens(self, coming: list[Request]) -> float:

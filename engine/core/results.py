@@ -9,17 +9,15 @@ from engine.core.request import Request
 from engine.core.state import SchedulerState
 from engine.messages import TokenOutput
 
-NO_TOKEN = -1  # a peer's first token that is none
+NO_TOKEN = -1  # a peer's first token that is missing
 
 
 class Results:
-    def __init__(
-        self, state: SchedulerState, *, departures: Departures, tail_texts: TailTexts, vocab_size: int | None
-    ) -> None:
+    def __init__(self, state: SchedulerState, departures: Departures, *, tail_texts: TailTexts) -> None:
         self._state = state
         self._departures = departures
         self._tail_texts = tail_texts
-        self._vocab_size = vocab_size
+        self._vocab_size = state.settings.vocab_size
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         """Take the results of the oldest launched step."""

@@ -10,7 +10,6 @@ It owns these parts and the order of their calls. What they share is `SchedulerS
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine.core.departures import Departures
 from engine.core.finish import TailTexts
@@ -18,7 +17,7 @@ from engine.core.held import HeldRequests
 from engine.core.outputs import StepEffects, refused
 from engine.core.plan import Plan, StepResult
 from engine.core.planning import Planner
-from engine.core.policy import NO_PRIORITIES, Priorities, Uniform
+from engine.core.policy import Uniform
 from engine.core.preemption import Preemption
 from engine.core.request import Request
 from engine.core.results import Results
@@ -29,37 +28,16 @@ from engine.messages import FinishReason, TokenOutput
 ABORTED = FinishReason(kind="abort", message="aborted by the client")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSettings:
-    """`resume_elsewhere`: the role decides where the KV of retracted requests comes from (`HeldRequests.take_retracted`).
-
-    `reserve_floor`: tokens that decode expects each request to grow by, at least. `vocab_size`: ids below it are tokens, of
-    all that the model may sample; None: all are.
-    """
-
-    policy: str = "fcfs"
-    priorities: Priorities | None = None
-    reserve_floor: int = 0
-    resume_elsewhere: bool = False
-    vocab_size: int | None = None
-
-
 class Scheduler:
     def __init__(
         self,
         state: SchedulerState,
         *,
         tail_texts: TailTexts,
-        settings: SchedulerSettings | None = None,
         uniform: Uniform = lambda: 0.0,
         step_budget: StepBudget | None = None,
     ) -> None:
-        """`step_budget`: bounds the prompt tokens of a step by their time; the loop reports how long steps took.
-
-        `uniform`: random numbers for the policy "random".
-        """
-        settings = settings or SchedulerSettings()
-        priorities = settings.priorities or NO_PRIORITIES
+        """`uniform`: random numbers for the policy "random". `step_budget`: None: steps have no limit in time."""
         self.limits = state.limits
         self.memory = state.memory
         self.stages = state.stages
@@ -69,38 +47,20 @@ class Scheduler:
         self.ratio = state.ratio
         self.step_budget = step_budget
         self._state = state
-        self._priorities = priorities
-        self._departures = Departures(state, resume_elsewhere=settings.resume_elsewhere)
-        preemption = Preemption(state, departures=self._departures, priorities=priorities)
-        self._planner = Planner(
-            state,
-            departures=self._departures,
-            preemption=preemption,
-            policy=settings.policy,
-            priorities=priorities,
-            uniform=uniform,
-            budget=step_budget,
-        )
-        self._results = Results(
-            state, departures=self._departures, tail_texts=tail_texts, vocab_size=settings.vocab_size
-        )
-        self.held = HeldRequests(
-            state,
-            departures=self._departures,
-            results=self._results,
-            preemption=preemption,
-            priorities=priorities,
-            reserve_floor=settings.reserve_floor,
-        )
+        self._departures = Departures(state)
+        preemption = Preemption(state, self._departures)
+        self._planner = Planner(state, self._departures, preemption, uniform=uniform, budget=step_budget)
+        self._results = Results(state, self._departures, tail_texts=tail_texts)
+        self.held = HeldRequests(state, self._departures, self._results, preemption)
 
     # ---- steps
 
     def schedule(self, now_s: float = 0.0) -> Plan | None:
-        """Plan the next step. None: there is nothing to do before a collect, or at all."""
+        """Plan the next step; None: there is nothing to do before a collect, or at all."""
         return self._planner.schedule(now_s)
 
     def fill_masks(self, plan: Plan) -> None:
-        """Fill in the tokens that the items of `plan` may sample. Call it just before sampling is launched."""
+        """Fill in the tokens that the items of `plan` may sample; call it just before sampling is launched."""
         self._planner.fill_masks(plan)
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
@@ -110,26 +70,26 @@ class Scheduler:
     # ---- requests
 
     def refusal(self, request: Request) -> FinishReason | None:
-        """Return why `request` can never run here; None when it can."""
+        """Return why `request` can never run here, or None."""
         return self._state.refusal(request)
 
     def add(self, request: Request) -> list[TokenOutput]:
-        """Queue a request; one that can never run is answered at once."""
+        """Queue a request, or refuse one that can never run."""
         if error := self.refusal(request):
             return [refused(request, error)]
         self._state.register(request)
         self.memory.prefetch(request)
         self.stages.waiting[request.rid] = request
-        if self._priorities.enabled:
+        if self._state.settings.priorities.enabled:
             self.stages.batch_is_full = False  # it may preempt
         return []
 
     def prefetch(self, request: Request) -> None:
-        """Start to read the prefix of a request that will be added soon from disk."""
+        """Start to read from disk the prefix of a request that will be added soon."""
         self.memory.prefetch(request)
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
-        """End a request, wherever it is. A held one is only marked: its role ends it (`held.end`, `held.release`)."""
+        """End a request in any stage. A held one is marked, and its role ends it (`held.end`, `held.release`)."""
         request = self.stages.live.get(rid)
         if request is None or request.finish is not None:
             return []
@@ -142,27 +102,26 @@ class Scheduler:
     # ---- memory of all requests
 
     def retract_all(self) -> int:
-        """Take the memory of every request that computes, and queue it again; return how many. No step may be in flight.
+        """Retract every request that computes, and return how many. No step may be in flight.
 
-        A prompt that is being handed over keeps its pages: a peer reads them. No copy is made or kept: what waits is
-        computed again, perhaps with other weights.
+        A prompt that is being handed over keeps its pages: a peer reads them. No copy is kept: the weights may change.
         """
         return self._departures.retract_all()
 
     @property
     def holds_no_kv(self) -> bool:
-        """No request has pages of its own, or reads cached ones."""
+        """Whether no request owns pages or reads cached ones."""
         cache = self.memory.cache
         return self.memory.allocator.counts()["held"] == 0 and cache.num_evictable == cache.num_pages
 
     def forget_prefixes(self) -> None:
-        """Forget all prefixes and copies of retracted KV. Only while `holds_no_kv`, with no step in flight."""
+        """Forget all prefixes and copies of retracted KV. Needs `holds_no_kv` and no step in flight."""
         self.backups.forget_all(self.stages.live.values())
         self.memory.forget_prefixes(files=False)
         self.stages.batch_is_full = False
 
     def flush_cache(self) -> bool:
-        """Forget all prefixes; False (and nothing changed) while requests live."""
+        """Forget all prefixes; return False, with nothing changed, while requests live."""
         if not self.idle:
             return False
         self.memory.forget_prefixes(files=True)
@@ -189,12 +148,12 @@ class Scheduler:
     # ---- checks
 
     def check(self) -> None:
-        """Every page has one owner, every live request one stage. Raises AssertionError."""
+        """Raise AssertionError unless every page has one owner and every live request one stage."""
         for check in self.checks().values():
             check()
 
     def checks(self) -> dict[str, Callable[[], None]]:
-        """The parts of `check`, each under the name of its owner."""
+        """Return the parts of `check` by the name of the owner."""
         return {
             **self.memory.checks(),
             "request table": self._state.table.check,

@@ -1,8 +1,7 @@
-"""Prompts that wait for a step, because another request computes their beginning just now. Changes nothing but its count.
+"""Prompts that wait one step, because another request computes their beginning.
 
-Requests that come together with one prefix (a system prompt, several answers to one prompt) would each compute it: the tree
-knows a page when its step has been collected. A request that waits that one step finds it there. SGLang's in-batch prefix
-caching does so by order, with its cache-aware policies; here the policy does not matter.
+The tree knows a page only when its step has been collected: requests that come together with one prefix would each compute
+it. SGLang's in-batch prefix caching does so with its cache-aware policies; here the policy does not matter.
 """
 
 from collections.abc import Iterable
@@ -10,12 +9,12 @@ from collections.abc import Iterable
 from engine.core.memory import Memory, match_limit
 from engine.core.request import Request
 
-MIN_SAVED_TOKENS = 128  # about what a step costs that reads the weights for a few tokens only
-MAX_PASSED_OVER = 32  # of a step: bounds the cost of a plan, however many wait
+MIN_SAVED_TOKENS = 128  # about the cost of a step that reads the weights for a few tokens
+MAX_PASSED_OVER = 32  # per step: bounds the cost of a plan
 
 
 class SharedWork:
-    """For one step. `computing`: requests of which some may have a step in flight."""
+    """For one step. `computing`: requests that may have a step in flight."""
 
     def __init__(self, memory: Memory, computing: Iterable[Request]) -> None:
         self._memory = memory
@@ -26,7 +25,7 @@ class SharedWork:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """`request` computes up to `launched_len`, in this step or one that is not collected."""
+        """Note that `request` computes up to `launched_len`, in this step or one in flight."""
         if self._memory.cache.enabled and request.keep_kv and _under_way(request) >= MIN_SAVED_TOKENS:
             self._under_way.setdefault(self._first_page(request), []).append(request)
 
@@ -35,7 +34,7 @@ class SharedWork:
         return self.num_passed_over >= MAX_PASSED_OVER
 
     def passes_over(self, request: Request) -> bool:
-        """Whether enough of what `request` would compute in this step is being computed."""
+        """Whether another request computes enough of the prompt of `request`."""
         others = self._under_way.get(self._first_page(request)) if self._under_way else None
         if not others or request.saved_len > 0:
             return False
@@ -52,7 +51,7 @@ class SharedWork:
         return (request.adapter, *request.tokens(0, min(self._page_size, request.num_tokens)))
 
     def _common(self, request: Request, other: Request, limit: int) -> int:
-        """Tokens of whole pages, up to `limit`, in which both begin alike."""
+        """Count the tokens of the whole pages, up to `limit`, in which both begin alike."""
         size = self._page_size
         ours, theirs = request.tokens(0, limit), other.tokens(0, min(limit, other.num_tokens))
         low, high = 0, len(theirs) // size

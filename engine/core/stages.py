@@ -13,10 +13,7 @@ from engine.core.request import Request
 
 
 class Stages:
-    """`batch_is_full`: the last waiting request that was judged found no room, and nothing has become free since.
-
-    So a full decode batch never pays for another judgement.
-    """
+    """`batch_is_full`: the last waiting request found no room, and nothing has become free since: judge none again."""
 
     def __init__(self) -> None:
         self.live: dict[str, Request] = {}
@@ -29,13 +26,12 @@ class Stages:
         self.batch_is_full = False
 
     def register(self, request: Request, *, serial: int) -> None:
-        """`serial`: its place in the order of arrival."""
         assert request.rid not in self.live
         self.live[request.rid] = request
         request.serial = serial
 
     def unstage(self, request: Request) -> None:
-        """Take a request out of its stage, before it ends."""
+        """Take a request that ends out of its stage."""
         if request is self.chunked:
             self.chunked = None
             return
@@ -52,7 +48,7 @@ class Stages:
         self.waiting = {r.rid: r for r in sorted([request, *self.waiting.values()], key=lambda r: r.serial)}
 
     def take_computing(self) -> list[Request]:
-        """Take every request that computes out of its stage. A prompt that is being handed over stays: a peer reads it."""
+        """Take out every request that computes, except a prompt that is being handed over: a peer reads it."""
         taken, self.running = self.running, []
         if self.chunked is not None and not self.chunked.prefill_only:
             taken.append(self.chunked)
@@ -60,19 +56,19 @@ class Stages:
         return taken
 
     def take_settled(self) -> list[Request]:
-        """Take ended and retracted requests whose last step has been collected out of their stage."""
+        """Take out the ended and retracted requests whose last step has been collected."""
         settled = [r for r in self.draining if r.inflight == 0]
         self.draining = [r for r in self.draining if r.inflight > 0]
         return settled
 
     def growing(self) -> list[Request]:
-        """Requests that may need more pages than they have."""
+        """Return the requests that may need more pages than they have."""
         chunked = [self.chunked] if self.chunked is not None else []
         coming = [r for r in self.held if not r.prefill_only and r.pages and r.finish is None]
         return self.running + chunked + coming
 
     def adapter_budget(self, limits: Limits, *, now_s: float) -> AdapterBudget:
-        """The budget of the next step, or of the next request that gets memory before its KV comes from elsewhere."""
+        """Return the budget of the next step, or of the next request that reserves memory."""
         if limits.max_loras_per_batch == 0:
             return AdapterBudget(limits, growing=(), waiting=())
         waiting = chain(self.waiting.values(), (r for r in self.held if not r.pages and r.finish is None))
@@ -80,11 +76,11 @@ class Stages:
 
     @property
     def retraction_pending(self) -> bool:
-        """Memory comes back at the next collect: no other request need be retracted for now."""
+        """Whether the next collect returns memory of a retracted request."""
         return any(r.finish is None for r in self.draining)
 
     def retracted(self) -> list[Request]:
-        """Requests that lost their memory and wait to resume, without those that the role has taken."""
+        """Return the requests that lost their memory and wait to resume, without those that the role has taken."""
         waiting = [r for r in self.waiting.values() if r.retractions > 0]
         return [*waiting, *(r for r in self.draining if r.finish is None), *self.newly_retracted]
 
@@ -93,7 +89,6 @@ class Stages:
         return [*self.waiting.values(), *self.running, *self.draining, *self.held, *chunked]
 
     def check(self) -> None:
-        """Every live request is in one stage."""
         assert sorted(r.rid for r in self.all()) == sorted(self.live), "a live request is in no stage, or in two"
         for request in self.all():
             assert 0 <= request.pending <= request.inflight

@@ -1,32 +1,73 @@
 """The state that the parts of the scheduler share, each piece with its owner."""
 
+from dataclasses import dataclass
+
 from engine.core.backups import Backups
-from engine.core.counters import Counters
 from engine.core.growth import MeasuredGrowth
 from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.outputs import refusal
+from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
 from engine.core.stages import Stages
 from engine.messages import FinishReason
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """`resume_elsewhere`: the role decides where the KV of retracted requests comes from (`HeldRequests.take_retracted`).
+
+    `reserve_floor`: tokens that decode expects each request to grow by, at least. `vocab_size`: only ids below it are
+    tokens; None: all are.
+    """
+
+    policy: str = "fcfs"
+    priorities: Priorities = NO_PRIORITIES
+    reserve_floor: int = 0
+    resume_elsewhere: bool = False
+    vocab_size: int | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start; they only grow."""
+
+    requests: int = 0
+    aborted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    retractions: int = 0
+    out_of_memory: int = 0  # of them, those of a running request whose memory others needed to grow
+    out_of_memory_tokens: int = 0  # whose KV these gave up
+    preemptions: int = 0
+    resumed_computed: int = 0  # retracted requests whose KV this engine computed again
+    resumed_restored: int = 0  # ... came back from the host
+    steps: int = 0
+    prefill_steps: int = 0  # of them, those with a part of a prompt
+    mixed_steps: int = 0  # of these, those in which decodes rode along
+    wasted_samples: int = 0  # of requests that had ended
+    deferred_samples: int = 0  # steps whose sampling waited for masks
+
+
 class SchedulerState:
-    """`backup_pages`: host copies of retracted KV, all together; 0: none. `growth`: measured from answers that have ended."""
+    """`backup_pages`: room for host copies of retracted KV. `growth`: measured from answers that have ended."""
 
     def __init__(
         self,
         *,
         limits: Limits,
         memory: Memory,
+        settings: SchedulerSettings = SchedulerSettings(),
         ratio: NewTokenRatio | None = None,
         growth: MeasuredGrowth | None = None,
         backup_pages: int = 0,
     ) -> None:
         self.limits = limits
         self.memory = memory
+        self.settings = settings
         self.ratio = ratio or NewTokenRatio()
         self.growth = growth
         self.stages = Stages()
@@ -35,13 +76,12 @@ class SchedulerState:
         self.counters = Counters()
 
     def register(self, request: Request) -> None:
-        """`request` is live from now on."""
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.input_ids)
         self.stages.register(request, serial=self.counters.requests)
 
     def refusal(self, request: Request) -> FinishReason | None:
-        """Return why `request` can never run here; None when it can."""
+        """Return why `request` can never run here, or None."""
         limits = self.limits
         if request.rid in self.stages.live:
             return refusal(f"rid: a request with id {request.rid!r} is running", status=400)

@@ -1,16 +1,13 @@
-"""How many prompt tokens a step may hold so that it ends in time, from what steps held and how long they took. Pure.
+"""How many prompt tokens a step may hold so that it ends in time, learned from the durations of steps.
 
-The cost of a step is taken as proportional to its *work*: a token is one unit for the layers' products, and one more for each
-`attention_tokens` tokens before it, which its attention reads. A fixed cost (to read all weights, above all) is in the rate, so
+*Work* measures a step: a token is one unit for the layers' products, and one more for each `attention_tokens` tokens before
+it, which its attention reads. The next step may hold
 
     work = allowed seconds / rate,   rate = seconds of the last steps / their work
 
-settles where a step takes what it may: `max_step_s`; where a step of one page takes longer than that already, three times as long as
-such a step. Else chunks would shrink to a page where the fixed cost alone is too long, and a prompt would never end.
-
-A rate is learned from steps that hold at least half of what they may, and from those that were too long: a short prompt alone
-tells little about long ones. Lower medians of three count, so one slow step (a compilation, a neighbour on the core) changes nothing. Work
-shrinks at once and grows threefold at most.
+Allowed are `max_step_s`, or three times what a step of one page takes if that alone is longer: else chunks would shrink to a
+page. A rate is learned from steps that hold at least half of what they may, and from those that were too long. Lower medians
+of three count, so one slow step changes nothing. Work shrinks at once and grows threefold at most.
 """
 
 import math
@@ -28,7 +25,7 @@ ROUNDING_TOKENS = 1e-6
 
 
 class StepBudget:
-    """`first_rate`: seconds a unit of work, until steps have been measured. All arguments are above 0."""
+    """`first_rate`: seconds per unit of work until steps have been measured. All arguments are above 0."""
 
     def __init__(self, *, max_step_s: float, page_size: int, attention_tokens: float, first_rate: float) -> None:
         assert max_step_s > 0 and attention_tokens > 0 and first_rate > 0
@@ -42,18 +39,18 @@ class StepBudget:
         self._usual = self.work = max(float(page_size), max_step_s / first_rate)
 
     def work_of(self, start: int, num_tokens: int) -> float:
-        """Of `num_tokens` behind `start` others."""
+        """Return the work of `num_tokens` behind `start` others."""
         return num_tokens * (1.0 + (start + num_tokens / 2) / self._attention_tokens)
 
     def tokens(self, work: float, start: int) -> int:
-        """The most tokens behind `start` others that `work` is enough for."""
+        """Return the most tokens behind `start` others that `work` suffices for."""
         per_token = 1.0 + start / self._attention_tokens
         work = max(work, 0.0)
         roots = per_token + math.sqrt(per_token**2 + 2 * work / self._attention_tokens)
         return int(2 * work / roots + ROUNDING_TOKENS)
 
     def note(self, plan: Plan, taken_s: float) -> None:
-        """Learn from a step that took `taken_s`. Steps without prompts teach nothing about prompts."""
+        """Learn from a step with prompts that took `taken_s`."""
         if not plan.extend or taken_s <= 0:
             return
         work = self._work_in(plan.items)
@@ -67,7 +64,7 @@ class StepBudget:
         self.work = float(self._page_size) if small_is_due else self._usual
 
     def _note_small(self, num_tokens: int, taken_s: float) -> None:
-        """A page takes no longer than a step that holds more, so a short step counts as one of a page."""
+        """Learn from a step of one page; a larger one that is faster counts as one, too."""
         is_small = num_tokens <= self._page_size
         self._since_small = 0 if is_small else self._since_small + 1
         if is_small or (self._small_s and taken_s < _lower_median(self._small_s)):

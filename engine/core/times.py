@@ -1,4 +1,4 @@
-"""When one request passed from stage to stage. Plain state: the loop and the role write it.
+"""When one request passed from stage to stage, as the loop and the role write it.
 
     unified   arrived -------------------- started -- first token -------- ended
               |        queue_time          | prefill_time | decode_time    |
@@ -7,20 +7,20 @@
     decode    arrived ------- queued (pages offered to prefill) ---- landed -- ended
               | bootstrap_time | queue_time, prefill_time, transfer_time | decode_time |
 
-The stages of a request partition its life, so their sum is the time that the engine had it. Of a decode worker's three
-middle ones prefill reports the first two (in the metadata row); the rest of the wait is the transfer's.
+The sum of the stages is the time that the engine had the request. Of a decode worker's three middle ones prefill reports the
+first two in the metadata row; the rest of the wait is the transfer's.
 """
 
 from dataclasses import dataclass, field
 
 from engine.messages import Stage
 
-MAX_CHUNKS = 64  # of one request whose times are stored: a chart needs no more
+MAX_CHUNKS = 64  # stored for one request: a chart needs no more
 
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of the worker's clock; None: not reached (yet). `remote_*`: durations on the prefill worker, in seconds."""
+    """Seconds of the worker's clock; None: not reached. `remote_*`: durations on the prefill worker, in seconds."""
 
     arrived_s: float | None = None
     queued_s: float | None = None
@@ -37,7 +37,7 @@ class Times:
 
     @property
     def queue_s(self) -> float:
-        """Waiting for the first step, after the bootstrap where there is one."""
+        """Return the wait for the first step, after a bootstrap."""
         return _span(self.queued_s if self.queued_s is not None else self.arrived_s, self.started_s)
 
     @property
@@ -46,7 +46,7 @@ class Times:
 
 
 def time_line(times: Times, *, ended_s: float, completion_tokens: int) -> dict[str, float]:
-    """The stages of an ended request by name, in seconds; a stage it did not reach is left out.
+    """Return the stages that an ended request reached, in seconds by name.
 
     `decode_throughput`: tokens a second after the first; `first_token_latency`: from arrival.
     """
@@ -83,10 +83,9 @@ def _stages(times: Times, ended_s: float) -> dict[str, float]:
 
 
 def stages(times: Times, *, ended_s: float) -> list[Stage]:
-    """The same as points in time, in order. A chunk lies inside its `prefill`.
+    """Return the stages as points in time, in order. A chunk lies inside its `prefill`.
 
-    Decode's `transfer_queue` lasts from the offer of its pages until they are filled: it contains the prefill worker's queue,
-    prefill and transfer, which that worker reports itself.
+    Decode's `transfer_queue` lasts from the offer of its pages until they are filled.
     """
     first_s = times.queued_s if times.queued_s is not None else times.arrived_s
     if times.arrived_s is None or first_s is None:

@@ -25,6 +25,7 @@ from engine.kv.upload import upload_into
 from engine.models.causal_lm import CausalLM
 
 WARM_UP_RUNS = 2  # kernels are compiled and workspaces made before anything is recorded
+MOST_BY_DEFAULT = 256
 
 log = logging.getLogger(__name__)
 
@@ -140,3 +141,18 @@ class DecodeGraphs:
             return model.forward(self._future_map.resolve(ids), positions, self._backend.attend)
 
         return work
+
+
+def graph_sizes(*, sizes: Sequence[int], max_bs: int | None, max_running: int) -> list[int]:
+    """Choose the batch sizes to record, ascending, up to the first that holds `max_running` requests.
+
+    `sizes` if given, else 1, 2, 4, then steps that waste at most 7 rows up to 64, 31 beyond, to `max_bs`.
+    """
+    if sizes:
+        wanted = sorted(set(sizes))
+    else:
+        most = min(max_bs or MOST_BY_DEFAULT, max_running)
+        wanted = [1, 2, 4, *range(8, 65, 8), *range(96, most + 1, 32)]
+        wanted = [size for size in wanted if size < most] + [most]
+    needed = [size for size in wanted if size < max_running]
+    return needed + [size for size in wanted if size >= max_running][:1]

@@ -10,7 +10,8 @@ from torch import Tensor
 from engine.core.plan import Plan
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
-from engine.kv.page_copies import PageCopies
+from engine.kv.host_pool import HostPool
+from engine.kv.page_backup import PageBackup
 from engine.models.causal_lm import CausalLM
 
 
@@ -23,33 +24,42 @@ class Forward:
 
 class ModelRunner:
     def __init__(
-        self, *, model: CausalLM, copies: PageCopies, forward_pass: ForwardPass, sample_pass: SamplePass
+        self,
+        *,
+        model: CausalLM,
+        backup: PageBackup,
+        host_pool: HostPool | None,
+        forward_pass: ForwardPass,
+        sample_pass: SamplePass,
     ) -> None:
         self._model = model
-        self._copies = copies
+        self._backup = backup
+        self._host_pool = host_pool
         self._forward_pass = forward_pass
         self._sample_pass = sample_pass
         forward_pass.attach(model)
 
     def use(self, model: CausalLM) -> None:
-        """Run another model of the same shape from the next step on. Call it in stream order (`Executor.call`)."""
+        """Run another model of the same shape from the next step on. In stream order (`Executor.call`)."""
         self._model = model
         self._forward_pass.attach(model)
         self._forward_pass.record_if_possible(model)
 
     def record(self) -> None:
-        """Record the decode graphs of the model at hand, if there are to be any. In stream order, before the first step."""
+        """Record the decode graphs, if there are any. In stream order, before the first step."""
         self._forward_pass.record(self._model)
 
     def run(self, plan: Plan) -> StepOutput:
-        """Run both halves of a step."""
         forward = Forward()
         self.forward(plan, forward)
         return self.sample(plan, forward)
 
     def forward(self, plan: Plan, out: Forward) -> None:
-        """Run all that comes before sampling. Reads no masks."""
-        self._copies.run(plan)
+        """Run everything before sampling. Reads no masks."""
+        if plan.to_host or plan.from_host:
+            assert self._host_pool is not None, "a plan copies to a host tier, and there is none"
+            self._host_pool.run(plan)
+        self._backup.run(plan)
         for slot in plan.closes:
             self._sample_pass.close(slot)
         for opened in plan.opens:
@@ -59,7 +69,7 @@ class ModelRunner:
             out.hidden = self._forward_pass.run(self._model, plan)
 
     def sample(self, plan: Plan, forward: Forward) -> StepOutput:
-        """Sample tokens and compute what else was requested; `forward` of the same plan ran just before."""
+        """Sample tokens, and compute logprobs and hidden states; `forward` of the same plan ran just before."""
         if not plan.items:
             return nothing_sampled()
         assert forward.hidden is not None, f"step {plan.seq}: the forward has failed"

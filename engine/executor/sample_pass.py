@@ -8,7 +8,6 @@ from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.executor.future_map import FutureMap
-from engine.executor.hidden import hidden_rows
 from engine.kv.upload import upload
 from engine.messages import LogprobOptions
 from engine.models.causal_lm import CausalLM
@@ -64,7 +63,7 @@ class SamplePass:
     def run(self, model: CausalLM, plan: Plan, hidden: Tensor) -> StepOutput:
         """Sample the tokens of `plan` and compute what else it asks for. `hidden`: [T, hidden] of its new tokens."""
         output = self._tokens(model, plan.items, hidden, plan.masks)
-        output.hidden = {i: _to_host(rows) for i, rows in hidden_rows(plan.items, hidden).items()}
+        output.hidden = {i: _to_host(rows) for i, rows in _hidden_rows(plan.items, hidden).items()}
         return output
 
     def _tokens(self, model: CausalLM, items: list[PlanItem], hidden: Tensor, masks: dict[int, bytes]) -> StepOutput:
@@ -141,3 +140,19 @@ def _starts(items: list[PlanItem]) -> list[int]:
         starts.append(at)
         at += item.q_len
     return starts
+
+
+def _hidden_rows(items: list[PlanItem], hidden: Tensor) -> dict[int, Tensor]:
+    """Return by item index [n, H] float32: the rows of hidden [T, H] that it asks for, or one when they are pooled."""
+    found, at = {}, 0
+    for i, item in enumerate(items):
+        if item.hidden_from is not None:
+            found[i] = _pool(hidden[at + item.hidden_from - item.start : at + item.q_len].to(torch.float32), item.pool)
+        at += item.q_len
+    return found
+
+
+def _pool(rows: Tensor, kind: str) -> Tensor:
+    if kind == "last":
+        return rows[-1:]
+    return rows.sum(0, keepdim=True) if kind == "mean" else rows

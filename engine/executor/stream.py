@@ -20,11 +20,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class StreamTask(Protocol[T_co]):
-    """A submitted piece of work. `wait()` returns what it returned, or raises what it raised."""
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> T_co: ...
+    def wait(self) -> T_co:
+        """Return what the work returned, or raise what it raised."""
 
 
 class Stream(Protocol):
@@ -43,9 +40,6 @@ class _FutureTask(Generic[T]):
         except BaseException as error:  # raised by `wait`; the stream goes on
             self._future.set_exception(error)
 
-    def done(self) -> bool:
-        return self._future.done()
-
     def wait(self) -> T:
         return self._future.result()
 
@@ -62,7 +56,7 @@ class InlineStream:
 
 
 class ThreadStream:
-    """`max_delay_s`: before each piece of work sleep a random time up to this (tests)."""
+    """`max_delay_s`: longest random sleep before each piece of work (tests)."""
 
     def __init__(self, *, num_threads: int, max_delay_s: float = 0.0, seed: int = 0) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -95,9 +89,6 @@ class _CudaTask(Generic[T]):
         self._value = value
         self._event = event
 
-    def done(self) -> bool:
-        return bool(self._event.query())
-
     def wait(self) -> T:
         self._event.synchronize()
         return self._value
@@ -119,12 +110,3 @@ class CudaStream:
 
     def close(self) -> None:
         self._stream.synchronize()
-
-
-def make_stream(kind: str, *, device: torch.device, num_threads: int, max_delay_s: float, seed: int) -> Stream:
-    """`kind`: "inline" | "threaded" | "cuda"."""
-    if kind == "cuda":
-        return CudaStream(device)
-    if kind == "threaded":
-        return ThreadStream(num_threads=num_threads, max_delay_s=max_delay_s, seed=seed)
-    return InlineStream()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.core.grammar import Grammar
+from engine.core.hooks import Grammar
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer
 from service.flags import ConfigError

@@ -1,4 +1,4 @@
-"""Puts the host tier together: host memory, disk folder and threads, and what the core decides with."""
+"""Puts the host tier together: host memory, disk folder and threads, and the core's part."""
 
 import uuid
 from collections.abc import Callable
@@ -28,11 +28,11 @@ class HostTier:
 def build_host_tier(
     config: EngineConfig, pool: KVPool, identity: KVIdentity, *, wakeup: Callable[[], None]
 ) -> HostTier:
-    """`wakeup` is called in a disk thread whenever work has ended. Raises ConfigError."""
+    """Raises ConfigError. `wakeup` is called in a disk thread whenever work has ended."""
     pages = host_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=_available_bytes())
     host_pool = _allocate(pool, pages)
     folder = PageFolder.open(config.hicache_storage_dir) if config.hicache_storage_dir is not None else None
-    index = None if folder is None else open_index(folder, config, identity)
+    index = None if folder is None else open_index(folder, identity, max_gb=config.hicache_storage_size_gb)
     cache = HostCache(
         num_pages=pages,
         identity=identity,
@@ -48,14 +48,11 @@ def build_host_tier(
     return HostTier(cache, host_pool, DiskPump(cache.disk, disk))
 
 
-def open_index(folder: PageFolder, config: EngineConfig, identity: KVIdentity) -> DiskIndex:
-    """What is in the folder, cut down to the limit before anything else happens."""
-    max_bytes = int(config.hicache_storage_size_gb * 1e9)
+def open_index(folder: PageFolder, identity: KVIdentity, *, max_gb: float) -> DiskIndex:
+    """Index the files of the folder, and delete those beyond `max_gb` first."""
+    max_bytes = int(max_gb * 1e9)
     if max_bytes < file_bytes(identity):
-        raise ConfigError(
-            f"--hicache-storage-size-gb {config.hicache_storage_size_gb}: "
-            f"a page takes {file_bytes(identity)} bytes; raise it"
-        )
+        raise ConfigError(f"--hicache-storage-size-gb {max_gb}: a page takes {file_bytes(identity)} bytes; raise it")
     index = DiskIndex(max_bytes=max_bytes, file_bytes=file_bytes(identity), files=folder.scan())
     if undeleted := folder.delete(index.excess):
         raise ConfigError(

@@ -1,14 +1,14 @@
-"""Adapters of a running engine: read beside the loop, given to the stream and taken from it in its order.
+"""Adapters of a running engine: read beside the loop, installed and removed in stream order.
 
 An adapter that does not fit changes nothing. engine/core/adapters.py knows which requests use which adapter.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
 
+from engine.background import start_in_thread
 from engine.layers.linear import SiteShape
 from engine.lora.bank import AdapterBank
 from engine.lora.weights import AdapterWeights, read_adapter
@@ -37,11 +37,7 @@ class LoraStore:
 
     def start_reading(self, path: str, *, when_done: Callable[[], None]) -> Future[AdapterWeights]:
         """Start to read an adapter. The future raises ConfigError if it does not fit; its thread calls `when_done`."""
-        future: Future[AdapterWeights] = Future()
-        future.add_done_callback(lambda _: when_done())
-        # A daemon: a scheduler that ends does not wait for a disk.
-        threading.Thread(target=self._read_into, args=(future, path), name="lora", daemon=True).start()
-        return future
+        return start_in_thread(lambda: self.read(path), name="lora", when_done=when_done)
 
     def read(self, path: str) -> AdapterWeights:
         """Raises ConfigError."""
@@ -54,15 +50,9 @@ class LoraStore:
         return weights
 
     def install(self, number: int, weights: AdapterWeights) -> None:
-        """Every step launched from now on may use it."""
+        """Let every step launched from now on use it."""
         self._in_order(lambda: self._bank.add(number, weights))
 
     def remove(self, number: int) -> None:
-        """No step launched from now on uses it; its memory is free once the launched ones have been computed."""
+        """Remove it from all steps launched from now on; its memory is free once the earlier ones have run."""
         self._in_order(lambda: self._bank.remove(number))
-
-    def _read_into(self, future: Future[AdapterWeights], path: str) -> None:
-        try:
-            future.set_result(self.read(path))
-        except BaseException as error:  # raised by the future
-            future.set_exception(error)

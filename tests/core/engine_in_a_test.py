@@ -11,11 +11,11 @@ from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.outputs import StepEffects
 from engine.core.page_allocator import PageAllocator
 from engine.core.plan import ItemResult, Plan, StepResult
-from engine.core.policy import Priorities
+from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
-from engine.core.scheduler import Scheduler, SchedulerSettings
-from engine.core.state import SchedulerState
+from engine.core.scheduler import Scheduler
+from engine.core.state import SchedulerSettings, SchedulerState
 from engine.core.step_budget import StepBudget
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -37,7 +37,7 @@ class EngineInATest:
         radix: bool = True,
         max_queued: int = 1000,
         policy: str = "fcfs",
-        priorities: Priorities | None = None,
+        priorities: Priorities = NO_PRIORITIES,
         conservativeness: float = 1.0,
         backup_pages: int = 0,
         reserve_floor: int = 0,
@@ -60,16 +60,16 @@ class EngineInATest:
             SchedulerState(
                 limits=bounds,
                 memory=memory,
+                settings=SchedulerSettings(
+                    policy=policy,
+                    priorities=priorities,
+                    reserve_floor=reserve_floor,
+                    resume_elsewhere=resume_elsewhere,
+                    vocab_size=vocab_size,
+                ),
                 ratio=NewTokenRatio(conservativeness=conservativeness),
                 growth=MeasuredGrowth(),
                 backup_pages=backup_pages,
-            ),
-            settings=SchedulerSettings(
-                policy=policy,
-                priorities=priorities,
-                reserve_floor=reserve_floor,
-                resume_elsewhere=resume_elsewhere,
-                vocab_size=vocab_size,
             ),
             tail_texts=lambda ids, skip: ("".join(f"<{i}>" for i in ids),),
             uniform=random.Random(5).random,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.core.policy import Priorities
+from engine.core.policy import NO_PRIORITIES, Priorities
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 
@@ -141,7 +141,7 @@ def test_low_values_that_go_first_are_retracted_last() -> None:
 
 
 def test_without_priority_scheduling_the_longest_output_goes_first() -> None:
-    engine = engine_of(8, conservativeness=0.0, priorities=None)
+    engine = engine_of(8, conservativeness=0.0, priorities=NO_PRIORITIES)
     engine.add("vip", [1, 2, 3, 4], priority=100, max_new_tokens=24)
     engine.turn()
     engine.add("poor", list(range(10, 18)), priority=0, max_new_tokens=12)

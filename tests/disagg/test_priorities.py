@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.core.policy import Priorities
+from engine.core.policy import NO_PRIORITIES, Priorities
 from tests.core.hash_model import expected_tokens
 from tests.disagg.two_roles import Cluster
 
@@ -12,9 +12,7 @@ PRIORITIES = Priorities(preempt_threshold=10)
 WAYS = {"recompute": {}, "host": {"backup_pages": 100}, "prefill": {"resume_elsewhere": True}}
 
 
-def cluster_of(
-    decode_pages: int, *, depth: int = 1, priorities: Priorities | None = PRIORITIES, **decode: object
-) -> Cluster:
+def cluster_of(decode_pages: int, *, depth: int = 1, priorities: Priorities = PRIORITIES, **decode: object) -> Cluster:
     return Cluster(
         pages=(200, decode_pages), page_size=4, chunk=8, depth=depth, both={"priorities": priorities}, **decode
     )
@@ -46,10 +44,10 @@ def order_of_ends(cluster: Cluster) -> list[str]:
     [
         (PRIORITIES, ["running", "high", "first", "last"]),
         (Priorities(low_first=True), ["running", "first", "last", "high"]),
-        (None, ["running", "first", "high", "last"]),
+        (NO_PRIORITIES, ["running", "first", "high", "last"]),
     ],
 )
-def test_decode_gives_memory_to_the_highest_priority_first(priorities: Priorities | None, ends: list[str]) -> None:
+def test_decode_gives_memory_to_the_highest_priority_first(priorities: Priorities, ends: list[str]) -> None:
     """Memory for one at a time; none is high enough to preempt."""
     cluster = cluster_of(8, priorities=priorities)
     cluster.submit("running", list(range(16)), 1, new=16)

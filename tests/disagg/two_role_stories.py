@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from engine.core.policy import Priorities
+from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
 from tests.core.proof.cycle_grammar import CycleGrammar
@@ -38,7 +38,7 @@ class TwoRoleStory:
     rows: int
     backup_pages: int
     resume_elsewhere: bool
-    priorities: Priorities | None
+    priorities: Priorities
     conservativeness: float
     clip: int
     layerwise: bool
@@ -61,7 +61,7 @@ def two_role_stories() -> st.SearchStrategy[TwoRoleStory]:
         rows=st.sampled_from([1, 3, 8]),
         backup_pages=st.sampled_from([0, 8, 1000]),
         resume_elsewhere=st.booleans(),
-        priorities=st.sampled_from([None, *PRIORITIES]),
+        priorities=st.sampled_from([NO_PRIORITIES, *PRIORITIES]),
         conservativeness=st.sampled_from([0.0, 0.0, 1.0]),
         clip=st.sampled_from([0, 0, 0, 4096]),
         layerwise=st.booleans(),

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
-from engine.core.grammar import Grammar
+from engine.core.hooks import Grammar
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
 from engine.executor.decode_graphs import Capture

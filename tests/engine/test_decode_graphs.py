@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.executor.graph_sizes import graph_sizes
+from engine.executor.decode_graphs import graph_sizes
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.resolve import resolve
 from service.flags import ConfigError

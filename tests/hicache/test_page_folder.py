@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
 from engine.core.page_keys import KVIdentity
 from engine.hicache.build import open_index
 from engine.hicache.page_file import HEADER_BYTES, BadFile, file_bytes
@@ -137,8 +136,7 @@ def test_a_folder_that_cannot_be_is_an_error_that_names_the_flag(tmp_path: Path)
         PageFolder.open(str(file))
 
 
-def config(pages: float) -> EngineConfig:
-    return EngineConfig(hicache_storage_size_gb=pages * file_bytes(identity()) / 1e9)
+PAGE_GB = file_bytes(identity()) / 1e9
 
 
 def test_a_folder_over_the_limit_is_cut_at_the_start_oldest_first(tmp_path: Path) -> None:
@@ -147,11 +145,11 @@ def test_a_folder_over_the_limit_is_cut_at_the_start_oldest_first(tmp_path: Path
     for i, key in enumerate(keys):
         folder.write(key, memoryview(PAGE), identity())
         os.utime(folder.path / f"{key.hex()}.kv", ns=(i, i))
-    index = open_index(folder, config(2.5), identity())
+    index = open_index(folder, identity(), max_gb=2.5 * PAGE_GB)
     assert index.num_files == 2 and index.num_bytes == 2 * file_bytes(identity())
     assert {key for key, _ in folder.scan()} == set(keys[4:])
 
 
 def test_a_limit_below_one_page_names_the_flag(folder: PageFolder) -> None:
     with pytest.raises(ConfigError, match="--hicache-storage-size-gb"):
-        open_index(folder, config(0.5), identity())
+        open_index(folder, identity(), max_gb=0.5 * PAGE_GB)

@@ -32,7 +32,7 @@ def _dead_peers(worker: Worker) -> list[str]:
 
 def check_cached(worker: Worker) -> None:
     """Every page that others may find holds the KV of its prefix."""
-    stack = [(node, list(node.key), list(node.pages)) for node in worker.scheduler.memory.cache._root.children.values()]
+    stack = [(node, list(node.key), list(node.pages)) for node in worker.scheduler.memory.cache.root.children.values()]
     while stack:
         node, tokens, pages = stack.pop()
         worker.model.verify(pages, tokens)

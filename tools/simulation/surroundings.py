@@ -11,10 +11,10 @@ from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
-from engine.core.policy import Priorities
+from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.radix_cache import RadixCache
-from engine.core.scheduler import Scheduler, SchedulerSettings
-from engine.core.state import SchedulerState
+from engine.core.scheduler import Scheduler
+from engine.core.state import SchedulerSettings, SchedulerState
 from tools.simulation.bootstrap import SimBootstrap
 from tools.simulation.network import Network
 from tools.simulation.options import Options
@@ -78,15 +78,15 @@ def make_scheduler(options: Options, *, num_pages: int, draw: random.Random, dec
             max_prefill_tokens=64,
         ),
         memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=True)),
+        settings=SchedulerSettings(
+            priorities=Priorities(preempt_threshold=1, aging_s=1.0) if options.priorities else NO_PRIORITIES,
+            resume_elsewhere=decodes and options.resume == "prefill",
+        ),
         ratio=NewTokenRatio(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0])),
         growth=MeasuredGrowth(),
         backup_pages=options.backup_pages if decodes and options.resume == "host" else 0,
     )
-    settings = SchedulerSettings(
-        priorities=Priorities(preempt_threshold=1, aging_s=1.0) if options.priorities else None,
-        resume_elsewhere=decodes and options.resume == "prefill",
-    )
-    return Scheduler(state, settings=settings, tail_texts=lambda ids, skip: (), uniform=draw.random)
+    return Scheduler(state, tail_texts=lambda ids, skip: (), uniform=draw.random)
 
 
 class SimPool:

@@ -325,7 +325,6 @@ class Driver(EngineInATest):
         `grown`: pages that the plan took afterwards.
         """
         stages, priorities = self.scheduler.stages, self.setup.priorities
-        assert priorities is not None
         victims = [r for r in before if r not in stages.running and r.finish is None]
         new = [r for r in stages.all() if r not in before and all(priorities.may_preempt(r, v) for v in victims)]
         assert any(self._fits_without(request, victims, grown) for request in new), "preempted in vain"

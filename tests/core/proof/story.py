@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from engine.core.policy import POLICIES, Priorities
+from engine.core.policy import NO_PRIORITIES, POLICIES, Priorities
 
 ROLES = ("unified", "prefill", "decode")
 
@@ -30,7 +30,7 @@ class Setup:
     wait: bool
     radix: bool
     policy: str
-    priorities: Priorities | None
+    priorities: Priorities
     conservativeness: float
     clip: int
     backup_pages: int
@@ -104,7 +104,7 @@ def _setups(**fixed: st.SearchStrategy[object]) -> st.SearchStrategy[Setup]:
         wait=st.booleans(),
         radix=st.sampled_from([True, True, False]),
         policy=st.sampled_from(POLICIES),
-        priorities=st.sampled_from([None, *PRIORITIES]),
+        priorities=st.sampled_from([NO_PRIORITIES, *PRIORITIES]),
         conservativeness=st.sampled_from([0.0, 0.0, 0.0, 1.0, 2.0]),
         clip=st.sampled_from([0, 0, 0, 3, 4096]),
         backup_pages=st.sampled_from([0, 8, 1000]),
