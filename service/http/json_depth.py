@@ -1,6 +1,7 @@
-"""Limits of JSON from outside: errors of decoding, and nesting, found before code walks the values recursively."""
+"""JSON from outside: errors of decoding, and nesting, found before code walks the values recursively."""
 
 import re
+from typing import Any
 
 import msgspec
 
@@ -12,6 +13,14 @@ _STRINGS = re.compile(rb'"[^"]*+"?')  # the end is optional: a cut-off text is r
 _KEPT = b'[{]}"'
 _DROPPED = bytes(c for c in range(256) if c not in _KEPT)
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
+
+
+def decode_or_none(text: bytes, type_: Any = Any) -> Any:
+    """The JSON value; None for text that is not JSON, or of another type."""
+    try:
+        return msgspec.json.decode(text, type=type_)
+    except JSON_ERRORS:
+        return None
 
 
 def deeper_than(text: bytes, limit: int = MAX_DEPTH) -> bool:

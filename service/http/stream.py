@@ -36,8 +36,8 @@ async def open_stream(request: web.BaseRequest, *, headers: Mapping[str, str], s
     return out
 
 
-def json_response(value: Any, *, status: int = 200) -> web.Response:
-    return web.Response(body=_encode(value), status=status, content_type="application/json")
+def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=_encode(value), status=status, content_type="application/json", headers=headers)
 
 
 def event(value: Any) -> bytes:
